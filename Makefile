@@ -1,0 +1,51 @@
+# Everything a newcomer needs: `make demo`, `make test`. The environment is made on the way.
+VENV ?= .venv
+PYTHON ?= python3
+# What pip is asked for when the environment has no torch yet. It may hold pip's own options, so a build for
+# a given accelerator can be named: make demo TORCH="--index-url <index of that build> torch==2.13.0"
+TORCH ?= torch==2.13.0
+BENCH ?= --shape tiny --peers transformers
+
+bin := $(VENV)/bin
+stamp := $(VENV)/.specdec-installed
+
+.PHONY: help demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    set up, then stream a completion in this terminal"
+	@echo "make test    set up, then run every test"
+	@echo "make check   ruff, mypy --strict and the import rule"
+	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
+	@echo "make clean   remove the environment and what tools left behind"
+
+demo: $(stamp)
+	@$(bin)/specdec demo
+
+test: $(stamp)
+	$(bin)/pytest
+
+check: $(stamp)
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/mypy
+	$(bin)/pytest -q tests/test_imports.py
+
+bench: $(stamp)
+	@$(bin)/specdec bench throughput $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find specdec tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(bin)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "specdec needs Python 3.11 or newer; '$(PYTHON)' is missing or older." \
+	       "Name another with: make demo PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Torch comes first and by itself: what depends on it then finds one, and pulls no second build.
+$(stamp): pyproject.toml | $(bin)/python
+	@$(bin)/python -m pip show -q torch 2>/dev/null || $(bin)/python -m pip install $(TORCH)
+	$(bin)/python -m pip install -q -e '.[test]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""specdec: an inference engine for hybrid language models whose core loop is speculative decoding."""

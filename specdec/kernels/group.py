@@ -1,0 +1,70 @@
+"""The rows of one width inside a packed step: all that a kernel needs to know about them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RecordIds(NamedTuple):
+    """Name draft records by the slab that holds them and their place in it."""
+
+    slab_BN: Tensor
+    index_BN: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Describe B rows whose windows all have M tokens; packed tokens [start, start + B*M) are theirs.
+
+    What a row has committed is its state slot *with the path of records folded in*. A window whose
+    tokens are all certain (a prompt's chunk, plain decoding) leaves behind the state advanced to its
+    last token; a recorded window leaves one record per token and does not advance the state past the
+    old path, so that any node of it can still be taken back.
+    """
+
+    start: int
+    rows: int
+    width: int
+    state_B: Tensor
+    """State slot of each row (int64)."""
+    path: RecordIds | None
+    """Accepted records that are not yet folded into the state, padded to the longest path [B, P]."""
+    path_length_B: Tensor | None
+    record: RecordIds | None
+    """Where a recorded window writes its records [B, M]; None: every token is certain."""
+    ancestors_BMM: Tensor | None
+    """[b, i, j]: node j is an ancestor of i, or i itself. None: the window is a chain."""
+    tap_BMC: Tensor | None
+    """For each node the C inputs of its convolution, oldest first, as indices into the C-1 inputs before
+    the window followed by the window's own. None: the window is a chain."""
+    table_BN: Tensor
+    """KV blocks of each row in order, padded with any valid id."""
+    length_B: Tensor
+    """Tokens whose KV was committed before this window."""
+    max_length: int
+    """The largest of `length_B`, as a number the host knows."""
+
+    @property
+    def recorded(self) -> bool:
+        return self.record is not None
+
+    def take(self, x_T: Tensor) -> Tensor:
+        """Return the group's part of a packed tensor (a view)."""
+        return x_T[self.start : self.start + self.rows * self.width]
+
+
+class RecurrentMemory(NamedTuple):
+    """One recurrent layer's strided views of the arena. S counts slabs, R records in a slab.
+
+    The delta rule and Mamba-2 keep a state [H, K, W]; a layer that is a convolution alone has H = 0.
+    """
+
+    state_SHKW: Tensor
+    window_SIC: Tensor
+    """The last I = kernel - 1 raw inputs of the convolution, oldest first."""
+    key_SRGK: Tensor
+    update_SRHW: Tensor
+    decay_SRH: Tensor
+    """Cumulative log-decay G from the window's root; a path's records share one origin."""
+    input_SRC: Tensor

@@ -1,0 +1,1 @@
+"""Multiply by a weight that was packed once, when it was loaded."""

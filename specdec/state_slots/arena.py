@@ -1,0 +1,154 @@
+"""The one owner of a device's sequence memory: KV blocks, recurrent states and draft records."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CapacityError
+from specdec.kernels.group import RecurrentMemory
+from specdec.state_slots.integrity import IntegrityError, prove
+from specdec.state_slots.layout import Layout
+from specdec.state_slots.slots import Kind, Owner, SlabList, SlotPool
+from specdec.state_slots.views import page_views, recurrent_views
+from specdec.state_slots.window import RecordSlot
+
+SlotId = int | RecordSlot
+"""A block's or state's number; a record's slab and place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaUsage:
+    """Say where an arena's bytes are. A shared block counts once; the dummy slab is in no figure."""
+
+    capacity_bytes: int
+    block_bytes: int
+    state_bytes: int
+    record_bytes: int
+    free_bytes: int
+    """In slabs that serve no class. What neither this nor the three above count is holes and padding."""
+    slabs: int
+    free_slabs: int
+    partial_slabs: int
+    """Slabs that could take more slots of their class."""
+
+
+class Arena:
+    """Cut one byte tensor into slabs and hand out slots in them.
+
+    A slab serves one class at a time and is free again when its last slot is. Id 0 of every class lies in
+    slab 0, which is never handed out: padding rows may read and write it. A fresh block or record holds
+    whatever lay there before, NaN included; a fresh state is zero. One thread owns an arena.
+    """
+
+    def __init__(self, layout: Layout, num_bytes: int, device: torch.device) -> None:
+        num_slabs = num_bytes // layout.slab_bytes
+        if num_slabs < 2:
+            raise CapacityError(
+                f"memory_bytes is {num_bytes}, which holds {num_slabs} slabs of {layout.slab_bytes} bytes, "
+                f"and one is set aside: give at least {2 * layout.slab_bytes}",
+                field="memory_bytes",
+            )
+        self.layout = layout
+        self.data = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+        self._slab_bytes_SX = self.data.view(num_slabs, layout.slab_bytes)
+        self._slab_bytes_SX[0].zero_()
+        self._pages = page_views(self.data, layout)
+        self._recurrent = recurrent_views(self.data, layout)
+        self._slabs = SlabList(num_slabs)
+        self._blocks = SlotPool(Kind.BLOCK, layout.blocks_per_slab, self._slabs)
+        self._states = SlotPool(Kind.STATE, layout.states_per_slab, self._slabs)
+        self._records = SlotPool(Kind.RECORD, layout.records_per_slab, self._slabs)
+        self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
+
+    def pages(self, layer: int) -> Tensor:
+        """Return the blocks of the layer-th attention layer: [num_blocks, 2, block_tokens, J, D]."""
+        return self._pages[layer]
+
+    def recurrent(self, layer: int) -> RecurrentMemory:
+        """Return the slots of the layer-th recurrent layer."""
+        return self._recurrent[layer]
+
+    def take_blocks(self, owner: Owner, n: int) -> list[int] | None:
+        """Hand out n blocks, adjacent where a slab has such a run; None when they do not fit."""
+        return self._blocks.take(owner, n)
+
+    def take_state(self, owner: Owner) -> int | None:
+        """Hand out a state slot whose states and conv windows are zero, or None."""
+        slots = self._states.take(owner, 1)
+        if slots is None:
+            return None
+        self._slab_bytes_SX[slots[0], : self.layout.state_bytes].zero_()
+        return slots[0]
+
+    def take_records(self, owner: Owner, n: int) -> list[RecordSlot] | None:
+        """Hand out n records, in one slab where that costs no further slab, or None."""
+        slots = self._records.take(owner, n, together=True)
+        if slots is None:
+            return None
+        return [divmod(slot, self.layout.records_per_slab) for slot in slots]
+
+    def share_block(self, owner: Owner, block: int) -> None:
+        """Let `owner` hold a live block too; its bytes stay until the last owner lets go."""
+        self._blocks.share(owner, block)
+
+    def release_blocks(self, owner: Owner, blocks: Sequence[int]) -> None:
+        self._blocks.release(owner, blocks)
+
+    def release_state(self, owner: Owner, state: int) -> None:
+        self._states.release(owner, [state])
+
+    def release_records(self, owner: Owner, records: Iterable[RecordSlot]) -> None:
+        per_slab = self.layout.records_per_slab
+        self._records.release(owner, [slab * per_slab + place for slab, place in records])
+
+    def release_owner(self, owner: Owner) -> None:
+        """Take back all that `owner` holds; holding nothing is no mistake."""
+        for pool in self._pools.values():
+            pool.release_owner(owner)
+
+    def can_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
+        """Say whether all of these could be taken now, in any order."""
+        slabs = self._blocks.new_slabs(blocks) + self._states.new_slabs(states)
+        return slabs + self._records.new_slabs(records) <= len(self._slabs.free)
+
+    def generation(self, kind: Kind, slot: SlotId) -> int:
+        """Return how often the slot has been handed out."""
+        return self._pools[kind].generations[self._flat(kind, slot)]
+
+    def check(self, kind: Kind, slot: SlotId, generation: int) -> None:
+        """Raise IntegrityError unless the slot is still the one that was handed out as `generation`."""
+        flat = self._flat(kind, slot)
+        if not self._pools[kind].is_current(flat, generation):
+            now = self._pools[kind].generations[flat]
+            live = "live" if flat in self._pools[kind].references else "free"
+            raise IntegrityError(
+                f"{kind} {slot} is stale: handle of generation {generation}, now {live} in {now}"
+            )
+
+    def usage(self) -> ArenaUsage:
+        layout, free = self.layout, len(self._slabs.free)
+        slabs = len(self._slabs.kinds) - 1
+        return ArenaUsage(
+            capacity_bytes=slabs * layout.slab_bytes,
+            block_bytes=len(self._blocks.references) * layout.block_bytes,
+            state_bytes=len(self._states.references) * layout.state_bytes,
+            record_bytes=len(self._records.references) * layout.record_bytes,
+            free_bytes=free * layout.slab_bytes,
+            slabs=slabs,
+            free_slabs=free,
+            partial_slabs=sum(len(slabs) for pool in self._pools.values() for slabs in pool.partial),
+        )
+
+    def check_integrity(self) -> None:
+        """Prove that each byte is owned once and none is lost; raise IntegrityError with what is wrong."""
+        prove(self.layout, self._slabs, tuple(self._pools.values()))
+
+    def _flat(self, kind: Kind, slot: SlotId) -> int:
+        if isinstance(slot, int):
+            assert kind is not Kind.RECORD, f"a record is named by its slab and place, not by {slot}"
+            return slot
+        assert kind is Kind.RECORD, f"a {kind} is named by one number, not by {slot}"
+        slab, place = slot
+        return slab * self.layout.records_per_slab + place

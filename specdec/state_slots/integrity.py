@@ -1,0 +1,135 @@
+"""Prove, from what the owners hold and nothing else, that each byte has one owner and none is lost."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from specdec.state_slots.layout import Layout
+from specdec.state_slots.slots import Kind, SlabList, SlotPool
+
+
+class IntegrityError(AssertionError):
+    """The arena or its caller has a bug: say which slot, and what is wrong with it."""
+
+
+def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
+    """Derive counts, classes, bitmaps and free lists from what is held, and compare with what is kept.
+
+    Slots of one class lie on a grid within their slab. So each byte has one owner when every slab has one
+    class, every slot that is not shared has one holder, and the grid fits in the slab.
+    """
+    sizes = {
+        Kind.BLOCK: layout.block_bytes,
+        Kind.STATE: layout.state_bytes,
+        Kind.RECORD: layout.record_bytes,
+    }
+    serves: dict[int, Kind] = {}
+    for pool in pools:
+        if pool.per_slab * sizes[pool.kind] > layout.slab_bytes:
+            raise IntegrityError(f"{pool.per_slab} {pool.kind}s overrun a slab of {layout.slab_bytes} bytes")
+        holders = _holders(pool, len(slabs.kinds))
+        _compare_references(pool, holders)
+        bitmaps = _bitmaps(pool, holders)
+        for slab in bitmaps:
+            other = serves.setdefault(slab, pool.kind)
+            if other is not pool.kind:
+                raise IntegrityError(f"slab {slab} is in two classes: it holds {other}s and {pool.kind}s")
+        _compare_bitmaps(pool, bitmaps)
+        _compare_partial(pool, bitmaps)
+    _compare_slabs(slabs, serves)
+    _compare_free(slabs)
+
+
+def _holders(pool: SlotPool, num_slabs: int) -> Counter[int]:
+    """Count each slot's owners; check that their handles are in range and of the slot's generation."""
+    holders: Counter[int] = Counter()
+    for owner, held in pool.held.items():
+        if not held:
+            raise IntegrityError(f"owner {owner!r} is listed for {pool.kind}s but holds none")
+        for slot, generation in held.items():
+            if not pool.per_slab <= slot < num_slabs * pool.per_slab:
+                raise IntegrityError(
+                    f"{pool.kind} {slot} of owner {owner!r} lies outside the arena or in its dummy slab"
+                )
+            now = pool.generations[slot]
+            if not 0 < generation == now:
+                raise IntegrityError(
+                    f"{pool.kind} {slot} of owner {owner!r} is stale: held as generation {generation}, "
+                    f"handed out as {now}"
+                )
+        holders.update(held.keys())
+    total = sum(pool.generations)
+    if total != pool.handed_out:
+        raise IntegrityError(
+            f"{pool.kind}s are of {total} generations in all, but were handed out {pool.handed_out} times: "
+            "a stale handle may pass for a live one"
+        )
+    return holders
+
+
+def _compare_references(pool: SlotPool, holders: Counter[int]) -> None:
+    for slot in holders.keys() | pool.references.keys():
+        count, kept = holders[slot], pool.references.get(slot, 0)
+        if count != kept:
+            raise IntegrityError(f"{pool.kind} {slot} has {count} owners but {kept} references")
+        if count > 1 and pool.kind is not Kind.BLOCK:
+            raise IntegrityError(f"{pool.kind} {slot} has {count} owners, and only blocks are shared")
+
+
+def _bitmaps(pool: SlotPool, holders: Counter[int]) -> dict[int, int]:
+    bitmaps: dict[int, int] = {}
+    for slot in holders:
+        slab, place = divmod(slot, pool.per_slab)
+        bitmaps[slab] = bitmaps.get(slab, 0) | 1 << place
+    return bitmaps
+
+
+def _compare_bitmaps(pool: SlotPool, bitmaps: dict[int, int]) -> None:
+    for slab in bitmaps.keys() | pool.used.keys():
+        live, kept = bitmaps.get(slab, 0), pool.used.get(slab, 0)
+        if live != kept or not live:
+            raise IntegrityError(
+                f"slab {slab}: owners hold {pool.kind}s {live:#x}, the bitmap says {kept:#x}"
+            )
+
+
+def _compare_partial(pool: SlotPool, bitmaps: dict[int, int]) -> None:
+    """Check the order in which partly used slabs are tried, and the count of free slots in them."""
+    expected: list[set[int]] = [set() for _ in range(pool.per_slab)]
+    spare = 0
+    for slab, bitmap in bitmaps.items():
+        count = bitmap.bit_count()
+        if count < pool.per_slab:
+            expected[count].add(slab)
+            spare += pool.per_slab - count
+    if expected != pool.partial:
+        raise IntegrityError(f"slabs by live {pool.kind}s are {expected}, filed as {pool.partial}")
+    fullness = sum(1 << count for count, slabs in enumerate(expected) if slabs)
+    if fullness != pool.fullness:
+        raise IntegrityError(f"fullness of the {pool.kind}s is {fullness:#x}, kept as {pool.fullness:#x}")
+    if spare != pool.spare:
+        raise IntegrityError(f"{spare} {pool.kind}s are spare in partly used slabs, counted {pool.spare}")
+
+
+def _compare_slabs(slabs: SlabList, serves: dict[int, Kind]) -> None:
+    """Check that each slab but the dummy is free and listed once, or serves the class of what it holds."""
+    listed = Counter(slabs.free)
+    for slab, kept in enumerate(slabs.kinds):
+        kind = serves.get(slab)
+        if kind is None and slab and not listed[slab]:
+            raise IntegrityError(f"slab {slab} is leaked: nothing lives in it and it is not listed as free")
+        if kind is not kept:
+            raise IntegrityError(f"slab {slab} holds {kind or 'nothing'} but is marked as {kept or 'free'}")
+        if kind is not None and listed[slab]:
+            raise IntegrityError(f"slab {slab} holds {kind}s and is listed as free")
+        if listed[slab] > 1:
+            raise IntegrityError(f"slab {slab} is listed as free {listed[slab]} times")
+
+
+def _compare_free(slabs: SlabList) -> None:
+    heap = slabs.free
+    for slab in heap:
+        if not 0 < slab < len(slabs.kinds):
+            raise IntegrityError(f"slab {slab}, the dummy or none of the arena, is listed as free")
+    for child in range(1, len(heap)):
+        if heap[(child - 1) // 2] > heap[child]:
+            raise IntegrityError(f"the free list is no heap at entry {child}")

@@ -1,0 +1,177 @@
+"""Hand out slots of one class from slabs that all classes share: integers only, no bytes."""
+
+from array import array
+from collections.abc import Hashable, Sequence
+from enum import StrEnum
+from heapq import heappop, heappush
+
+Owner = Hashable
+
+
+class Kind(StrEnum):
+    """The classes that a slab can serve."""
+
+    BLOCK = "block"
+    STATE = "state"
+    RECORD = "record"
+
+
+class SlabList:
+    """Keep which class each slab serves, and the free ones in a heap, lowest first.
+
+    Slab 0 is the dummy that the padding rows of captured graphs read and write; nobody ever owns it.
+    """
+
+    def __init__(self, num_slabs: int) -> None:
+        self.kinds: list[Kind | None] = [None] * num_slabs
+        self.free = list(range(1, num_slabs))
+
+    def open(self, kind: Kind) -> int:
+        slab = heappop(self.free)
+        self.kinds[slab] = kind
+        return slab
+
+    def close(self, slab: int) -> None:
+        self.kinds[slab] = None
+        heappush(self.free, slab)
+
+
+class SlotPool:
+    """Hand out the slots of one class; slot id = slab * per_slab + place.
+
+    `held`, what each owner holds and of which generation, is the truth. The rest is derived from it and kept
+    beside it so that a call costs microseconds; integrity.py derives it again and compares.
+    """
+
+    def __init__(self, kind: Kind, per_slab: int, slabs: SlabList) -> None:
+        self.kind = kind
+        self.per_slab = per_slab
+        self.slabs = slabs
+        self.held: dict[Owner, dict[int, int]] = {}
+        self.generations = array("q", bytes(8 * per_slab * len(slabs.kinds)))
+        self.handed_out = 0
+        self.references: dict[int, int] = {}
+        """Owners of each live slot, counted."""
+        self.used: dict[int, int] = {}
+        """Slab -> bitmap of its live slots; only slabs that serve this class."""
+        self.partial: list[set[int]] = [set() for _ in range(per_slab)]
+        """Partly used slabs by their number of live slots."""
+        self.fullness = 0
+        """Bit n is set when some partly used slab has n live slots."""
+        self.spare = 0
+        """Free slots in partly used slabs."""
+
+    def new_slabs(self, n: int) -> int:
+        """Count the free slabs that `take` would open for n slots."""
+        if n <= self.spare:
+            return 0
+        assert self.per_slab, f"this model has no {self.kind} slots"
+        return -((self.spare - n) // self.per_slab)
+
+    def take(self, owner: Owner, n: int, *, together: bool = False) -> list[int] | None:
+        """Hand out n slots, or None and nothing has changed.
+
+        Fullest slabs first, so that the others empty out. `together` asks for one slab where that opens no
+        further one.
+        """
+        if self.new_slabs(n) > len(self.slabs.free):
+            return None
+        slots: list[int] = []
+        while len(slots) < n:
+            wanted = n - len(slots)
+            slots += self._occupy(self._choose_slab(wanted if together else 1), wanted)
+        if slots:
+            held = self.held.setdefault(owner, {})
+            for slot in slots:
+                generation = self.generations[slot] + 1
+                self.generations[slot] = held[slot] = generation
+                self.references[slot] = 1
+            self.handed_out += n
+        return slots
+
+    def share(self, owner: Owner, slot: int) -> None:
+        """Make `owner` one more owner of a live slot."""
+        assert slot in self.references, f"{self.kind} {slot} is free and cannot be shared"
+        held = self.held.setdefault(owner, {})
+        assert slot not in held, f"owner {owner!r} holds {self.kind} {slot} already"
+        held[slot] = self.generations[slot]
+        self.references[slot] += 1
+
+    def release(self, owner: Owner, slots: Sequence[int]) -> None:
+        """End the owner's hold; a slot is free when its last owner lets go, a slab when its last slot is."""
+        held = self.held.get(owner, {})
+        for slot in slots:  # all before any is let go, so that a wrong call changes nothing
+            assert slot in held, f"owner {owner!r} does not hold {self.kind} {slot}"
+        freed: dict[int, int] = {}
+        for slot in slots:
+            del held[slot]
+            self.references[slot] -= 1
+            if not self.references[slot]:
+                del self.references[slot]
+                slab, place = divmod(slot, self.per_slab)
+                freed[slab] = freed.get(slab, 0) | 1 << place
+        for slab, places in freed.items():
+            self._file(slab, self.used[slab] & ~places)
+        if not held:
+            self.held.pop(owner, None)
+
+    def release_owner(self, owner: Owner) -> None:
+        if owner in self.held:
+            self.release(owner, list(self.held[owner]))
+
+    def is_current(self, slot: int, generation: int) -> bool:
+        return slot in self.references and self.generations[slot] == generation
+
+    def _choose_slab(self, room: int) -> int:
+        """Return the fullest slab with `room` free slots, else the fullest of several, else a new one."""
+        fits = self.fullness & ((2 << max(self.per_slab - room, 0)) - 1)
+        if not fits and room > self.spare:
+            return self.slabs.open(self.kind)
+        return next(iter(self.partial[(fits or self.fullness).bit_length() - 1]))
+
+    def _occupy(self, slab: int, wanted: int) -> list[int]:
+        """Mark up to `wanted` free slots of a slab as live and return their ids."""
+        used = self.used.get(slab, 0)
+        free = ~used & ((1 << self.per_slab) - 1)
+        places = _lowest(free, min(wanted, free.bit_count()))
+        for place in places:
+            used |= 1 << place
+        self._file(slab, used)
+        first = slab * self.per_slab
+        return [first + place for place in places]
+
+    def _file(self, slab: int, used: int) -> None:
+        """Note a slab's new bitmap; give the slab back when nothing in it is live."""
+        before, after = self.used.get(slab, 0).bit_count(), used.bit_count()
+        if 0 < before < self.per_slab:
+            self.partial[before].remove(slab)
+            self.spare -= self.per_slab - before
+            if not self.partial[before]:
+                self.fullness &= ~(1 << before)
+        if 0 < after < self.per_slab:
+            self.partial[after].add(slab)
+            self.spare += self.per_slab - after
+            self.fullness |= 1 << after
+        if after:
+            self.used[slab] = used
+        else:
+            del self.used[slab]
+            self.slabs.close(slab)
+
+
+def _lowest(free: int, n: int) -> Sequence[int]:
+    """Return the lowest n adjacent places whose bits are set, or the lowest n when no n are adjacent."""
+    starts, length = free, 1
+    while starts and length < n:
+        step = min(length, n - length)
+        starts &= starts >> step
+        length += step
+    if starts:
+        first = (starts & -starts).bit_length() - 1
+        return range(first, first + n)
+    places = []
+    for _ in range(n):
+        lowest = free & -free
+        places.append(lowest.bit_length() - 1)
+        free ^= lowest
+    return places

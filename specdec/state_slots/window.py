@@ -1,0 +1,107 @@
+"""A step's input: packed tokens, cut into groups of rows whose windows are equally wide."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import Group, RecordIds
+from specdec.state_slots.tree import TokenTree
+
+RecordSlot = tuple[int, int]
+"""Slab and place of one record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's part of a step.
+
+    `path` lists the accepted records that its state does not hold yet; `records`, one per node, are given
+    when any node may be taken back, and absent when every token is certain.
+    """
+
+    tree: TokenTree
+    length: int
+    blocks: Sequence[int]
+    state: int
+    path: Sequence[RecordSlot] = ()
+    records: Sequence[RecordSlot] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    token_T: Tensor
+    position_T: Tensor
+    groups: tuple[Group, ...]
+    first_B: tuple[int, ...]
+    """Packed index of each row's root, in the order in which the rows were given."""
+
+
+def build_window(rows: Sequence[Row], conv_width: int, device: torch.device) -> Window:
+    """Pack rows so that rows of one shape stand together and every group is a dense block."""
+
+    def shape(i: int) -> tuple[int, bool]:
+        return len(rows[i].tree), rows[i].records is not None
+
+    order = sorted(range(len(rows)), key=lambda i: (*shape(i), rows[i].state))
+    first = [0] * len(rows)
+    tokens: list[int] = []
+    positions: list[int] = []
+    groups: list[Group] = []
+    members: list[Row] = []
+    for rank, i in enumerate(order):
+        row = rows[i]
+        first[i] = len(tokens)
+        tokens += row.tree.tokens
+        positions += [row.length + depth for depth in row.tree.depths]
+        members.append(row)
+        if rank + 1 == len(order) or shape(order[rank + 1]) != shape(i):
+            start = len(tokens) - len(members) * len(row.tree)
+            groups.append(_group(members, start, conv_width, device))
+            members = []
+    return Window(_ids(tokens, device), _ids(positions, device), tuple(groups), tuple(first))
+
+
+def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.device) -> Group:
+    trees = [row.tree for row in rows]
+    chains = all(tree.is_chain for tree in trees)
+    lengths = [row.length for row in rows]
+    has_path = any(row.path for row in rows)
+    recorded = rows[0].records is not None
+    return Group(
+        start=start,
+        rows=len(rows),
+        width=len(trees[0]),
+        state_B=_ids([row.state for row in rows], device),
+        path=_records([row.path for row in rows], device) if has_path else None,
+        path_length_B=_ids([len(row.path) for row in rows], device) if has_path else None,
+        record=_records([row.records or () for row in rows], device) if recorded else None,
+        ancestors_BMM=None if chains else _ancestors(trees, device),
+        tap_BMC=None if chains else _ids([tree.taps(conv_width) for tree in trees], device),
+        table_BN=_ids(_padded([row.blocks for row in rows], 0), device),
+        length_B=_ids(lengths, device),
+        max_length=max(lengths),
+    )
+
+
+def _ids(values: Sequence[object], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _padded(lists: Sequence[Sequence[Any]], fill: Any) -> list[list[Any]]:
+    longest = max(map(len, lists))
+    return [[*values, *[fill] * (longest - len(values))] for values in lists]
+
+
+def _records(slots: Sequence[Sequence[RecordSlot]], device: torch.device) -> RecordIds:
+    slots_BN2 = _ids(_padded(slots, (0, 0)), device).view(len(slots), -1, 2)
+    return RecordIds(slots_BN2[..., 0], slots_BN2[..., 1])
+
+
+def _ancestors(trees: Sequence[TokenTree], device: torch.device) -> Tensor:
+    masks_BM = [tree.ancestor_masks for tree in trees]
+    width = len(trees[0])
+    bits = [[[bool(mask >> j & 1) for j in range(width)] for mask in masks] for masks in masks_BM]
+    return torch.tensor(bits, dtype=torch.bool, device=device)
