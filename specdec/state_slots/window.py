@@ -96,8 +96,9 @@ def _padded(lists: Sequence[Sequence[Any]], fill: Any) -> list[list[Any]]:
 
 
 def _records(slots: Sequence[Sequence[RecordSlot]], device: torch.device) -> RecordIds:
-    slots_BN2 = _ids(_padded(slots, (0, 0)), device).view(len(slots), -1, 2)
-    return RecordIds(slots_BN2[..., 0], slots_BN2[..., 1])
+    padded = _padded(slots, (0, 0))
+    slabs = _ids([[slab for slab, _ in row] for row in padded], device)
+    return RecordIds(slabs, _ids([[place for _, place in row] for row in padded], device))
 
 
 def _ancestors(trees: Sequence[TokenTree], device: torch.device) -> Tensor:

@@ -52,5 +52,6 @@ def linear(x_TD: Tensor, packed: Packed) -> Tensor:
     """Multiply in the weight's own dtype."""
     weight, bias_N, blocked = packed
     if blocked:
-        return torch.ops.mkldnn._linear_pointwise(x_TD, weight, bias_N, "none", [], "")
+        y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, weight, bias_N, "none", [], "")
+        return y_TN
     return F.linear(x_TD, weight, bias_N)

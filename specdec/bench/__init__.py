@@ -1,0 +1,1 @@
+"""What the engine does, measured: each benchmark checks its results before it prints a figure."""

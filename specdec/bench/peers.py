@@ -1,0 +1,173 @@
+"""Whom the engine is measured against: `transformers` in this process, and OpenAI-style servers by URL."""
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specdec.errors import ConfigError, EngineError
+
+FAST_PATHS = ("fla", "causal_conv1d", "mamba_ssm")
+"""Packages that `transformers` runs recurrent layers with, where it can import them."""
+
+SERVER_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one run of a batch took: all prompts read, then each step that gave every row a token."""
+
+    prefill_s: float
+    step_s: tuple[float, ...]
+    token_ids: tuple[tuple[int, ...], ...] | None
+    """None: the contestant does not say which tokens it chose."""
+
+
+class Contestant(Protocol):
+    name: str
+
+    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        """Read prompts of one length and continue each greedily by 1 + `new_tokens` tokens, past any end."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Say what must be known beside this contestant's figures."""
+        ...
+
+
+class TransformersPeer:
+    """Greedy decoding with a cache, one forward pass a step, as `generate` does it without its overheads."""
+
+    name = "transformers"
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        self.model, self.device = model.to(device).eval(), device
+
+    @torch.inference_mode()
+    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        """Time the forward passes, the choice of the token included."""
+        marks = [time.perf_counter()]
+        token_BT, cache, chosen = torch.tensor(prompts, device=self.device), None, []
+        for _ in range(1 + new_tokens):
+            out = self.model(token_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            token_BT, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+            chosen.append(token_BT[:, 0].tolist())
+            marks.append(time.perf_counter())
+        took_s = [after - before for before, after in itertools.pairwise(marks)]
+        return Sample(took_s[0], tuple(took_s[1:]), tuple(zip(*chosen, strict=True)))
+
+    @torch.inference_mode()
+    def judge(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Tensor:
+        """Return for each chosen token how far its logit lies under the best one, given the text before it.
+
+        Relative to the largest logit; 0 is agreement.
+        """
+        gaps = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            token_1T = torch.tensor([[*prompt, *output[:-1]]], device=self.device)
+            logits_TV = self.model(token_1T, use_cache=False, logits_to_keep=len(output)).logits[0].float()
+            chosen_T1 = torch.tensor(output, device=self.device)[:, None]
+            gap_T = logits_TV.amax(-1) - logits_TV.gather(1, chosen_T1)[:, 0]
+            gaps.append(gap_T / logits_TV.abs().amax(-1))
+        return torch.stack(gaps)
+
+    def describe(self) -> dict[str, Any]:
+        """Name the fast paths that `transformers` finds here."""
+        return {"fast_paths": [name for name in FAST_PATHS if importlib.util.find_spec(name)]}
+
+
+class ServerPeer:
+    """A running server with a streaming `/v1/completions`; its figures include HTTP and its own queue."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/").removesuffix("/v1")
+        self.model = ""
+
+    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        """Send all prompts at once; a step's time is the run's mean, for a stream may bundle tokens."""
+        try:
+            return asyncio.run(self._run(prompts, new_tokens))
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise EngineError(
+                f"the server at {self.name} did not serve the benchmark ({error!r}); check that it runs and "
+                "answers POST /v1/completions with stream=true and a prompt of token ids"
+            ) from error
+
+    async def _run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        timeout = aiohttp.ClientTimeout(total=SERVER_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
+            if not self.model:
+                async with session.get(f"{self.name}/v1/models") as reply:
+                    self.model = (await reply.json())["data"][0]["id"]
+            start_s = time.perf_counter()
+            streams = [self._complete(session, prompt, 1 + new_tokens) for prompt in prompts]
+            marks = await asyncio.gather(*streams)
+        prefill_s = max(first for first, _, _ in marks)
+        steps = min(count for _, _, count in marks) - 1
+        if steps < 1:
+            raise ValueError(f"an answer had {steps + 1} tokens where {1 + new_tokens} were asked for")
+        step_s = (max(last for _, last, _ in marks) - prefill_s) / steps
+        return Sample(prefill_s - start_s, (step_s,), None)
+
+    async def _complete(
+        self, session: aiohttp.ClientSession, prompt: Sequence[int], max_tokens: int
+    ) -> tuple[float, float, int]:
+        """Return when the first and the last token came, and how many there were."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        first_s = last_s = 0.0
+        chunks, counted = 0, 0
+        async with session.post(f"{self.name}/v1/completions", json=body) as reply:
+            async for event in _events(reply):
+                if event.get("choices"):
+                    last_s = time.perf_counter()
+                    first_s = first_s or last_s
+                    chunks += 1
+                counted = (event.get("usage") or {}).get("completion_tokens", counted)
+        return first_s, last_s, counted or chunks
+
+    def describe(self) -> dict[str, Any]:
+        """Name the model that the server says it serves."""
+        return {"model": self.model, "tokens": "not compared"}
+
+
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON of each server-sent event up to the closing `[DONE]`."""
+    async for raw in reply.content:
+        line = raw.decode().strip()
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data:"):
+            yield json.loads(line.removeprefix("data:"))
+
+
+def refuse_unknown(names: Sequence[str]) -> None:
+    """Refuse a peer that is neither `transformers` nor a URL, before anything is loaded."""
+    for name in names:
+        if name != "transformers" and not name.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"unknown peer {name!r}; give 'transformers' or the http(s) URL of a server", field="peers"
+            )
+
+
+def connect(names: Sequence[str], transformers: TransformersPeer) -> list[Contestant]:
+    """Turn `transformers` and URLs into contestants, in the order given."""
+    return [transformers if name == "transformers" else ServerPeer(name) for name in names]

@@ -1,0 +1,118 @@
+"""Random checkpoints of a named size, as `transformers` saves them, for benchmarks and the demo."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as hf_logging
+
+from specdec.errors import ConfigError
+from specdec.models.shapes import SHAPES
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256
+ALPHABET = "Ġetaoinshrdlucmfwypvbgkjqxz"
+"""What merged tokens are spelt with; Ġ is how a byte-level vocabulary writes the space."""
+
+
+def shape_config(name: str) -> dict[str, Any]:
+    """Return the Hugging Face config of a named shape."""
+    if name not in SHAPES:
+        raise ConfigError(f"unknown shape {name!r}; there are {', '.join(sorted(SHAPES))}", field="shape")
+    return dict(SHAPES[name])
+
+
+def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
+    """Return a random checkpoint of this config from the user's cache, writing it there the first time."""
+    recipe = json.dumps([config, seed, torch.__version__, transformers.__version__], sort_keys=True)
+    folder = cache_folder() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside its place and moved there whole: an interrupted run leaves no half checkpoint.
+        draft = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            with quiet_transformers():
+                write_random_checkpoint(draft, config, seed=seed)
+            os.replace(draft, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep its progress bars and warnings off the terminal; what matters of them is said in the reports."""
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        hf_logging.enable_progress_bar()
+
+
+def cache_folder() -> Path:
+    """Return where random checkpoints are kept: `$XDG_CACHE_HOME/specdec/random`, or under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "specdec" / "random"
+
+
+def write_random_checkpoint(
+    folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str | None = None
+) -> None:
+    """Write config, weights and tokenizer of a random model into `folder`; `dtype` None: the config's own.
+
+    The weights are wider than an untrained model's usual 0.02, or it would emit one token for ever.
+    """
+    settings = {"initializer_range": 0.05, **config}
+    settings |= {"eos_token_id": BYTES, "bos_token_id": None, "pad_token_id": None}
+    settings["dtype"] = dtype or settings.get("dtype", "float32")
+    hf_config = AutoConfig.for_model(**settings)
+    # Only this model's draws follow the seed; the caller's generator is left where it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, settings["dtype"]))
+    model.save_pretrained(folder)
+    byte_tokenizer(hf_config.vocab_size).save_pretrained(folder)
+
+
+def byte_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Build a byte-level BPE of exactly this size: the bytes, the end of text, then short invented words.
+
+    Every id then stands for text, so that what a random model emits can be seen.
+    """
+    if vocabulary <= BYTES:
+        raise ConfigError(f"vocab_size {vocabulary} leaves no room for a byte-level tokenizer; it needs 257")
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END_OF_TEXT]
+    merges = list(itertools.islice(invented_words(), vocabulary - len(pieces)))
+    pieces += [left + right for left, right in merges]
+    bpe = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def invented_words() -> Iterator[tuple[str, str]]:
+    """Yield merges without end: all pairs of letters, then all pairs with a third letter, and so on."""
+    words = list(ALPHABET)
+    while True:
+        merges = [(word, letter) for word in words for letter in ALPHABET[1:]]
+        yield from merges
+        words = [left + right for left, right in merges]

@@ -1,0 +1,115 @@
+"""What every benchmark shares: the machine it ran on, its summary of samples, its table and its last line."""
+
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Summary(NamedTuple):
+    median: float
+    p10: float
+    p90: float
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    """Return the median and the interval that holds the middle four fifths of the samples."""
+    return Summary(statistics.median(samples), percentile(samples, 0.1), percentile(samples, 0.9))
+
+
+def percentile(samples: Sequence[float], fraction: float) -> float:
+    """Interpolate linearly between the two samples nearest to the fraction."""
+    ordered = sorted(samples)
+    place = fraction * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def environment() -> dict[str, Any]:
+    """Say what a figure was measured on and with."""
+    versions = {name: _version(name) for name in ("specdec", "torch", "transformers", "triton")}
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "commit": commit(),
+        "machine": platform.platform(),
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "gpu": device,
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the sources in use, marked `+` where they differ from it; None outside a clone."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()
+
+
+def cpu_model() -> str:
+    """Return the processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Lay out rows of equal keys as columns: text to the left, figures to the right."""
+    columns = list(rows[0])
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
+
+    def line(row: Mapping[str, str]) -> str:
+        cells = [
+            row[name].ljust(widths[name]) if is_text else row[name].rjust(widths[name])
+            for name, is_text in zip(columns, text, strict=True)
+        ]
+        return "  ".join(cells).rstrip()
+
+    text = [any(cell[:1].isalpha() for cell in (row[name] for row in rows)) for name in columns]
+    rule = {name: "-" * widths[name] for name in columns}
+    return "\n".join([line({name: name for name in columns}), line(rule), *map(line, rows)])
+
+
+def json_line(report: Mapping[str, Any]) -> str:
+    """Write a report as one line, its figures to six digits."""
+    return json.dumps(_rounded(report), separators=(", ", ": "))
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case float():
+            return float(f"{value:.6g}")
+        case Mapping():
+            return {key: _rounded(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_rounded(inner) for inner in value]
+        case _:
+            return value

@@ -1,0 +1,68 @@
+"""The engine's own loop, stepped under a clock."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.bench.peers import Sample
+from specdec.build import build
+from specdec.config import EngineConfig, SamplingParams
+from specdec.outputs import Delta
+from specdec.request import Request
+from specdec.verify.choose import Chooser
+
+
+class EngineRunner:
+    """Decode in this thread: what a step costs, without the queues around it and without making text."""
+
+    name = "specdec"
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        self.model = build(folder, config)
+
+    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        """Time each step of the loop.
+
+        Reading the prompts ends with the step in which the last row gets its first token; steps count as
+        decoding while every row takes part in them.
+        """
+        loop = self.model.loop
+        requests = [self._request(row, prompt, 1 + new_tokens) for row, prompt in enumerate(prompts)]
+        for request in requests:
+            loop.scheduler.submit(request)
+        prefill_s, step_s = 0.0, []
+        while loop.scheduler.has_work:
+            reading = not all(request.output_length for request in requests)
+            decoding = not reading and all(request.finish_reason is None for request in requests)
+            start_s = time.perf_counter()
+            loop.step()
+            took_s = time.perf_counter() - start_s
+            if reading:
+                prefill_s += took_s
+            elif decoding:
+                step_s.append(took_s)
+        outputs = (tuple(request.tokens[request.prompt_length :]) for request in requests)
+        return Sample(prefill_s, tuple(step_s), tuple(outputs))
+
+    def _request(self, row: int, prompt: Sequence[int], max_tokens: int) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        vocab = self.model.network.spec.vocab
+        return Request(
+            row + 1,
+            prompt,
+            params,
+            chooser=Chooser(params, seed=0, prompt=prompt, vocab=vocab),
+            text=None,
+            stop_ids=frozenset(),
+            max_length=self.model.settings.max_model_len,
+            emit=_discard,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Say which kernels ran."""
+        return {"kernels": self.model.network.kernels.name}
+
+
+def _discard(_: Delta | Exception) -> None:
+    """Take a delta that nobody reads."""

@@ -1,0 +1,241 @@
+"""Prefill and decode speed over batches and lengths, beside `transformers` and servers in the same run."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.bench.bandwidth import BandwidthProbe
+from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
+from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
+from specdec.bench.report import Summary, environment, json_line, summarise, table
+from specdec.bench.runner import EngineRunner
+from specdec.config import EngineConfig
+from specdec.errors import EngineError
+from specdec.footprint import Footprint, measure
+
+EXCUSED_GAP = 1e-4
+"""How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
+implementations round differently, and a tie this close may fall to either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    model: Path | None
+    shape: str
+    batches: Sequence[int]
+    prompt_tokens: Sequence[int]
+    new_tokens: int
+    peers: Sequence[str]
+    repeats: int
+    warmup: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    batch: int
+    prompt_tokens: int
+
+    def prompts(self, vocab: int, seed: int) -> list[list[int]]:
+        """Draw the prompts; they depend on the seed and the case alone."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(vocab, (self.batch, self.prompt_tokens), generator=generator).tolist()
+
+
+@dataclass(slots=True)
+class CaseResult:
+    """Collect one case's samples, repeat by repeat, and what the check said."""
+
+    case: Case
+    agreement: Mapping[str, float]
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+
+def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
+    """Check, measure, and return the report."""
+    refuse_unknown(options.peers)
+    folder = options.model or cached_checkpoint(shape_config(options.shape), seed=options.seed)
+    engine = EngineRunner(folder, _with_room(config, options))
+    settings, spec = engine.model.settings, engine.model.network.spec
+    oracle = TransformersPeer(folder, dtype=settings.dtype, device=settings.device)
+    contestants: list[Contestant] = [engine, *connect(options.peers, oracle)]
+    results, bandwidth = _measure(options, engine, oracle, contestants)
+    footprint = measure(spec, settings.dtype)
+    return {
+        "benchmark": "throughput",
+        **environment(),
+        "model": str(options.model) if options.model else None,
+        "shape": None if options.model else options.shape,
+        "family": spec.family,
+        "parameters": footprint.parameters,
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "settings": config.model_dump(exclude_unset=True),
+        "seed": options.seed,
+        "new_tokens": options.new_tokens,
+        "warmup": options.warmup,
+        "repeats": options.repeats,
+        "read_bytes_per_s": bandwidth._asdict(),
+        "contestants": {contestant.name: contestant.describe() for contestant in contestants},
+        "cases": [_case_report(result, footprint, bandwidth.median) for result in results],
+    }
+
+
+def run(options: Options, config: EngineConfig, out: Path | None) -> None:
+    """Measure, then print the table and, as the last line, the report as JSON; nothing if the check fails."""
+    with quiet_transformers():
+        report = benchmark(options, config)
+    line = json_line(report)
+    if out is not None:
+        out.write_text(f"{line}\n", "utf-8")
+    print(f"{render(report)}\n{line}")
+
+
+def _measure(
+    options: Options, engine: EngineRunner, oracle: TransformersPeer, contestants: Sequence[Contestant]
+) -> tuple[list[CaseResult], Summary]:
+    """Run every case: the check, the warm-up, then the contestants in turn, memory's speed beside them."""
+    spec, settings = engine.model.network.spec, engine.model.settings
+    probe, bandwidths, results = BandwidthProbe(settings.device), [], []
+    cases = [Case(*pair) for pair in itertools.product(options.batches, options.prompt_tokens)]
+    with tqdm(total=len(cases) * (1 + options.warmup + options.repeats), leave=False) as progress:
+        for case in cases:
+            progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
+            prompts = case.prompts(spec.vocab, options.seed)
+            result = CaseResult(case, check(engine, oracle, prompts, options.new_tokens, settings.dtype))
+            progress.update()
+            for repeat in range(-options.warmup, options.repeats):
+                for contestant in contestants:
+                    sample = contestant.run(prompts, options.new_tokens)
+                    if repeat >= 0:
+                        result.samples.setdefault(contestant.name, []).append(sample)
+                bandwidths.append(probe.bytes_per_second())
+                progress.update()
+            results.append(result)
+    return results, summarise(bandwidths)
+
+
+def _with_room(config: EngineConfig, options: Options) -> EngineConfig:
+    """Size the engine for the largest case, where the user did not."""
+    longest = max(options.prompt_tokens) + options.new_tokens + 1
+    room = EngineConfig(max_running=max(options.batches), max_model_len=longest)
+    return EngineConfig.of(room, config.model_dump(exclude_unset=True))
+
+
+def check(
+    engine: EngineRunner,
+    oracle: TransformersPeer,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Compare each token of the engine with the logits that `transformers` has for the same text.
+
+    In float32 and float64 a token that is not the best one, by more than rounding, ends the benchmark.
+    """
+    outputs = engine.run(prompts, new_tokens).token_ids
+    assert outputs is not None
+    gap_BT = oracle.judge(prompts, outputs)
+    if dtype in (torch.float32, torch.float64):
+        _refuse(gap_BT)
+    return {
+        "tokens": gap_BT.numel(),
+        "equal": int((gap_BT == 0).sum()),
+        "largest_gap": float(gap_BT.max()),
+    }
+
+
+def _refuse(gap_BT: Tensor) -> None:
+    """Raise if a token is wrong; a NaN is."""
+    wrong = (~(gap_BT <= EXCUSED_GAP)).nonzero().tolist()
+    if wrong:
+        row, place = wrong[0]
+        raise EngineError(
+            f"{len(wrong)} of {gap_BT.numel()} greedy tokens differ from transformers, first in row {row} at "
+            f"output token {place} (its logit lies {gap_BT[row, place]:.2g} under the best, relative to the "
+            "largest); no figure is shown for a result that is wrong"
+        )
+
+
+def _case_report(result: CaseResult, footprint: Footprint, bandwidth: float) -> dict[str, Any]:
+    case = result.case
+    own = result.samples[EngineRunner.name]
+    figures = {}
+    for name, samples in result.samples.items():
+        prefill_s = summarise([sample.prefill_s for sample in samples])
+        step_s = summarise([s for sample in samples for s in sample.step_s])
+        figures[name] = {
+            "prefill_s": prefill_s._asdict(),
+            "prefill_tokens_per_s": case.batch * case.prompt_tokens / prefill_s.median,
+            "step_s": step_s._asdict(),
+            "decode_tokens_per_s": case.batch / step_s.median,
+            "bandwidth_share": footprint.step_bytes(case.batch) / step_s.median / bandwidth,
+            "prefill_ratio": _ratio(samples, own, _prefill_s)._asdict(),
+            "step_ratio": _ratio(samples, own, _step_s)._asdict(),
+        }
+    return {
+        "batch": case.batch,
+        "prompt_tokens": case.prompt_tokens,
+        "agreement": result.agreement,
+        "figures": figures,
+    }
+
+
+def _prefill_s(sample: Sample) -> float:
+    return sample.prefill_s
+
+
+def _step_s(sample: Sample) -> float:
+    return summarise(sample.step_s).median
+
+
+def _ratio(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sample], float]) -> Summary:
+    """Compare run by run, so that what slows the machine for a while slows both sides of a quotient."""
+    return summarise([time_s(a) / time_s(b) for a, b in zip(theirs, own, strict=True)])
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Lay the report out for people."""
+    what = report["model"] or f"random weights of shape {report['shape']}"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    checked = [case["agreement"] for case in report["cases"]]
+    tokens, equal = (sum(agreement[key] for agreement in checked) for key in ("tokens", "equal"))
+    worst = max(agreement["largest_gap"] for agreement in checked)
+    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
+    lines = [
+        f"{what}: {report['family']}, {report['parameters'] / 1e6:,.1f} M parameters, {report['dtype']}",
+        f"{machine}; {versions}; commit {report['commit']}",
+        f"memory read at {report['read_bytes_per_s']['median'] / 1e9:.1f} GB/s, measured in this run",
+        f"checked: {equal} of {tokens} greedy tokens have the best of transformers' logits; "
+        f"the others lie at most {worst:.1g} under it, relative to the largest",
+    ]
+    fast_paths = report["contestants"].get("transformers", {}).get("fast_paths")
+    if fast_paths is not None:
+        lines.append(f"fast paths that transformers found: {', '.join(fast_paths) or 'none'}")
+    return "\n".join([*lines, "", table(list(_rows(report)))])
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    for case in report["cases"]:
+        for name, figures in case["figures"].items():
+            step = figures["step_s"]
+            yield {
+                "batch": str(case["batch"]),
+                "prompt": str(case["prompt_tokens"]),
+                "engine": name,
+                "prefill tok/s": f"{figures['prefill_tokens_per_s']:,.0f}",
+                "time": f"{figures['prefill_ratio']['median']:.2f}x",
+                "decode tok/s": f"{figures['decode_tokens_per_s']:,.1f}",
+                "ms/step": f"{step['median'] * 1e3:.2f}",
+                "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
+                "step": f"{figures['step_ratio']['median']:.2f}x",
+                "bandwidth": f"{figures['bandwidth_share']:.0%}",
+            }

@@ -1,0 +1,230 @@
+"""The `specdec` command: generate, info, bench, demo. What a user gets wrong is one line and exit code 2."""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
+from specdec.errors import RequestError, SpecdecError
+from specdec.footprint import describe_model
+from specdec.options import add_settings, at_least, listed, settings_from
+from specdec.outputs import RequestStats
+
+USER_ERROR, INTERRUPTED = 2, 130
+DEMO_PROMPT = "def fibonacci(n):"
+DEMO_TOKENS = 96
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = _parser().parse_args(argv)
+    level = logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    command: Callable[[argparse.Namespace], None] = args.command
+    try:
+        command(args)
+    except SpecdecError as error:
+        print(f"specdec: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="specdec", description=__doc__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine chooses and does")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="complete a prompt, streamed to the terminal"))
+    _add_info(commands.add_parser("info", help="what a model is made of and what memory it needs"))
+    benches = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="BENCHMARK")
+    _add_throughput(benches.add_parser("throughput", help="prefill and decode speed, beside other engines"))
+    demo = commands.add_parser("demo", help="stream a completion of a small model with random weights")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_generate)
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    add = prompt.add_argument
+    add("--prompt", metavar="TEXT")
+    add("--prompt-file", metavar="FILE", help="a file with the prompt; - is standard input")
+    add("--prompt-ids", metavar="IDS", help='token ids, as in "12 7 9"; - reads them from standard input')
+    parser.add_argument("--json", action="store_true", help="print one JSON object per completion instead")
+    add_settings(parser, SamplingParams, title="sampling")
+    add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    prompt, params = _prompt(args), settings_from(args, SamplingParams)
+    with SpecEngine(args.model, settings_from(args, EngineConfig)) as engine:
+        if params.n == 1 and not args.json:
+            _stream(engine, prompt, params)
+            return
+        for completion in engine.generate([prompt], params):
+            print(
+                _as_json(completion) if args.json else f"[{completion.index}] {completion.text}", flush=True
+            )
+
+
+def _prompt(args: argparse.Namespace) -> str | list[int]:
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.prompt_file is not None:
+        return sys.stdin.read() if args.prompt_file == "-" else _read(Path(args.prompt_file))
+    ids = sys.stdin.read() if args.prompt_ids == "-" else args.prompt_ids
+    try:
+        return [int(word) for word in ids.replace(",", " ").split()]
+    except ValueError as error:
+        raise RequestError(f"--prompt-ids: {error}; give whole numbers", field="prompt") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"--prompt-file: {path} cannot be read as text ({error})", field="prompt"
+        ) from None
+
+
+def _stream(engine: SpecEngine, prompt: str | list[int], params: SamplingParams) -> None:
+    """Print a completion as it comes, and its figures on stderr at the end."""
+    stats = asyncio.run(_print_deltas(engine, prompt, params))
+    if stats is not None:
+        print(f"\n{_figures(stats)}", file=sys.stderr)
+
+
+async def _print_deltas(
+    engine: SpecEngine, prompt: str | list[int], params: SamplingParams
+) -> RequestStats | None:
+    stats = None
+    async for delta in engine.stream(prompt, params):
+        # Without a tokenizer there is no text; the ids are what can be shown.
+        shown = delta.text if engine.tokenizer else "".join(f"{token} " for token in delta.token_ids)
+        print(shown, end="", flush=True)
+        stats = delta.stats
+    print(flush=True)
+    return stats
+
+
+def _figures(stats: RequestStats) -> str:
+    decode_s = stats.total_s - stats.first_token_s
+    rate = f"{(stats.output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
+    return (
+        f"{stats.prompt_tokens} tokens read, {stats.output_tokens} written in {stats.total_s:.2f} s: "
+        f"first token after {stats.first_token_s * 1e3:.0f} ms, {rate}"
+    )
+
+
+def _as_json(completion: Completion) -> str:
+    fields = dataclasses.asdict(completion)
+    fields["stats"]["acceptance_length"] = completion.stats.acceptance_length
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_info)
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    parser.add_argument(
+        "--length",
+        metavar="TOKENS",
+        type=listed(at_least(1)),
+        default=[1024, 8192, 32768],
+        help="say how many sequences of these lengths fit (default: 1024,8192,32768)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_settings(parser, EngineConfig, title="engine")
+
+
+def _info(args: argparse.Namespace) -> None:
+    described = describe_model(args.model, settings_from(args, EngineConfig), args.length)
+    if args.json:
+        print(json.dumps(described))
+        return
+    width = max(map(len, described))
+    for name, value in described.items():
+        print(f"{name.replace('_', ' ').ljust(width)}  {_plain(name, value)}")
+
+
+def _plain(name: str, value: Any) -> str:
+    match value:
+        case dict():
+            return ", ".join(f"{count:,} {kind}" for kind, count in value.items())
+        case float():
+            return f"{value:.2%}"
+        case int() if "bytes" in name:
+            return f"{value:,} ({_binary(value)})" if value >= 1024 else str(value)
+        case int():
+            return f"{value:,}"
+        case _:
+            return str(value)
+
+
+def _binary(num_bytes: float) -> str:
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while num_bytes >= 1024 and unit != "TiB":
+        num_bytes, unit = num_bytes / 1024, next(units)
+    return f"{num_bytes:.1f} {unit}"
+
+
+def _add_throughput(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_throughput)
+    add, counts = parser.add_argument, listed(at_least(1))
+    add("model", metavar="MODEL", nargs="?", type=Path, help="folder of a Hugging Face checkpoint")
+    add("--shape", default="tiny", help="without MODEL: random weights of a named size (default: tiny)")
+    add("--batch", metavar="ROWS", type=counts, default=[1, 4, 16], help="(default: 1,4,16)")
+    add("--prompt-tokens", metavar="TOKENS", type=counts, default=[32, 512], help="(default: 32,512)")
+    add("--new-tokens", metavar="TOKENS", type=at_least(1), default=32, help="decode steps (default: 32)")
+    add("--peers", metavar="PEER", type=listed(str), default=[], help="transformers, or URLs of servers")
+    add("--repeats", metavar="TIMES", type=at_least(1), default=5, help="counted runs (default: 5)")
+    add("--warmup", metavar="TIMES", type=at_least(0), default=1, help="uncounted runs (default: 1)")
+    add("--out", metavar="FILE", type=Path, help="write the JSON line there too")
+    add_settings(parser, EngineConfig, title="engine")
+
+
+def _throughput(args: argparse.Namespace) -> None:
+    # Imported here, for it brings `transformers` along, which nothing else needs.
+    from specdec.bench.throughput import Options, run
+
+    config = settings_from(args, EngineConfig)
+    options = Options(
+        model=args.model,
+        shape=args.shape,
+        batches=args.batch,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        peers=args.peers,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        seed=config.seed or 0,
+    )
+    run(options, config, args.out)
+
+
+def _demo(_: argparse.Namespace) -> None:
+    from specdec.bench.random_model import cached_checkpoint, shape_config
+
+    print(
+        "No trained checkpoint ships with specdec yet. This is a small hybrid model with random weights:\n"
+        "what it writes is noise, and shows that loading, decoding and streaming work.\n",
+        file=sys.stderr,
+    )
+    folder = cached_checkpoint(shape_config("tiny"), seed=0)
+    params = SamplingParams(max_tokens=DEMO_TOKENS, temperature=0.8, seed=0, ignore_eos=True)
+    with SpecEngine(folder) as engine:
+        print(DEMO_PROMPT, end="", flush=True)
+        _stream(engine, DEMO_PROMPT, params)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

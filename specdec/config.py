@@ -1,0 +1,224 @@
+"""What a user may set: SamplingParams for a request, EngineConfig for an engine."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+
+from specdec.errors import ConfigError
+
+UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+GREEDY_BELOW = 1e-5
+"""A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
+MAX_WINDOW = 64
+"""The widest window that can be recorded."""
+
+
+class Settings(BaseModel):
+    """Refuse what is unknown, of a wrong type or out of range; each field's description says what fits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            problems = {str(e["loc"][0]) if e["loc"] else "": e["type"] for e in error.errors()}
+            raise cls._refusal(problems, data if isinstance(data, Mapping) else {}) from None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ConfigError(
+            f"{type(self).__name__}.{name} cannot be changed: settings are frozen; make new ones.",
+            field=name,
+        )
+
+    @classmethod
+    def _refusal(cls, problems: Mapping[str, str], data: Mapping[str, object]) -> ConfigError:
+        lines = [
+            cls._unknown(name) if kind == "extra_forbidden" else cls._unfit(name, data.get(name))
+            for name, kind in problems.items()
+        ]
+        return ConfigError(" ".join(lines), field=next(iter(problems)) or None)
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        close = difflib.get_close_matches(name, cls.model_fields)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(cls.model_fields)}."
+        return f"{cls.__name__} has no setting {name!r}; {hint}"
+
+    @classmethod
+    def _unfit(cls, name: str, value: object) -> str:
+        if name not in cls.model_fields:
+            return f"{cls.__name__} takes settings by name, not {name or 'a bare value'}."
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        return f"{cls.__name__}.{name} cannot be {shown}; give {cls.model_fields[name].description}."
+
+
+def _contradiction(field: str, message: str) -> ConfigError:
+    return ConfigError(f"{field}: {message}", field=field)
+
+
+def _round_to_greedy(value: object) -> object:
+    return 0.0 if isinstance(value, int | float) and 0 <= value < GREEDY_BELOW else value
+
+
+def _parse_bytes(value: object) -> object:
+    """Turn "2GiB", "512 MB" or "1024" into a number of bytes; leave the rest for the field to judge."""
+    match = (
+        re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
+        if isinstance(value, str)
+        else None
+    )
+    if match is None or match[1].count(".") > 1 or match[1] == ".":
+        return value
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()])
+
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+
+class SamplingParams(Settings):
+    """How one request's tokens are chosen and when it ends.
+
+    Contradictory: several choices (`n`) at temperature 0, which would all be the same text. Filters such as
+    `top_p` are allowed at temperature 0, where they change nothing, because clients send them always.
+    """
+
+    max_tokens: int = Field(16, ge=1, description="a whole number of at least 1")
+    temperature: Annotated[float, BeforeValidator(_round_to_greedy)] = Field(
+        1.0, ge=0, description="a number of at least 0; 0 always takes the likeliest token"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1; 1 switches it off")
+    top_k: int = Field(0, ge=-1, description="a whole number of at least 1, or 0 or -1 to switch it off")
+    min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1; 0 switches it off")
+    repetition_penalty: float = Field(1.0, gt=0, description="a number above 0; 1 switches it off")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2; 0 switches it off")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2; 0 switches it off")
+    stop: NonEmpty | list[NonEmpty] | None = Field(
+        None, description="a string or a list of strings, none of them empty"
+    )
+    stop_token_ids: list[TokenId] | None = Field(
+        None, description="a list of token ids (whole numbers from 0)"
+    )
+    ignore_eos: bool = Field(False, description="True or False")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="a whole number of 64 bits, or None")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="how many alternatives to show beside the chosen token, 0 to 20, or None",
+    )
+    logit_bias: dict[TokenId, Bias] | None = Field(
+        None, description="a mapping from token ids to numbers from -100 to 100"
+    )
+    n: int = Field(1, ge=1, description="a whole number of at least 1")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.n > 1 and self.temperature == 0:
+            raise _contradiction(
+                "n",
+                f"{self.n} choices at temperature 0 would be one text; raise temperature or leave n at 1.",
+            )
+        return self
+
+
+DRAFTERS = "auto, none, mtp, eagle, ngram or suffix"
+
+
+class EngineConfig(Settings):
+    """How an engine runs. None and "auto" leave the choice to the engine.
+
+    Contradictory: settings of drafting with `draft="none"`, a `draft_model` for a drafter that has none
+    of its own, and more `num_draft_tokens` than `num_steps` and `topk` can grow (the root counts as one of them).
+    """
+
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:<number>"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        "auto", description="auto, float32, bfloat16, float16 or float64"
+    )
+    draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field("none", description=DRAFTERS)
+    draft_model: NonEmpty | None = Field(None, description="the folder of a draft head, or None")
+    num_steps: int | None = Field(None, ge=1, description="a whole number of at least 1, or None")
+    topk: int | None = Field(
+        None, ge=1, description="a whole number of at least 1 (1 drafts a chain), or None"
+    )
+    num_draft_tokens: int | None = Field(
+        None,
+        ge=2,
+        le=MAX_WINDOW,
+        description=f"a whole number from 2 (the root and one draft) to {MAX_WINDOW}, or None",
+    )
+    adaptive: bool = Field(True, description="True or False")
+    slots: Literal["record", "snapshot"] = Field("record", description="record or snapshot")
+    memory_bytes: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
+        None, ge=1, description='a number of bytes such as 2147483648 or "2GiB", or None'
+    )
+    max_running: int = Field(256, ge=1, description="a whole number of at least 1")
+    max_model_len: int | None = Field(None, ge=1, description="a whole number of at least 1, or None")
+    chunk_tokens: int = Field(512, ge=1, description="a whole number of at least 1")
+    prefix_cache: bool = Field(False, description="True or False")
+    kernels: Literal["auto", "reference", "cpu", "native", "triton"] = Field(
+        "auto", description="auto, reference, cpu, native or triton"
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="a whole number of 64 bits, or None")
+    synthetic_acceptance: Annotated[float, Field(ge=1)] | list[Rate] | None = Field(
+        None, description="an acceptance length of at least 1, a list of rates by depth from 0 to 1, or None"
+    )
+
+    @classmethod
+    def of(cls, config: "EngineConfig | None", fields: Mapping[str, object]) -> "EngineConfig":
+        """Return `config` with `fields` in place of its own; neither given, the defaults."""
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"config cannot be {config!r}; give an EngineConfig or None.", field="config")
+        given = config.model_dump(exclude_unset=True) if config else {}
+        return cls.model_validate({**given, **fields})
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_draft()
+        self._check_tree()
+        return self
+
+    def _check_draft(self) -> None:
+        if self.draft == "none":
+            for field in ("draft_model", "num_steps", "topk", "num_draft_tokens", "synthetic_acceptance"):
+                if getattr(self, field) is not None:
+                    raise _contradiction(
+                        field, 'it has no meaning with draft="none"; choose a drafter or leave it out.'
+                    )
+        elif self.draft_model is not None and self.draft not in ("auto", "eagle"):
+            raise _contradiction(
+                "draft_model",
+                f"draft={self.draft!r} reads no weights of its own; leave it out or choose eagle.",
+            )
+
+    def _check_tree(self) -> None:
+        """Refuse more tokens than a chain or a tree of that depth and width has nodes."""
+        if self.num_draft_tokens is None or self.num_steps is None or self.topk is None:
+            return
+        most = 1 + self.topk + self.topk**2 * (self.num_steps - 1)
+        if self.num_draft_tokens > most:
+            raise _contradiction(
+                "num_draft_tokens",
+                f"num_steps={self.num_steps} and topk={self.topk} grow at most {most} tokens, with the root, "
+                f"not {self.num_draft_tokens}; lower it or raise the other two.",
+            )

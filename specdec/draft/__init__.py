@@ -1,0 +1,1 @@
+"""What proposes tokens. Drafters come with speculation; plain decoding needs none."""

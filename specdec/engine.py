@@ -1,0 +1,210 @@
+"""SpecEngine: the synchronous and the asyncio face of one decode loop."""
+
+import asyncio
+import itertools
+import queue
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+from specdec.build import build
+from specdec.config import EngineConfig, SamplingParams
+from specdec.errors import RequestError, SpecdecError
+from specdec.outputs import Completion, Delta
+from specdec.request import Emit, Request
+from specdec.text import TextStream
+from specdec.verify.choose import Chooser, choice_seed
+from specdec.worker import Worker
+
+Prompt = str | Sequence[int]
+
+
+class SpecEngine:
+    """Serve one model. Any number of threads and tasks may call; one background thread owns the model.
+
+    Use it as a context manager, or call `close()`: both end what still runs and give the memory back.
+    """
+
+    def __init__(self, model: str | Path, config: EngineConfig | None = None, **fields: object) -> None:
+        self.config = EngineConfig.of(config, fields)
+        self.model = build(model, self.config)
+        self.tokenizer = self.model.tokenizer
+        self._numbers = itertools.count(1)
+        self._seeds = random.Random(self.config.seed)
+        self._worker = Worker(self.model.loop)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete one or many prompts, in their order; the choices of one prompt stand together."""
+        batch = _as_batch(prompts)
+        each = _broadcast(params, len(batch))
+        runs: list[tuple[list[int], list[Request], queue.SimpleQueue[Delta | SpecdecError]]] = []
+        for prompt, own in zip(batch, each, strict=True):
+            ids, inbox = self._encode(prompt, own), queue.SimpleQueue[Delta | SpecdecError]()
+            runs.append((ids, self._requests(ids, own, inbox.put), inbox))
+        try:
+            for _, requests, _ in runs:
+                for request in requests:
+                    self._worker.submit(request)
+            return [c for ids, requests, inbox in runs for c in _collect(ids, len(requests), inbox)]
+        finally:
+            for _, requests, _ in runs:
+                self._cancel(requests)
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """Yield what each step adds. Closing the iterator cancels the request."""
+        params = params or SamplingParams()
+        ids = self._encode(prompt, params)
+        event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
+
+        def emit(delta: Delta | SpecdecError) -> None:
+            if not event_loop.is_closed():
+                event_loop.call_soon_threadsafe(inbox.put_nowait, delta)
+
+        requests = self._requests(ids, params, emit)
+        try:
+            for request in requests:
+                self._worker.submit(request)
+            unfinished = len(requests)
+            while unfinished:
+                delta = await inbox.get()
+                if isinstance(delta, SpecdecError):
+                    raise delta
+                unfinished -= delta.finish_reason is not None
+                yield delta
+        finally:
+            self._cancel(requests)
+
+    def close(self) -> None:
+        """End every request with an error and give the memory back; a second call does nothing."""
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.finish_reason is None:
+                self._worker.cancel(request)
+
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Turn a prompt into token ids and refuse what the model cannot read."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prompt: the model's folder has no tokenizer.json; pass token ids instead of text.",
+                    field="prompt",
+                )
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+        vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
+        if not ids:
+            raise RequestError("prompt: it holds no token; give at least one.", field="prompt")
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab]
+        if wrong:
+            raise RequestError(
+                f"prompt: token id {wrong[0]!r} is outside the vocabulary; use whole numbers below {vocab}.",
+                field="prompt",
+            )
+        if len(ids) >= longest:
+            raise RequestError(
+                f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which must also hold the "
+                "output; shorten the prompt or raise max_model_len.",
+                field="prompt",
+            )
+        self._check_ids(params, vocab)
+        return ids
+
+    def _check_ids(self, params: SamplingParams, vocab: int) -> None:
+        for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token in ids or ():
+                if not 0 <= token < vocab:
+                    raise RequestError(
+                        f"{field}: token id {token} is outside the vocabulary; use 0 to {vocab - 1}.",
+                        field=field,
+                    )
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop: the model's folder has no tokenizer.json to make text with; use stop_token_ids.",
+                field="stop",
+            )
+
+    def _requests(self, prompt: list[int], params: SamplingParams, emit: Emit) -> list[Request]:
+        """Make one request for each choice, each with a seed of its own."""
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        eos = () if params.ignore_eos else self.model.network.spec.eos
+        vocab = self.model.network.spec.vocab
+        return [
+            Request(
+                next(self._numbers),
+                prompt,
+                params,
+                chooser=Chooser(params, seed=choice_seed(seed, index), prompt=prompt, vocab=vocab),
+                text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
+                stop_ids=frozenset((*eos, *(params.stop_token_ids or ()))),
+                max_length=self.model.settings.max_model_len,
+                emit=emit,
+                index=index,
+            )
+            for index in range(params.n)
+        ]
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt, a text or token ids, from many."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"params: {len(params)} were given for {count} prompts; give one, or one for each prompt.",
+            field="params",
+        )
+    return list(params)
+
+
+def _collect(
+    prompt: Sequence[int], choices: int, inbox: "queue.SimpleQueue[Delta | SpecdecError]"
+) -> list[Completion]:
+    """Read deltas until every choice of a prompt has ended."""
+    deltas: list[list[Delta]] = [[] for _ in range(choices)]
+    unfinished = choices
+    while unfinished:
+        delta = inbox.get()
+        if isinstance(delta, SpecdecError):
+            raise delta
+        deltas[delta.index].append(delta)
+        unfinished -= delta.finish_reason is not None
+    return [_completion(prompt, own) for own in deltas]
+
+
+def _completion(prompt: Sequence[int], deltas: Sequence[Delta]) -> Completion:
+    last = deltas[-1]
+    assert last.finish_reason and last.stats
+    return Completion(
+        prompt_token_ids=tuple(prompt),
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=last.finish_reason,
+        stats=last.stats,
+        index=last.index,
+        logprobs=None
+        if last.logprobs is None
+        else tuple(logprob for delta in deltas for logprob in delta.logprobs or ()),
+    )

@@ -1,0 +1,155 @@
+"""What a model costs, told before anything is loaded: its parameters and the bytes that a step reads."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.config import EngineConfig
+from specdec.kernels.table import load_kernels
+from specdec.models import spec
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.families import read_network, stored_dtype
+from specdec.models.network import MTPHead, Network
+from specdec.models.weights import Scoped, Weights
+from specdec.resolve import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    count: int
+    itemsize: int
+    experts: tuple[int, int] | None
+    """(experts chosen per token, experts there are), for the weights that only some tokens read."""
+
+    def expected_bytes(self, tokens: int) -> float:
+        """Count the bytes that a step over `tokens` tokens reads if each picks its experts at random."""
+        if self.experts is None:
+            return float(self.count * self.itemsize)
+        chosen, total = self.experts
+        return self.count * self.itemsize * (1 - (1 - chosen / total) ** tokens)
+
+
+class ShapeWeights:
+    """Answer a network with tensors that have a shape and no memory, and keep the list."""
+
+    def __init__(self, network: spec.Network, dtype: torch.dtype) -> None:
+        self.network, self.dtype = network, dtype
+        self.parameters: list[Parameter] = []
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Note one parameter."""
+        dtype = dtype or self.dtype
+        self.parameters.append(Parameter(name, prod(shape), dtype.itemsize, self._experts(name)))
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def has(self, name: str) -> bool:
+        """Any tensor can be had."""
+        return True
+
+    def within(self, prefix: str) -> Weights:
+        """Note the parameters below a prefix."""
+        return Scoped(self, prefix)
+
+    def _experts(self, name: str) -> tuple[int, int] | None:
+        if ".experts." not in name:
+            return None
+        layers = self.network.mtp if name.startswith("mtp.") else self.network.layers
+        ffn = layers[int(name.removeprefix("mtp.").split(".")[1])].ffn
+        assert isinstance(ffn, spec.MoE)
+        return ffn.top_k, ffn.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sum up a network's weights; the head that drafts is counted apart."""
+
+    network: spec.Network
+    target: tuple[Parameter, ...]
+    mtp: tuple[Parameter, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.count for p in self.target)
+
+    @property
+    def mtp_parameters(self) -> int:
+        return sum(p.count for p in self.mtp)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.count * p.itemsize for p in self.target)
+
+    def step_bytes(self, tokens: int) -> float:
+        """Count the bytes of weights that one step over `tokens` tokens must read.
+
+        An embedding that is not also the head is read by row, which is nothing beside the rest.
+        """
+        table = None if self.network.tied else "embed.weight"
+        return sum(p.expected_bytes(tokens) for p in self.target if p.name != table)
+
+    def kinds(self) -> dict[str, int]:
+        """Count the target's mixers and feed-forwards by kind."""
+        return dict(Counter(_kinds(self.network.layers)))
+
+
+def measure(network: spec.Network, dtype: torch.dtype) -> Footprint:
+    """List every parameter of a network without holding any."""
+    weights = ShapeWeights(network, dtype)
+    kernels = load_kernels("reference")
+    target = Network(network, weights, kernels, max_length=1, device=torch.device("meta"))
+    split = len(weights.parameters)
+    if network.mtp:
+        MTPHead(target, weights)
+    return Footprint(network, tuple(weights.parameters[:split]), tuple(weights.parameters[split:]))
+
+
+def _kinds(layers: tuple[spec.Layer, ...]) -> Iterator[str]:
+    names = {
+        spec.Attention: "attention",
+        spec.GatedDeltaNet: "gated delta net",
+        spec.Mamba2: "Mamba-2",
+        spec.MLP: "dense feed-forward",
+        spec.MoE: "mixture of experts",
+    }
+    for layer in layers:
+        yield from (names[type(part)] for part in (layer.mixer, layer.ffn) if part is not None)
+
+
+def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:
+    """Say what a checkpoint is made of and what an engine with this configuration would need for it.
+
+    `sequences` counts how many of each length fit in the arena; `record_share` is a draft token's record
+    over a state.
+    """
+    checkpoint = Checkpoint(folder)
+    network = read_network(checkpoint)
+    stored_bytes = sum(checkpoint.info(name).bytes for name in checkpoint.names())
+    settings = resolve(config, network, stored_dtype(checkpoint.config), stored_bytes)
+    footprint = measure(network, settings.dtype)
+    layout, figures = settings.layout, settings.layout.describe()
+    return {
+        "family": network.family,
+        "layers": footprint.kinds(),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "parameters": footprint.parameters,
+        "mtp_parameters": footprint.mtp_parameters,
+        "weight_bytes": footprint.weight_bytes,
+        "read_bytes_per_token": round(footprint.step_bytes(1)),
+        "kv_bytes_per_token": figures.token_bytes,
+        "state_bytes": figures.state_bytes,
+        "record_bytes": figures.record_bytes,
+        "record_share": figures.record_share,
+        "slab_bytes": figures.slab_bytes,
+        "slab_padding": figures.padding,
+        "arena_bytes": settings.memory_bytes,
+        "sequences": {
+            f"{length} tokens": layout.sequences_in(settings.memory_bytes, length) for length in lengths
+        },
+    }

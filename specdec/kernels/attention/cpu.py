@@ -1,0 +1,119 @@
+"""Paged attention through torch's flash kernel, row by row.
+
+A row's keys and values are gathered and cut to the positions that are valid, so nothing else is ever read:
+no padding to the longest row, no mask where a single token sees all, and what a row gives does not depend on
+the rows beside it. Batching the rows was faster only for many rows of less than 64 tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.group import Group
+
+NARROW = 32
+"""Tokens of a lone row that are appended block by block."""
+QUERIES = 256
+"""Tokens of a chain that share a mask, and with it the keys that only the last of them sees."""
+FOLD_BELOW = 64
+"""Tokens from which there is work enough in each query head alone."""
+
+
+def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
+    """Write the window's keys and values into the rows' blocks, behind what they have committed."""
+    block_size = pages_NPXJD.shape[2]
+    if group.rows == 1 and group.width <= NARROW:
+        _append_narrow(torch.stack((k_TJD, v_TJD)), pages_NPXJD, group.table_BN[0], group.max_length)
+        return
+    window_M = torch.arange(group.width, device=k_TJD.device)
+    position_BM = group.length_B[:, None] + window_M
+    block_T = group.table_BN.gather(1, position_BM // block_size).flatten()
+    place_T = (position_BM % block_size).flatten()
+    pages_NPXJD[block_T, 0, place_T] = k_TJD
+    pages_NPXJD[block_T, 1, place_T] = v_TJD
+
+
+def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+    """Let each node see its row's committed tokens, its ancestors and itself.
+
+    The window's own keys and values must have been appended. H query heads share J key heads in order.
+    """
+    width, block_size = group.width, pages_NPXJD.shape[2]
+    k_NXJD, v_NXJD = pages_NPXJD.unbind(1)
+    lengths = [group.max_length] if group.rows == 1 else group.length_B.tolist()
+    out = []
+    for row, length in enumerate(lengths):
+        valid = length + width
+        block_N = group.table_BN[row, : -(-valid // block_size)]
+        k_1JLD, v_1JLD = _gather(k_NXJD, block_N, valid), _gather(v_NXJD, block_N, valid)
+        q_MHD = q_THD[row * width : (row + 1) * width]
+        if width == 1:
+            out.append(_attend(q_MHD, k_1JLD, v_1JLD, None, scale))
+        elif group.ancestors_BMM is None:
+            out += _attend_chain(q_MHD, k_1JLD, v_1JLD, scale)
+        else:
+            mask_ML = F.pad(group.ancestors_BMM[row], (length, 0), value=True)
+            out.append(_attend(q_MHD, k_1JLD, v_1JLD, mask_ML, scale))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _append_narrow(kv_PMJD: Tensor, pages_NPXJD: Tensor, table_N: Tensor, start: int) -> None:
+    width, block_size = kv_PMJD.shape[1], pages_NPXJD.shape[2]
+    first, end = start // block_size, start + width
+    written = 0
+    for block in table_N[first : -(-end // block_size)].tolist():
+        place = (start + written) % block_size
+        count = min(block_size - place, width - written)
+        pages_NPXJD[block, :, place : place + count] = kv_PMJD[:, written : written + count]
+        written += count
+
+
+def _gather(pages_NXJD: Tensor, block_N: Tensor, length: int) -> Tensor:
+    """Copy a row's blocks together and return their first tokens [1, J, L, D].
+
+    The copy stays when the blocks follow each other in the arena: between them lie the other layers' blocks,
+    so no view has one stride over all tokens.
+    """
+    _, _, heads, dim = pages_NXJD.shape
+    row_NXJD = pages_NXJD.index_select(0, block_N)
+    # What reshape, slice, transpose and unsqueeze would say, at a quarter of their cost.
+    return row_NXJD.as_strided((1, heads, length, dim), (row_NXJD.numel(), dim, heads * dim, 1))
+
+
+def _attend_chain(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, scale: float) -> list[Tensor]:
+    """Attend causally, a part of the queries at a time, each to the keys up to its last token."""
+    out, before = [], k_1JLD.shape[2] - len(q_MHD)
+    for part_MHD in torch.split(q_MHD, QUERIES):
+        seen = before + len(part_MHD)
+        mask_ML = torch.full((len(part_MHD), seen), -torch.inf, dtype=q_MHD.dtype, device=q_MHD.device)
+        mask_ML.triu_(before + 1)
+        out.append(_attend(part_MHD, k_1JLD[:, :, :seen], v_1JLD[:, :, :seen], mask_ML, scale))
+        before = seen
+    return out
+
+
+def _attend(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, mask_ML: Tensor | None, scale: float) -> Tensor:
+    """Attend with every query to every key that the mask, boolean or added, leaves."""
+    width, heads, dim = q_MHD.shape
+    kv_heads = k_1JLD.shape[1]
+    if not _fold_pays(width, heads // kv_heads, q_MHD.dtype):
+        q_1HMD = q_MHD.transpose(0, 1).unsqueeze(0)
+        o_1HMD = F.scaled_dot_product_attention(
+            q_1HMD, k_1JLD, v_1JLD, attn_mask=mask_ML, scale=scale, enable_gqa=heads != kv_heads
+        )
+        return o_1HMD.transpose(1, 2).reshape(width, heads, dim)
+
+    # The query heads that share a key head become more queries [J, M * G] of it.
+    q_MJGD = q_MHD.view(width, kv_heads, -1, dim)
+    q_1JQD = q_MJGD.transpose(0, 1).reshape(1, kv_heads, -1, dim)
+    if mask_ML is not None:
+        mask_ML = mask_ML.unsqueeze(1).expand(-1, heads // kv_heads, -1).flatten(0, 1)
+    o_1JQD = F.scaled_dot_product_attention(q_1JQD, k_1JLD, v_1JLD, attn_mask=mask_ML, scale=scale)
+    return o_1JQD.view(kv_heads, width, -1, dim).transpose(0, 1).reshape(width, heads, dim)
+
+
+def _fold_pays(width: int, sharing: int, dtype: torch.dtype) -> bool:
+    """Tell whether reading the keys once for all query heads that share them is measured to be faster."""
+    if width >= FOLD_BELOW:
+        return False
+    return sharing > 2 or (sharing == 2 and width == 1 and dtype != torch.bfloat16)

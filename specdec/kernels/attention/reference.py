@@ -1,0 +1,52 @@
+"""Paged attention, token by token: nothing is read but what a token may see."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import Group
+
+
+def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
+    """Write the window's keys and values into the rows' blocks, behind what they have committed."""
+    for row in range(group.rows):
+        for node in range(group.width):
+            block, place = _locate(pages_NPXJD, group, row, int(group.length_B[row]) + node)
+            pages_NPXJD[block, 0, place] = k_TJD[row * group.width + node]
+            pages_NPXJD[block, 1, place] = v_TJD[row * group.width + node]
+
+
+def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+    """Let each node see its row's committed tokens, its ancestors and itself.
+
+    The window's own keys and values must have been appended. H query heads share J key heads in order.
+    """
+    out_THD = torch.empty_like(q_THD)
+    for row in range(group.rows):
+        length = int(group.length_B[row])
+        for node in range(group.width):
+            seen = [*range(length), *(length + other for other in _visible(group, row, node))]
+            places = [_locate(pages_NPXJD, group, row, position) for position in seen]
+            kv_PLJD = torch.stack([pages_NPXJD[block, :, place] for block, place in places], dim=1)
+            token = row * group.width + node
+            out_THD[token] = _attend_one(q_THD[token], kv_PLJD, scale)
+    return out_THD
+
+
+def _attend_one(q_HD: Tensor, kv_PLJD: Tensor, scale: float) -> Tensor:
+    wide = torch.float64 if q_HD.dtype == torch.float64 else torch.float32
+    k_LHD, v_LHD = kv_PLJD.to(wide).repeat_interleave(len(q_HD) // kv_PLJD.shape[2], dim=2)
+    score_HL = torch.einsum("hd,lhd->hl", q_HD.to(wide), k_LHD) * scale
+    return torch.einsum("hl,lhd->hd", torch.softmax(score_HL, dim=-1), v_LHD).to(q_HD.dtype)
+
+
+def _visible(group: Group, row: int, node: int) -> list[int]:
+    """List the nodes of the window that a node sees."""
+    if group.ancestors_BMM is None:
+        return list(range(node + 1))
+    return [other for other in range(group.width) if bool(group.ancestors_BMM[row, node, other])]
+
+
+def _locate(pages_NPXJD: Tensor, group: Group, row: int, position: int) -> tuple[int, int]:
+    """Return the block that holds a row's position, and the place in it."""
+    index, place = divmod(position, pages_NPXJD.shape[2])
+    return int(group.table_BN[row, index]), place

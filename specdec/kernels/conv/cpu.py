@@ -1,0 +1,99 @@
+"""The causal convolution for whole windows: shifted sums, oneDNN for long chains, gathers for trees."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.rows import cast, locate_records, locate_slots, trim_path, write
+
+LONG = 32
+"""From this width on a depthwise convolution over channels-last memory beats one pass per tap."""
+TILE = 1 << 19
+"""Entries of a long chain that are convolved at once, so that what lies in between stays in the cache."""
+
+
+def causal_conv(
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
+) -> Tensor:
+    """Convolve each channel over the last K inputs of a node's own path, then silu.
+
+    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or become
+    records, if they may be taken back. A float32 weight that lies [K, C] in memory spares a conversion.
+    """
+    rows, width = group.rows, group.width
+    here = locate_slots(group.state_B)
+    window_BIC = memory.window_SIC[here]
+    if group.path is not None and group.path_length_B is not None:
+        window_BIC = _advance(window_BIC, memory.input_SRC, group.path, group.path_length_B)
+        if group.record is not None:
+            write(memory.window_SIC, here, window_BIC)
+    known_BNC = torch.cat([window_BIC, x_TC.view(rows, width, -1)], dim=1)
+    if group.record is None:
+        write(memory.window_SIC, here, known_BNC[:, width:])
+    else:
+        write(memory.input_SRC, locate_records(group.record), x_TC)
+
+    weight_KC = cast(weight_CK, torch.float64 if x_TC.dtype == torch.float64 else torch.float32).t()
+    if group.tap_BMC is not None:
+        y_TC = _finish(_tree(cast(known_BNC, weight_KC.dtype), weight_KC, group.tap_BMC), bias_C, x_TC.dtype)
+        return y_TC.view(x_TC.shape)
+    tile, before = max(LONG, TILE // (rows * x_TC.shape[1])), len(weight_KC) - 1
+    y_BMC = [
+        _finish(_chain(known_BNC[:, i : i + tile + before], weight_KC), bias_C, x_TC.dtype)
+        for i in range(0, width, tile)
+    ]
+    return (y_BMC[0] if len(y_BMC) == 1 else torch.cat(y_BMC, dim=1)).view(x_TC.shape)
+
+
+def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    """Move each row's window on, in place, over the inputs that its path recorded."""
+    here = locate_slots(slot_B)
+    write(memory.window_SIC, here, _advance(memory.window_SIC[here], memory.input_SRC, path, length_B))
+
+
+def _advance(window_BIC: Tensor, input_SRC: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
+    """Return the windows after the recorded inputs: the last I of window and path."""
+    path, padding_BN = trim_path(path, length_B)
+    past_BNC = input_SRC[locate_records(path)].view(len(window_BIC), -1, window_BIC.shape[2])
+    known_BNC = torch.cat([window_BIC, past_BNC], dim=1)
+    if padding_BN is None:
+        return known_BNC[:, path.slab_BN.shape[1] :]
+    rows, inputs = window_BIC.shape[:2]
+    last_BI = length_B[:, None] + torch.arange(inputs, device=length_B.device)
+    return known_BNC[torch.arange(rows, device=length_B.device)[:, None], last_BI]
+
+
+def _chain(known_BNC: Tensor, weight_KC: Tensor) -> Tensor:
+    """Convolve along time; `known` begins with the K-1 inputs before the first output."""
+    known_BNC = cast(known_BNC, weight_KC.dtype)
+    taps, channels = weight_KC.shape
+    width = known_BNC.shape[1] - taps + 1
+    if width == 1:
+        return (known_BNC * weight_KC).sum(1, keepdim=True)
+    if width >= LONG and known_BNC.dtype == torch.float32:
+        # Channels-last images of one column: oneDNN reads the packed layout as it is.
+        image_BCN1 = known_BNC[:, :, None].permute(0, 3, 1, 2)
+        return F.conv2d(image_BCN1, weight_KC.t()[:, None, :, None], groups=channels)[..., 0].mT.contiguous()
+    y_BMC = known_BNC[:, :width] * weight_KC[0]
+    for j in range(1, taps):
+        y_BMC.addcmul_(known_BNC[:, j : j + width], weight_KC[j])
+    return y_BMC
+
+
+def _tree(known_BNC: Tensor, weight_KC: Tensor, tap_BMK: Tensor) -> Tensor:
+    """Convolve along every node's path to the root and on into what came before."""
+    rows, known, channels = known_BNC.shape
+    row_B11 = torch.arange(0, rows * known, known, device=tap_BMK.device)[:, None, None]
+    tap_KT = (tap_BMK + row_B11).flatten(0, 1).t().contiguous()
+    known_NC = known_BNC.reshape(rows * known, channels)
+    y_TC = known_NC.index_select(0, tap_KT[0]).mul_(weight_KC[0])
+    for tap_T, weight_C in zip(tap_KT[1:], weight_KC[1:], strict=True):
+        y_TC.addcmul_(known_NC.index_select(0, tap_T), weight_C)
+    return y_TC.view(rows, -1, channels)
+
+
+def _finish(y: Tensor, bias_C: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if bias_C is not None:
+        y += bias_C
+    return cast(F.silu(y, inplace=True), dtype)

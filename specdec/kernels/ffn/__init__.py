@@ -1,0 +1,1 @@
+"""The activations of the feed-forward layers."""

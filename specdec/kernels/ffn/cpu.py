@@ -1,0 +1,16 @@
+"""The feed-forward activations in the dtype they come in."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_up_TI: Tensor) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up]."""
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    return F.silu(gate_TI).mul_(up_TI)
+
+
+def relu2(x_TI: Tensor) -> Tensor:
+    """Return the square of what is positive."""
+    return torch.relu(x_TI).square_()

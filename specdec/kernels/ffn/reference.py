@@ -1,0 +1,20 @@
+"""The feed-forward activations, rounded once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_up_TI: Tensor) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up]."""
+    gate_TI, up_TI = _wide(gate_up_TI).chunk(2, dim=-1)
+    return (F.silu(gate_TI) * up_TI).to(gate_up_TI.dtype)
+
+
+def relu2(x_TI: Tensor) -> Tensor:
+    """Return the square of what is positive."""
+    return _wide(x_TI).clamp(min=0).square().to(x_TI.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,1 @@
+"""The small maps that feed a recurrence: decays, write strengths, unit keys and queries, step sizes."""

@@ -1,0 +1,32 @@
+"""What a recurrence is fed, in few calls."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def delta_gates(b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-decay -e^A softplus(a + bias) and the write strength sigmoid(b)."""
+    step_TH = F.softplus(a_TH + _wide(dt_bias_H))
+    rate_H = A_log_H.to(step_TH.dtype).exp().neg_()
+    return step_TH.mul_(rate_H), _wide(torch.sigmoid(b_TH))
+
+
+def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
+    """Give every head the length `scale`; a tensor [G, 1] gives each head its own."""
+    dtype = torch.float64 if x_TGK.dtype == torch.float64 else torch.float32
+    norm_TG1: Tensor = torch.linalg.vector_norm(x_TGK, dim=-1, keepdim=True, dtype=dtype)
+    return x_TGK * norm_TG1.square_().add_(1e-6).rsqrt_().mul_(scale)
+
+
+def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
+    """Return Mamba-2's step size: softplus(dt + bias) within its limits."""
+    step_TH = F.softplus(dt_TH + _wide(dt_bias_H))
+    low, high = limit
+    return step_TH if low <= 0 and high == math.inf else step_TH.clamp_(low, high)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,31 @@
+"""What a recurrence is fed, as the models' formulas say."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def delta_gates(b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-decay -e^A softplus(a + bias) and the write strength sigmoid(b).
+
+    The strength is rounded to the model's dtype before it is widened, as it was in training.
+    """
+    a_TH = _wide(a_TH)
+    decay_TH = -torch.exp(A_log_H.to(a_TH.dtype)) * F.softplus(a_TH + dt_bias_H)
+    return decay_TH, _wide(torch.sigmoid(b_TH))
+
+
+def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
+    """Give every head the length `scale`; a tensor [G, 1] gives each head its own."""
+    x_TGK = _wide(x_TGK)
+    squares_TG1 = (x_TGK * x_TGK).sum(-1, keepdim=True)
+    return scale * x_TGK / torch.sqrt(squares_TG1 + 1e-6)
+
+
+def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
+    """Return Mamba-2's step size: softplus(dt + bias) within its limits."""
+    return F.softplus(_wide(dt_TH) + dt_bias_H).clamp(*limit)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,70 @@
+"""Mixtures of experts, token by token."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.ffn.reference import relu2, swiglu
+
+
+def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Choose the most probable experts [T, A] and weigh them by their probabilities.
+
+    The weights are rounded to the logits' dtype, as in training, and held in float32.
+    """
+    indices, weights = [], []
+    for logits_E in logits_TE:
+        weight_A, index_A = torch.softmax(_wide(logits_E), dim=-1).topk(top_k)
+        if renormalise:
+            weight_A = weight_A / weight_A.sum()
+        indices.append(index_A)
+        weights.append(_wide(weight_A.to(logits_TE.dtype)))
+    return torch.stack(indices), torch.stack(weights)
+
+
+def route_sigmoid(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    top_groups: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
+
+    Only the `top_groups` groups of experts whose two best scores add up highest take part.
+    """
+    indices, weights = [], []
+    for logits_E in logits_TE:
+        score_E = torch.sigmoid(_wide(logits_E))
+        choice_GE = (score_E + bias_E).view(groups, -1)
+        if top_groups < groups:
+            best_two_G = choice_GE.topk(2).values.sum(-1)
+            allowed_G = torch.zeros(groups, dtype=torch.bool, device=logits_TE.device)
+            allowed_G[best_two_G.topk(top_groups).indices] = True
+            choice_GE = choice_GE.masked_fill(~allowed_G[:, None], -torch.inf)
+        index_A = choice_GE.flatten().topk(top_k, sorted=False).indices
+        weight_A = score_E[index_A]
+        if renormalise:
+            weight_A = weight_A / (weight_A.sum() + 1e-20)
+        indices.append(index_A)
+        weights.append(weight_A * scale)
+    return torch.stack(indices), torch.stack(weights)
+
+
+def experts(
+    x_TD: Tensor, up_EID: Tensor, down_EDI: Tensor, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+) -> Tensor:
+    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up]."""
+    activate = swiglu if gated else relu2
+    y_TD = torch.zeros_like(_wide(x_TD))
+    for token, x_D in enumerate(_wide(x_TD)):
+        for index, weight in zip(index_TA[token].tolist(), weight_TA[token], strict=True):
+            hidden_I = activate(_wide(up_EID[index]) @ x_D)
+            y_TD[token] += weight * (_wide(down_EDI[index]) @ hidden_I)
+    return y_TD.to(x_TD.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,63 @@
+"""Find a group's slots and records inside the arena's views with as few copies as their places allow."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import RecordIds
+
+Index = slice | Tensor
+RecordIndex = tuple[int | Tensor, Index]
+
+
+def on_host(ids: Tensor) -> bool:
+    """Say whether looking at ids is cheap; on any device but the CPU it would wait for all that is queued."""
+    return ids.device.type == "cpu"
+
+
+def locate_slots(slot_B: Tensor) -> Index:
+    """Return what to index S with: a slice, which copies nothing, where the slots follow each other."""
+    if not on_host(slot_B):
+        return slot_B
+    slots = slot_B.tolist()
+    first, after = slots[0], slots[0] + len(slots)
+    return slice(first, after) if slots == list(range(first, after)) else slot_B
+
+
+def locate_records(ids: RecordIds) -> RecordIndex:
+    """Return what to index S and R with to reach the records as packed tokens [B * N, ...].
+
+    One row's records that stand side by side are a slice.
+    """
+    slab_BN, index_BN = ids
+    if on_host(slab_BN) and len(slab_BN) == 1 and slab_BN.shape[1]:
+        (slabs,), (places,) = slab_BN.tolist(), index_BN.tolist()
+        first, after = places[0], places[0] + len(places)
+        if places == list(range(first, after)) and slabs.count(slabs[0]) == len(slabs):
+            return slabs[0], slice(first, after)
+    return slab_BN.flatten(), index_BN.flatten()
+
+
+def write(view: Tensor, at: Index | RecordIndex, value: Tensor) -> None:
+    """Store `value` in a view of the arena, in the view's own dtype."""
+    view[at] = cast(value, view.dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert where there is something to convert; asking torch costs as much as a small operation."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def trim_path(path: RecordIds, length_B: Tensor) -> tuple[RecordIds, Tensor | None]:
+    """Cut the path to the longest row; return a mask [B, N] of what is padding, None where nothing is.
+
+    Padding names records of anyone: what is read through it may be anything, NaN included.
+    """
+    if on_host(length_B):
+        lengths = length_B.tolist()
+        longest = max(lengths)
+        if longest < path.slab_BN.shape[1]:
+            path = RecordIds(path.slab_BN[:, :longest], path.index_BN[:, :longest])
+        if min(lengths) == longest:
+            return path, None
+    place_N = torch.arange(path.slab_BN.shape[1], device=length_B.device)
+    return path, place_N >= length_B[:, None]

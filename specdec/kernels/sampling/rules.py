@@ -1,0 +1,37 @@
+"""How each row of logits is to be processed. A part that no row uses is None, and costs nothing."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Bias(NamedTuple):
+    """Add `value` to one token of one row, entry by entry."""
+
+    row_E: Tensor
+    token_E: Tensor
+    value_E: Tensor
+
+
+class Penalties(NamedTuple):
+    """Penalise what rows `row_R` have seen: prompt and output for repetition, output alone for the others."""
+
+    row_R: Tensor
+    seen_RV: Tensor
+    count_RV: Tensor
+    repetition_R: Tensor
+    presence_R: Tensor
+    frequency_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Temperature 0 leaves a row's scale alone; top_k 0, top_p 1 and min_p 0 are off."""
+
+    temperature_N: Tensor
+    top_k_N: Tensor | None = None
+    top_p_N: Tensor | None = None
+    min_p_N: Tensor | None = None
+    bias: Bias | None = None
+    penalties: Penalties | None = None

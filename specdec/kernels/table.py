@@ -1,0 +1,69 @@
+"""The operations that an engine runs, chosen by name once and handed to everything that computes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+OPERATIONS = {
+    "linear": ("pack", "linear"),
+    "norm": ("rms_norm", "gated_norm"),
+    "rope": ("rope_table", "rotate"),
+    "attention": ("append", "attend"),
+    "conv": ("causal_conv",),
+    "recurrence": ("recur", "fold"),
+    "gates": ("delta_gates", "l2_normalise", "mamba_step"),
+    "ffn": ("swiglu", "relu2"),
+    "moe": ("route_softmax", "route_sigmoid", "experts"),
+    "sampling": ("gumbel", "process"),
+}
+"""Every operation's folder and the functions that each of its implementations must have."""
+
+NATIVE = (
+    *("rms_norm", "gated_norm", "rotate", "append", "attend", "causal_conv", "recur"),
+    *("delta_gates", "l2_normalise", "swiglu"),
+)
+"""What `native` does in C for narrow windows; the rest of it is `cpu`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Name each function once; `reference`, `cpu`, `native` and `triton` share their signatures."""
+
+    name: str
+    pack: Callable[..., Any]
+    linear: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
+    rope_table: Callable[..., tuple[Tensor, Tensor]]
+    rotate: Callable[..., Tensor]
+    append: Callable[..., None]
+    attend: Callable[..., Tensor]
+    causal_conv: Callable[..., Tensor]
+    recur: Callable[..., Tensor]
+    fold: Callable[..., None]
+    delta_gates: Callable[..., tuple[Tensor, Tensor]]
+    l2_normalise: Callable[..., Tensor]
+    mamba_step: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    relu2: Callable[..., Tensor]
+    route_softmax: Callable[..., tuple[Tensor, Tensor]]
+    route_sigmoid: Callable[..., tuple[Tensor, Tensor]]
+    experts: Callable[..., Tensor]
+    gumbel: Callable[..., Tensor]
+    process: Callable[..., Tensor]
+
+
+def load_kernels(name: str) -> Kernels:
+    """Collect the functions of one implementation: `reference`, `cpu` or `native`."""
+    found: dict[str, Any] = {}
+    for operation, functions in OPERATIONS.items():
+        module = import_module(f"specdec.kernels.{operation}.{'cpu' if name == 'native' else name}")
+        found |= {function: getattr(module, function) for function in functions}
+    if name == "native":
+        narrow = import_module("specdec.kernels.native.narrow")
+        found |= {function: getattr(narrow, function) for function in NATIVE}
+    assert found.keys() == {field.name for field in fields(Kernels)} - {"name"}
+    return Kernels(name, **found)

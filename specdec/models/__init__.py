@@ -1,0 +1,1 @@
+"""Networks: what a family's config says (spec), the layers it is made of, and the weights that fill them."""

@@ -1,0 +1,194 @@
+"""A Hugging Face model folder, read and checked: config.json and whole safetensors files, by mmap.
+
+No pickle is opened and no code of a checkpoint is run.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+# json leaves Infinity to Python's own spelling; exporters that avoid it write a tagged object.
+_TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+class TensorInfo(NamedTuple):
+    """What a file's header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the tensor's data on disk."""
+        return math.prod(self.shape) * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 1)
+
+
+class Checkpoint:
+    """Read a model folder. Files stay mapped while the object lives; tensors are read when asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} is not a folder; give the path of a Hugging Face checkpoint "
+                "(hf download OWNER/NAME --local-dir FOLDER fetches one)",
+                field="model",
+            )
+        self.config: Mapping[str, Any] = self._json("config.json", required=True)
+        self.generation_config: Mapping[str, Any] = self._json("generation_config.json", required=False)
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        if (self.folder / _SINGLE).is_file():
+            self._open(_SINGLE)
+        elif (self.folder / _INDEX).is_file():
+            self._open_shards()
+        else:
+            self._explain_absence()
+
+    def _json(self, name: str, *, required: bool) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.is_file():
+            if not required:
+                return {}
+            raise CheckpointError(
+                f"{self.folder} has no {name}; a checkpoint is a folder with config.json and *.safetensors",
+                field=name,
+            )
+        try:
+            value = json.loads(path.read_text("utf-8"), object_hook=_untag)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read as JSON ({error}); download it again", field=name
+            ) from error
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{path} must hold a JSON object; download it again", field=name)
+        return value
+
+    def _explain_absence(self) -> NoReturn:
+        found = sorted(path.name for path in self.folder.iterdir())
+        if stray := [name for name in found if name.endswith(".safetensors")]:
+            raise CheckpointError(
+                f"{self.folder} holds {_few(stray)} but neither {_SINGLE} nor {_INDEX}; download the index, "
+                f"or rename a single file to {_SINGLE}",
+                field=_INDEX,
+            )
+        if pickles := [name for name in found if name.endswith(_PICKLES)]:
+            raise CheckpointError(
+                f"{self.folder} holds only pickles ({_few(pickles)}), and opening a pickle runs its code; "
+                "convert them to safetensors (where you trust them: load with transformers, save_pretrained)",
+                field=pickles[0],
+            )
+        raise CheckpointError(
+            f"{self.folder} holds no weights: expected {_SINGLE}, or {_INDEX} and its shards", field=_SINGLE
+        )
+
+    def _weight_map(self) -> dict[str, str]:
+        entries = self._json(_INDEX, required=True).get("weight_map")
+        if not isinstance(entries, dict) or not entries:
+            raise CheckpointError(
+                f"{self.folder / _INDEX} has no weight_map; download it again", field=_INDEX
+            )
+        for file in entries.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(
+                    f"{self.folder / _INDEX} names {file!r}, which is not a file of this folder", field=_INDEX
+                )
+        return entries
+
+    def _open_shards(self) -> None:
+        promised = self._weight_map()
+        held = {(file, name) for file in sorted(set(promised.values())) for name in self._open(file)}
+        if absent := sorted(name for name, file in promised.items() if (file, name) not in held):
+            raise CheckpointError(
+                f"{self.folder / _INDEX} promises {_few(absent)} in {promised[absent[0]]}, which lacks it; "
+                "index and shards are of different downloads: fetch both again",
+                field=absent[0],
+            )
+        self._file_of.update(promised)
+
+    def _open(self, file: str) -> list[str]:
+        path = self.folder / file
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.folder / _INDEX} names {file}, which is not there; download the missing shard",
+                field=file,
+            )
+        try:
+            opened = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not whole: {_damage(path, error)}", field=file) from error
+        names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
+        self._files[file] = opened
+        self._file_of.update(dict.fromkeys(names, file))
+        return names
+
+    def names(self) -> Iterator[str]:
+        """Yield every tensor's name, as the files spell it."""
+        yield from self._file_of
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def info(self, name: str) -> TensorInfo:
+        """Return shape and type from the file's header, without reading the tensor."""
+        entry = self._files[self._file_of[name]].get_slice(name)
+        return TensorInfo(tuple(entry.get_shape()), entry.get_dtype())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type a tensor is stored in."""
+        stored = self.info(name).dtype
+        if stored not in _DTYPES:
+            raise CheckpointError(f"{name} is stored as {stored}, which specdec does not read", field=name)
+        return _DTYPES[stored]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor that views the mapped file: copy what is to stay, and never write to it."""
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+
+def _untag(value: dict[str, Any]) -> Any:
+    return _TAGGED.get(value["__float__"], value) if value.keys() == {"__float__"} else value
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def _damage(path: Path, error: Exception) -> str:
+    with path.open("rb") as file:
+        if file.read(24).startswith(b"version https://git-lfs"):
+            return "it is a Git LFS pointer, not the weights; run git lfs pull, or use hf download"
+    return f"{error} ({path.stat().st_size} bytes on disk); download it again"

@@ -1,0 +1,109 @@
+"""The families specdec knows, and the way from a checkpoint to a network and its weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from specdec.errors import CheckpointError
+from specdec.models import nemotron_h, qwen3, qwen3_5, qwen3_next, spec
+from specdec.models.blocks import model_type, text_fields
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout
+from specdec.models.weights import CheckpointWeights
+
+
+class Family(Protocol):
+    """What a family's module offers."""
+
+    NAME: str
+    MODEL_TYPES: tuple[str, ...]
+
+    def network(self, config: Mapping[str, Any]) -> spec.Network: ...
+
+    def layout(self, network: spec.Network) -> Layout: ...
+
+
+_FAMILIES: tuple[Family, ...] = (qwen3, qwen3_next, qwen3_5, nemotron_h)
+
+
+def supported() -> tuple[str, ...]:
+    """List the model types that can be loaded."""
+    return tuple(name for family in _FAMILIES for name in family.MODEL_TYPES)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Find the family that a config's model_type belongs to."""
+    kind = model_type(Fields(config))
+    for family in _FAMILIES:
+        if kind in family.MODEL_TYPES:
+            return family
+    code = "; the checkpoint brings code of its own, which specdec never runs" if "auto_map" in config else ""
+    raise CheckpointError(
+        f"config.json: model_type {kind!r} is not supported{code}. Supported: {', '.join(supported())}",
+        field="model_type",
+    )
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a Hugging Face config."""
+    return family_of(config).network(config)
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where a network's tensors lie on disk."""
+    return next(family for family in _FAMILIES if network.family == family.NAME).layout(network)
+
+
+def read_network(checkpoint: Checkpoint) -> spec.Network:
+    """Describe a checkpoint's network, going by what its files hold where the config leaves it open.
+
+    The generation config's end tokens come before the config's. A multi-token head is only there if its
+    tensors are: savers drop them and keep the config. A stored output head that differs from the
+    embedding is used even where the config calls the two tied, as transformers does.
+    """
+    described = network(checkpoint.config)
+    eos = Fields(checkpoint.generation_config).integers("eos_token_id") or described.eos
+    held = any(name.startswith("mtp.") for name in checkpoint.names())
+    tied = described.tied and not _own_head(checkpoint, described)
+    return replace(described, eos=eos, mtp=described.mtp if held else (), tied=tied)
+
+
+def _own_head(checkpoint: Checkpoint, network: spec.Network) -> bool:
+    table, names = layout(network), frozenset(checkpoint.names())
+    embed, head = (
+        next((s.disk[0] for s in table.sources(ours, table.prefix(names)) if s.present(names, 1)), None)
+        for ours in ("embed.weight", "head.weight")
+    )
+    if embed is None or head is None:
+        return False
+    return not torch.equal(checkpoint.tensor(embed), checkpoint.tensor(head))
+
+
+def open_weights(
+    checkpoint: Checkpoint,
+    network: spec.Network,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    mtp: bool = False,
+    progress: bool | None = None,
+) -> CheckpointWeights:
+    """Open a checkpoint's tensors by our names; the multi-token head's only where it is asked for."""
+    return CheckpointWeights(
+        checkpoint, layout(network), dtype=dtype, device=device, mtp=mtp, progress=progress
+    )
+
+
+def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the type a config says its weights are in; float32 where it says nothing."""
+    outer = Fields(config)
+    for fields in (text_fields(outer), outer):
+        for name in ("dtype", "torch_dtype"):
+            fields.only(name, "float32", "float16", "bfloat16")
+            if name in fields:
+                dtype: torch.dtype = getattr(torch, fields.get(name))
+                return dtype
+    return torch.float32

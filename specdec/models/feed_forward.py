@@ -1,0 +1,76 @@
+"""The layers that work on each token alone: dense and mixture-of-experts."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.table import Kernels
+from specdec.models import spec
+from specdec.models.weights import Weights
+
+
+class MLP:
+    def __init__(self, s: spec.MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
+        self.kernels = kernels
+        rows = ("gate", "up") if s.activation == "swiglu" else ("up",)
+        weight = torch.cat([weights.take(f"{name}.weight", (s.width, hidden)) for name in rows])
+        bias = torch.cat([weights.take(f"{name}.bias", (s.width,)) for name in rows]) if s.bias else None
+        self.up = kernels.pack(weight, bias)
+        self.activate = kernels.swiglu if s.activation == "swiglu" else kernels.relu2
+        down_bias = weights.take("down.bias", (hidden,)) if s.bias else None
+        self.down = kernels.pack(weights.take("down.weight", (hidden, s.width)), down_bias)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self.kernels.linear(self.activate(self.kernels.linear(x_TD, self.up)), self.down)
+
+
+class MoE:
+    def __init__(self, s: spec.MoE, hidden: int, weights: Weights, kernels: Kernels) -> None:
+        self.spec, self.kernels = s, kernels
+        gated = s.activation == "swiglu"
+        router_dtype = torch.float32 if s.router == "sigmoid" else None
+        self.router = kernels.pack(weights.take("router.weight", (s.experts, hidden), router_dtype))
+        self.correction_E = (
+            weights.take("router.correction", (s.experts,), torch.float32) if s.router == "sigmoid" else None
+        )
+        inner = s.latent or hidden
+        rows = s.width * (2 if gated else 1)
+        self.up_EID = weights.take("experts.up", (s.experts, rows, inner))
+        self.down_EDI = weights.take("experts.down", (s.experts, inner, s.width))
+        if s.latent:
+            self.latent_in = kernels.pack(weights.take("latent_in.weight", (s.latent, hidden)))
+            self.latent_out = kernels.pack(weights.take("latent_out.weight", (hidden, s.latent)))
+        self.shared = None
+        if s.shared_width:
+            shared = spec.MLP(s.shared_width, s.activation)
+            self.shared = MLP(shared, hidden, weights.within("shared"), kernels)
+        if s.shared_gate:
+            self.shared_gate = kernels.pack(weights.take("shared_gate.weight", (1, hidden)))
+
+    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        s, ops = self.spec, self.kernels
+        if self.correction_E is None:
+            return ops.route_softmax(ops.linear(x_TD, self.router), s.top_k, renormalise=s.renormalise)
+        return ops.route_sigmoid(
+            ops.linear(x_TD.to(self.correction_E.dtype), self.router),
+            self.correction_E,
+            s.top_k,
+            groups=s.groups,
+            top_groups=s.top_groups,
+            renormalise=s.renormalise,
+            scale=s.scale,
+        )
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        s, ops = self.spec, self.kernels
+        index_TA, weight_TA = self._route(x_TD)
+        inner_TD = ops.linear(x_TD, self.latent_in) if s.latent else x_TD
+        gated = s.activation == "swiglu"
+        y_TD = ops.experts(inner_TD, self.up_EID, self.down_EDI, index_TA, weight_TA, gated=gated)
+        if s.latent:
+            y_TD = ops.linear(y_TD, self.latent_out)
+        if self.shared is None:
+            return y_TD
+        shared_TD = self.shared(x_TD)
+        if s.shared_gate:
+            shared_TD = shared_TD * torch.sigmoid(ops.linear(x_TD, self.shared_gate))
+        return y_TD + shared_TD

@@ -1,0 +1,98 @@
+"""Typed reading of a config.json: every error names the field, its value and what would do."""
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from specdec.errors import CheckpointError
+
+
+class Fields:
+    """Hold one level of a config. Names given together are spellings of one field; the first present wins.
+
+    A field that is null counts as absent.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        self._values = values
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def get(self, *names: str) -> Any:
+        """Return the value as it stands in the file, or None."""
+        return next((self._values[name] for name in names if name in self), None)
+
+    def refuse(self, name: str, supported: str) -> NoReturn:
+        """Say that the field's value is not one that specdec can run."""
+        where = f"{self._where}.{name}" if self._where else name
+        found = f"is {reprlib.repr(self._values[name])}" if name in self._values else "is missing"
+        raise CheckpointError(f"config.json: {where} {found}; specdec needs {supported}", field=where)
+
+    def _spelling(self, names: tuple[str, ...]) -> str:
+        return next((name for name in names if name in self), names[0])
+
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """Read a whole number; without a default the field is required."""
+        name, value = self._spelling(names), self.get(*names)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            self.refuse(name, f"a whole number of at least {least}")
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """Read a finite number; without a default the field is required."""
+        name, value = self._spelling(names), self.get(*names)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self.refuse(name, "a finite number")
+        return float(value)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        """Read true or false."""
+        value = self.get(*names)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            self.refuse(self._spelling(names), "true or false")
+        return value
+
+    def strings(self, *names: str) -> tuple[str, ...] | None:
+        """Read a list of strings, or None where the field is absent."""
+        value = self.get(*names)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            self.refuse(self._spelling(names), "a list of strings")
+        return tuple(value)
+
+    def integers(self, *names: str) -> tuple[int, ...]:
+        """Read one whole number, a list of them, or nothing."""
+        value = self.get(*names)
+        value = [] if value is None else [value] if isinstance(value, int) else value
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+            self.refuse(self._spelling(names), "a whole number or a list of them")
+        return tuple(value)
+
+    def within(self, name: str) -> "Fields":
+        """Step into a nested object; an absent one is empty."""
+        value = self.get(name)
+        if not isinstance(value, Mapping | None):
+            self.refuse(name, "an object with fields")
+        return Fields(value or {}, f"{self._where}.{name}" if self._where else name)
+
+    def only(self, name: str, *supported: object) -> None:
+        """Refuse any value of an option but the supported ones; an absent option is supported."""
+        if name in self and self._values[name] not in supported:
+            self.refuse(name, " or ".join(repr(value) for value in supported))
+
+    def absent(self, name: str, supported: str) -> None:
+        """Refuse an option that changes what the network computes, unless it is off."""
+        if name in self and self._values[name] is not False:
+            self.refuse(name, supported)
+
+    def divides(self, small: str, large: str) -> None:
+        """Check that one count is a multiple of another, where both are present."""
+        if small in self and large in self and self.integer(large) % self.integer(small):
+            self.refuse(large, f"a multiple of {small} ({self.integer(small)})")

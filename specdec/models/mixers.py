@@ -1,0 +1,170 @@
+"""The layers that mix tokens: attention, gated delta net, Mamba-2. Each knows its place in the arena."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.table import Kernels
+from specdec.models import spec
+from specdec.models.weights import Weights
+from specdec.state_slots.window import Window
+
+
+class Memory(Protocol):
+    """The arena's views, by the running number of the attention or recurrent layer."""
+
+    def pages(self, layer: int) -> Tensor: ...
+
+    def recurrent(self, layer: int) -> RecurrentMemory: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward pass shares."""
+
+    window: Window
+    memory: Memory
+    rope: Mapping[spec.Rope, tuple[Tensor, Tensor]]
+
+    def by_group(self, run: Callable[[Group], Tensor]) -> Tensor:
+        """Run an operation on each group and put the results back in packed order."""
+        groups = self.window.groups
+        return run(groups[0]) if len(groups) == 1 else torch.cat([run(group) for group in groups])
+
+
+class Attention:
+    def __init__(
+        self, s: spec.Attention, hidden: int, weights: Weights, kernels: Kernels, index: int
+    ) -> None:
+        self.spec, self.kernels, self.index = s, kernels, index
+        self.q_width = s.heads * s.head_dim * (2 if s.gated else 1)
+        self.kv_width = s.kv_heads * s.head_dim
+        rows = {"q": self.q_width, "k": self.kv_width, "v": self.kv_width}
+        weight = torch.cat([weights.take(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
+        bias = (
+            torch.cat([weights.take(f"{n}.bias", (width,)) for n, width in rows.items()]) if s.bias else None
+        )
+        self.qkv = kernels.pack(weight, bias)
+        out_bias = weights.take("o.bias", (hidden,)) if s.bias else None
+        self.out = kernels.pack(weights.take("o.weight", (hidden, s.heads * s.head_dim)), out_bias)
+        if s.qk_norm:
+            self.q_norm_D = take_norm(weights, "q_norm.weight", s.head_dim, s.qk_norm)
+            self.k_norm_D = take_norm(weights, "k_norm.weight", s.head_dim, s.qk_norm)
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        s, ops = self.spec, self.kernels
+        qkv_TN = ops.linear(x_TD, self.qkv)
+        q_TN, k_TN, v_TN = torch.split(qkv_TN, [self.q_width, self.kv_width, self.kv_width], dim=-1)
+        num_tokens = len(x_TD)
+        q_THD, gate_THD = q_TN.view(num_tokens, s.heads, -1), None
+        if s.gated:
+            q_THD, gate_THD = q_THD.chunk(2, dim=-1)
+        k_TJD = k_TN.view(num_tokens, s.kv_heads, s.head_dim)
+        v_TJD = v_TN.view(num_tokens, s.kv_heads, s.head_dim)
+        if s.qk_norm:
+            q_THD = ops.rms_norm(q_THD, self.q_norm_D, s.qk_norm.eps)
+            k_TJD = ops.rms_norm(k_TJD, self.k_norm_D, s.qk_norm.eps)
+        if s.rope:
+            q_THD = ops.rotate(q_THD, *step.rope[s.rope])
+            k_TJD = ops.rotate(k_TJD, *step.rope[s.rope])
+        pages = step.memory.pages(self.index)
+
+        def attend(group: Group) -> Tensor:
+            ops.append(group.take(k_TJD), group.take(v_TJD), pages, group)
+            return ops.attend(group.take(q_THD), pages, group, s.scale)
+
+        o_THD = step.by_group(attend)
+        if gate_THD is not None:
+            o_THD = o_THD * torch.sigmoid(gate_THD)
+        return ops.linear(o_THD.reshape(num_tokens, -1), self.out)
+
+
+class GatedDeltaNet:
+    def __init__(
+        self, s: spec.GatedDeltaNet, hidden: int, weights: Weights, kernels: Kernels, index: int
+    ) -> None:
+        self.spec, self.kernels, self.index = s, kernels, index
+        self.key, self.value = s.key_heads * s.key_dim, s.value_heads * s.value_dim
+        self.channels = 2 * self.key + self.value
+        rows = {"in_qkv": self.channels, "in_z": self.value, "in_b": s.value_heads, "in_a": s.value_heads}
+        self.widths = list(rows.values())
+        self.project = kernels.pack(
+            torch.cat([weights.take(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
+        )
+        self.conv_CK = take_conv(weights, self.channels, s.conv)
+        self.A_log_H = weights.take("A_log", (s.value_heads,), torch.float32)
+        self.dt_bias_H = weights.take("dt_bias", (s.value_heads,), torch.float32)
+        self.norm_W = weights.take("norm.weight", (s.value_dim,))
+        self.out = kernels.pack(weights.take("out.weight", (hidden, self.value)))
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        s, ops = self.spec, self.kernels
+        num_tokens, memory = len(x_TD), step.memory.recurrent(self.index)
+        qkv_TC, z_TV, b_TH, a_TH = torch.split(ops.linear(x_TD, self.project), self.widths, dim=-1)
+        qkv_TC = step.by_group(
+            lambda group: ops.causal_conv(group.take(qkv_TC), self.conv_CK, None, memory, group)
+        )
+        q_TN, k_TN, v_TN = torch.split(qkv_TC, [self.key, self.key, self.value], dim=-1)
+        q_TGK = ops.l2_normalise(q_TN.view(num_tokens, s.key_heads, s.key_dim), s.key_dim**-0.5)
+        k_TGK = ops.l2_normalise(k_TN.view(num_tokens, s.key_heads, s.key_dim), 1.0)
+        v_THW = v_TN.reshape(num_tokens, s.value_heads, s.value_dim).to(q_TGK.dtype)
+        decay_TH, beta_TH = ops.delta_gates(b_TH, a_TH, self.A_log_H, self.dt_bias_H)
+        o_THW = step.by_group(
+            lambda group: ops.recur(*map(group.take, (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)), memory, group)
+        )
+        o_TV = o_THW.reshape(num_tokens, self.value)
+        o_TV = ops.gated_norm(o_TV, z_TV, self.norm_W, s.eps, s.value_dim, gate_first=False)
+        return ops.linear(o_TV, self.out)
+
+
+class Mamba2:
+    def __init__(self, s: spec.Mamba2, hidden: int, weights: Weights, kernels: Kernels, index: int) -> None:
+        self.spec, self.kernels, self.index = s, kernels, index
+        self.inner, self.shared = s.heads * s.head_dim, s.groups * s.state_dim
+        self.channels = self.inner + 2 * self.shared
+        self.widths = [self.inner, self.channels, s.heads]
+        rows = sum(self.widths)
+        bias = weights.take("in.bias", (rows,)) if s.bias else None
+        self.project = kernels.pack(weights.take("in.weight", (rows, hidden)), bias)
+        self.conv_CK = take_conv(weights, self.channels, s.conv)
+        self.conv_C = weights.take("conv.bias", (self.channels,)) if s.conv_bias else None
+        self.A_H = -torch.exp(weights.take("A_log", (s.heads,), torch.float32))
+        self.D_H = weights.take("D", (s.heads,), torch.float32)
+        self.dt_bias_H = weights.take("dt_bias", (s.heads,), torch.float32)
+        self.norm_N = weights.take("norm.weight", (self.inner,))
+        out_bias = weights.take("out.bias", (hidden,)) if s.bias else None
+        self.out = kernels.pack(weights.take("out.weight", (hidden, self.inner)), out_bias)
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        s, ops = self.spec, self.kernels
+        num_tokens, memory = len(x_TD), step.memory.recurrent(self.index)
+        gate_TN, xbc_TC, dt_TH = torch.split(ops.linear(x_TD, self.project), self.widths, dim=-1)
+        xbc_TC = step.by_group(
+            lambda group: ops.causal_conv(group.take(xbc_TC), self.conv_CK, self.conv_C, memory, group)
+        )
+        dt_TH = ops.mamba_step(dt_TH, self.dt_bias_H, s.step_limit)
+        x_TN, b_TN, c_TN = torch.split(xbc_TC.to(dt_TH.dtype), [self.inner, self.shared, self.shared], dim=-1)
+        x_THW = x_TN.view(num_tokens, s.heads, s.head_dim)
+        k_TGK = b_TN.view(num_tokens, s.groups, s.state_dim)
+        q_TGK = c_TN.view(num_tokens, s.groups, s.state_dim)
+        v_THW, decay_TH = dt_TH[..., None] * x_THW, dt_TH * self.A_H
+        o_THW = step.by_group(
+            lambda group: ops.recur(*map(group.take, (q_TGK, k_TGK, v_THW, decay_TH)), None, memory, group)
+        )
+        o_TN = (o_THW + self.D_H[:, None] * x_THW).reshape(num_tokens, self.inner)
+        o_TN = ops.gated_norm(o_TN, gate_TN, self.norm_N, s.eps, self.inner // s.groups, gate_first=True)
+        return ops.linear(o_TN, self.out)
+
+
+def take_conv(weights: Weights, channels: int, taps: int) -> Tensor:
+    """Load a depthwise convolution in float32, laid out [K, C]: a tap's channels are read together."""
+    return weights.take("conv.weight", (channels, taps), torch.float32).t().contiguous().t()
+
+
+def take_norm(weights: Weights, name: str, size: int, norm: spec.Norm) -> Tensor:
+    """Load a norm's weight in float32 with its offset added, so that every norm multiplies by one vector."""
+    return weights.take(name, (size,), torch.float32) + norm.offset

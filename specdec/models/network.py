@@ -1,0 +1,169 @@
+"""A network as a list of layers, run over one packed window."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.table import Kernels
+from specdec.models import spec
+from specdec.models.feed_forward import MLP, MoE
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2, Memory, Step, take_norm
+from specdec.models.weights import Weights
+from specdec.state_slots.layout import KVShape, Layout, StateShape
+from specdec.state_slots.window import Window
+
+
+def memory_layout(
+    network: spec.Network, dtype: torch.dtype, *, mtp: bool, state_dtype: torch.dtype = torch.float32
+) -> Layout:
+    """Say what the arena must hold for one token and for one sequence of this network."""
+    kv: list[KVShape] = []
+    states: list[StateShape] = []
+    for layer in (*network.layers, *(network.mtp if mtp else ())):
+        match layer.mixer:
+            case spec.Attention() as m:
+                kv.append(KVShape(m.kv_heads, m.head_dim))
+            case spec.GatedDeltaNet() as m:
+                channels = 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
+                shape = (m.key_heads, m.value_heads, m.key_dim, m.value_dim, m.conv - 1, channels)
+                states.append(StateShape(*shape))
+            case spec.Mamba2() as m:
+                channels = m.heads * m.head_dim + 2 * m.groups * m.state_dim
+                shape = (m.groups, m.heads, m.state_dim, m.head_dim, m.conv - 1, channels)
+                states.append(StateShape(*shape))
+            case None:
+                pass
+    return Layout(tuple(kv), tuple(states), dtype, state_dtype)
+
+
+class Block:
+    """One layer in its residual frame: x + mixer(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(
+        self, layer: spec.Layer, network: spec.Network, weights: Weights, kernels: Kernels, index: int
+    ) -> None:
+        hidden, self.eps, self.kernels = network.hidden, network.norm.eps, kernels
+        self.mixer: Attention | GatedDeltaNet | Mamba2 | None = None
+        self.ffn: MLP | MoE | None = None
+        if layer.mixer:
+            self.mixer_norm_D = take_norm(weights, "mixer_norm.weight", hidden, network.norm)
+            inner = weights.within("mixer")
+            match layer.mixer:
+                case spec.Attention() as m:
+                    self.mixer = Attention(m, hidden, inner, kernels, index)
+                case spec.GatedDeltaNet() as m:
+                    self.mixer = GatedDeltaNet(m, hidden, inner, kernels, index)
+                case spec.Mamba2() as m:
+                    self.mixer = Mamba2(m, hidden, inner, kernels, index)
+        if layer.ffn:
+            self.ffn_norm_D = take_norm(weights, "ffn_norm.weight", hidden, network.norm)
+            inner = weights.within("ffn")
+            match layer.ffn:
+                case spec.MLP() as f:
+                    self.ffn = MLP(f, hidden, inner, kernels)
+                case spec.MoE() as f:
+                    self.ffn = MoE(f, hidden, inner, kernels)
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        norm = self.kernels.rms_norm
+        if self.mixer:
+            x_TD = x_TD + self.mixer(norm(x_TD, self.mixer_norm_D, self.eps), step)
+        if self.ffn:
+            x_TD = x_TD + self.ffn(norm(x_TD, self.ffn_norm_D, self.eps))
+        return x_TD
+
+
+def build_blocks(
+    layers: Sequence[spec.Layer],
+    network: spec.Network,
+    weights: Weights,
+    kernels: Kernels,
+    *,
+    first_attention: int = 0,
+) -> list[Block]:
+    """Build the layers in order; attention and recurrent layers count separately into the arena's views."""
+    attention, recurrent, blocks = first_attention, 0, []
+    for i, layer in enumerate(layers):
+        is_attention = isinstance(layer.mixer, spec.Attention)
+        index = attention if is_attention else recurrent
+        blocks.append(Block(layer, network, weights.within(f"layers.{i}"), kernels, index))
+        attention += is_attention
+        recurrent += layer.mixer is not None and not is_attention
+    return blocks
+
+
+def rope_tables(
+    layers: Iterable[spec.Layer], max_length: int, kernels: Kernels, device: torch.device
+) -> dict[spec.Rope, tuple[Tensor, Tensor]]:
+    """Tabulate cosines and sines of every position once."""
+    ropes = {m.rope for m in (layer.mixer for layer in layers) if isinstance(m, spec.Attention) and m.rope}
+    position_T = torch.arange(max_length, device=device)
+    return {rope: kernels.rope_table(position_T, rope.dim, rope.theta) for rope in ropes}
+
+
+class Network:
+    """The target: embeds a window's tokens, runs every layer, normalises, and projects to the vocabulary."""
+
+    def __init__(
+        self, s: spec.Network, weights: Weights, kernels: Kernels, *, max_length: int, device: torch.device
+    ) -> None:
+        self.spec, self.kernels = s, kernels
+        self.embed_VD = weights.take("embed.weight", (s.vocab, s.hidden))
+        self.blocks = build_blocks(s.layers, s, weights, kernels)
+        self.norm_D = take_norm(weights, "norm.weight", s.hidden, s.norm)
+        head_VD = self.embed_VD if s.tied else weights.take("head.weight", (s.vocab, s.hidden))
+        self.head = kernels.pack(head_VD)
+        self.rope = rope_tables((*s.layers, *s.mtp), max_length, kernels, device)
+
+    def begin(self, window: Window, memory: Memory) -> Step:
+        """Gather what all layers of this pass share."""
+        at_T = window.position_T
+        rope = {key: (cos_LR[at_T], sin_LR[at_T]) for key, (cos_LR, sin_LR) in self.rope.items()}
+        return Step(window, memory, rope)
+
+    def forward(self, window: Window, memory: Memory) -> Tensor:
+        """Return the hidden states after the final norm; KV, states and records in `memory` are advanced."""
+        step = self.begin(window, memory)
+        x_TD = F.embedding(window.token_T, self.embed_VD)
+        for block in self.blocks:
+            x_TD = block(x_TD, step)
+        return self.kernels.rms_norm(x_TD, self.norm_D, self.spec.norm.eps)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Project hidden states (after the final norm) to float logits over the vocabulary."""
+        logits_TV = self.kernels.linear(hidden_TD, self.head)
+        return logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+
+
+class MTPHead:
+    """Predict the token after next from a hidden state and the token that was chosen there.
+
+    Its attention layers keep KV of their own, behind the target's in the arena.
+    """
+
+    def __init__(self, target: Network, weights: Weights) -> None:
+        s, kernels = target.spec, target.kernels
+        self.target, self.eps = target, s.norm.eps
+        weights = weights.within("mtp")
+        self.embed_norm_D = take_norm(weights, "embed_norm.weight", s.hidden, s.norm)
+        self.hidden_norm_D = take_norm(weights, "hidden_norm.weight", s.hidden, s.norm)
+        self.fc = kernels.pack(weights.take("fc.weight", (s.hidden, 2 * s.hidden)))
+        first = sum(isinstance(layer.mixer, spec.Attention) for layer in s.layers)
+        self.blocks = build_blocks(s.mtp, s, weights, kernels, first_attention=first)
+        self.norm_D = take_norm(weights, "norm.weight", s.hidden, s.norm)
+
+    def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
+        """Return h' for each token of the window, given the hidden state of the position before it.
+
+        The target's hidden states enter after its final norm; the recursion feeds h' back.
+        """
+        step, ops = self.target.begin(window, memory), self.target.kernels
+        embed_TD = F.embedding(window.token_T, self.target.embed_VD)
+        embed_TD = ops.rms_norm(embed_TD, self.embed_norm_D, self.eps)
+        hidden_TD = ops.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
+        x_TD = ops.linear(torch.cat([embed_TD, hidden_TD], dim=-1), self.fc)
+        for block in self.blocks:
+            x_TD = block(x_TD, step)
+        return ops.rms_norm(x_TD, self.norm_D, self.eps)

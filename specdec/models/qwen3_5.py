@@ -1,0 +1,72 @@
+"""Qwen3.5, dense and mixture of experts: gated delta nets and gated attention, a multi-token head.
+
+The text model may stand alone or inside a multimodal checkpoint, whose other towers are left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.models import rules, spec
+from specdec.models.blocks import (
+    FULL,
+    LINEAR,
+    assemble,
+    attention,
+    delta_net,
+    head_wanted,
+    layer_kinds,
+    model_type,
+    refuse_unsupported,
+    softmax_moe,
+    swiglu,
+    text_fields,
+)
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout
+
+NAME = "qwen3_5"
+MODEL_TYPES: tuple[str, ...] = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    outer = Fields(config)
+    text = text_fields(outer)
+    for fields in (outer, text):
+        refuse_unsupported(fields)
+    text.only("attn_output_gate", True)
+    text.only("output_gate_type", "swish", "silu")
+    norm = spec.Norm(text.number("rms_norm_eps"), offset=1.0)
+    full = attention(text, norm=norm, gated=True, partial=0.25)
+    kinds = layer_kinds(text, supported=(FULL, LINEAR), interval=4)
+    linear = delta_net(text, eps=norm.eps) if LINEAR in kinds else None
+    ffn = _feed_forward(text, model_type(outer))
+    layers = tuple(spec.Layer(full if kind == FULL else linear, ffn) for kind in kinds)
+    mtp = (spec.Layer(full, ffn),) if head_wanted(text, default=True) else ()
+    return assemble(NAME, outer, layers, norm, mtp=mtp)
+
+
+def _feed_forward(text: Fields, kind: str) -> spec.FeedForward:
+    if "moe" not in kind:
+        return swiglu(text)
+    text.only("mlp_only_layers", [])
+    return softmax_moe(text, renormalise=True)
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    return Layout(
+        rules=(
+            *rules.OUTER,
+            *rules.PRE_NORM,
+            *rules.ATTENTION,
+            *rules.DELTA_NET,
+            *rules.DELTA_NET_FLAT,
+            *rules.DENSE,
+            *rules.GATED_EXPERTS,
+            *rules.HEAD,
+        ),
+        prefixes=rules.PREFIXES,
+        embedding="embed_tokens.weight",
+        ignored=rules.ignored(network),
+    )

@@ -1,0 +1,97 @@
+"""Qwen3-Next: gated delta nets and gated attention, mixtures of experts, a multi-token head."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.models import rules, spec
+from specdec.models.blocks import (
+    FULL,
+    LINEAR,
+    assemble,
+    attention,
+    delta_net,
+    head_wanted,
+    layer_kinds,
+    refuse_unsupported,
+    softmax_moe,
+    swiglu,
+)
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout, Rule, layer_rules, rows
+
+NAME = "qwen3_next"
+MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    fields = Fields(config)
+    refuse_unsupported(fields)
+    norm = spec.Norm(fields.number("rms_norm_eps"), offset=1.0)
+    full = attention(fields, norm=norm, gated=True, partial=0.25)
+    kinds = layer_kinds(fields, supported=(FULL, LINEAR), interval=4)
+    linear = delta_net(fields, eps=norm.eps) if LINEAR in kinds else None
+    layers = tuple(
+        spec.Layer(full if kind == FULL else linear, _feed_forward(fields, i)) for i, kind in enumerate(kinds)
+    )
+    # The published configs do not mention the head that their checkpoints hold.
+    mtp = (spec.Layer(full, _experts(fields) or swiglu(fields)),) if head_wanted(fields, default=True) else ()
+    return assemble(NAME, fields, layers, norm, mtp=mtp)
+
+
+def _feed_forward(fields: Fields, layer: int) -> spec.FeedForward:
+    dense = layer in fields.integers("mlp_only_layers")
+    sparse = (layer + 1) % fields.integer("decoder_sparse_step", default=1) == 0
+    return (_experts(fields) if sparse and not dense else None) or swiglu(fields)
+
+
+def _experts(fields: Fields) -> spec.MoE | None:
+    if not fields.integer("num_experts", least=0):
+        return None
+    return softmax_moe(fields, renormalise=fields.flag("norm_topk_prob", default=True))
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    nets = {layer.mixer for layer in network.layers if isinstance(layer.mixer, spec.GatedDeltaNet)}
+    return Layout(
+        rules=(
+            *rules.OUTER,
+            *rules.PRE_NORM,
+            *rules.ATTENTION,
+            *rules.DELTA_NET,
+            *(rule for net in nets for rule in _interleaved(net)),
+            *rules.DENSE,
+            *rules.GATED_EXPERTS,
+            *rules.HEAD,
+        ),
+        prefixes=rules.PREFIXES,
+        embedding="embed_tokens.weight",
+        ignored=rules.ignored(network),
+    )
+
+
+def _interleaved(net: spec.GatedDeltaNet) -> Iterator[Rule]:
+    """Cut the two fused projections, whose rows are grouped by key head, into flat ones.
+
+    A key head's rows are [q | k | its value heads' v | their z], and [their b | their a].
+    """
+    share = net.value_heads // net.key_heads
+    values = share * net.value_dim
+    q, k, v, z = _by_kind(net.key_heads, (net.key_dim, net.key_dim, values, values))
+    b, a = _by_kind(net.key_heads, (share, share))
+    qkvz = {"qkv": torch.cat([q, k, v]), "z": z}
+    for disk, parts in (("in_proj_qkvz", qkvz), ("in_proj_ba", {"b": b, "a": a})):
+        total = sum(len(index_N) for index_N in parts.values())
+        for name, index_N in parts.items():
+            recipe = rows(index_N, total)
+            yield from layer_rules(rf"mixer\.in_{name}\.weight", f"linear_attn.{disk}.weight", recipe=recipe)
+
+
+def _by_kind(heads: int, widths: Sequence[int]) -> list[Tensor]:
+    """List the rows of each kind in a projection that repeats `widths` for each head."""
+    row = torch.arange(heads * sum(widths)).view(heads, -1)
+    return [part.flatten() for part in torch.split_with_sizes(row, list(widths), dim=1)]

@@ -1,0 +1,73 @@
+"""Names on disk that several families share: decoder layers, delta nets, experts, the multi-token head."""
+
+from specdec.models.layouts import Rule, layer_rules, stack, taps
+from specdec.models.spec import Network
+
+OUTER = (
+    Rule(r"embed\.weight", "~embed_tokens.weight"),
+    Rule(r"norm\.weight", "~norm.weight"),
+    Rule(r"head\.weight", "lm_head.weight"),
+    Rule(r"head\.weight", "language_model.lm_head.weight"),
+)
+
+PRE_NORM = (
+    *layer_rules(r"mixer_norm\.weight", "input_layernorm.weight"),
+    *layer_rules(r"ffn_norm\.weight", "post_attention_layernorm.weight"),
+)
+
+ATTENTION = (
+    *layer_rules(r"mixer\.([qkvo])\.(weight|bias)", r"self_attn.\2_proj.\3"),
+    *layer_rules(r"mixer\.([qk])_norm\.weight", r"self_attn.\2_norm.weight"),
+)
+
+DENSE = tuple(layer_rules(r"ffn\.(gate|up|down)\.weight", r"mlp.\2_proj.weight"))
+
+DELTA_NET = (
+    *layer_rules(r"mixer\.conv\.weight", "linear_attn.conv1d.weight", recipe=taps),
+    *layer_rules(r"mixer\.(A_log|dt_bias|norm\.weight)", r"linear_attn.\2"),
+    *layer_rules(r"mixer\.out\.weight", "linear_attn.out_proj.weight"),
+)
+
+DELTA_NET_FLAT = tuple(layer_rules(r"mixer\.in_(qkv|z|b|a)\.weight", r"linear_attn.in_proj_\2.weight"))
+
+GATED_EXPERTS = (
+    *layer_rules(r"ffn\.router\.weight", "mlp.gate.weight"),
+    *layer_rules(r"ffn\.experts\.up", "mlp.experts.gate_up_proj"),
+    *layer_rules(
+        r"ffn\.experts\.up",
+        "mlp.experts.{e}.gate_proj.weight",
+        "mlp.experts.{e}.up_proj.weight",
+        recipe=stack,
+    ),
+    *layer_rules(r"ffn\.experts\.down", "mlp.experts.down_proj"),
+    *layer_rules(r"ffn\.experts\.down", "mlp.experts.{e}.down_proj.weight", recipe=stack),
+    *layer_rules(r"ffn\.shared\.(gate|up|down)\.weight", r"mlp.shared_expert.\2_proj.weight"),
+    *layer_rules(r"ffn\.shared_gate\.weight", "mlp.shared_expert_gate.weight"),
+)
+
+HEAD = (
+    Rule(r"mtp\.embed_norm\.weight", "mtp.pre_fc_norm_embedding.weight"),
+    Rule(r"mtp\.hidden_norm\.weight", "mtp.pre_fc_norm_hidden.weight"),
+    Rule(r"mtp\.(fc|norm)\.weight", r"mtp.\1.weight"),
+)
+
+# The embedding's prefix in text checkpoints, in multimodal ones of two ages, and in a bare body.
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+
+_ROTARY = r".*\.inv_freq"
+"""Rotary frequencies that old exporters stored; they follow from the config."""
+
+_VISION = r"(model\.)?(visual|vision_tower|audio_tower)\..*"
+
+_OUTPUT = r"(.*\.)?lm_head\.weight"
+
+
+def ignored(network: Network) -> tuple[str, ...]:
+    """Name what a text model has no use for."""
+    return (_ROTARY, _VISION, _later_heads(len(network.mtp)), *((_OUTPUT,) if network.tied else ()))
+
+
+def _later_heads(layers: int) -> str:
+    """Match the modules of a multi-token head after the first, which serves every depth by recursion."""
+    first = "|".join(str(i) for i in range(layers))
+    return rf"mtp\.layers\.(?!({first})\.)\d+\..*"

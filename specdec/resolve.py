@@ -1,0 +1,150 @@
+"""Resolve every "auto" of an EngineConfig against one model and one machine, once."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from specdec.config import EngineConfig
+from specdec.errors import CapacityError, ConfigError
+from specdec.kernels.native.library import library
+from specdec.models import spec
+from specdec.models.network import memory_layout
+from specdec.state_slots.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+CACHED_WEIGHTS = 64 << 20
+"""Smaller bfloat16 weights are computed in float32 on a CPU: they stay in the cache, where it is faster."""
+AUTO_MEMORY_SHARE = 0.4
+"""Part of the free memory that the arena takes when nothing says how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an engine runs with; nothing in it is "auto"."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: str
+    layout: Layout
+    memory_bytes: int
+    max_running: int
+    max_model_len: int
+    chunk_tokens: int
+
+
+def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, stored_bytes: int) -> Resolved:
+    """Turn a configuration into settings, given the checkpoint's dtype and size."""
+    _refuse_unbuilt(config)
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device, stored, stored_bytes)
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    layout = memory_layout(network, dtype, mtp=False, state_dtype=state_dtype)
+    longest = config.max_model_len or network.max_length
+    if longest > network.max_length:
+        raise ConfigError(
+            f"max_model_len is {longest}, but the model was made for {network.max_length} tokens; lower it.",
+            field="max_model_len",
+        )
+    if config.memory_bytes is None:
+        wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
+        memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * _free_memory(device)))
+    else:
+        memory_bytes = config.memory_bytes
+    longest = _fit(config, layout, memory_bytes, longest)
+    settings = Resolved(
+        device=device,
+        dtype=dtype,
+        kernels=_kernels(config.kernels, device),
+        layout=layout,
+        memory_bytes=memory_bytes,
+        max_running=config.max_running,
+        max_model_len=longest,
+        chunk_tokens=config.chunk_tokens,
+    )
+    logger.info("settings: %s", settings)
+    return settings
+
+
+def _refuse_unbuilt(config: EngineConfig) -> None:
+    """Refuse by name what the configuration can say and this version cannot do."""
+    for field, supported in (
+        ("draft", ("none", "auto")),
+        ("slots", ("record",)),
+        ("kernels", ("auto", "native", "cpu", "reference")),
+        ("prefix_cache", (False,)),
+        ("draft_model", (None,)),
+        ("synthetic_acceptance", (None,)),
+    ):
+        value = getattr(config, field)
+        if value not in supported:
+            choices = ", ".join(map(repr, supported))
+            raise ConfigError(f"{field}: {value!r} is not supported yet; use {choices}.", field=field)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: {name!r} was asked for, but torch finds no CUDA device; use device='cpu' or install a "
+            "CUDA build of torch.",
+            field="device",
+        )
+    return torch.device(name)
+
+
+def _kernels(name: str, device: torch.device) -> str:
+    """Prefer the C forms where there is a compiler; a name that is given is taken at its word."""
+    can_compile = device.type == "cpu" and library() is not None
+    if name == "native" and not can_compile:
+        raise ConfigError(
+            "kernels: 'native' needs a CPU and a C compiler (cc, gcc, clang or $CC); use kernels='cpu'.",
+            field="kernels",
+        )
+    if name == "auto":
+        return "native" if can_compile else "cpu"
+    return name
+
+
+def _dtype(name: str, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu" and stored.itemsize == 2:
+        small = stored_bytes <= CACHED_WEIGHTS
+        slow = stored == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.float32 if small or slow else stored
+    return stored
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _fit(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:
+    """Return how long one sequence may be: the engine only promises what the arena can hold."""
+
+    def needed(tokens: int) -> int:
+        slabs = 1 + layout.states_per_slab
+        if layout.kv:
+            slabs += -(-layout.blocks_for(tokens) // layout.blocks_per_slab)
+        return slabs * layout.slab_bytes
+
+    if needed(longest) <= memory_bytes:
+        return longest
+    if config.max_model_len is not None or needed(layout.block_tokens) > memory_bytes:
+        asked = longest if config.max_model_len is not None else layout.block_tokens
+        raise CapacityError(
+            f"memory_bytes: one sequence of {asked} tokens needs {needed(asked):,} bytes and the arena has "
+            f"{memory_bytes:,}; raise memory_bytes or lower max_model_len.",
+            field="memory_bytes",
+        )
+    spare_slabs = memory_bytes // layout.slab_bytes - 1 - layout.states_per_slab
+    fitting = spare_slabs * layout.blocks_per_slab * layout.block_tokens
+    logger.warning("max_model_len is %d instead of %d: the arena holds no more", fitting, longest)
+    return fitting

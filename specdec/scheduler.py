@@ -1,0 +1,150 @@
+"""Which requests take part in a step, and whose memory gives way when there is too little.
+
+Running requests stand in the order of their admission. A step lets each of them grow, admits waiting ones
+while there is memory for all that they owe, and when one cannot grow, the last admitted gives back what it
+holds and waits at the front. The first therefore always advances; what could never fit was refused before.
+"""
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from specdec.request import Request
+from specdec.state_slots.arena import Arena
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One request's part of a step: the model reads its next `count` owed tokens."""
+
+    request: Request
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    shares: tuple[Share, ...]
+
+
+class Scheduler:
+    """Owns the waiting and the running requests and all that they hold of the arena."""
+
+    def __init__(self, arena: Arena, *, max_running: int, chunk_tokens: int) -> None:
+        self.arena, self.max_running, self.chunk_tokens = arena, max_running, chunk_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.limited_by: Counter[str] = Counter()
+        """How many steps left a request waiting, by what it waited for."""
+        self.preemptions = 0
+        self._last_limit = ""
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def plan(self) -> StepPlan:
+        """Choose the step's shares; every running request in them holds the memory that its share needs.
+
+        A request that decodes always takes part; prompts share the budget of `chunk_tokens` in order.
+        """
+        self._drop_cancelled()
+        at = 0
+        while at < len(self.running):
+            at += self._grow(self.running[at])
+        budget = self.chunk_tokens - sum(r.owed for r in self.running if r.owed > 1)
+        while budget > 0 and self._admit():
+            budget -= self.running[-1].owed
+        shares: list[Share] = []
+        budget = self.chunk_tokens
+        for request in self.running:
+            count = 1 if request.owed == 1 else min(request.owed, budget)
+            budget -= count if request.owed > 1 else 0
+            if count:
+                shares.append(Share(request, count))
+        return StepPlan(tuple(shares))
+
+    def finish(self, request: Request) -> None:
+        """Take back all that a finished request holds."""
+        self.arena.release_owner(request.number)
+        request.forget_memory()
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def _drop_cancelled(self) -> None:
+        for request in [r for r in (*self.running, *self.waiting) if r.cancelled]:
+            self.finish(request)
+            request.abort()
+
+    def _blocks_missing(self, request: Request) -> int:
+        return self.arena.layout.blocks_for(len(request.tokens)) - len(request.blocks)
+
+    def _grow(self, request: Request) -> bool:
+        """Get blocks for every token that the request has, preempting the youngest until there are enough.
+
+        False: the request itself was the youngest.
+        """
+        while (missing := self._blocks_missing(request)) > 0:
+            blocks = self.arena.take_blocks(request.number, missing)
+            if blocks is not None:
+                request.blocks += blocks
+                break
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        logger.info("preempted request %d: no KV block was free", request.number)
+        self.finish(request)
+        self.waiting.appendleft(request)
+        request.preemptions += 1
+        self.preemptions += 1
+
+    def _admit(self) -> bool:
+        """Move the first waiting request to the running ones if its state and all its tokens fit."""
+        if not self.waiting:
+            return False
+        request = self.waiting[0]
+        limit = self._limit(request)
+        if limit:
+            self._note_limit(limit)
+            return False
+        self.waiting.popleft()
+        if self.arena.layout.states:
+            request.state = self.arena.take_state(request.number)
+            assert request.state is not None
+        blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
+        assert blocks is not None
+        request.blocks = blocks
+        self.running.append(request)
+        return True
+
+    def _limit(self, request: Request) -> str:
+        """Name what keeps a request out; one spare block per running request lets those grow."""
+        if len(self.running) >= self.max_running:
+            return "max_running"
+        states = int(bool(self.arena.layout.states))
+        blocks = self._blocks_missing(request) + (len(self.running) if self.arena.layout.kv else 0)
+        if self.running and not self.arena.can_take(blocks=blocks, states=states):
+            return "memory"
+        return ""
+
+    def _note_limit(self, limit: str) -> None:
+        self.limited_by[limit] += 1
+        if limit != self._last_limit:
+            logger.info(
+                "%d requests wait for %s; %d run; arena %s",
+                len(self.waiting),
+                limit,
+                len(self.running),
+                self.arena.usage(),
+            )
+            self._last_limit = limit

@@ -1,0 +1,115 @@
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+
+from specdec.bench.peers import ServerPeer, TransformersPeer, connect, refuse_unknown
+from specdec.errors import ConfigError, EngineError
+
+PROMPTS = [[5, 6, 7], [8, 9, 10]]
+NEW_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def transformers_peer(hybrid: Path) -> TransformersPeer:
+    return TransformersPeer(hybrid, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_transformers_peer_says_what_its_generate_says(transformers_peer: TransformersPeer) -> None:
+    sample = transformers_peer.run(PROMPTS, NEW_TOKENS)
+    plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out_BT = transformers_peer.model.generate(torch.tensor(PROMPTS), max_new_tokens=1 + NEW_TOKENS, **plain)
+    assert sample.token_ids == tuple(map(tuple, out_BT[:, 3:].tolist()))
+    assert len(sample.step_s) == NEW_TOKENS
+
+
+def test_judge_agrees_with_the_best_tokens_alone(transformers_peer: TransformersPeer) -> None:
+    outputs = transformers_peer.run(PROMPTS, NEW_TOKENS).token_ids
+    assert outputs is not None
+    assert transformers_peer.judge(PROMPTS, outputs).max() == 0
+    wrong = [list(outputs[0]), [*outputs[1][:2], (outputs[1][2] + 1) % 320, *outputs[1][3:]]]
+    gap_BT = transformers_peer.judge(PROMPTS, wrong)
+    assert gap_BT[0].max() == 0
+    assert gap_BT[1, :2].max() == 0
+    assert gap_BT[1, 2] > 1e-3
+
+
+class FakeServer:
+    """Answer as an OpenAI-style server does, with `tokens` tokens in chunks of two."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.bodies, self.url = tokens, [], ""
+        self.loop = asyncio.new_event_loop()
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", self._models), web.post("/v1/completions", self._complete)])
+        runner = web.AppRunner(app)
+        self.loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self.loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.ready.set()
+        self.loop.run_forever()
+        self.loop.run_until_complete(runner.cleanup())
+        self.loop.close()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        for _ in range(0, self.tokens, 2):
+            await reply.write(b'data: {"choices": [{"text": "ab"}]}\n\n')
+        usage = json.dumps({"choices": [], "usage": {"completion_tokens": self.tokens}})
+        await reply.write(f"data: {usage}\n\ndata: [DONE]\n\n".encode())
+        return reply
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    server = FakeServer(request.param)
+    server.thread.start()
+    assert server.ready.wait(10)
+    yield server
+    server.loop.call_soon_threadsafe(server.loop.stop)
+    server.thread.join()
+
+
+@pytest.mark.parametrize("server", [1 + NEW_TOKENS], indirect=True)
+def test_server_is_asked_for_every_prompt_greedily(server: FakeServer) -> None:
+    peer = ServerPeer(f"{server.url}/v1/")
+    sample = peer.run(PROMPTS, NEW_TOKENS)
+    assert sample.prefill_s > 0
+    assert len(sample.step_s) == 1
+    assert sample.token_ids is None
+    assert sorted(body["prompt"] for body in server.bodies) == PROMPTS
+    for body in server.bodies:
+        assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 5, 0)
+
+
+@pytest.mark.parametrize("server", [1], indirect=True)
+def test_server_that_stops_early_gives_no_figure(server: FakeServer) -> None:
+    with pytest.raises(EngineError, match="1 tokens where 5"):
+        ServerPeer(server.url).run(PROMPTS, NEW_TOKENS)
+
+
+def test_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1 "):
+        ServerPeer("http://127.0.0.1:1").run(PROMPTS, NEW_TOKENS)
+
+
+def test_peer_that_is_unknown_is_refused(transformers_peer: TransformersPeer) -> None:
+    peers = connect(["transformers", "http://host:1"], transformers_peer)
+    assert [peer.name for peer in peers] == ["transformers", "http://host:1"]
+    with pytest.raises(ConfigError, match="'vllm'"):
+        refuse_unknown(["transformers", "vllm"])

@@ -1,0 +1,92 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.bench import throughput
+from specdec.bench.bandwidth import BandwidthProbe
+from specdec.bench.peers import Sample
+from specdec.bench.runner import EngineRunner
+from specdec.bench.throughput import EXCUSED_GAP
+from specdec.cli import main
+from specdec.config import EngineConfig
+
+SIZES = ["--batch", "1,3", "--prompt-tokens", "5,33", "--new-tokens", "4"]
+CASES = [(1, 5), (1, 33), (3, 5), (3, 33)]
+RUNS = ["--dtype", "float32", "--repeats", "2", "--warmup", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "BandwidthProbe", lambda device: BandwidthProbe(device, 1 << 20))
+
+
+def run(folder: Path, *more: str) -> int:
+    return main(["bench", "throughput", str(folder), *SIZES, *RUNS, *more])
+
+
+def report_of(out: str) -> dict[str, Any]:
+    return json.loads(out.splitlines()[-1])
+
+
+def test_report_has_every_case_and_contestant(
+    hybrid: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "report.json"
+    assert run(hybrid, "--peers", "transformers", "--out", str(kept)) == 0
+    out = capsys.readouterr().out
+    report = report_of(out)
+    assert json.loads(kept.read_text()) == report
+    assert [(case["batch"], case["prompt_tokens"]) for case in report["cases"]] == CASES
+    for case in report["cases"]:
+        assert case["agreement"]["tokens"] == case["batch"] * 5
+        assert set(case["figures"]) == {"specdec", "transformers"}
+        own = case["figures"]["specdec"]
+        assert own["step_ratio"]["median"] == own["prefill_ratio"]["median"] == 1
+        assert own["bandwidth_share"] > 0
+    assert {"commit", "cpu", "versions", "dtype", "seed", "warmup", "repeats", "settings"} <= report.keys()
+    assert "transformers" in out.splitlines()[-2]
+
+
+def test_wrong_token_shows_no_figure(
+    hybrid: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = EngineRunner.run
+
+    def wrong(self: EngineRunner, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        sample = right(self, prompts, new_tokens)
+        assert sample.token_ids is not None
+        *rows, last = sample.token_ids
+        return Sample(sample.prefill_s, sample.step_s, (*rows, (*last[:-1], (last[-1] + 1) % 320)))
+
+    monkeypatch.setattr(EngineRunner, "run", wrong)
+    assert run(hybrid) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "1 of 5 greedy tokens differ" in captured.err
+
+
+@pytest.mark.parametrize("gap", [2 * EXCUSED_GAP, float("nan"), float("inf")])
+def test_check_excuses_rounding_alone(gap: float) -> None:
+    throughput._refuse(torch.tensor([[0.0, EXCUSED_GAP / 2]]))
+    with pytest.raises(throughput.EngineError, match=r"row 0 at output token 1"):
+        throughput._refuse(torch.tensor([[0.0, gap]]))
+
+
+def test_runner_times_each_step_in_which_all_rows_decode(hybrid: Path) -> None:
+    # Three prompts of 33 tokens take several chunks of 16, in which the first rows already decode.
+    runner = EngineRunner(hybrid, EngineConfig(chunk_tokens=16, dtype="float32", max_model_len=64))
+    prompts = [[i, *range(100, 132)] for i in range(3)]
+    chunked = runner.run(prompts, 12)
+    whole = EngineRunner(hybrid, EngineConfig(dtype="float32", max_model_len=64)).run(prompts, 12)
+    assert chunked.token_ids == whole.token_ids
+    assert len(whole.step_s) == 12
+    assert 0 < len(chunked.step_s) < 12
+    runner.model.loop.arena.check_integrity()
+
+
+def test_bandwidth_probe_reads_what_it_says() -> None:
+    assert BandwidthProbe(torch.device("cpu"), 1 << 16).bytes_per_second() > 0

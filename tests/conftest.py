@@ -1,0 +1,52 @@
+"""Checkpoints that many tests load, written once a session."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.bench.random_model import write_random_checkpoint
+
+HYBRID: Mapping[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+"""Three gated delta nets and one attention layer: small, and with every kind of memory."""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that writes a random checkpoint, or finds the one it wrote before."""
+    written: dict[str, Path] = {}
+
+    def write(
+        config: Mapping[str, Any] = HYBRID, seed: int = 0, dtype: str = "float32", **changes: Any
+    ) -> Path:
+        config = {**config, **changes}
+        key = repr((sorted(config.items()), seed, dtype))
+        if key not in written:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            write_random_checkpoint(folder, config, seed=seed, dtype=dtype)
+            written[key] = folder
+        return written[key]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def hybrid(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()

@@ -1,0 +1,76 @@
+"""What feeds a recurrence: the fast forms against the formulas, and the formulas against what they mean."""
+
+import math
+
+import pytest
+import torch
+
+from specdec.kernels.gates import cpu, reference
+from tests.tolerances import KERNEL
+
+# Only the inputs are narrow: both forms compute in float32.
+TOLERANCE = {**KERNEL, torch.bfloat16: KERNEL[torch.float32]}
+WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_delta_gates_equal_reference(dtype: torch.dtype, tokens: int) -> None:
+    # The layer hands over columns of a wider projection.
+    b_TH, a_TH = noise(tokens, 10, dtype=dtype).mul(20).split(5, dim=-1)
+    A_log_H, bias_H = noise(5, seed=1).float(), noise(5, seed=2).to(WIDE[dtype])
+    before = a_TH.clone(), A_log_H.clone()
+    for actual, expected in zip(
+        cpu.delta_gates(b_TH, a_TH, A_log_H, bias_H),
+        reference.delta_gates(b_TH, a_TH, A_log_H, bias_H),
+        strict=True,
+    ):
+        assert actual.dtype == expected.dtype == WIDE[dtype]
+        torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(a_TH, before[0]) and torch.equal(A_log_H, before[1])
+
+
+@pytest.mark.parametrize("ops", [reference, cpu])
+def test_delta_gates_decay_and_write_within_their_ranges(ops: object) -> None:
+    b_TH = torch.tensor([[-100.0, 0.0, 100.0]])
+    decay_TH, beta_TH = ops.delta_gates(b_TH, b_TH, torch.zeros(3), torch.zeros(3))
+    torch.testing.assert_close(decay_TH, torch.tensor([[0.0, -math.log(2), -100.0]]))
+    torch.testing.assert_close(beta_TH, torch.tensor([[0.0, 0.5, 1.0]]))
+
+
+def test_delta_gates_round_the_strength_to_the_models_dtype() -> None:
+    b_TH = torch.tensor([[0.3]], dtype=torch.bfloat16)
+    for ops in (reference, cpu):
+        _, beta_TH = ops.delta_gates(b_TH, b_TH, torch.zeros(1), torch.zeros(1))
+        assert torch.equal(beta_TH, torch.sigmoid(b_TH).float())
+
+
+@pytest.mark.parametrize(
+    "scale", [1.0, 0.25, torch.tensor([[0.5], [1.0], [2.0]])], ids=["1", "0.25", "per head"]
+)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_l2_normalise_equals_reference(dtype: torch.dtype, scale: float | torch.Tensor) -> None:
+    x_TGK = noise(7, 40, dtype=dtype)[:, 4:37].view(7, 3, 11)
+    x_TGK[2, 1] = 0
+    before = x_TGK.clone()
+    actual, expected = cpu.l2_normalise(x_TGK, scale), reference.l2_normalise(x_TGK, scale)
+    assert actual.dtype == expected.dtype == WIDE[dtype]
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(x_TGK, before)
+    assert not actual[2, 1].any()
+
+
+@pytest.mark.parametrize("limit", [(0.0, math.inf), (0.01, math.inf), (0.0, 0.5), (0.01, 0.5)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_mamba_step_equals_reference(dtype: torch.dtype, limit: tuple[float, float]) -> None:
+    dt_TH, bias_H = noise(7, 5, dtype=dtype).mul(8), noise(5, seed=2).to(WIDE[dtype])
+    before = dt_TH.clone()
+    actual, expected = cpu.mamba_step(dt_TH, bias_H, limit), reference.mamba_step(dt_TH, bias_H, limit)
+    assert actual.dtype == expected.dtype == WIDE[dtype]
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert limit[0] <= actual.min() and actual.max() <= limit[1]
+    assert torch.equal(dt_TH, before)

@@ -1,0 +1,97 @@
+"""The canonical tensors of a network, enumerated apart from the code that loads them."""
+
+from collections.abc import Iterator
+
+from specdec.models import spec
+
+
+def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Enumerate the tensors that a network is made of, by our names."""
+    width = network.hidden
+    yield "embed.weight", (network.vocab, width)
+    yield "norm.weight", (width,)
+    if not network.tied:
+        yield "head.weight", (network.vocab, width)
+    for i, layer in enumerate(network.layers):
+        yield from _layer(f"layers.{i}", layer, width)
+    if mtp:
+        for name in ("embed_norm", "hidden_norm", "norm"):
+            yield f"mtp.{name}.weight", (width,)
+        yield "mtp.fc.weight", (width, 2 * width)
+        for i, layer in enumerate(network.mtp):
+            yield from _layer(f"mtp.layers.{i}", layer, width)
+
+
+def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if layer.mixer:
+        yield f"{at}.mixer_norm.weight", (width,)
+        parts = {spec.Attention: _attention, spec.GatedDeltaNet: _delta_net, spec.Mamba2: _mamba}
+        for name, shape in parts[type(layer.mixer)](layer.mixer, width).items():
+            yield f"{at}.mixer.{name}", shape
+    if layer.ffn:
+        yield f"{at}.ffn_norm.weight", (width,)
+        dense = isinstance(layer.ffn, spec.MLP)
+        for name, shape in (_dense(layer.ffn, width) if dense else _experts(layer.ffn, width)).items():
+            yield f"{at}.ffn.{name}", shape
+
+
+def _attention(m: spec.Attention, width: int) -> dict[str, tuple[int, ...]]:
+    rows = {"q": m.heads * m.head_dim * (1 + m.gated), "k": m.kv_heads * m.head_dim}
+    rows |= {"v": rows["k"], "o": width}
+    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, width) for n, r in rows.items()}
+    shapes["o.weight"] = (width, m.heads * m.head_dim)
+    if m.bias:
+        shapes |= {f"{n}.bias": (r,) for n, r in rows.items()}
+    if m.qk_norm:
+        shapes |= {"q_norm.weight": (m.head_dim,), "k_norm.weight": (m.head_dim,)}
+    return shapes
+
+
+def _delta_net(m: spec.GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
+    value, channels = m.value_heads * m.value_dim, 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
+    return {
+        "in_qkv.weight": (channels, width),
+        "in_z.weight": (value, width),
+        "in_b.weight": (m.value_heads, width),
+        "in_a.weight": (m.value_heads, width),
+        "out.weight": (width, value),
+        "conv.weight": (channels, m.conv),
+        "A_log": (m.value_heads,),
+        "dt_bias": (m.value_heads,),
+        "norm.weight": (m.value_dim,),
+    }
+
+
+def _mamba(m: spec.Mamba2, width: int) -> dict[str, tuple[int, ...]]:
+    inner = m.heads * m.head_dim
+    channels = inner + 2 * m.groups * m.state_dim
+    rows = inner + channels + m.heads
+    shapes: dict[str, tuple[int, ...]] = {"in.weight": (rows, width), "out.weight": (width, inner)}
+    shapes |= {"conv.weight": (channels, m.conv), "norm.weight": (inner,)}
+    shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (m.heads,))
+    if m.conv_bias:
+        shapes["conv.bias"] = (channels,)
+    return shapes | ({"in.bias": (rows,), "out.bias": (width,)} if m.bias else {})
+
+
+def _dense(f: spec.MLP, width: int) -> dict[str, tuple[int, ...]]:
+    ups = ("gate", "up") if f.activation == "swiglu" else ("up",)
+    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (f.width, width) for n in ups}
+    shapes["down.weight"] = (width, f.width)
+    return shapes | ({"up.bias": (f.width,), "down.bias": (width,)} if f.bias else {})
+
+
+def _experts(f: spec.MoE, width: int) -> dict[str, tuple[int, ...]]:
+    inner, rows = f.latent or width, f.width * (2 if f.activation == "swiglu" else 1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "router.weight": (f.experts, width),
+        "experts.up": (f.experts, rows, inner),
+        "experts.down": (f.experts, inner, f.width),
+    }
+    if f.router == "sigmoid":
+        shapes["router.correction"] = (f.experts,)
+    if f.latent:
+        shapes |= {"latent_in.weight": (inner, width), "latent_out.weight": (width, inner)}
+    shared = _dense(spec.MLP(f.shared_width, f.activation), width)
+    shapes |= {f"shared.{name}": shape for name, shape in shared.items()}
+    return shapes | ({"shared_gate.weight": (1, width)} if f.shared_gate else {})

@@ -1,0 +1,167 @@
+"""The command as its users meet it: what goes to which stream, and which exit code says what."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.cli import main
+
+ROOT = Path(__file__).parents[1]
+GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPT = "def f():"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def text(hybrid: Path) -> str:
+    with SpecEngine(hybrid) as engine:
+        return engine.generate(PROMPT, PARAMS)[0].text
+
+
+def test_generate_streams_the_engines_text(hybrid: Path, text: str, capsys: Capture) -> None:
+    assert main(["generate", str(hybrid), "--prompt", PROMPT, *GREEDY]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{text}\n"
+    assert "6 written" in captured.err
+    assert "first token after" in captured.err
+
+
+def test_generate_reads_a_prompt_from_a_file(
+    hybrid: Path, text: str, capsys: Capture, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    assert main(["generate", str(hybrid), "--prompt-file", str(tmp_path / "prompt.txt"), *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_generate_reads_ids_from_standard_input(
+    hybrid: Path, text: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SpecEngine(hybrid) as engine:
+        assert engine.tokenizer
+        ids = engine.tokenizer.encode(PROMPT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(str, ids))))
+    assert main(["generate", str(hybrid), "--prompt-ids", "-", *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_generate_prints_json_for_programs(hybrid: Path, text: str, capsys: Capture) -> None:
+    assert main(["generate", str(hybrid), "--prompt", PROMPT, "--json", *GREEDY]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["text"] == text
+    assert len(printed["token_ids"]) == printed["stats"]["output_tokens"] == 6
+    assert printed["stats"]["acceptance_length"] == 1.0
+
+
+def test_generate_prints_every_choice(hybrid: Path, capsys: Capture) -> None:
+    argv = [
+        "generate",
+        str(hybrid),
+        "--prompt",
+        PROMPT,
+        "--n",
+        "3",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "9",
+        "--json",
+    ]
+    assert main(argv) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [choice["index"] for choice in printed] == [0, 1, 2]
+    assert len({tuple(choice["token_ids"]) for choice in printed}) == 3
+
+
+def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> None:
+    argv = ["generate", str(hybrid), "--prompt", PROMPT, "--max-tokens", "20", "--ignore-eos", "--seed"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main([*argv, seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "/no/such/folder", "--prompt", "x"], "/no/such/folder"),
+        (["generate", "{hybrid}", "--prompt", ""], "prompt"),
+        (["generate", "{hybrid}", "--prompt-ids", "1 two"], "--prompt-ids"),
+        (["generate", "{hybrid}", "--prompt-ids", "99999"], "99999"),
+        (["generate", "{hybrid}", "--prompt-file", "/no/such/file"], "/no/such/file"),
+        (["generate", "{hybrid}", "--prompt", "x", "--temperature", "hot"], "SamplingParams.temperature"),
+        (["generate", "{hybrid}", "--prompt", "x", "--topk", "2"], "topk"),
+        (["generate", "{hybrid}", "--prompt", "x", "--memory-bytes", "1"], "memory_bytes"),
+        (["info", "/no/such/folder"], "/no/such/folder"),
+        (["bench", "throughput", "--shape", "huge"], "'huge'"),
+        (["bench", "throughput", "{hybrid}", "--peers", "nobody"], "'nobody'"),
+    ],
+)
+def test_mistake_is_one_line_and_code_2(argv: list[str], says: str, hybrid: Path, capsys: Capture) -> None:
+    assert main([arg.format(hybrid=hybrid) for arg in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = captured.err.strip().splitlines()[-1]
+    assert line.startswith("specdec: ")
+    assert says in line
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("command", [["generate"], ["info"], ["bench", "throughput"]])
+def test_every_engine_setting_is_an_option(command: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name in EngineConfig.model_fields:
+        assert f"--{name.replace('_', '-')} " in text or f"--{name.replace('_', '-')}," in text
+
+
+def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
+    argv = ["info", str(hybrid), "--memory-bytes", "4MiB", "--length", "16,512"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "3 gated delta net" in text
+    assert main([*argv, "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["arena_bytes"] == 4 << 20
+    assert f"{described['sequences']['512 tokens']} 512 tokens" in text.replace(",", "")
+
+
+def test_demo_says_that_its_weights_are_random(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["demo"]) == 0
+    captured = capsys.readouterr()
+    assert "random weights" in captured.err
+    assert captured.out.startswith("def fibonacci(n):")
+    assert len(captured.out) > 50
+
+
+def test_interrupt_ends_a_stream_with_130(hybrid: Path) -> None:
+    argv = ["generate", str(hybrid), "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos", "--seed", "0"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "specdec.cli", *argv],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert running.stdout
+    first = running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert first
+    assert running.returncode == 130, errors.decode()
+    assert b"Traceback" not in errors

@@ -1,0 +1,302 @@
+"""SpecEngine as its callers see it."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specdec
+from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    RequestError,
+    SpecdecError,
+)
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(hybrid: Path) -> Iterator[SpecEngine]:
+    with SpecEngine(hybrid, dtype="float64", seed=5) as engine:
+        yield engine
+
+
+def test_generate_keeps_the_order_of_prompts(engine: SpecEngine) -> None:
+    prompts = ["one", [1, 2, 3], "def f():", [7]]
+    together = engine.generate(prompts, GREEDY)
+    alone = [engine.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.prompt_token_ids for c in together][1] == (1, 2, 3)
+
+
+def test_generate_takes_params_for_each_prompt(engine: SpecEngine) -> None:
+    params = [GREEDY, SamplingParams(max_tokens=3, seed=1, ignore_eos=True)]
+    first, second = engine.generate(["a", "b"], params)
+    assert (len(first.token_ids), len(second.token_ids)) == (12, 3)
+    assert (first.finish_reason, second.finish_reason) == ("length", "length")
+
+
+def test_text_is_what_the_tokenizer_makes_of_the_tokens(engine: SpecEngine) -> None:
+    assert engine.tokenizer is not None
+    done = engine.generate("import os", SamplingParams(max_tokens=40, seed=3, ignore_eos=True))[0]
+    assert done.text == engine.tokenizer.decode(done.token_ids)
+
+
+def test_stats_count_plain_decoding(engine: SpecEngine) -> None:
+    stats = engine.generate([1, 2, 3], GREEDY)[0].stats
+    assert (stats.prompt_tokens, stats.output_tokens, stats.steps) == (3, 12, 12)
+    assert (stats.acceptance_length, stats.drafted, stats.accepted) == (1.0, 0, 0)
+    assert 0 < stats.first_token_s <= stats.total_s
+
+
+def test_a_seed_fixes_the_text_and_no_seed_varies_it(engine: SpecEngine) -> None:
+    seeded = SamplingParams(max_tokens=20, seed=11, ignore_eos=True)
+    assert engine.generate("x", seeded)[0].text == engine.generate("x", seeded)[0].text
+    free = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert engine.generate("x", free)[0].text != engine.generate("x", free)[0].text
+
+
+def test_an_engine_seed_repeats_a_run(hybrid: Path) -> None:
+    def run() -> list[str]:
+        with SpecEngine(hybrid, seed=9) as engine:
+            return [
+                c.text for c in engine.generate(["a", "b"], SamplingParams(max_tokens=8, ignore_eos=True))
+            ]
+
+    assert run() == run()
+
+
+def test_choices_differ_and_the_first_is_the_single_one(engine: SpecEngine) -> None:
+    many = engine.generate("x", SamplingParams(max_tokens=16, seed=4, n=3, ignore_eos=True))
+    one = engine.generate("x", SamplingParams(max_tokens=16, seed=4, ignore_eos=True))
+    assert [c.index for c in many] == [0, 1, 2]
+    assert len({c.token_ids for c in many}) == 3
+    assert many[0].token_ids == one[0].token_ids
+
+
+def test_a_stop_string_cuts_the_text_and_is_never_streamed(engine: SpecEngine) -> None:
+    params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)
+    full = engine.generate("x", params)[0].text
+    stop = full[9:12]
+    cut = full[: full.index(stop)]
+
+    async def read() -> list[str]:
+        stopped = params.model_copy(update={"stop": [stop]})
+        return [delta.text async for delta in engine.stream("x", stopped)]
+
+    pieces = asyncio.run(read())
+    assert "".join(pieces) == cut
+    assert engine.generate("x", params.model_copy(update={"stop": stop}))[0].finish_reason == "stop"
+
+
+def test_a_stop_token_ends_the_output(engine: SpecEngine) -> None:
+    tokens = engine.generate([5], GREEDY)[0].token_ids
+    done = engine.generate([5], GREEDY.model_copy(update={"stop_token_ids": [tokens[4]]}))[0]
+    assert done.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+    assert done.finish_reason == "stop"
+
+
+def test_eos_ends_the_output_unless_ignored(engine: SpecEngine) -> None:
+    forced = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={256: 100.0})
+    done = engine.generate([5], forced)[0]
+    assert (done.token_ids, done.text, done.finish_reason) == ((256,), "", "stop")
+    ignoring = engine.generate([5], forced.model_copy(update={"ignore_eos": True}))[0]
+    assert (len(ignoring.token_ids), ignoring.finish_reason) == (9, "length")
+
+
+def test_logprobs_name_the_chosen_and_the_likeliest(engine: SpecEngine) -> None:
+    done = engine.generate([5, 6], GREEDY.model_copy(update={"logprobs": 3}))[0]
+    assert done.logprobs is not None and len(done.logprobs) == 12
+    for token, logprob in zip(done.token_ids, done.logprobs, strict=True):
+        assert logprob.token_id == token == logprob.top[0][0]
+        assert logprob.logprob == pytest.approx(logprob.top[0][1]) and logprob.logprob <= 0
+        assert len(logprob.top) == 3
+    assert engine.generate([5, 6], GREEDY)[0].logprobs is None
+
+
+def test_penalties_change_the_text_and_logit_bias_bans(engine: SpecEngine) -> None:
+    plain = engine.generate([5], GREEDY)[0].token_ids
+    banned = engine.generate([5], GREEDY.model_copy(update={"logit_bias": {plain[0]: -100.0}}))[0].token_ids
+    assert plain[0] not in banned
+    long = GREEDY.model_copy(update={"max_tokens": 40, "frequency_penalty": 2.0, "presence_penalty": 2.0})
+    varied = engine.generate([5], long)[0].token_ids
+    repeated = engine.generate([5], GREEDY.model_copy(update={"max_tokens": 40}))[0].token_ids
+    assert len(set(varied)) > len(set(repeated))
+
+
+def test_output_is_cut_at_the_models_length(hybrid: Path) -> None:
+    with SpecEngine(hybrid, max_model_len=20) as engine:
+        done = engine.generate([1] * 15, SamplingParams(max_tokens=100, ignore_eos=True))[0]
+        assert (len(done.token_ids), done.finish_reason) == (5, "length")
+
+
+def test_stream_pieces_join_to_the_completion(engine: SpecEngine) -> None:
+    params = SamplingParams(max_tokens=30, seed=8, n=2, ignore_eos=True)
+
+    async def read() -> dict[int, str]:
+        texts = {0: "", 1: ""}
+        ended = []
+        async for delta in engine.stream("import os", params):
+            texts[delta.index] += delta.text
+            if delta.finish_reason:
+                ended.append(delta.index)
+                assert delta.stats is not None
+        assert sorted(ended) == [0, 1]
+        return texts
+
+    assert list(asyncio.run(read()).values()) == [c.text for c in engine.generate("import os", params)]
+
+
+def test_closing_the_iterator_cancels_and_returns_the_memory(hybrid: Path) -> None:
+    with SpecEngine(hybrid, max_model_len=512) as engine:
+        arena = engine.model.loop.arena
+
+        async def leave_early() -> None:
+            stream = engine.stream("x", SamplingParams(max_tokens=400, ignore_eos=True))
+            async for _ in stream:
+                break
+            await stream.aclose()
+
+        asyncio.run(leave_early())
+        engine.generate("y", GREEDY)
+        deadline = threading.Event()
+        while arena.usage().free_slabs != arena.usage().slabs and not deadline.wait(0.01):
+            pass
+        arena.check_integrity()
+
+
+def test_many_threads_and_tasks_share_an_engine(engine: SpecEngine) -> None:
+    expected = {i: engine.generate([i], GREEDY)[0].token_ids for i in range(8)}
+    found: dict[int, tuple[int, ...]] = {}
+
+    def call(i: int) -> None:
+        found[i] = engine.generate([i], GREEDY)[0].token_ids
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+    async def gather() -> list[tuple[int, ...]]:
+        async def one(i: int) -> tuple[int, ...]:
+            return tuple([t async for delta in engine.stream([i], GREEDY) for t in delta.token_ids])
+
+        return await asyncio.gather(*(one(i) for i in expected))
+
+    assert asyncio.run(gather()) == list(expected.values())
+
+
+def test_a_closed_engine_says_so(hybrid: Path) -> None:
+    engine = SpecEngine(hybrid)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate("x")
+
+
+def test_closing_ends_what_still_runs(hybrid: Path) -> None:
+    engine = SpecEngine(hybrid)
+    errors: list[SpecdecError] = []
+    started = threading.Event()
+
+    async def run() -> None:
+        try:
+            async for _ in engine.stream("x", SamplingParams(max_tokens=500, ignore_eos=True)):
+                started.set()
+        except SpecdecError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    started.wait()
+    engine.close()
+    thread.join()
+    assert len(errors) == 1 and "closed" in str(errors[0])
+
+
+def test_a_failing_step_fails_its_requests_and_no_others(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SpecEngine(hybrid) as engine:
+        network = engine.model.network
+        monkeypatch.setattr(network, "forward", lambda *_: 1 / 0)
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            engine.generate("x", GREEDY)
+        monkeypatch.undo()
+        assert len(engine.generate("x", GREEDY)[0].token_ids) == 12
+        engine.model.loop.arena.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "at least one"),
+        ([0, 320], "token id 320"),
+        ([-1], "token id -1"),
+        ([1] * 600, "max_model_len"),
+        ([1, True], "token id True"),
+    ],
+)
+def test_a_prompt_the_model_cannot_read_is_refused(
+    engine: SpecEngine, prompt: list[int], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        engine.generate([prompt], GREEDY)
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize("changes", [{"stop_token_ids": [320]}, {"logit_bias": {999: 1.0}}])
+def test_parameters_outside_the_vocabulary_are_refused(
+    engine: SpecEngine, changes: dict[str, object]
+) -> None:
+    with pytest.raises(RequestError, match=next(iter(changes))):
+        engine.generate("x", SamplingParams(**changes))  # type: ignore[arg-type]
+
+
+def test_one_bad_prompt_leaves_the_engine_whole(engine: SpecEngine) -> None:
+    with pytest.raises(RequestError):
+        engine.generate(["fine", [9999]], GREEDY)
+    assert engine.generate("fine", GREEDY)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"draft": "mtp"}, ConfigError, "draft"),
+        ({"slots": "snapshot"}, ConfigError, "slots"),
+        ({"kernels": "triton"}, ConfigError, "kernels"),
+        ({"prefix_cache": True}, ConfigError, "prefix_cache"),
+        ({"max_model_len": 4096}, ConfigError, "max_model_len"),
+        ({"memory_bytes": 1000}, CapacityError, "memory_bytes"),
+        ({"devise": "cpu"}, ConfigError, "devise"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(
+    hybrid: Path, fields: dict[str, object], error: type[SpecdecError], field: str
+) -> None:
+    with pytest.raises(error, match=field) as caught:
+        SpecEngine(hybrid, **fields)
+    assert caught.value.field == field
+
+
+def test_a_config_object_and_fields_combine(hybrid: Path) -> None:
+    with SpecEngine(hybrid, EngineConfig(max_model_len=64), dtype="float64") as engine:
+        assert engine.model.settings.max_model_len == 64
+        assert str(engine.model.settings.dtype) == "torch.float64"
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        SpecEngine(tmp_path / "nowhere")
+
+
+def test_public_names_are_the_stable_ones() -> None:
+    assert sorted(specdec.__all__) == ["Completion", "Delta", "EngineConfig", "SamplingParams", "SpecEngine"]

@@ -1,0 +1,73 @@
+"""What a model is said to cost, against a model that was built."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec.config import EngineConfig
+from specdec.footprint import describe_model, measure
+from specdec.models.families import network
+from specdec.models.shapes import SHAPES
+
+MIXTURE = {
+    **SHAPES["qwen3.5-35b-a3b"],
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "vocab_size": 65,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "mtp_num_hidden_layers": 0,
+}
+EXPERT_BYTES = 4 * 8 * (3 * 16 * 32) * 4
+"""Layers, experts, an expert's weights, float32."""
+
+
+@pytest.mark.parametrize("name", ["tiny", "0.5b", "qwen3-next-80b-a3b", "nemotron-h-8b"])
+def test_parameters_are_counted_as_transformers_counts_them(name: str) -> None:
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
+    counted = measure(network(SHAPES[name]), torch.bfloat16)
+    assert counted.parameters == sum(p.numel() for p in built.parameters())
+
+
+def test_multi_token_head_is_counted_apart() -> None:
+    with_head, without = (
+        measure(network({**MIXTURE, "mtp_num_hidden_layers": layers}), torch.float32) for layers in (1, 0)
+    )
+    assert with_head.parameters == without.parameters
+    assert with_head.mtp_parameters > 0
+    assert without.mtp_parameters == 0
+
+
+def test_step_reads_the_experts_that_its_tokens_choose() -> None:
+    counted = measure(network(MIXTURE), torch.float32)
+    every = counted.step_bytes(10_000)
+    embedding = 65 * 32 * 4
+    assert every == pytest.approx(counted.weight_bytes - embedding)
+    assert every - counted.step_bytes(1) == pytest.approx(EXPERT_BYTES * (1 - 2 / 8))
+    assert every - counted.step_bytes(2) == pytest.approx(EXPERT_BYTES * (1 - 2 / 8) ** 2)
+
+
+def test_tied_embedding_is_read_as_the_head() -> None:
+    tied = measure(network({**MIXTURE, "tie_word_embeddings": True}), torch.float32)
+    assert tied.step_bytes(10_000) == pytest.approx(tied.weight_bytes)
+
+
+def test_description_of_a_hybrid(hybrid: Path) -> None:
+    described: dict[str, Any] = describe_model(
+        hybrid, EngineConfig(device="cpu", dtype="float32", memory_bytes=1 << 20), [16, 512]
+    )
+    assert described["layers"] == {"gated delta net": 3, "dense feed-forward": 4, "attention": 1}
+    assert described["kv_bytes_per_token"] == 2 * 2 * 16 * 4
+    # Per recurrent layer: a float32 state [4, 8, 16] and three inputs of 2·2·8 + 4·16 channels.
+    assert described["state_bytes"] == pytest.approx(3 * 4 * (4 * 8 * 16 + 3 * 96), rel=0.05)
+    assert described["slab_bytes"] >= described["state_bytes"]
+    assert 0 < described["record_share"] < 1
+    short, long = described["sequences"].values()
+    assert short > long > 0
+    assert long * (described["state_bytes"] + 512 * described["kv_bytes_per_token"]) <= 1 << 20

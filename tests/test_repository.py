@@ -1,0 +1,62 @@
+"""What a visitor sees first: the links at the door, files that fit a head, the public names."""
+
+import ast
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import specdec
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 400
+LINKS = ("draft", "verify", "state_slots", "kernels", "bench")
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_root_link_leads_into_the_package(name: str) -> None:
+    link = ROOT / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("specdec", name)
+    assert (link / "__init__.py").is_file()
+
+
+def test_kernels_package_is_empty() -> None:
+    # transformers looks for a package of this name and, run from the root, finds the link.
+    assert (ROOT / "kernels" / "__init__.py").read_text("utf-8") == ""
+
+
+def test_files_fit_a_readers_head() -> None:
+    sources = [path for folder in ("specdec", "tests") for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in sources}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 150
+
+
+def test_public_names_are_these() -> None:
+    assert sorted(specdec.__all__) == ["Completion", "Delta", "EngineConfig", "SamplingParams", "SpecEngine"]
+    for name in specdec.__all__:
+        assert getattr(specdec, name).__name__ == name
+
+
+def test_version_stands_in_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_console_script_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    module, function = project["scripts"]["specdec"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_every_error_is_one_of_ours() -> None:
+    tree = ast.parse((ROOT / "specdec" / "errors.py").read_text("utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    drawn = ast.get_docstring(tree) or ""
+    for node in classes:
+        assert node.name in drawn, f"{node.name} is missing from the tree drawn at the top of errors.py"
