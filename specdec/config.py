@@ -146,7 +146,7 @@ class EngineConfig(Settings):
     """How an engine runs. None and "auto" leave the choice to the engine.
 
     Contradictory: settings of drafting with `draft="none"`, a `draft_model` for a drafter that has none
-    of its own, and more `num_draft_tokens` than `num_steps` and `topk` can grow (the root counts as one of them).
+    of its own, and more `num_draft_tokens` than `num_steps` and `topk` can grow, the root counted.
     """
 
     device: str = Field(

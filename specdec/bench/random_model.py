@@ -56,14 +56,15 @@ def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep its progress bars and warnings off the terminal; what matters of them is said in the reports."""
-    verbosity = hf_logging.get_verbosity()
+    verbosity, progress = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
         hf_logging.set_verbosity(verbosity)
-        hf_logging.enable_progress_bar()
+        if progress:
+            hf_logging.enable_progress_bar()
 
 
 def cache_folder() -> Path:

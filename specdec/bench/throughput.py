@@ -102,11 +102,12 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
 def _measure(
     options: Options, engine: EngineRunner, oracle: TransformersPeer, contestants: Sequence[Contestant]
 ) -> tuple[list[CaseResult], Summary]:
-    """Run every case: the check, the warm-up, then the contestants in turn, memory's speed beside them."""
+    """Run every case: the check, the warm-up, then the contestants in turn, then memory's speed."""
     spec, settings = engine.model.network.spec, engine.model.settings
     probe, bandwidths, results = BandwidthProbe(settings.device), [], []
     cases = [Case(*pair) for pair in itertools.product(options.batches, options.prompt_tokens)]
-    with tqdm(total=len(cases) * (1 + options.warmup + options.repeats), leave=False) as progress:
+    total = len(cases) * (1 + options.warmup + options.repeats)
+    with tqdm(total=total, leave=False, disable=None) as progress:
         for case in cases:
             progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
             prompts = case.prompts(spec.vocab, options.seed)
@@ -117,8 +118,9 @@ def _measure(
                     sample = contestant.run(prompts, options.new_tokens)
                     if repeat >= 0:
                         result.samples.setdefault(contestant.name, []).append(sample)
-                bandwidths.append(probe.bytes_per_second())
                 progress.update()
+            # After the runs, not between them: a pass leaves the caches full of its own bytes.
+            bandwidths += [probe.bytes_per_second() for _ in range(options.repeats)]
             results.append(result)
     return results, summarise(bandwidths)
 
@@ -214,12 +216,13 @@ def render(report: Mapping[str, Any]) -> str:
         f"{what}: {report['family']}, {report['parameters'] / 1e6:,.1f} M parameters, {report['dtype']}",
         f"{machine}; {versions}; commit {report['commit']}",
         f"memory read at {report['read_bytes_per_s']['median'] / 1e9:.1f} GB/s, measured in this run",
-        f"checked: {equal} of {tokens} greedy tokens have the best of transformers' logits; "
-        f"the others lie at most {worst:.1g} under it, relative to the largest",
+        f"checked: {equal} of {tokens} greedy tokens have the best of transformers' logits"
+        + (f"; the others lie at most {worst:.1g} of the largest under it" if equal < tokens else ""),
     ]
     fast_paths = report["contestants"].get("transformers", {}).get("fast_paths")
     if fast_paths is not None:
         lines.append(f"fast paths that transformers found: {', '.join(fast_paths) or 'none'}")
+    lines.append("x: time over specdec's in the same repeat, median")
     return "\n".join([*lines, "", table(list(_rows(report)))])
 
 
@@ -232,10 +235,10 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                 "prompt": str(case["prompt_tokens"]),
                 "engine": name,
                 "prefill tok/s": f"{figures['prefill_tokens_per_s']:,.0f}",
-                "time": f"{figures['prefill_ratio']['median']:.2f}x",
+                "prefill x": f"{figures['prefill_ratio']['median']:.2f}",
                 "decode tok/s": f"{figures['decode_tokens_per_s']:,.1f}",
                 "ms/step": f"{step['median'] * 1e3:.2f}",
                 "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
-                "step": f"{figures['step_ratio']['median']:.2f}x",
+                "step x": f"{figures['step_ratio']['median']:.2f}",
                 "bandwidth": f"{figures['bandwidth_share']:.0%}",
             }

@@ -1,0 +1,252 @@
+"""The C forms of narrow windows against the plain forms, and what happens without a compiler."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention import cpu as attention
+from specdec.kernels.conv import cpu as conv
+from specdec.kernels.ffn import cpu as ffn
+from specdec.kernels.gates import cpu as gates
+from specdec.kernels.group import Group
+from specdec.kernels.native import library, narrow
+from specdec.kernels.norm import cpu as norm
+from specdec.kernels.recurrence import cpu as recurrence
+from specdec.kernels.rope import cpu as rope
+from tests.kernels import trees
+from tests.tolerances import KERNEL
+
+WIDTHS = (1, 2, 7, 16)
+DTYPES = (torch.float32, torch.bfloat16)
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a C form hands over to the plain one: the comparison would be of a thing with itself."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the plain form was called")
+
+    for module, names in (
+        (narrow.norm, ("rms_norm", "gated_norm")),
+        (narrow.rope, ("rotate",)),
+        (narrow.ffn, ("swiglu",)),
+        (narrow.gates, ("l2_normalise", "delta_gates")),
+        (narrow.attention, ("append", "attend")),
+        (narrow.conv, ("causal_conv",)),
+        (narrow.recurrence, ("recur",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+
+
+PLAIN = {
+    name: getattr(module, name)
+    for module, names in (
+        (norm, ("rms_norm", "gated_norm")),
+        (rope, ("rotate",)),
+        (ffn, ("swiglu",)),
+        (gates, ("l2_normalise", "delta_gates")),
+        (attention, ("append", "attend")),
+        (conv, ("causal_conv",)),
+        (recurrence, ("recur",)),
+    )
+    for name in names
+}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    tolerance = KERNEL[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 63, 65, 256])
+def test_norms_equal_the_plain_form_and_take_strides(dtype: torch.dtype, size: int) -> None:
+    x_TD, weight_D = draw(3, 2 * size, dtype=dtype)[:, size:], draw(size)
+    close(narrow.rms_norm(x_TD, weight_D, 1e-6), PLAIN["rms_norm"](x_TD, weight_D, 1e-6))
+    x_THD = draw(3, 5, 2 * size, dtype=dtype)[..., :size]
+    close(narrow.rms_norm(x_THD, weight_D, 1e-6), PLAIN["rms_norm"](x_THD, weight_D, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gated_norm_equals_the_plain_form(dtype: torch.dtype, gate_first: bool, shared: bool) -> None:
+    x_TD, gate_TD = draw(3, 60), draw(3, 90, dtype=dtype, seed=1)[:, 10:70]
+    weight_D = draw(15 if shared else 60, dtype=dtype, seed=2)
+    arguments = (x_TD, gate_TD, weight_D, 1e-5, 15)
+    expected = PLAIN["gated_norm"](*arguments, gate_first=gate_first)
+    close(narrow.gated_norm(*arguments, gate_first=gate_first), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_and_gates_equal_the_plain_forms(dtype: torch.dtype) -> None:
+    x_TI = 8 * draw(5, 126, dtype=dtype)
+    close(narrow.swiglu(x_TI), PLAIN["swiglu"](x_TI))
+    x_TGK = draw(5, 60, dtype=dtype)[:, 7:52].view(5, 3, 15)
+    close(narrow.l2_normalise(x_TGK, 0.3), PLAIN["l2_normalise"](x_TGK, 0.3))
+    a_TH, b_TH = (20 * draw(5, 9, dtype=dtype, seed=s)[:, 2:] for s in (1, 2))
+    arguments = (b_TH, a_TH, draw(7, seed=3), draw(7, seed=4))
+    for found, expected in zip(narrow.delta_gates(*arguments), PLAIN["delta_gates"](*arguments), strict=True):
+        torch.testing.assert_close(found, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "half"), [(16, 2), (31, 15), (8, 4)])
+def test_rotate_equals_the_plain_form(dtype: torch.dtype, dim: int, half: int) -> None:
+    x_THD = draw(4, 3, 2 * dim, dtype=dtype)[..., :dim]
+    cos_TR, sin_TR = rope.rope_table(torch.arange(4) * 100, 2 * half, 1e4)
+    close(narrow.rotate(x_THD, cos_TR, sin_TR), PLAIN["rotate"](x_THD, cos_TR, sin_TR))
+
+
+def recurrent_case(
+    kind: str, width: int, rows: int, recorded: bool, layer: trees.Layer
+) -> tuple[Group, Group]:
+    """Return a window that leaves records and one that finds those of a path pending."""
+    slots = [7, 2, 5][:rows]
+    tree = [trees.draw(kind, width, seed) for seed in range(rows)]
+    records = trees.scattered(rows, 2 * width, seed=3)
+    first = trees.build_group(tree, slots, records=[own[:width] for own in records], conv_taps=layer.taps)
+    paths = [
+        [own[node] for node in trees.path_to(parents, width - 1)][: 0 if row == 1 else None]
+        for row, (own, parents) in enumerate(zip(records, tree, strict=True))
+    ]
+    certain = [trees.chain(width)] * rows
+    second = trees.build_group(
+        tree if recorded else certain,
+        slots,
+        paths=paths,
+        records=[own[width:] for own in records] if recorded else None,
+        conv_taps=layer.taps,
+    )
+    return first, second
+
+
+@pytest.mark.parametrize("with_beta", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", ["chain", "star", "random"])
+@pytest.mark.parametrize("width", WIDTHS[:-1])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_recurrence_equals_the_plain_form_over_two_windows(
+    rows: int, width: int, kind: str, recorded: bool, with_beta: bool
+) -> None:
+    layer = trees.Layer(dtype=torch.float32)
+    ours, theirs = (trees.make_memory(layer, [7, 2, 5][:rows]) for _ in range(2))
+    for seed, group in enumerate(recurrent_case(kind, width, rows, recorded, layer)):
+        tokens = rows * width
+        q_TGK, k_TGK = (0.4 * draw(tokens, layer.groups, layer.key, seed=10 * seed + s) for s in (1, 2))
+        v_THW = draw(tokens, layer.heads, layer.value, seed=10 * seed + 3)
+        decay_TH = -draw(tokens, layer.heads, seed=10 * seed + 4).abs()
+        beta_TH = draw(tokens, layer.heads, seed=10 * seed + 5).sigmoid() if with_beta else None
+        inputs = (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)
+        close(narrow.recur(*inputs, ours, group), PLAIN["recur"](*inputs, theirs, group))
+        trees.assert_same_memory(ours, theirs, KERNEL[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", ["chain", "random"])
+@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 7), (3, 2), (2, 16)])
+def test_convolution_equals_the_plain_form_over_two_windows(
+    rows: int, width: int, taps: int, kind: str, recorded: bool, dtype: torch.dtype
+) -> None:
+    layer = trees.Layer(dtype=dtype, taps=taps)
+    ours, theirs = (trees.make_memory(layer, [7, 2, 5][:rows]) for _ in range(2))
+    weight_CK = draw(taps, layer.channels).t()
+    bias_C = draw(layer.channels, seed=1)
+    for seed, group in enumerate(recurrent_case(kind, width, rows, recorded, layer)):
+        x_TC = draw(rows * width, layer.channels + 4, dtype=dtype, seed=seed)[:, 2:-2]
+        arguments = (x_TC, weight_CK, bias_C if seed else None)
+        expected = PLAIN["causal_conv"](*arguments, theirs, group)
+        close(narrow.causal_conv(*arguments, ours, group), expected)
+        trees.assert_same_memory(ours, theirs, 0.0)
+
+
+def attention_group(lengths: list[int], parents: list[trees.Parents]) -> Group:
+    base = trees.build_group(parents, list(range(len(lengths))))
+    generator = torch.Generator().manual_seed(1)
+    table_BN = torch.randperm(40, generator=generator)[: 8 * len(lengths)].view(len(lengths), 8)
+    return Group(
+        start=0,
+        rows=base.rows,
+        width=base.width,
+        state_B=base.state_B,
+        path=None,
+        path_length_B=None,
+        record=None,
+        ancestors_BMM=base.ancestors_BMM,
+        tap_BMC=None,
+        table_BN=table_BN,
+        length_B=torch.tensor(lengths),
+        max_length=max(lengths),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["chain", "star", "random"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("lengths", [[0], [63], [17, 0]])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 9), (2, 2, 64)])
+def test_attention_equals_the_plain_form(
+    heads: int, kv_heads: int, dim: int, lengths: list[int], width: int, kind: str, dtype: torch.dtype
+) -> None:
+    """Positions that nobody wrote hold NaN, which must not be seen."""
+    group = attention_group(lengths, [trees.draw(kind, width, seed) for seed in range(len(lengths))])
+    ours = torch.full((40, 3, 2, 16, kv_heads, dim), torch.nan, dtype=dtype)[:, 1]
+    for row, length in enumerate(lengths):
+        for at in range(length):
+            block = group.table_BN[row, at // 16]
+            ours[block, :, at % 16] = draw(2, kv_heads, dim, dtype=dtype, seed=1000 * row + at)
+    theirs = ours.clone()
+    tokens = len(lengths) * width
+    k_TJD, v_TJD = (
+        draw(tokens, kv_heads * dim + 3, dtype=dtype, seed=s)[:, 3:].view(tokens, kv_heads, dim)
+        for s in (1, 2)
+    )
+    narrow.append(k_TJD, v_TJD, ours, group)
+    PLAIN["append"](k_TJD, v_TJD, theirs, group)
+    assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    q_THD = draw(tokens, heads, 2 * dim, dtype=dtype, seed=3)[..., :dim]
+    found, expected = narrow.attend(q_THD, ours, group, 0.2), PLAIN["attend"](q_THD, theirs, group, 0.2)
+    close(found, expected)
+
+
+def test_a_wrong_ancestor_is_seen() -> None:
+    """The mutant: one entry of the mask is wrong."""
+    parents = trees.star(5)
+    group = attention_group([20], [parents])
+    pages = draw(40, 2, 16, 2, 16)
+    q_THD = draw(5, 4, 16, seed=1)
+    right = narrow.attend(q_THD, pages, group, 0.2)
+    assert group.ancestors_BMM is not None
+    group.ancestors_BMM[0, 4, 3] = True
+    wrong = narrow.attend(q_THD, pages, group, 0.2)
+    assert torch.equal(right[:4], wrong[:4])
+    assert not torch.allclose(right[4], wrong[4], rtol=KERNEL[torch.float32])
+
+
+@pytest.mark.parametrize("break_it", ["missing", "failing"])
+def test_without_a_working_compiler_plain_torch_runs_and_says_so(
+    break_it: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if break_it == "missing":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("CC", "false")
+    uncached: Callable[[], object] = library.library.__wrapped__
+    assert uncached() is None
+    assert "plain torch" in caplog.text
