@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
 from specdec.outputs import RequestStats
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
 DEMO_PROMPT = "def fibonacci(n):"
 DEMO_TOKENS = 96
 
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; what Python still holds back for it must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     return 0
 
 

@@ -9,8 +9,10 @@ from specdec.errors import CheckpointError
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What decoding shows for bytes that are no character, or not yet."""
-WINDOW, KEPT = 24, 8
-"""Tokens that are decoded at once at most, and how many of them stay as context when they are too many."""
+LONGEST = 4
+"""Bytes in a character, and so tokens that one may take."""
+CONTEXT = 8
+"""Tokens that stay as context for the next ones; never more than five times as many are decoded at once."""
 
 
 class Tokenizer:
@@ -18,6 +20,7 @@ class Tokenizer:
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
+        self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with the special ones that the tokenizer puts around it."""
@@ -28,6 +31,10 @@ class Tokenizer:
         """Return the text of tokens; special tokens have none."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def is_silent(self, token: int) -> bool:
+        """Tell whether a token has no text: a special one, or an id that only the model's table has."""
+        return token in self._special or self._inner.id_to_token(token) is None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -57,38 +64,54 @@ class TextStream:
         self._ids: list[int] = []
         self._decoded = 0
         """Characters of the window's text that have left it."""
+        self._mark = 0
+        """Tokens of the window after which its text was whole; it may be forgotten up to there."""
+        self._unfinished = 0
+        """Tokens since the text was whole, that is, ended with a finished character."""
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Take one token and return the text that is now certain."""
+        if self.stopped or self._tokenizer.is_silent(token):
+            return ""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        # A character in the making is at most one replacement character at the end.
-        certain = len(text) - text.endswith(INCOMPLETE)
+        broken = len(text) - len(text.rstrip(INCOMPLETE))
+        self._unfinished = self._unfinished + 1 if broken else 0
+        # What has had all the tokens of a character is none; only its last piece may still begin one.
+        certain = len(text) - (broken if self._unfinished <= LONGEST else min(broken, 1))
         new = text[self._decoded : certain]
         self._decoded = max(self._decoded, certain)
-        if len(self._ids) > WINDOW:
-            self._slide(len(text) - self._decoded)
+        self._slide(len(text) - self._decoded)
         return self._release(new, last=False)
 
     def finish(self) -> str:
         """Return what was held back; nothing comes after it."""
-        return self._release(self._tokenizer.decode(self._ids)[self._decoded :], last=True)
+        new = self._tokenizer.decode(self._ids)[self._decoded :]
+        self._ids, self._decoded = [], 0
+        return self._release(new, last=True)
 
     def _slide(self, pending: int) -> None:
-        """Forget old tokens: what follows depends on the last few only."""
-        self._ids = self._ids[-KEPT:]
+        """Forget old tokens, then find the place again from the end: only the text's head has changed."""
+        if not self._unfinished and len(self._ids) - self._mark >= CONTEXT:
+            forgotten, self._mark = self._mark, len(self._ids) - self._mark
+        elif len(self._ids) - self._mark > 2 * CONTEXT:
+            forgotten, self._mark = len(self._ids) - CONTEXT, 0
+        else:
+            return
+        self._ids = self._ids[forgotten:]
         self._decoded = len(self._tokenizer.decode(self._ids)) - pending
 
     def _release(self, new: str, *, last: bool) -> str:
         if self.stopped:
             return ""
         text, self._held = self._held + new, ""
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
+        # The first to be complete, as if characters came one by one: how tokens cut the text must not matter.
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
             self.stopped = True
-            return text[: min(found)]
+            return text[: min(ends)[1]]
         keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -149,8 +149,9 @@ def test_demo_says_that_its_weights_are_random(
     assert len(captured.out) > 50
 
 
-def test_interrupt_ends_a_stream_with_130(hybrid: Path) -> None:
-    argv = ["generate", str(hybrid), "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos", "--seed", "0"]
+def start(model: Path) -> "subprocess.Popen[bytes]":
+    """Stream a long completion in a process of its own, up to its first byte."""
+    argv = ["generate", str(model), "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos", "--seed", "0"]
     running = subprocess.Popen(
         [sys.executable, "-m", "specdec.cli", *argv],
         cwd=ROOT,
@@ -158,10 +159,25 @@ def test_interrupt_ends_a_stream_with_130(hybrid: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert running.stdout
-    first = running.stdout.read(1)
+    assert running.stdout is not None
+    assert running.stdout.read(1)
+    return running
+
+
+def test_interrupt_ends_a_stream_with_130(hybrid: Path) -> None:
+    running = start(hybrid)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
-    assert first
     assert running.returncode == 130, errors.decode()
+    assert b"Traceback" not in errors
+
+
+def test_reader_that_leaves_ends_a_stream_quietly(hybrid: Path) -> None:
+    running = start(hybrid)
+    assert running.stdout is not None
+    running.stdout.close()
+    assert running.stderr is not None
+    errors = running.stderr.read()
+    running.stderr.close()
+    assert running.wait(60) == 141, errors.decode()
     assert b"Traceback" not in errors

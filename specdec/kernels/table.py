@@ -9,12 +9,13 @@ from torch import Tensor
 
 OPERATIONS = {
     "linear": ("pack", "linear"),
-    "norm": ("rms_norm", "gated_norm"),
+    "norm": ("rms_norm", "add_rms_norm", "gated_norm"),
     "rope": ("rope_table", "rotate"),
     "attention": ("append", "attend"),
     "conv": ("causal_conv",),
     "recurrence": ("recur", "fold"),
-    "gates": ("delta_gates", "l2_normalise", "mamba_step"),
+    "gates": ("mamba_step",),
+    "delta_net": ("delta_net",),
     "ffn": ("swiglu", "relu2"),
     "moe": ("route_softmax", "route_sigmoid", "experts"),
     "sampling": ("gumbel", "process"),
@@ -22,8 +23,8 @@ OPERATIONS = {
 """Every operation's folder and the functions that each of its implementations must have."""
 
 NATIVE = (
-    *("rms_norm", "gated_norm", "rotate", "append", "attend", "causal_conv", "recur"),
-    *("delta_gates", "l2_normalise", "swiglu"),
+    *("rms_norm", "add_rms_norm", "gated_norm", "rotate", "append", "attend"),
+    *("causal_conv", "recur", "delta_net", "swiglu"),
 )
 """What `native` does in C for narrow windows; the rest of it is `cpu`."""
 
@@ -36,6 +37,7 @@ class Kernels:
     pack: Callable[..., Any]
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
     rope_table: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., Tensor]
@@ -44,8 +46,7 @@ class Kernels:
     causal_conv: Callable[..., Tensor]
     recur: Callable[..., Tensor]
     fold: Callable[..., None]
-    delta_gates: Callable[..., tuple[Tensor, Tensor]]
-    l2_normalise: Callable[..., Tensor]
+    delta_net: Callable[..., Tensor]
     mamba_step: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     relu2: Callable[..., Tensor]

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.table import Kernels
 from specdec.models import spec
@@ -29,6 +30,7 @@ class Step:
     window: Window
     memory: Memory
     rope: Mapping[spec.Rope, tuple[Tensor, Tensor]]
+    kernels: Kernels
 
     def by_group(self, run: Callable[[Group], Tensor]) -> Tensor:
         """Run an operation on each group and put the results back in packed order."""
@@ -59,7 +61,7 @@ class Attention:
         s, ops = self.spec, self.kernels
         qkv_TN = ops.linear(x_TD, self.qkv)
         q_TN, k_TN, v_TN = torch.split(qkv_TN, [self.q_width, self.kv_width, self.kv_width], dim=-1)
-        num_tokens = len(x_TD)
+        num_tokens = x_TD.shape[0]
         q_THD, gate_THD = q_TN.view(num_tokens, s.heads, -1), None
         if s.gated:
             q_THD, gate_THD = q_THD.chunk(2, dim=-1)
@@ -87,37 +89,27 @@ class GatedDeltaNet:
     def __init__(
         self, s: spec.GatedDeltaNet, hidden: int, weights: Weights, kernels: Kernels, index: int
     ) -> None:
-        self.spec, self.kernels, self.index = s, kernels, index
-        self.key, self.value = s.key_heads * s.key_dim, s.value_heads * s.value_dim
-        self.channels = 2 * self.key + self.value
-        rows = {"in_qkv": self.channels, "in_z": self.value, "in_b": s.value_heads, "in_a": s.value_heads}
-        self.widths = list(rows.values())
+        self.kernels, self.index = kernels, index
+        key, value = s.key_heads * s.key_dim, s.value_heads * s.value_dim
+        channels = 2 * key + value
+        rows = {"in_qkv": channels, "in_z": value, "in_b": s.value_heads, "in_a": s.value_heads}
         self.project = kernels.pack(
             torch.cat([weights.take(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
         )
-        self.conv_CK = take_conv(weights, self.channels, s.conv)
-        self.A_log_H = weights.take("A_log", (s.value_heads,), torch.float32)
-        self.dt_bias_H = weights.take("dt_bias", (s.value_heads,), torch.float32)
-        self.norm_W = weights.take("norm.weight", (s.value_dim,))
-        self.out = kernels.pack(weights.take("out.weight", (hidden, self.value)))
+        self.layer = DeltaLayer(
+            *(s.key_heads, s.value_heads, s.key_dim, s.value_dim),
+            conv_CK=take_conv(weights, channels, s.conv),
+            A_log_H=weights.take("A_log", (s.value_heads,), torch.float32),
+            dt_bias_H=weights.take("dt_bias", (s.value_heads,), torch.float32),
+            norm_W=weights.take("norm.weight", (s.value_dim,)),
+            eps=s.eps,
+        )
+        self.out = kernels.pack(weights.take("out.weight", (hidden, value)))
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        s, ops = self.spec, self.kernels
-        num_tokens, memory = len(x_TD), step.memory.recurrent(self.index)
-        qkv_TC, z_TV, b_TH, a_TH = torch.split(ops.linear(x_TD, self.project), self.widths, dim=-1)
-        qkv_TC = step.by_group(
-            lambda group: ops.causal_conv(group.take(qkv_TC), self.conv_CK, None, memory, group)
-        )
-        q_TN, k_TN, v_TN = torch.split(qkv_TC, [self.key, self.key, self.value], dim=-1)
-        q_TGK = ops.l2_normalise(q_TN.view(num_tokens, s.key_heads, s.key_dim), s.key_dim**-0.5)
-        k_TGK = ops.l2_normalise(k_TN.view(num_tokens, s.key_heads, s.key_dim), 1.0)
-        v_THW = v_TN.reshape(num_tokens, s.value_heads, s.value_dim).to(q_TGK.dtype)
-        decay_TH, beta_TH = ops.delta_gates(b_TH, a_TH, self.A_log_H, self.dt_bias_H)
-        o_THW = step.by_group(
-            lambda group: ops.recur(*map(group.take, (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)), memory, group)
-        )
-        o_TV = o_THW.reshape(num_tokens, self.value)
-        o_TV = ops.gated_norm(o_TV, z_TV, self.norm_W, s.eps, s.value_dim, gate_first=False)
+        ops, memory = self.kernels, step.memory.recurrent(self.index)
+        projected_TN = ops.linear(x_TD, self.project)
+        o_TV = step.by_group(lambda group: ops.delta_net(group.take(projected_TN), self.layer, memory, group))
         return ops.linear(o_TV, self.out)
 
 
@@ -141,7 +133,7 @@ class Mamba2:
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         s, ops = self.spec, self.kernels
-        num_tokens, memory = len(x_TD), step.memory.recurrent(self.index)
+        num_tokens, memory = x_TD.shape[0], step.memory.recurrent(self.index)
         gate_TN, xbc_TC, dt_TH = torch.split(ops.linear(x_TD, self.project), self.widths, dim=-1)
         xbc_TC = step.by_group(
             lambda group: ops.causal_conv(group.take(xbc_TC), self.conv_CK, self.conv_C, memory, group)

@@ -66,13 +66,25 @@ class Block:
                 case spec.MoE() as f:
                     self.ffn = MoE(f, hidden, inner, kernels)
 
-    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        norm = self.kernels.rms_norm
+    def __call__(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> Tensor | None:
+        """Run both halves; the last one's output is returned and not yet added to the residual stream x.
+
+        Mutates x: what each half finds waiting is added by the norm that reads it.
+        """
+        norm = self.kernels.add_rms_norm
         if self.mixer:
-            x_TD = x_TD + self.mixer(norm(x_TD, self.mixer_norm_D, self.eps), step)
+            added_TD = self.mixer(norm(x_TD, added_TD, self.mixer_norm_D, self.eps), step)
         if self.ffn:
-            x_TD = x_TD + self.ffn(norm(x_TD, self.ffn_norm_D, self.eps))
-        return x_TD
+            added_TD = self.ffn(norm(x_TD, added_TD, self.ffn_norm_D, self.eps))
+        return added_TD
+
+
+def run_blocks(blocks: Sequence[Block], x_TD: Tensor, step: Step, norm_D: Tensor, eps: float) -> Tensor:
+    """Run the layers on the residual stream x, which is overwritten, and normalise what comes out."""
+    added_TD: Tensor | None = None
+    for block in blocks:
+        added_TD = block(x_TD, added_TD, step)
+    return step.kernels.add_rms_norm(x_TD, added_TD, norm_D, eps)
 
 
 def build_blocks(
@@ -121,15 +133,12 @@ class Network:
         """Gather what all layers of this pass share."""
         at_T = window.position_T
         rope = {key: (cos_LR[at_T], sin_LR[at_T]) for key, (cos_LR, sin_LR) in self.rope.items()}
-        return Step(window, memory, rope)
+        return Step(window, memory, rope, self.kernels)
 
     def forward(self, window: Window, memory: Memory) -> Tensor:
         """Return the hidden states after the final norm; KV, states and records in `memory` are advanced."""
-        step = self.begin(window, memory)
         x_TD = F.embedding(window.token_T, self.embed_VD)
-        for block in self.blocks:
-            x_TD = block(x_TD, step)
-        return self.kernels.rms_norm(x_TD, self.norm_D, self.spec.norm.eps)
+        return run_blocks(self.blocks, x_TD, self.begin(window, memory), self.norm_D, self.spec.norm.eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Project hidden states (after the final norm) to float logits over the vocabulary."""
@@ -164,6 +173,4 @@ class MTPHead:
         embed_TD = ops.rms_norm(embed_TD, self.embed_norm_D, self.eps)
         hidden_TD = ops.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
         x_TD = ops.linear(torch.cat([embed_TD, hidden_TD], dim=-1), self.fc)
-        for block in self.blocks:
-            x_TD = block(x_TD, step)
-        return ops.rms_norm(x_TD, self.norm_D, self.eps)
+        return run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)

@@ -3,7 +3,6 @@
 Nothing of a batch, a slot or a step enters, so a node's choice is what plain sampling with its seed gives.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,30 +11,35 @@ import torch
 from torch import Tensor
 
 from specdec.config import SamplingParams
+from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.sampling.rules import Bias, Penalties, Rules
 from specdec.kernels.table import Kernels
 
-SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd and far from a power of two, so that the choices of neighbouring seeds do not meet."""
-
 
 class Chooser:
-    """One request's rule of choice. Only `observe` changes it: it counts accepted tokens."""
+    """One request's rule of choice. Only `observe` changes it: it counts what was accepted, for penalties."""
+
+    __slots__ = ("count_V", "is_penalised", "is_plain", "params", "seed", "seen_V")
 
     def __init__(self, params: SamplingParams, *, seed: int, prompt: Sequence[int], vocab: int) -> None:
-        self.params, self.seed, self.vocab = params, seed, vocab
+        self.params, self.seed = params, seed
         self.is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self.is_plain = params.temperature == 0 and not self.is_penalised and not params.logit_bias
-        self.seen: set[int] = set(prompt) if self.is_penalised else set()
-        self.counts: Counter[int] = Counter()
+        size = vocab if self.is_penalised else 0
+        self.seen_V = torch.zeros(size, dtype=torch.bool)
+        """What the prompt and the output hold."""
+        self.count_V = torch.zeros(size)
+        """How often the output holds it."""
+        if self.is_penalised:
+            self.seen_V[torch.tensor(prompt, dtype=torch.int64)] = True
 
     def observe(self, token: int) -> None:
         """Count a token that the request has accepted."""
         if self.is_penalised:
-            self.seen.add(token)
-            self.counts[token] += 1
+            self.seen_V[token] = True
+            self.count_V[token] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +66,38 @@ class Choice(NamedTuple):
 
 def choice_seed(seed: int, index: int) -> int:
     """Return the seed of one of several choices; the first is the request's own."""
-    mixed = (seed + index * SEED_STEP) & ((1 << 64) - 1)
-    return mixed - (1 << 64) if mixed >= 1 << 63 else mixed
+    if index == 0:
+        return seed
+    mixed = splitmix64(splitmix64(seed % 2**64) ^ index)
+    return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
 def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
-    """Choose a token at each node, given its logits."""
-    if all(node.chooser.is_plain for node in nodes):
-        tokens = logits_NV.argmax(-1).tolist()
+    """Choose a token at each node, given its logits, which stay as they are."""
+    busy = [n for n, node in enumerate(nodes) if not node.chooser.is_plain]
+    if len(busy) == len(nodes):
+        tokens = _sample(logits_NV, nodes, kernels)
     else:
-        scores_NV = kernels.process(logits_NV, _rules(nodes, logits_NV))
-        _add_noise(scores_NV, nodes, kernels)
-        tokens = scores_NV.argmax(-1).tolist()
+        tokens = _best(logits_NV)
+        if busy:
+            logits_RV = logits_NV[torch.tensor(busy, device=logits_NV.device)]
+            sampled = _sample(logits_RV, [nodes[n] for n in busy], kernels)
+            for n, token in zip(busy, sampled, strict=True):
+                tokens[n] = token
     logprobs = _logprobs(logits_NV, nodes, tokens)
     return [Choice(token, logprobs.get(n)) for n, token in enumerate(tokens)]
+
+
+def _best(scores_NV: Tensor) -> list[int]:
+    """Return each row's best token, of equals the first: `max` promises it, and beats `argmax` in time."""
+    tokens: list[int] = scores_NV.max(-1).indices.tolist()
+    return tokens
+
+
+def _sample(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[int]:
+    scores_NV = kernels.process(logits_NV, _rules(nodes, logits_NV.device))
+    _add_noise(scores_NV, nodes, kernels)
+    return _best(scores_NV)
 
 
 def _add_noise(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
@@ -89,79 +111,78 @@ def _add_noise(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> No
     if len(sampled) == len(nodes):
         scores_NV += noise_RV
     else:
-        scores_NV[torch.tensor(sampled, device=device)] += noise_RV.to(scores_NV.dtype)
+        scores_NV.index_add_(0, torch.tensor(sampled, device=device), noise_RV.to(scores_NV.dtype))
 
 
-def _rules(nodes: Sequence[Node], logits_NV: Tensor) -> Rules:
+def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
     """Gather the nodes' parameters; a part that none of them uses stays None."""
-    params, device = [node.chooser.params for node in nodes], logits_NV.device
+    params = [node.chooser.params for node in nodes]
 
     def column(values: list[float], off: float) -> Tensor | None:
-        used = any(value != off for value in values)
-        return torch.tensor(values, dtype=logits_NV.dtype, device=device) if used else None
+        return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
-    top_k = [max(p.top_k, 0) for p in params]
+    # No vocabulary comes near the bound, which keeps a number of any size within the tensor's type.
+    top_k = [min(max(p.top_k, 0), 2**31) for p in params]
     return Rules(
-        temperature_N=torch.tensor([p.temperature for p in params], dtype=logits_NV.dtype, device=device),
+        temperature_N=torch.tensor([p.temperature for p in params], device=device),
         top_k_N=torch.tensor(top_k, device=device) if any(top_k) else None,
         top_p_N=column([p.top_p for p in params], 1.0),
         min_p_N=column([p.min_p for p in params], 0.0),
-        bias=_bias(params, logits_NV),
-        penalties=_penalties(nodes, logits_NV),
+        bias=_bias(params, device),
+        penalties=_penalties(nodes, device),
     )
 
 
-def _bias(params: Sequence[SamplingParams], logits_NV: Tensor) -> Bias | None:
+def _bias(params: Sequence[SamplingParams], device: torch.device) -> Bias | None:
     entries = [
         (n, token, value) for n, p in enumerate(params) for token, value in (p.logit_bias or {}).items()
     ]
     if not entries:
         return None
-    rows, tokens, values = zip(*entries, strict=True)
-    device = logits_NV.device
-    return Bias(
-        torch.tensor(rows, device=device),
-        torch.tensor(tokens, device=device),
-        torch.tensor(values, dtype=logits_NV.dtype, device=device),
-    )
+    rows, tokens, values = (torch.tensor(part, device=device) for part in zip(*entries, strict=True))
+    return Bias(rows, tokens, values)
 
 
-def _penalties(nodes: Sequence[Node], logits_NV: Tensor) -> Penalties | None:
+def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
     """Count what each penalised node has seen: its request's tokens and its own path's."""
     rows = [n for n, node in enumerate(nodes) if node.chooser.is_penalised]
     if not rows:
         return None
-    seen_RV = torch.zeros(len(rows), logits_NV.shape[1], dtype=torch.bool)
-    count_RV = torch.zeros(len(rows), logits_NV.shape[1], dtype=logits_NV.dtype)
+    choosers = [nodes[n].chooser for n in rows]
+    seen_RV = torch.stack([chooser.seen_V for chooser in choosers])
+    count_RV = torch.stack([chooser.count_V for chooser in choosers])
     for r, n in enumerate(rows):
-        chooser, path = nodes[n].chooser, nodes[n].path
-        counts = chooser.counts + Counter(path)
-        seen_RV[r, list(chooser.seen.union(path))] = True
-        count_RV[r, list(counts)] = torch.tensor(list(counts.values()), dtype=count_RV.dtype)
-    params, device = [nodes[n].chooser.params for n in rows], logits_NV.device
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=logits_NV.dtype, device=device)
-
+        for token in nodes[n].path:
+            seen_RV[r, token] = True
+            count_RV[r, token] += 1
+    params = [chooser.params for chooser in choosers]
     return Penalties(
         torch.tensor(rows, device=device),
         seen_RV.to(device),
         count_RV.to(device),
-        column([p.repetition_penalty for p in params]),
-        column([p.presence_penalty for p in params]),
-        column([p.frequency_penalty for p in params]),
+        torch.tensor([p.repetition_penalty for p in params], device=device),
+        torch.tensor([p.presence_penalty for p in params], device=device),
+        torch.tensor([p.frequency_penalty for p in params], device=device),
     )
 
 
 def _logprobs(logits_NV: Tensor, nodes: Sequence[Node], tokens: Sequence[int]) -> dict[int, Logprob]:
-    asking = [n for n, node in enumerate(nodes) if node.chooser.params.logprobs is not None]
-    if not asking:
-        return {}
-    most = max(nodes[n].chooser.params.logprobs or 0 for n in asking)
-    logprobs_RV = logits_NV[torch.tensor(asking, device=logits_NV.device)].log_softmax(-1)
-    values_RK, ids_RK = logprobs_RV.topk(min(most, logprobs_RV.shape[1]), dim=-1)
     found = {}
-    for r, (n, values, ids) in enumerate(zip(asking, values_RK.tolist(), ids_RK.tolist(), strict=True)):
-        wanted = nodes[n].chooser.params.logprobs
-        found[n] = Logprob(float(logprobs_RV[r, tokens[n]]), tuple(zip(ids, values, strict=True))[:wanted])
+    for n, node in enumerate(nodes):
+        wanted = node.chooser.params.logprobs
+        if wanted is not None:
+            found[n] = _logprob(logits_NV[n], tokens[n], wanted)
     return found
+
+
+def _logprob(logits_V: Tensor, token: int, wanted: int) -> Logprob:
+    """Read one row's log-probabilities; of equally likely tokens the smaller id stands first."""
+    dtype = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
+    logprobs_V = logits_V.log_softmax(-1, dtype=dtype)
+    chosen = logprobs_V[token].item()
+    if wanted == 0:
+        return Logprob(chosen, ())
+    least = logprobs_V.topk(min(wanted, len(logprobs_V))).values[-1]
+    id_C = (logprobs_V >= least).nonzero()[:, 0]
+    ranked = zip(id_C.tolist(), logprobs_V[id_C].tolist(), strict=True)
+    return Logprob(chosen, tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0]))[:wanted]))

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.conv import cpu as conv
+from specdec.kernels.delta_net import layer as delta_layer
+from specdec.kernels.delta_net.layer import DeltaLayer, Operations
 from specdec.kernels.ffn import cpu as ffn
 from specdec.kernels.gates import cpu as gates
-from specdec.kernels.group import Group
+from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native import library, narrow
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.recurrence import cpu as recurrence
@@ -33,7 +35,7 @@ def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the plain form was called")
 
     for module, names in (
-        (narrow.norm, ("rms_norm", "gated_norm")),
+        (narrow.norm, ("rms_norm", "add_rms_norm", "gated_norm")),
         (narrow.rope, ("rotate",)),
         (narrow.ffn, ("swiglu",)),
         (narrow.gates, ("l2_normalise", "delta_gates")),
@@ -48,7 +50,7 @@ def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAIN = {
     name: getattr(module, name)
     for module, names in (
-        (norm, ("rms_norm", "gated_norm")),
+        (norm, ("rms_norm", "add_rms_norm", "gated_norm")),
         (rope, ("rotate",)),
         (ffn, ("swiglu",)),
         (gates, ("l2_normalise", "delta_gates")),
@@ -250,3 +252,51 @@ def test_without_a_working_compiler_plain_torch_runs_and_says_so(
     uncached: Callable[[], object] = library.library.__wrapped__
     assert uncached() is None
     assert "plain torch" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adding_norm_equals_the_plain_form(dtype: torch.dtype) -> None:
+    ours_TD, y_TD, weight_D = draw(3, 65, dtype=dtype), draw(3, 65, dtype=dtype, seed=1), draw(65, seed=2)
+    sum_TD = ours_TD + y_TD
+    found = narrow.add_rms_norm(ours_TD, y_TD, weight_D, 1e-6)
+    close(found, PLAIN["rms_norm"](sum_TD, weight_D, 1e-6))
+    assert torch.equal(ours_TD, sum_TD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 1), (1, 7), (3, 5)])
+@pytest.mark.parametrize("large", [True, False])
+def test_delta_net_equals_the_plain_form_over_two_windows(
+    large: bool, rows: int, width: int, recorded: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr(narrow, "STATE_BYTES", 0)
+        monkeypatch.setattr(recurrence, "recur", PLAIN["recur"])
+    sizes = trees.Layer(dtype=dtype, channels=2 * 2 * 6 + 4 * 5)
+    ours, theirs = (with_float32_states(trees.make_memory(sizes, [7, 2, 5][:rows])) for _ in range(2))
+    layer = DeltaLayer(
+        *(sizes.groups, sizes.heads, sizes.key, sizes.value),
+        conv_CK=draw(sizes.taps, sizes.channels).t(),
+        A_log_H=draw(4, seed=1),
+        dt_bias_H=draw(4, seed=2),
+        norm_W=draw(5, dtype=dtype, seed=3),
+        eps=1e-6,
+    )
+    for seed, group in enumerate(recurrent_case("random", width, rows, recorded, sizes)):
+        projected_TN = draw(rows * width, sum(layer.widths), dtype=dtype, seed=seed)
+        expected = delta_layer.run(
+            Operations(*(PLAIN[f] for f in Operations._fields)), projected_TN, layer, theirs, group
+        )
+        close(narrow.delta_net(projected_TN, layer, ours, group), expected)
+        trees.assert_same_memory(ours, theirs, KERNEL[dtype])
+
+
+def with_float32_states(memory: RecurrentMemory) -> RecurrentMemory:
+    """Keep all but the convolution's parts in float32, as an arena does."""
+    return RecurrentMemory(
+        *(
+            x if name in ("window_SIC", "input_SRC") else x.float()
+            for name, x in zip(RecurrentMemory._fields, memory, strict=True)
+        )
+    )

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.conv import cpu as conv
+from specdec.kernels.delta_net import cpu as plain_delta_net
+from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.ffn import cpu as ffn
 from specdec.kernels.gates import cpu as gates
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
@@ -30,6 +32,7 @@ Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, cty
 
 ARGUMENTS = {
     "rms_norm": "p nnn nn p f p",
+    "add_rms_norm": "pp nn p f p",
     "gated_norm": "pp nnn n p n f i p",
     "swiglu": "p nn n p",
     "l2_normalise": "p nnn n f p",
@@ -39,6 +42,7 @@ ARGUMENTS = {
     "append": "pp nnn nn p nn n p n p",
     "attend": "p nnnnn nn p nn n p n pp f pp",
     "recur": "ppppp p nnnnnn p n p p ppp n pp p",
+    "delta_inputs": "p nn nnnn n ppp p n p p nn ppp n pp p p ppppp",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
@@ -71,7 +75,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     heads, by_head = (x_D.shape[1], x_D.stride(1)) if x_D.ndim == 3 else (1, 0)
     _function("rms_norm", x_D.dtype)(
         x_D.data_ptr(),
-        len(x_D),
+        x_D.shape[0],
         heads,
         x_D.shape[-1],
         x_D.stride(0),
@@ -81,6 +85,20 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out_D.data_ptr(),
     )
     return out_D
+
+
+def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    """Add and normalise dense rows in one call."""
+    if y_TD is None:
+        return rms_norm(x_TD, weight_D, eps)
+    dense = x_TD.is_contiguous() and y_TD.is_contiguous() and y_TD.dtype == x_TD.dtype
+    if not dense or not _serves(x_TD) or weight_D.dtype != torch.float32:
+        return norm.add_rms_norm(x_TD, y_TD, weight_D, eps)
+    out_TD = torch.empty_like(x_TD)
+    _function("add_rms_norm", x_TD.dtype)(
+        x_TD.data_ptr(), y_TD.data_ptr(), *x_TD.shape, weight_D.data_ptr(), eps, out_TD.data_ptr()
+    )
+    return out_TD
 
 
 def gated_norm(
@@ -94,7 +112,7 @@ def gated_norm(
     _function("gated_norm", gate_TD.dtype)(
         x_TD.data_ptr(),
         gate_TD.data_ptr(),
-        len(x_TD),
+        x_TD.shape[0],
         gate_TD.shape[1] // group_size,
         group_size,
         gate_TD.stride(0),
@@ -251,6 +269,59 @@ def recur(
     return out_THW
 
 
+def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
+    """Run a gated delta net between its projections: what feeds the recurrence in one call."""
+    if not _serves(projected_TN) or memory.state_SHKW.dtype != torch.float32:
+        return plain_delta_net.delta_net(projected_TN, layer, memory, group)
+    tokens, columns = projected_TN.shape
+    weight_KC = layer.conv_CK.t()
+    taps, channels = weight_KC.shape
+    path, length_B, record_ids = _ids(group.path), group.path_length_B, _ids(group.record)
+    longest = 0 if group.path is None else group.path.slab_BN.shape[1]
+    window, record = memory.window_SIC, memory.input_SRC
+    scratch = projected_TN.new_empty((longest + taps - 1 + group.width + tokens) * channels)
+    groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
+    inputs = torch.empty(tokens * (2 * groups * key + heads * value + 2 * heads))
+    sizes = [tokens * n for n in (groups * key, groups * key, heads * value, heads, heads)]
+    q_TN, k_TN, v_TN, decay_TN, beta_TN = inputs.split_with_sizes(sizes)
+    _function("delta_inputs", projected_TN.dtype)(
+        projected_TN.data_ptr(),
+        group.rows,
+        group.width,
+        groups,
+        heads,
+        key,
+        value,
+        taps,
+        weight_KC.data_ptr(),
+        layer.A_log_H.data_ptr(),
+        layer.dt_bias_H.data_ptr(),
+        window.data_ptr(),
+        window.stride(0),
+        group.state_B.data_ptr(),
+        record.data_ptr(),
+        record.stride(0),
+        record.stride(1),
+        *map(_pointer, (*path, length_B)),
+        longest,
+        *map(_pointer, record_ids),
+        _pointer(group.tap_BMC),
+        scratch.data_ptr(),
+        *(part.data_ptr() for part in (q_TN, k_TN, v_TN, decay_TN, beta_TN)),
+    )
+    o_THW = recur(
+        q_TN.view(tokens, groups, key),
+        k_TN.view(tokens, groups, key),
+        v_TN.view(tokens, heads, value),
+        decay_TN.view(tokens, heads),
+        beta_TN.view(tokens, heads),
+        memory,
+        group,
+    )
+    z_TV = projected_TN[:, channels : columns - 2 * heads]
+    return gated_norm(o_THW.reshape(tokens, -1), z_TV, layer.norm_W, layer.eps, value, gate_first=False)
+
+
 def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
     """Write keys and values whose heads lie side by side."""
     if not _serves(k_TJD) or not _dense_heads(k_TJD) or not _dense_heads(v_TJD):
@@ -306,7 +377,7 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
 
 def _serves(x_T: Tensor) -> bool:
     """Tell whether a packed tensor is narrow, on a CPU, of a type that the C forms know."""
-    return len(x_T) <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
+    return x_T.shape[0] <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
 
 
 def _dense_heads(x_TJD: Tensor) -> bool:

@@ -10,6 +10,13 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (_normalise(_wide(x_D), eps) * weight_D).to(x_D.dtype)
 
 
+def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    """Add y to the residual stream x, in place, and return what the next layer reads of it."""
+    if y_TD is not None:
+        x_TD += y_TD
+    return rms_norm(x_TD, weight_D, eps)
+
+
 def gated_norm(
     x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, group_size: int, *, gate_first: bool
 ) -> Tensor:

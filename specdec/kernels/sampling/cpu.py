@@ -7,41 +7,39 @@ from specdec.kernels.sampling.rules import Penalties, Rules
 
 LARGEST = 1 - 2.0**-24
 """As in reference.py."""
+CACHED = 1 << 16
+"""Words of noise that are worked on at once: every pass over them then finds them in the cache."""
+GUESS = 256
+"""How many tokens are ranked first where only top_p bounds them; rarely does it take more."""
 
 
 def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
     """Return the noise [N, V] of every token at each row's position; reference.py has the formula."""
-    mixed_N = _splitmix64(_splitmix64(seed_N + 1) ^ position_N)
-    key_N1 = mixed_N.to(torch.int32)[:, None]
-    tweak_N1 = (mixed_N >> 32).to(torch.int32)[:, None]
-    token_V = torch.arange(vocab, dtype=torch.int32, device=seed_N.device) * _signed(0x9E3779B1)
-    h_NV = token_V + key_N1
-    h_NV ^= _shift(h_NV, 16)
-    h_NV *= _signed(0x85EBCA6B)
-    h_NV ^= _shift(h_NV, 13)
-    h_NV += tweak_N1
-    h_NV *= _signed(0xC2B2AE35)
-    h_NV ^= _shift(h_NV, 16)
-    h_NV *= _signed(0x27D4EB2F)
-    h_NV ^= _shift(h_NV, 15)
-    w_NV = h_NV.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=LARGEST)
-    return w_NV.neg_().log1p_().neg_().log_().neg_()
+    key_N = keys(seed_N, position_N)
+    rows = max(1, CACHED // vocab) if key_N.device.type == "cpu" else len(key_N)
+    if rows >= len(key_N):
+        return _noise(words(key_N, vocab))
+    return torch.cat([_noise(words(part, vocab)) for part in torch.split(key_N, rows)])
 
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     """Apply bias, penalties, temperature, min_p, top_k and top_p in this order; cut to minus infinity."""
-    scores_NV = logits_NV.clone()
-    if rules.bias is not None:
-        scores_NV.index_put_((rules.bias.row_E, rules.bias.token_E), rules.bias.value_E, accumulate=True)
-    if rules.penalties is not None:
-        rows_R = rules.penalties.row_R
-        scores_NV[rows_R] = _penalise(scores_NV[rows_R], rules.penalties)
-    scores_NV /= torch.where(rules.temperature_N > 0, rules.temperature_N, 1)[:, None]
+    scores_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    bias, penalties, warm_N = rules.bias, rules.penalties, rules.temperature_N > 0
+    if bias is not None:
+        value_E = bias.value_E.to(scores_NV.dtype)
+        scores_NV = scores_NV.index_put((bias.row_E, bias.token_E), value_E, accumulate=True)
+    if penalties is not None:
+        penalised_RV = _penalise(scores_NV[penalties.row_R], penalties)
+        scores_NV = scores_NV.index_copy(0, penalties.row_R, penalised_RV)
+    # This makes a new tensor in every case, so that the caller's logits stay as they are.
+    scores_NV = scores_NV / torch.where(warm_N, rules.temperature_N, 1).to(scores_NV.dtype)[:, None]
     if rules.min_p_N is not None:
-        least_N1 = scores_NV.amax(-1, keepdim=True) + rules.min_p_N.log()[:, None]
+        share_N = torch.where(warm_N, rules.min_p_N, 0).to(scores_NV.dtype)
+        least_N1 = scores_NV.amax(-1, keepdim=True) + share_N.log()[:, None]
         scores_NV.masked_fill_(scores_NV < least_N1, -torch.inf)
     if rules.top_k_N is not None or rules.top_p_N is not None:
-        _cut_tail(scores_NV, rules)
+        _cut_tail(scores_NV, rules, warm_N)
     return scores_NV
 
 
@@ -49,30 +47,99 @@ def _penalise(scores_RV: Tensor, penalties: Penalties) -> Tensor:
     _, seen_RV, count_RV, repetition_R, presence_R, frequency_R = penalties
     factor_RV = torch.where(seen_RV, repetition_R[:, None], 1)
     scores_RV = torch.where(scores_RV > 0, scores_RV / factor_RV, scores_RV * factor_RV)
-    return scores_RV - (frequency_R[:, None] * count_RV + presence_R[:, None] * (count_RV > 0))
+    loss_RV = frequency_R[:, None] * count_RV + presence_R[:, None] * (count_RV > 0)
+    return (scores_RV - loss_RV).to(scores_RV.dtype)
 
 
-def _cut_tail(scores_NV: Tensor, rules: Rules) -> None:
+def _cut_tail(scores_NV: Tensor, rules: Rules, warm_N: Tensor) -> None:
     """Keep the best k, and of those the best that together hold top_p; among equals the smaller id is better.
 
-    Only rows that ask are sorted, so that a row's result does not depend on the others.
+    Rows that ask for neither take no part. The host is asked how far the ranking must go.
     """
-    vocab, rows = scores_NV.shape[1], torch.arange(len(scores_NV), device=scores_NV.device)
-    top_k_N = torch.full_like(rows, vocab) if rules.top_k_N is None else rules.top_k_N
-    top_k_N = torch.where(top_k_N > 0, top_k_N, vocab)
-    top_p_N = scores_NV.new_ones(len(rows)) if rules.top_p_N is None else rules.top_p_N.to(scores_NV.dtype)
-    row_R = rows[(top_k_N < vocab) | (top_p_N < 1)]
-    sorted_RV, order_RV = scores_NV[row_R].sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(vocab, device=scores_NV.device)
-    sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_N[row_R, None], -torch.inf)
-    share_RV = sorted_RV.softmax(-1)
-    before_RV = share_RV.cumsum(-1) - share_RV
-    cut_RV = before_RV >= top_p_N[row_R, None]
-    # The best token stays whatever rounding says, and top_p 1 cuts nothing.
-    cut_RV[:, 0] = False
-    cut_RV &= top_p_N[row_R, None] < 1
-    sorted_RV = sorted_RV.masked_fill(cut_RV, -torch.inf)
-    scores_NV[row_R] = torch.empty_like(sorted_RV).scatter_(-1, order_RV, sorted_RV)
+    vocab = scores_NV.shape[1]
+    top_k_N, top_p_N = torch.full_like(warm_N, vocab, dtype=torch.int64), rules.top_p_N
+    if rules.top_k_N is not None:
+        top_k_N = torch.where(rules.top_k_N > 0, rules.top_k_N.clamp(max=vocab), top_k_N)
+    asks_N = top_k_N < vocab
+    if top_p_N is not None:
+        top_p_N = top_p_N.to(scores_NV.dtype)
+        asks_N |= top_p_N < 1
+    row_R = (warm_N & asks_N).nonzero()[:, 0]
+    if len(row_R) == len(scores_NV):
+        scores_NV.masked_fill_(~_kept(scores_NV, top_k_N, top_p_N), -torch.inf)
+    elif len(row_R):
+        scores_RV = scores_NV[row_R]
+        kept_RV = _kept(scores_RV, top_k_N[row_R], None if top_p_N is None else top_p_N[row_R])
+        scores_NV[row_R] = scores_RV.masked_fill_(~kept_RV, -torch.inf)
+
+
+def _kept(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
+    """Tell which tokens of each row stay: those above the last score that does, and its first few equals."""
+    if top_p_R is None:
+        best_RC, count_R = scores_RV.topk(int(top_k_R.max())).values, top_k_R
+    else:
+        best_RC, count_R = _nucleus(scores_RV, top_k_R, top_p_R)
+    least_R1 = best_RC.gather(-1, count_R[:, None] - 1)
+    equal_RV = scores_RV == least_R1
+    room_R1 = count_R[:, None] - (best_RC > least_R1).sum(-1, keepdim=True)
+    return (scores_RV > least_R1) | (equal_RV & (equal_RV.cumsum(-1, dtype=torch.int32) <= room_R1))
+
+
+def _nucleus(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the best scores of each row and how many of them stay: no more than are needed to fill top_p.
+
+    All is measured in weights of the best token, summed from it on, and so does not depend on how many are
+    ranked.
+    """
+    vocab = scores_RV.shape[1]
+    is_open_R = top_k_R == vocab
+    weight_R = scores_RV.softmax(-1).amax(-1).reciprocal()
+    width = min(vocab, int(top_k_R.masked_fill(is_open_R, GUESS).max()))
+    while True:
+        best_RC = scores_RV.topk(width).values
+        mass_RC = (best_RC - best_RC[:, :1]).exp_().cumsum(-1)
+        within_R = mass_RC.gather(-1, top_k_R.clamp(max=width)[:, None] - 1)[:, 0]
+        goal_R = top_p_R * torch.where(is_open_R, weight_R, within_R)
+        goal_R = goal_R.masked_fill(top_p_R >= 1, torch.inf)
+        before_RC = torch.nn.functional.pad(mass_RC[:, :-1], (1, 0))
+        rank_C = torch.arange(width, device=scores_RV.device)
+        count_R = ((before_RC < goal_R[:, None]) & (rank_C < top_k_R[:, None])).sum(-1)
+        if width == vocab or not bool((is_open_R & (count_R == width)).any()):
+            return best_RC, count_R
+        width = min(vocab, 8 * width)
+
+
+def _noise(h_NV: Tensor) -> Tensor:
+    """Turn words into standard Gumbel noise."""
+    w_NV = h_NV.view(torch.uint32).float().add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST)
+    return w_NV.neg_().log1p_().neg_().log_().neg_()
+
+
+def keys(seed_N: Tensor, position_N: Tensor) -> Tensor:
+    """Mix seed and position into 64 bits: the key below, the tweak above."""
+    return _splitmix64(_splitmix64(seed_N + 1) ^ position_N)
+
+
+def words(key_N: Tensor, vocab: int) -> Tensor:
+    """Return the 32 random bits of every token, as int32, given each row's key and tweak in one int64."""
+    key_N1, tweak_N1 = key_N.view(torch.int32).view(-1, 2, 1).unbind(1)
+    h_NV = torch.arange(vocab, dtype=torch.int32, device=key_N.device) * _signed(0x9E3779B1) + key_N1
+    scratch_NV = torch.empty_like(h_NV)
+    _fold(h_NV, 16, scratch_NV)
+    h_NV *= _signed(0x85EBCA6B)
+    _fold(h_NV, 13, scratch_NV)
+    h_NV += tweak_N1
+    h_NV *= _signed(0xC2B2AE35)
+    _fold(h_NV, 16, scratch_NV)
+    h_NV *= _signed(0x27D4EB2F)
+    _fold(h_NV, 15, scratch_NV)
+    return h_NV
+
+
+def _fold(h_NV: Tensor, bits: int, scratch_NV: Tensor) -> None:
+    """Xor with itself, shifted right; the mask makes zeros of the sign that int32 shifts in."""
+    torch.bitwise_right_shift(h_NV, bits, out=scratch_NV)
+    h_NV ^= scratch_NV.bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
@@ -80,20 +147,11 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def _shift(h_NV: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros, which int32 does not do by itself."""
-    return (h_NV >> bits).bitwise_and_((1 << (32 - bits)) - 1)
-
-
 def _splitmix64(x_N: Tensor) -> Tensor:
-    x_N = x_N + _signed64(0x9E3779B97F4A7C15)
-    x_N = (x_N ^ _shift64(x_N, 30)) * _signed64(0xBF58476D1CE4E5B9)
-    x_N = (x_N ^ _shift64(x_N, 27)) * _signed64(0x94D049BB133111EB)
+    x_N = x_N + (0x9E3779B97F4A7C15 - (1 << 64))
+    x_N = (x_N ^ _shift64(x_N, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x_N = (x_N ^ _shift64(x_N, 27)) * (0x94D049BB133111EB - (1 << 64))
     return x_N ^ _shift64(x_N, 31)
-
-
-def _signed64(value: int) -> int:
-    return value - (1 << 64)
 
 
 def _shift64(x_N: Tensor, bits: int) -> Tensor:

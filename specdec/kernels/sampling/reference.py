@@ -4,13 +4,13 @@ The noise of token v at position p under seed s is a pure function of (s, p, v).
 
     a = splitmix64(s + 1),  b = splitmix64(a xor p),  key = low half of b,  tweak = high half of b
 
-and the token's word from two rounds of multiply and shift (all modulo 2^32):
+and the token's word from three rounds of multiply and shift (all modulo 2^32):
 
     h = v * 0x9E3779B1 + key;  h ^= h >> 16;  h *= 0x85EBCA6B;  h ^= h >> 13
     h += tweak;                h *= 0xC2B2AE35;  h ^= h >> 16;  h *= 0x27D4EB2F;  h ^= h >> 15
 
-Its low 31 bits make w = (h + 1/2) / 2^31 in (0, 1), and the noise is −log(−log(1 − w)): where the noise is
-large w is small, and keeps all its digits.
+The word makes w = (h + 1/2) / 2^32 in (0, 1), and the noise is −log(−log(1 − w)): where the noise is large,
+w is small and keeps all its digits.
 """
 
 import math
@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.sampling.rules import Penalties, Rules
 
 MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 LARGEST = 1 - 2.0**-24
@@ -28,7 +28,7 @@ LARGEST = 1 - 2.0**-24
 def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
     """Return the noise [N, V] of every token at each row's position."""
     rows = [
-        [_noise(*_keys(seed, position), token) for token in range(vocab)]
+        [_noise(word(seed, position, token)) for token in range(vocab)]
         for seed, position in zip(seed_N.tolist(), position_N.tolist(), strict=True)
     ]
     return torch.tensor(rows, dtype=torch.float32, device=seed_N.device).view(-1, vocab)
@@ -36,8 +36,11 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     """Apply bias, penalties, temperature, min_p, top_k and top_p in this order; cut to minus infinity."""
-    rows = [_process_row(logits_V.clone(), rules, n) for n, logits_V in enumerate(logits_NV)]
-    return torch.stack(rows) if rows else logits_NV
+    dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+    scores_NV = logits_NV.to(dtype, copy=True)
+    for n, scores_V in enumerate(scores_NV):
+        _process_row(scores_V, rules, n)
+    return scores_NV
 
 
 def splitmix64(x: int) -> int:
@@ -48,13 +51,10 @@ def splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _keys(seed: int, position: int) -> tuple[int, int]:
+def word(seed: int, position: int, token: int) -> int:
+    """Return the 32 random bits of one token at one position."""
     mixed = splitmix64(splitmix64((seed + 1) & MASK64) ^ (position & MASK64))
-    return mixed & MASK32, mixed >> 32
-
-
-def word(key: int, tweak: int, token: int) -> int:
-    """Return the 32 random bits of one token."""
+    key, tweak = mixed & MASK32, mixed >> 32
     h = (token * 0x9E3779B1 + key) & MASK32
     h ^= h >> 16
     h = (h * 0x85EBCA6B) & MASK32
@@ -66,42 +66,39 @@ def word(key: int, tweak: int, token: int) -> int:
     return h ^ (h >> 15)
 
 
-def _noise(key: int, tweak: int, token: int) -> float:
-    w = min(((word(key, tweak, token) & 0x7FFFFFFF) + 0.5) / 2**31, LARGEST)
+def _noise(h: int) -> float:
+    w = min((h + 0.5) / 2**32, LARGEST)
     return -math.log(-math.log1p(-w))
 
 
-def _process_row(scores_V: Tensor, rules: Rules, n: int) -> Tensor:
+def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
+    """Process row n in place."""
     if rules.bias is not None:
         for row, token, value in zip(*(part.tolist() for part in rules.bias), strict=True):
-            if row == n:
-                scores_V[token] += value
+            scores_V[token] += value if row == n else 0.0
     if rules.penalties is not None:
         for r in (rules.penalties.row_R == n).nonzero().flatten().tolist():
-            _penalise(scores_V, rules, r)
-    temperature = float(rules.temperature_N[n])
-    if temperature > 0:
-        scores_V /= temperature
+            _penalise(scores_V, rules.penalties, r)
+    if rules.temperature_N[n] == 0:
+        return
+    scores_V /= rules.temperature_N[n]
     if rules.min_p_N is not None and rules.min_p_N[n] > 0:
-        scores_V[scores_V < scores_V.max() + torch.log(rules.min_p_N[n])] = -torch.inf
+        scores_V[scores_V < scores_V.max() + rules.min_p_N[n].log()] = -torch.inf
     order = sorted(range(len(scores_V)), key=lambda v: (-float(scores_V[v]), v))
     if rules.top_k_N is not None and rules.top_k_N[n] > 0:
         scores_V[order[int(rules.top_k_N[n]) :]] = -torch.inf
     if rules.top_p_N is not None and rules.top_p_N[n] < 1:
-        share_V, before = scores_V.softmax(0), 0.0
+        share_V, before = scores_V.double().softmax(0), 0.0
         for v in order:
             if before >= float(rules.top_p_N[n]):
                 scores_V[v] = -torch.inf
             before += float(share_V[v])
-    return scores_V
 
 
-def _penalise(scores_V: Tensor, rules: Rules, r: int) -> None:
-    assert rules.penalties is not None
-    _, seen_RV, count_RV, repetition_R, presence_R, frequency_R = rules.penalties
+def _penalise(scores_V: Tensor, penalties: Penalties, r: int) -> None:
+    _, seen_RV, count_RV, repetition_R, presence_R, frequency_R = penalties
     for v in range(len(scores_V)):
         if seen_RV[r, v]:
-            factor = float(repetition_R[r])
+            factor = repetition_R[r]
             scores_V[v] = scores_V[v] / factor if scores_V[v] > 0 else scores_V[v] * factor
-        count = int(count_RV[r, v])
-        scores_V[v] -= float(frequency_R[r]) * count + float(presence_R[r]) * (count > 0)
+        scores_V[v] -= frequency_R[r] * count_RV[r, v] + presence_R[r] * (count_RV[r, v] > 0)

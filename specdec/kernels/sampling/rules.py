@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Bias(NamedTuple):
-    """Add `value` to one token of one row, entry by entry."""
+    """Add `value` to one token of one row, entry by entry; no two entries name the same place."""
 
     row_E: Tensor
     token_E: Tensor
@@ -27,7 +27,7 @@ class Penalties(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Temperature 0 leaves a row's scale alone; top_k 0, top_p 1 and min_p 0 are off."""
+    """Temperature 0 leaves a row at its bias and penalties; top_k 0, top_p 1 and min_p 0 are off."""
 
     temperature_N: Tensor
     top_k_N: Tensor | None = None
