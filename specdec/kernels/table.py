@@ -10,8 +10,8 @@ from torch import Tensor
 OPERATIONS = {
     "linear": ("pack", "linear"),
     "norm": ("rms_norm", "add_rms_norm", "gated_norm"),
-    "rope": ("rope_table", "rotate"),
-    "attention": ("append", "attend"),
+    "rope": ("rope_table",),
+    "self_attention": ("self_attention",),
     "conv": ("causal_conv",),
     "recurrence": ("recur", "fold"),
     "gates": ("mamba_step",),
@@ -22,10 +22,11 @@ OPERATIONS = {
 }
 """Every operation's folder and the functions that each of its implementations must have."""
 
-NATIVE = (
-    *("rms_norm", "add_rms_norm", "gated_norm", "rotate", "append", "attend"),
-    *("causal_conv", "recur", "delta_net", "swiglu"),
-)
+NATIVE = {
+    "pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
+    "recurrent": ("causal_conv", "recur", "delta_net"),
+    "attention": ("self_attention",),
+}
 """What `native` does in C for narrow windows; the rest of it is `cpu`."""
 
 
@@ -40,9 +41,7 @@ class Kernels:
     add_rms_norm: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
     rope_table: Callable[..., tuple[Tensor, Tensor]]
-    rotate: Callable[..., Tensor]
-    append: Callable[..., None]
-    attend: Callable[..., Tensor]
+    self_attention: Callable[..., Tensor]
     causal_conv: Callable[..., Tensor]
     recur: Callable[..., Tensor]
     fold: Callable[..., None]
@@ -64,7 +63,8 @@ def load_kernels(name: str) -> Kernels:
         module = import_module(f"specdec.kernels.{operation}.{'cpu' if name == 'native' else name}")
         found |= {function: getattr(module, function) for function in functions}
     if name == "native":
-        narrow = import_module("specdec.kernels.native.narrow")
-        found |= {function: getattr(narrow, function) for function in NATIVE}
+        for name_of_file, functions in NATIVE.items():
+            module = import_module(f"specdec.kernels.native.{name_of_file}")
+            found |= {function: getattr(module, function) for function in functions}
     assert found.keys() == {field.name for field in fields(Kernels)} - {"name"}
     return Kernels(name, **found)

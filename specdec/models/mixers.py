@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.weights import Weights
@@ -42,47 +43,33 @@ class Attention:
     def __init__(
         self, s: spec.Attention, hidden: int, weights: Weights, kernels: Kernels, index: int
     ) -> None:
-        self.spec, self.kernels, self.index = s, kernels, index
-        self.q_width = s.heads * s.head_dim * (2 if s.gated else 1)
-        self.kv_width = s.kv_heads * s.head_dim
-        rows = {"q": self.q_width, "k": self.kv_width, "v": self.kv_width}
+        self.kernels, self.index, self.rope = kernels, index, s.rope
+        norm = s.qk_norm
+        self.layer = AttentionLayer(
+            *(s.heads, s.kv_heads, s.head_dim, s.scale, s.gated),
+            q_norm_D=take_norm(weights, "q_norm.weight", s.head_dim, norm) if norm else None,
+            k_norm_D=take_norm(weights, "k_norm.weight", s.head_dim, norm) if norm else None,
+            eps=norm.eps if norm else 0.0,
+        )
+        rows = dict(zip("qkv", self.layer.widths, strict=True))
         weight = torch.cat([weights.take(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
         bias = (
             torch.cat([weights.take(f"{n}.bias", (width,)) for n, width in rows.items()]) if s.bias else None
         )
-        self.qkv = kernels.pack(weight, bias)
+        self.project = kernels.pack(weight, bias)
         out_bias = weights.take("o.bias", (hidden,)) if s.bias else None
         self.out = kernels.pack(weights.take("o.weight", (hidden, s.heads * s.head_dim)), out_bias)
-        if s.qk_norm:
-            self.q_norm_D = take_norm(weights, "q_norm.weight", s.head_dim, s.qk_norm)
-            self.k_norm_D = take_norm(weights, "k_norm.weight", s.head_dim, s.qk_norm)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        s, ops = self.spec, self.kernels
-        qkv_TN = ops.linear(x_TD, self.qkv)
-        q_TN, k_TN, v_TN = torch.split(qkv_TN, [self.q_width, self.kv_width, self.kv_width], dim=-1)
-        num_tokens = x_TD.shape[0]
-        q_THD, gate_THD = q_TN.view(num_tokens, s.heads, -1), None
-        if s.gated:
-            q_THD, gate_THD = q_THD.chunk(2, dim=-1)
-        k_TJD = k_TN.view(num_tokens, s.kv_heads, s.head_dim)
-        v_TJD = v_TN.view(num_tokens, s.kv_heads, s.head_dim)
-        if s.qk_norm:
-            q_THD = ops.rms_norm(q_THD, self.q_norm_D, s.qk_norm.eps)
-            k_TJD = ops.rms_norm(k_TJD, self.k_norm_D, s.qk_norm.eps)
-        if s.rope:
-            q_THD = ops.rotate(q_THD, *step.rope[s.rope])
-            k_TJD = ops.rotate(k_TJD, *step.rope[s.rope])
-        pages = step.memory.pages(self.index)
+        ops, pages = self.kernels, step.memory.pages(self.index)
+        projected_TN = ops.linear(x_TD, self.project)
+        rotation = step.rope[self.rope] if self.rope else None
 
         def attend(group: Group) -> Tensor:
-            ops.append(group.take(k_TJD), group.take(v_TJD), pages, group)
-            return ops.attend(group.take(q_THD), pages, group, s.scale)
+            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
-        o_THD = step.by_group(attend)
-        if gate_THD is not None:
-            o_THD = o_THD * torch.sigmoid(gate_THD)
-        return ops.linear(o_THD.reshape(num_tokens, -1), self.out)
+        return ops.linear(step.by_group(attend), self.out)
 
 
 class GatedDeltaNet:

@@ -14,10 +14,13 @@ from specdec.kernels.delta_net.layer import DeltaLayer, Operations
 from specdec.kernels.ffn import cpu as ffn
 from specdec.kernels.gates import cpu as gates
 from specdec.kernels.group import Group, RecurrentMemory
-from specdec.kernels.native import library, narrow
+from specdec.kernels.native import attention as native_attention
+from specdec.kernels.native import library, pointwise, recurrent
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.recurrence import cpu as recurrence
 from specdec.kernels.rope import cpu as rope
+from specdec.kernels.self_attention import layer as attention_layer
+from specdec.kernels.self_attention.layer import AttentionLayer
 from tests.kernels import trees
 from tests.tolerances import KERNEL
 
@@ -35,13 +38,12 @@ def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the plain form was called")
 
     for module, names in (
-        (narrow.norm, ("rms_norm", "add_rms_norm", "gated_norm")),
-        (narrow.rope, ("rotate",)),
-        (narrow.ffn, ("swiglu",)),
-        (narrow.gates, ("l2_normalise", "delta_gates")),
-        (narrow.attention, ("append", "attend")),
-        (narrow.conv, ("causal_conv",)),
-        (narrow.recurrence, ("recur",)),
+        (norm, ("rms_norm", "add_rms_norm", "gated_norm")),
+        (rope, ("rotate",)),
+        (ffn, ("swiglu",)),
+        (attention, ("append", "attend")),
+        (conv, ("causal_conv",)),
+        (recurrence, ("recur",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
@@ -76,9 +78,9 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("size", [1, 63, 65, 256])
 def test_norms_equal_the_plain_form_and_take_strides(dtype: torch.dtype, size: int) -> None:
     x_TD, weight_D = draw(3, 2 * size, dtype=dtype)[:, size:], draw(size)
-    close(narrow.rms_norm(x_TD, weight_D, 1e-6), PLAIN["rms_norm"](x_TD, weight_D, 1e-6))
+    close(pointwise.rms_norm(x_TD, weight_D, 1e-6), PLAIN["rms_norm"](x_TD, weight_D, 1e-6))
     x_THD = draw(3, 5, 2 * size, dtype=dtype)[..., :size]
-    close(narrow.rms_norm(x_THD, weight_D, 1e-6), PLAIN["rms_norm"](x_THD, weight_D, 1e-6))
+    close(pointwise.rms_norm(x_THD, weight_D, 1e-6), PLAIN["rms_norm"](x_THD, weight_D, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,19 +91,13 @@ def test_gated_norm_equals_the_plain_form(dtype: torch.dtype, gate_first: bool, 
     weight_D = draw(15 if shared else 60, dtype=dtype, seed=2)
     arguments = (x_TD, gate_TD, weight_D, 1e-5, 15)
     expected = PLAIN["gated_norm"](*arguments, gate_first=gate_first)
-    close(narrow.gated_norm(*arguments, gate_first=gate_first), expected)
+    close(pointwise.gated_norm(*arguments, gate_first=gate_first), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activations_and_gates_equal_the_plain_forms(dtype: torch.dtype) -> None:
+def test_activations_equal_the_plain_form(dtype: torch.dtype) -> None:
     x_TI = 8 * draw(5, 126, dtype=dtype)
-    close(narrow.swiglu(x_TI), PLAIN["swiglu"](x_TI))
-    x_TGK = draw(5, 60, dtype=dtype)[:, 7:52].view(5, 3, 15)
-    close(narrow.l2_normalise(x_TGK, 0.3), PLAIN["l2_normalise"](x_TGK, 0.3))
-    a_TH, b_TH = (20 * draw(5, 9, dtype=dtype, seed=s)[:, 2:] for s in (1, 2))
-    arguments = (b_TH, a_TH, draw(7, seed=3), draw(7, seed=4))
-    for found, expected in zip(narrow.delta_gates(*arguments), PLAIN["delta_gates"](*arguments), strict=True):
-        torch.testing.assert_close(found, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+    close(pointwise.swiglu(x_TI), PLAIN["swiglu"](x_TI))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,7 +105,7 @@ def test_activations_and_gates_equal_the_plain_forms(dtype: torch.dtype) -> None
 def test_rotate_equals_the_plain_form(dtype: torch.dtype, dim: int, half: int) -> None:
     x_THD = draw(4, 3, 2 * dim, dtype=dtype)[..., :dim]
     cos_TR, sin_TR = rope.rope_table(torch.arange(4) * 100, 2 * half, 1e4)
-    close(narrow.rotate(x_THD, cos_TR, sin_TR), PLAIN["rotate"](x_THD, cos_TR, sin_TR))
+    close(pointwise.rotate(x_THD, cos_TR, sin_TR), PLAIN["rotate"](x_THD, cos_TR, sin_TR))
 
 
 def recurrent_case(
@@ -152,7 +148,7 @@ def test_recurrence_equals_the_plain_form_over_two_windows(
         decay_TH = -draw(tokens, layer.heads, seed=10 * seed + 4).abs()
         beta_TH = draw(tokens, layer.heads, seed=10 * seed + 5).sigmoid() if with_beta else None
         inputs = (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)
-        close(narrow.recur(*inputs, ours, group), PLAIN["recur"](*inputs, theirs, group))
+        close(recurrent.recur(*inputs, ours, group), PLAIN["recur"](*inputs, theirs, group))
         trees.assert_same_memory(ours, theirs, KERNEL[torch.float32])
 
 
@@ -172,7 +168,7 @@ def test_convolution_equals_the_plain_form_over_two_windows(
         x_TC = draw(rows * width, layer.channels + 4, dtype=dtype, seed=seed)[:, 2:-2]
         arguments = (x_TC, weight_CK, bias_C if seed else None)
         expected = PLAIN["causal_conv"](*arguments, theirs, group)
-        close(narrow.causal_conv(*arguments, ours, group), expected)
+        close(recurrent.causal_conv(*arguments, ours, group), expected)
         trees.assert_same_memory(ours, theirs, 0.0)
 
 
@@ -217,11 +213,14 @@ def test_attention_equals_the_plain_form(
         draw(tokens, kv_heads * dim + 3, dtype=dtype, seed=s)[:, 3:].view(tokens, kv_heads, dim)
         for s in (1, 2)
     )
-    narrow.append(k_TJD, v_TJD, ours, group)
+    native_attention.append(k_TJD, v_TJD, ours, group)
     PLAIN["append"](k_TJD, v_TJD, theirs, group)
     assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
     q_THD = draw(tokens, heads, 2 * dim, dtype=dtype, seed=3)[..., :dim]
-    found, expected = narrow.attend(q_THD, ours, group, 0.2), PLAIN["attend"](q_THD, theirs, group, 0.2)
+    found, expected = (
+        native_attention.attend(q_THD, ours, group, 0.2),
+        PLAIN["attend"](q_THD, theirs, group, 0.2),
+    )
     close(found, expected)
 
 
@@ -231,10 +230,10 @@ def test_a_wrong_ancestor_is_seen() -> None:
     group = attention_group([20], [parents])
     pages = draw(40, 2, 16, 2, 16)
     q_THD = draw(5, 4, 16, seed=1)
-    right = narrow.attend(q_THD, pages, group, 0.2)
+    right = native_attention.attend(q_THD, pages, group, 0.2)
     assert group.ancestors_BMM is not None
     group.ancestors_BMM[0, 4, 3] = True
-    wrong = narrow.attend(q_THD, pages, group, 0.2)
+    wrong = native_attention.attend(q_THD, pages, group, 0.2)
     assert torch.equal(right[:4], wrong[:4])
     assert not torch.allclose(right[4], wrong[4], rtol=KERNEL[torch.float32])
 
@@ -258,7 +257,7 @@ def test_without_a_working_compiler_plain_torch_runs_and_says_so(
 def test_adding_norm_equals_the_plain_form(dtype: torch.dtype) -> None:
     ours_TD, y_TD, weight_D = draw(3, 65, dtype=dtype), draw(3, 65, dtype=dtype, seed=1), draw(65, seed=2)
     sum_TD = ours_TD + y_TD
-    found = narrow.add_rms_norm(ours_TD, y_TD, weight_D, 1e-6)
+    found = pointwise.add_rms_norm(ours_TD, y_TD, weight_D, 1e-6)
     close(found, PLAIN["rms_norm"](sum_TD, weight_D, 1e-6))
     assert torch.equal(ours_TD, sum_TD)
 
@@ -271,7 +270,7 @@ def test_delta_net_equals_the_plain_form_over_two_windows(
     large: bool, rows: int, width: int, recorded: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr(narrow, "STATE_BYTES", 0)
+        monkeypatch.setattr(recurrent, "STATE_BYTES", 0)
         monkeypatch.setattr(recurrence, "recur", PLAIN["recur"])
     sizes = trees.Layer(dtype=dtype, channels=2 * 2 * 6 + 4 * 5)
     ours, theirs = (with_float32_states(trees.make_memory(sizes, [7, 2, 5][:rows])) for _ in range(2))
@@ -288,7 +287,7 @@ def test_delta_net_equals_the_plain_form_over_two_windows(
         expected = delta_layer.run(
             Operations(*(PLAIN[f] for f in Operations._fields)), projected_TN, layer, theirs, group
         )
-        close(narrow.delta_net(projected_TN, layer, ours, group), expected)
+        close(recurrent.delta_net(projected_TN, layer, ours, group), expected)
         trees.assert_same_memory(ours, theirs, KERNEL[dtype])
 
 
@@ -300,3 +299,34 @@ def with_float32_states(memory: RecurrentMemory) -> RecurrentMemory:
             for name, x in zip(RecurrentMemory._fields, memory, strict=True)
         )
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize(("gated", "normed", "rotated"), [(1, 1, 1), (0, 1, 1), (1, 0, 0), (0, 0, 1)])
+@pytest.mark.parametrize(("lengths", "width"), [([0], 1), ([33, 7], 5)])
+def test_self_attention_equals_the_plain_form(
+    lengths: list[int],
+    width: int,
+    gated: int,
+    normed: int,
+    rotated: int,
+    large: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if large:
+        monkeypatch.setattr(native_attention, "ATTENTION_WORK", 0)
+        for name in ("attend", "append"):
+            monkeypatch.setattr(attention, name, PLAIN[name])
+    group = attention_group(lengths, [trees.draw("random", width, seed) for seed in range(len(lengths))])
+    ours, tokens = draw(40, 2, 16, 2, 8, dtype=dtype), len(lengths) * width
+    theirs = ours.clone()
+    q_norm_D, k_norm_D = (draw(8, seed=s) if normed else None for s in (1, 2))
+    layer = AttentionLayer(6, 2, 8, 0.3, bool(gated), q_norm_D, k_norm_D, 1e-6)
+    rotation = rope.rope_table(torch.arange(tokens) * 9, 4, 1e4) if rotated else None
+    projected_TN = draw(tokens, sum(layer.widths), dtype=dtype, seed=3)
+    plain = attention_layer.Operations(*(PLAIN[name] for name in attention_layer.Operations._fields))
+    expected = attention_layer.run(plain, projected_TN, layer, rotation, theirs, group)
+    close(native_attention.self_attention(projected_TN, layer, rotation, ours, group), expected)
+    torch.testing.assert_close(ours, theirs, rtol=KERNEL[dtype], atol=KERNEL[dtype])

@@ -1,0 +1,120 @@
+"""Attention over a narrow window, read from the pages as they lie."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention import cpu as attention
+from specdec.kernels.group import Group
+from specdec.kernels.native.call import function, pointer, serves
+from specdec.kernels.native.pointwise import rms_norm, rotate
+from specdec.kernels.self_attention import layer as attention_layer
+from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
+
+ATTENTION_WORK = 1 << 21
+"""Multiplications of queries with keys up to which one thread is enough."""
+
+
+def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
+    """Write keys and values whose heads lie side by side."""
+    if not serves(k_TJD) or not _dense_heads(k_TJD) or not _dense_heads(v_TJD):
+        return attention.append(k_TJD, v_TJD, pages_NPXJD, group)
+    function("append", k_TJD.dtype)(
+        k_TJD.data_ptr(),
+        v_TJD.data_ptr(),
+        group.rows,
+        group.width,
+        k_TJD.shape[1] * k_TJD.shape[2],
+        k_TJD.stride(0),
+        v_TJD.stride(0),
+        pages_NPXJD.data_ptr(),
+        *pages_NPXJD.stride()[:2],
+        pages_NPXJD.shape[2],
+        group.table_BN.data_ptr(),
+        group.table_BN.shape[1],
+        group.length_B.data_ptr(),
+    )
+
+
+def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+    """Attend to what the table names without gathering it, where one thread is enough."""
+    work = q_THD.numel() * (group.max_length + group.width)
+    if not serves(q_THD) or work > ATTENTION_WORK or q_THD.stride(2) != 1:
+        return attention.attend(q_THD, pages_NPXJD, group, scale)
+    _, heads, dim = q_THD.shape
+    kv_heads = pages_NPXJD.shape[3]
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+    longest = group.max_length + group.width
+    scratch = torch.empty(group.width * (heads // kv_heads) * longest)
+    function("attend", q_THD.dtype)(
+        q_THD.data_ptr(),
+        group.rows,
+        group.width,
+        heads,
+        kv_heads,
+        dim,
+        *q_THD.stride()[:2],
+        pages_NPXJD.data_ptr(),
+        *pages_NPXJD.stride()[:2],
+        pages_NPXJD.shape[2],
+        group.table_BN.data_ptr(),
+        group.table_BN.shape[1],
+        group.length_B.data_ptr(),
+        pointer(group.ancestors_BMM),
+        scale,
+        scratch.data_ptr(),
+        out_THD.data_ptr(),
+    )
+    return out_THD
+
+
+OPERATIONS = attention_layer.Operations(rms_norm, rotate, append, attend)
+
+
+def self_attention(
+    projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
+) -> Tensor:
+    """Run an attention layer between its projections in one call, where one thread is enough."""
+    tokens, longest = projected_TN.shape[0], group.max_length + group.width
+    work = tokens * layer.heads * layer.head_dim * longest
+    norms = (layer.q_norm_D, layer.k_norm_D)
+    if not serves(projected_TN) or work > ATTENTION_WORK or any(_is_double(norm_D) for norm_D in norms):
+        return attention_layer.run(OPERATIONS, projected_TN, layer, rotation, pages, group)
+    heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
+    out_TN = projected_TN.new_empty((tokens, heads * dim))
+    scratch = projected_TN.new_empty(tokens * (heads + kv_heads) * dim)
+    scores = torch.empty(group.width * (heads // kv_heads) * longest)
+    cos_TR, sin_TR = rotation or (None, None)
+    function("self_attention", projected_TN.dtype)(
+        projected_TN.data_ptr(),
+        group.rows,
+        group.width,
+        heads,
+        kv_heads,
+        dim,
+        layer.gated,
+        *map(pointer, norms),
+        layer.eps,
+        pointer(cos_TR),
+        pointer(sin_TR),
+        0 if cos_TR is None else cos_TR.shape[1],
+        pages.data_ptr(),
+        *pages.stride()[:2],
+        pages.shape[2],
+        group.table_BN.data_ptr(),
+        group.table_BN.shape[1],
+        group.length_B.data_ptr(),
+        pointer(group.ancestors_BMM),
+        layer.scale,
+        scratch.data_ptr(),
+        scores.data_ptr(),
+        out_TN.data_ptr(),
+    )
+    return out_TN
+
+
+def _is_double(norm_D: Tensor | None) -> bool:
+    return norm_D is not None and norm_D.dtype != torch.float32
+
+
+def _dense_heads(x_TJD: Tensor) -> bool:
+    return x_TJD.stride()[1:] == (x_TJD.shape[2], 1)

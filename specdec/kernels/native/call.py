@@ -1,0 +1,75 @@
+"""How Python reaches the C forms: which tensors they serve, and how arguments are handed over."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import RecordIds, RecurrentMemory
+from specdec.kernels.native.library import library
+
+TOKENS = 32
+"""The widest step that is served: beyond it arithmetic outweighs calls, and threads help."""
+
+SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+
+ARGUMENTS = {
+    "rms_norm": "p nnn nn p f p",
+    "add_rms_norm": "pp nn p f p",
+    "gated_norm": "pp nnn n p n f i p",
+    "swiglu": "p nn n p",
+    "rotate": "p nnnn nn pp p",
+    "causal_conv": "p nnn n n pp p n p p nn ppp n pp p p p",
+    "append": "pp nnn nn p nn n p n p",
+    "attend": "p nnnnn nn p nn n p n pp f pp",
+    "recur": "ppppp p nnnnnn p n p p ppp n pp p",
+    "delta_inputs": "p nn nnnn n ppp p n p p nn ppp n pp p p ppppp",
+    "delta_net": "p nn nnnn n ppp p n p p nn ppp n pp p p p p n p p p f p",
+    "self_attention": "p nnnnn i pp f pp n p nn n p n p p f pp p",
+}
+KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
+
+
+class Records(ctypes.Structure):
+    """Mirror `records` of narrow.c."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("key", "update", "decay")),
+        *((name, Count) for name in ("key_slab", "key_place", "update_slab", "update_place")),
+        *((name, Count) for name in ("decay_slab", "decay_place")),
+    ]
+
+
+@functools.cache
+def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
+    loaded = library()
+    assert loaded is not None
+    found = getattr(loaded, f"{name}_{SUFFIX[dtype]}" if dtype else name)
+    found.argtypes = [KINDS[letter] for letter in ARGUMENTS[name].replace(" ", "")]
+    found.restype = None
+    return found  # type: ignore[no-any-return]
+
+
+def serves(x_T: Tensor) -> bool:
+    """Tell whether a packed tensor is narrow, on a CPU, of a type that the C forms know."""
+    return x_T.shape[0] <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
+
+
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def dense_ids(ids: RecordIds | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return dense slabs and places, to be kept while their addresses are in use."""
+    return (None, None) if ids is None else (ids.slab_BN.contiguous(), ids.index_BN.contiguous())
+
+
+def records_of(memory: RecurrentMemory) -> Records:
+    """Say where a layer's records lie."""
+    parts = (memory.key_SRGK, memory.update_SRHW, memory.decay_SRH)
+    strides = (stride for part in parts for stride in part.stride()[:2])
+    return Records(*(part.data_ptr() for part in parts), *strides)

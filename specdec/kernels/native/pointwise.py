@@ -1,0 +1,97 @@
+"""Norms, rotation and activations of a few tokens."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.ffn import cpu as ffn
+from specdec.kernels.native.call import function, serves
+from specdec.kernels.norm import cpu as norm
+from specdec.kernels.rope import cpu as rope
+
+
+def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Normalise [T, D] or [T, H, D], strided over tokens and heads."""
+    if not serves(x_D) or x_D.stride(-1) != 1 or weight_D.dtype != torch.float32:
+        return norm.rms_norm(x_D, weight_D, eps)
+    out_D = torch.empty(x_D.shape, dtype=x_D.dtype)
+    heads, by_head = (x_D.shape[1], x_D.stride(1)) if x_D.ndim == 3 else (1, 0)
+    function("rms_norm", x_D.dtype)(
+        x_D.data_ptr(),
+        x_D.shape[0],
+        heads,
+        x_D.shape[-1],
+        x_D.stride(0),
+        by_head,
+        weight_D.data_ptr(),
+        eps,
+        out_D.data_ptr(),
+    )
+    return out_D
+
+
+def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    """Add and normalise dense rows in one call."""
+    if y_TD is None:
+        return rms_norm(x_TD, weight_D, eps)
+    dense = x_TD.is_contiguous() and y_TD.is_contiguous() and y_TD.dtype == x_TD.dtype
+    if not dense or not serves(x_TD) or weight_D.dtype != torch.float32:
+        return norm.add_rms_norm(x_TD, y_TD, weight_D, eps)
+    out_TD = torch.empty_like(x_TD)
+    function("add_rms_norm", x_TD.dtype)(
+        x_TD.data_ptr(), y_TD.data_ptr(), *x_TD.shape, weight_D.data_ptr(), eps, out_TD.data_ptr()
+    )
+    return out_TD
+
+
+def gated_norm(
+    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, group_size: int, *, gate_first: bool
+) -> Tensor:
+    """Normalise runs of a float32 tensor and gate them."""
+    if not serves(gate_TD) or gate_TD.stride(-1) != 1 or weight_D.dtype != gate_TD.dtype:
+        return norm.gated_norm(x_TD, gate_TD, weight_D, eps, group_size, gate_first=gate_first)
+    x_TD = x_TD.float().contiguous()
+    out_TD = torch.empty(gate_TD.shape, dtype=gate_TD.dtype)
+    function("gated_norm", gate_TD.dtype)(
+        x_TD.data_ptr(),
+        gate_TD.data_ptr(),
+        x_TD.shape[0],
+        gate_TD.shape[1] // group_size,
+        group_size,
+        gate_TD.stride(0),
+        weight_D.data_ptr(),
+        group_size if weight_D.numel() > group_size else 0,
+        eps,
+        gate_first,
+        out_TD.data_ptr(),
+    )
+    return out_TD
+
+
+def swiglu(gate_up_T2I: Tensor) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up]."""
+    if not serves(gate_up_T2I) or gate_up_T2I.stride(-1) != 1:
+        return ffn.swiglu(gate_up_T2I)
+    tokens, double = gate_up_T2I.shape
+    out_TI = torch.empty((tokens, double // 2), dtype=gate_up_T2I.dtype)
+    function("swiglu", out_TI.dtype)(
+        gate_up_T2I.data_ptr(), tokens, double // 2, gate_up_T2I.stride(0), out_TI.data_ptr()
+    )
+    return out_TI
+
+
+def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate the first 2R entries of each head."""
+    if not serves(x_THD) or x_THD.stride(2) != 1:
+        return rope.rotate(x_THD, cos_TR, sin_TR)
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+    function("rotate", x_THD.dtype)(
+        x_THD.data_ptr(),
+        *x_THD.shape,
+        cos_TR.shape[1],
+        x_THD.stride(0),
+        x_THD.stride(1),
+        cos_TR.data_ptr(),
+        sin_TR.data_ptr(),
+        out_THD.data_ptr(),
+    )
+    return out_THD

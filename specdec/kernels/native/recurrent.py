@@ -1,0 +1,176 @@
+"""Convolution, recurrence and the whole gated delta net over a narrow window."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.conv import cpu as conv
+from specdec.kernels.delta_net import cpu as plain_delta_net
+from specdec.kernels.delta_net.layer import DeltaLayer
+from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.native.call import dense_ids, function, pointer, records_of, serves
+from specdec.kernels.native.pointwise import gated_norm
+from specdec.kernels.recurrence import cpu as recurrence
+
+STATE_BYTES = 1 << 17
+"""A larger state is better worked on by all threads than by one."""
+
+
+def causal_conv(
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
+) -> Tensor:
+    """Convolve a narrow window with a float32 weight that lies [K, C] in memory."""
+    weight_KC = weight_CK.t()
+    fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous() and x_TC.stride(1) == 1
+    if not fits or not serves(x_TC):
+        return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group)
+    bias_C = None if bias_C is None else bias_C.float()
+    taps, channels = weight_KC.shape
+    path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
+    longest = 0 if group.path is None else group.path.slab_BN.shape[1]
+    window, record = memory.window_SIC, memory.input_SRC
+    scratch = torch.empty((longest + taps - 1 + group.width) * channels, dtype=x_TC.dtype)
+    out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+    function("causal_conv", x_TC.dtype)(
+        x_TC.data_ptr(),
+        group.rows,
+        group.width,
+        channels,
+        taps,
+        x_TC.stride(0),
+        weight_KC.data_ptr(),
+        pointer(bias_C),
+        window.data_ptr(),
+        window.stride(0),
+        group.state_B.data_ptr(),
+        record.data_ptr(),
+        record.stride(0),
+        record.stride(1),
+        *map(pointer, (*path, length_B)),
+        longest,
+        *map(pointer, record_ids),
+        pointer(group.tap_BMC),
+        scratch.data_ptr(),
+        out_TC.data_ptr(),
+    )
+    return out_TC
+
+
+def recur(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THW: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor | None,
+    memory: RecurrentMemory,
+    group: Group,
+) -> Tensor:
+    """Run the recurrence over a narrow window in float32, where one thread is enough for the states."""
+    state = memory.state_SHKW
+    fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32
+    if not fits or not serves(q_TGK) or not _is_small(memory):
+        return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group)
+    out_THW = torch.empty(v_THW.shape)
+    records = records_of(memory)
+    path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
+    q_TGK, k_TGK, v_THW, decay_TH = (x.contiguous() for x in (q_TGK, k_TGK, v_THW, decay_TH))
+    function("recur")(
+        *(x.data_ptr() for x in (q_TGK, k_TGK, v_THW, decay_TH)),
+        pointer(beta_TH),
+        out_THW.data_ptr(),
+        group.rows,
+        group.width,
+        k_TGK.shape[1],
+        v_THW.shape[1],
+        k_TGK.shape[2],
+        v_THW.shape[2],
+        state.data_ptr(),
+        state.stride(0),
+        group.state_B.data_ptr(),
+        ctypes.addressof(records),
+        *map(pointer, (*path, length_B)),
+        0 if group.path is None else group.path.slab_BN.shape[1],
+        *map(pointer, record_ids),
+        pointer(group.ancestors_BMM),
+    )
+    return out_THW
+
+
+def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
+    """Run a gated delta net between its projections, in one call where one thread is enough for the states.
+
+    Otherwise one call makes what feeds the recurrence, which then runs on all threads.
+    """
+    if not serves(projected_TN) or memory.state_SHKW.dtype != torch.float32:
+        return plain_delta_net.delta_net(projected_TN, layer, memory, group)
+    tokens = projected_TN.shape[0]
+    weight_KC = layer.conv_CK.t()
+    taps, channels = weight_KC.shape
+    path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
+    longest = 0 if group.path is None else group.path.slab_BN.shape[1]
+    window, record = memory.window_SIC, memory.input_SRC
+    scratch = projected_TN.new_empty((longest + taps - 1 + group.width + tokens) * channels)
+    groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
+    sizes = [tokens * n for n in (groups * key, groups * key, heads * value, heads, heads, heads * value)]
+    inputs = torch.empty(sum(sizes))
+    common = (
+        projected_TN.data_ptr(),
+        group.rows,
+        group.width,
+        groups,
+        heads,
+        key,
+        value,
+        taps,
+        weight_KC.data_ptr(),
+        layer.A_log_H.data_ptr(),
+        layer.dt_bias_H.data_ptr(),
+        window.data_ptr(),
+        window.stride(0),
+        group.state_B.data_ptr(),
+        record.data_ptr(),
+        record.stride(0),
+        record.stride(1),
+        *map(pointer, (*path, length_B)),
+        longest,
+        *map(pointer, record_ids),
+        pointer(group.tap_BMC),
+        scratch.data_ptr(),
+    )
+    if _is_small(memory):
+        out_TV = projected_TN.new_empty((tokens, heads * value))
+        records = records_of(memory)
+        function("delta_net", projected_TN.dtype)(
+            *common,
+            inputs.data_ptr(),
+            memory.state_SHKW.data_ptr(),
+            memory.state_SHKW.stride(0),
+            ctypes.addressof(records),
+            pointer(group.ancestors_BMM),
+            layer.norm_W.data_ptr(),
+            layer.eps,
+            out_TV.data_ptr(),
+        )
+        return out_TV
+    q_N, k_N, v_N, decay_N, beta_N, _ = inputs.split_with_sizes(sizes)
+    function("delta_inputs", projected_TN.dtype)(
+        *common, *(part.data_ptr() for part in (q_N, k_N, v_N, decay_N, beta_N))
+    )
+    o_THW = recurrence.recur(
+        q_N.view(tokens, groups, key),
+        k_N.view(tokens, groups, key),
+        v_N.view(tokens, heads, value),
+        decay_N.view(tokens, heads),
+        beta_N.view(tokens, heads),
+        memory,
+        group,
+    )
+    z_TV = projected_TN[:, channels : channels + heads * value]
+    return gated_norm(o_THW.reshape(tokens, -1), z_TV, layer.norm_W, layer.eps, value, gate_first=False)
+
+
+def _is_small(memory: RecurrentMemory) -> bool:
+    """Tell whether one thread is enough for a state."""
+    _, heads, key, value = memory.state_SHKW.shape
+    return heads * key * value * memory.state_SHKW.itemsize <= STATE_BYTES

@@ -1,0 +1,266 @@
+"""Tokens to text, piece by piece: the pieces make up the whole, cut at the first stop string."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from specdec.errors import CheckpointError
+from specdec.text import CONTEXT, TextStream, Tokenizer, load_tokenizer
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+SAMPLES = (
+    "hello world",
+    "naïve café",
+    "日本語の文章",
+    "🙂👩‍👩‍👧🏳️‍🌈 ok",
+    "\n\n  def f(x):\n",
+    BROKEN,
+    "a\x00b",
+    "ﷺ𝔘𝔫𝔦",
+)
+BYTES = st.one_of(
+    st.binary(max_size=24), st.text(max_size=24).map(str.encode), st.sampled_from(SAMPLES).map(str.encode)
+)
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """A BPE over bytes in the form of GPT-2, with merges that cut through characters, and a special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(s) for s in SAMPLES]
+    merges, vocab = [], {symbol: i for i, symbol in enumerate(alphabet)}
+    for text, _ in (piece for sample in pieces for piece in sample):
+        for left, right in zip(text[::2], text[1::2], strict=False):
+            if left + right not in vocab:
+                vocab[left + right] = len(vocab)
+                merges.append((left, right))
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<|end|>"])
+    return inner
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """A vocabulary in the form of SentencePiece: words with a mark for the space, bytes for the rest."""
+    words = ["▁hello", "▁world", "▁", "a", "é", "▁a", "lo"]
+    vocab = {piece: i for i, piece in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return inner
+
+
+INNER = byte_level()
+TOKENIZER = Tokenizer(INNER)
+SPECIAL = INNER.token_to_id("<|end|>")
+BYTE_IDS = [INNER.token_to_id(s) for s in sorted(pre_tokenizers.ByteLevel.alphabet())]
+
+
+def byte_id(byte: int) -> int:
+    """The token of one byte."""
+    return next(i for i in BYTE_IDS if INNER.id_to_token(i) == symbol_of(byte))
+
+
+def symbol_of(byte: int) -> str:
+    """How a byte-level vocabulary writes a byte: printable ones as themselves, the others from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in printable]
+    return chr(byte) if byte in printable else chr(256 + hidden.index(byte))
+
+
+TOKEN_OF = {byte: byte_id(byte) for byte in range(256)}
+
+
+def tokens_of(data: bytes, rng: random.Random) -> list[int]:
+    """Spell bytes in tokens of one or two, whatever characters they cut, with silent tokens between them."""
+    tokens, at = [], 0
+    while at < len(data):
+        if rng.random() < 0.1:
+            tokens.append(rng.choice([SPECIAL, 10**6]))
+        pair = INNER.token_to_id("".join(map(symbol_of, data[at : at + 2])))
+        if pair is not None and at + 1 < len(data) and rng.random() < 0.6:
+            tokens.append(pair)
+            at += 2
+        else:
+            tokens.append(TOKEN_OF[data[at]])
+            at += 1
+    return tokens
+
+
+def pieces_of(
+    tokens: list[int], stop: list[str] | str | None = None, tokenizer: Tokenizer = TOKENIZER
+) -> list[str]:
+    """What a stream gives: after each token, and at the end."""
+    stream = TextStream(tokenizer, stop)
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """Cut a text as if its characters came one by one."""
+    for end in range(len(text) + 1):
+        found = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(found)]
+    return text
+
+
+@given(st.lists(BYTES, max_size=8).map(b"".join), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150)
+def test_pieces_make_up_the_decoded_text(data: bytes, rng: random.Random) -> None:
+    tokens = tokens_of(data, rng)
+    assert "".join(pieces_of(tokens)) == TOKENIZER.decode(tokens) == data.decode(errors="replace")
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_pieces_end_before_the_stop_that_is_complete_first(data: st.DataObject) -> None:
+    """Few letters, so that stops overlap, nest, straddle tokens and begin without ending."""
+    letters = st.sampled_from("ab\n日🙂")
+    text = data.draw(st.text(letters, max_size=30))
+    stops = data.draw(st.lists(st.text(letters, min_size=1, max_size=5), min_size=1, max_size=3))
+    rng = data.draw(st.randoms(use_true_random=False))
+    tokens, stream = tokens_of(text.encode(), rng), TextStream(TOKENIZER, stops)
+    pieces, seen = [], ""
+    for token in tokens:
+        pieces.append(stream.push(token))
+        seen = "".join(pieces)
+        assert cut(text, stops).startswith(seen)
+    assert seen + stream.finish() == cut(text, stops)
+    assert stream.stopped == any(stop in text for stop in stops)
+
+
+@given(st.text(max_size=40), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_whole_characters_are_not_held_back(text: str, rng: random.Random) -> None:
+    text = text.replace(BROKEN, "")
+    stream, given_out, spelt = TextStream(TOKENIZER), "", b""
+    for character in text:
+        for token in tokens_of(character.encode(), rng):
+            given_out += stream.push(token)
+        spelt += character.encode()
+        assert given_out == spelt.decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one STOP two", "STOP", ["one ", "", "", "", ""]),
+        ("one STO two", "STOP", ["one ", "", "", "", "STO two"]),
+        ("aab", "ab", ["", "a", ""]),
+        ("abcabd", ["abd"], ["", "", "abc", "", "", ""]),
+        ("xyz", ["yz", "z"], ["x", "", ""]),
+    ],
+)
+def test_the_start_of_a_stop_is_held_until_it_is_decided(
+    text: str, stop: str | list[str], expected: list[str]
+) -> None:
+    stream = TextStream(TOKENIZER, stop)
+    pieces = [stream.push(TOKEN_OF[byte]) for byte in text.encode()]
+    assert "".join(pieces) + stream.finish() == "".join(expected)
+    if len(expected) == len(pieces):
+        assert pieces == expected
+
+
+def test_a_stop_does_not_depend_on_how_tokens_cut_it() -> None:
+    """The inner stop is complete first, even where one token brings both."""
+    inner = byte_level()
+    inner.add_tokens(["abcdef"])
+    tokenizer = Tokenizer(inner)
+    letters, whole = [TOKEN_OF[byte] for byte in b"abcdef"], [inner.token_to_id("abcdef")]
+    for tokens in (letters, whole):
+        assert "".join(pieces_of(tokens, ["abcdef", "cd"], tokenizer)) == "ab"
+
+
+def test_a_stopped_stream_says_nothing_more() -> None:
+    stream = TextStream(TOKENIZER, "b")
+    assert [stream.push(TOKEN_OF[byte]) for byte in b"ab"] == ["a", ""]
+    assert stream.stopped
+    assert stream.push(TOKEN_OF[ord("c")]) == stream.finish() == ""
+
+
+def test_finish_gives_what_was_held_once() -> None:
+    stream = TextStream(TOKENIZER, "stop")
+    assert [stream.push(TOKEN_OF[byte]) for byte in b"ast\xf0\x9f"] == ["a", "", "", "", ""]
+    assert stream.finish() == f"st{BROKEN}"
+    assert stream.finish() == ""
+    assert not stream.stopped
+
+
+def test_endless_garbage_comes_out_while_it_comes_in() -> None:
+    stream, longest = TextStream(TOKENIZER), 0
+    given_out = ""
+    for count in range(1, 200):
+        given_out += stream.push(TOKEN_OF[0x80])
+        longest = max(longest, count - len(given_out))
+    assert longest <= 4
+    assert given_out + stream.finish() == BROKEN * 199
+
+
+def test_a_token_costs_the_decoding_of_a_bounded_window() -> None:
+    class Counting(Tokenizer):
+        longest = 0
+
+        def decode(self, ids: Sequence[int]) -> str:
+            self.longest = max(self.longest, len(ids))
+            return super().decode(ids)
+
+    for data in (b"plain text " * 40, "日本🙂".encode() * 40, b"\xff" * 400, b"a\xe6\x97" * 100):
+        tokenizer = Counting(INNER)
+        pieces = pieces_of([TOKEN_OF[byte] for byte in data], tokenizer=tokenizer)
+        assert "".join(pieces) == data.decode(errors="replace")
+        assert tokenizer.longest <= 5 * CONTEXT
+
+
+@given(
+    st.lists(st.sampled_from(["▁hello", "▁world", "▁", "a", "é", "▁a", "lo", "日", "🙂", "ß"]), max_size=60)
+)
+@settings(deadline=None)
+def test_spaces_and_characters_in_bytes_come_out_whole_with_byte_fallback(words: list[str]) -> None:
+    """This decoder strips the first space and shows a broken run of bytes byte for byte."""
+    inner = byte_fallback()
+    tokens = [
+        inner.token_to_id(piece)
+        for word in words
+        for piece in (
+            [word] if inner.token_to_id(word) is not None else [f"<0x{b:02X}>" for b in word.encode()]
+        )
+    ]
+    tokenizer = Tokenizer(inner)
+    pieces = pieces_of(tokens, tokenizer=tokenizer)
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert not any(BROKEN in piece for piece in pieces)
+
+
+def test_a_window_without_hold_back_is_caught() -> None:
+    """Decoding each token alone, which is right for plain words, breaks every character of several tokens."""
+    tokens = [TOKEN_OF[byte] for byte in "日本".encode()]
+    assert "".join(TOKENIZER.decode([token]) for token in tokens) != "日本"
+    assert "".join(pieces_of(tokens)) == "日本"
+
+
+def test_a_folder_gives_its_tokenizer(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+    inner = byte_level()
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", SPECIAL)]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    ids = tokenizer.encode("naïve 🙂")
+    assert ids[0] == SPECIAL
+    assert tokenizer.decode(ids) == "naïve 🙂"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "unheard-of"}}'])
+def test_a_broken_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer .* download it again"):
+        load_tokenizer(tmp_path)
