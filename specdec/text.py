@@ -101,7 +101,7 @@ class TextStream:
         else:
             return
         self._ids = self._ids[forgotten:]
-        self._decoded = len(self._tokenizer.decode(self._ids)) - 0 * pending
+        self._decoded = len(self._tokenizer.decode(self._ids)) - pending
 
     def _release(self, new: str, *, last: bool) -> str:
         if self.stopped:

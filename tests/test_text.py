@@ -60,22 +60,11 @@ def byte_fallback() -> tokenizers.Tokenizer:
 INNER = byte_level()
 TOKENIZER = Tokenizer(INNER)
 SPECIAL = INNER.token_to_id("<|end|>")
-BYTE_IDS = [INNER.token_to_id(s) for s in sorted(pre_tokenizers.ByteLevel.alphabet())]
-
-
-def byte_id(byte: int) -> int:
-    """The token of one byte."""
-    return next(i for i in BYTE_IDS if INNER.id_to_token(i) == symbol_of(byte))
-
-
-def symbol_of(byte: int) -> str:
-    """How a byte-level vocabulary writes a byte: printable ones as themselves, the others from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in printable]
-    return chr(byte) if byte in printable else chr(256 + hidden.index(byte))
-
-
-TOKEN_OF = {byte: byte_id(byte) for byte in range(256)}
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
+SYMBOL_OF = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+"""How a byte-level vocabulary writes bytes: printable ones as themselves, the others from 256 on."""
+TOKEN_OF = {byte: INNER.token_to_id(symbol) for byte, symbol in SYMBOL_OF.items()}
 
 
 def tokens_of(data: bytes, rng: random.Random) -> list[int]:
@@ -84,7 +73,7 @@ def tokens_of(data: bytes, rng: random.Random) -> list[int]:
     while at < len(data):
         if rng.random() < 0.1:
             tokens.append(rng.choice([SPECIAL, 10**6]))
-        pair = INNER.token_to_id("".join(map(symbol_of, data[at : at + 2])))
+        pair = INNER.token_to_id("".join(SYMBOL_OF[byte] for byte in data[at : at + 2]))
         if pair is not None and at + 1 < len(data) and rng.random() < 0.6:
             tokens.append(pair)
             at += 2

@@ -229,6 +229,7 @@ def test_filters_break_ties_for_the_smaller_id() -> None:
     assert keep([1, 2, 1, 1, 2], top_k_N=torch.tensor([1])) == [1]
     assert keep([1, 2, 1, 1, 2], top_k_N=torch.tensor([3])) == [0, 1, 4]
     assert keep([0, 0, 0, 0], top_p_N=torch.tensor([0.4])) == [0, 1]
+    assert keep([0, 0, 0, 0], top_p_N=torch.tensor([0.5])) == [0, 1]
     assert keep([0, 0, 0, 0], top_k_N=torch.tensor([3]), top_p_N=torch.tensor([0.6])) == [0, 1]
     assert keep([-0.0, 0.0, -0.0], top_k_N=torch.tensor([2])) == [0, 1]
 
