@@ -190,6 +190,7 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
     add("--batch", metavar="ROWS", type=counts, default=[1, 4, 16], help="(default: 1,4,16)")
     add("--prompt-tokens", metavar="TOKENS", type=counts, default=[32, 512], help="(default: 32,512)")
     add("--new-tokens", metavar="TOKENS", type=at_least(1), default=32, help="decode steps (default: 32)")
+    add("--window", metavar="TOKENS", type=counts, default=[], help="also time windows of these widths")
     add("--peers", metavar="PEER", type=listed(str), default=[], help="transformers, or URLs of servers")
     add("--repeats", metavar="TIMES", type=at_least(1), default=5, help="counted runs (default: 5)")
     add("--warmup", metavar="TIMES", type=at_least(0), default=1, help="uncounted runs (default: 1)")
@@ -212,6 +213,7 @@ def _throughput(args: argparse.Namespace) -> None:
         repeats=args.repeats,
         warmup=args.warmup,
         seed=config.seed or 0,
+        windows=args.window,
     )
     run(options, config, args.out)
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import queue
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -56,7 +56,9 @@ class SpecEngine:
             for _, requests, _ in runs:
                 self._cancel(requests)
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Yield what each step adds. Closing the iterator cancels the request."""
         params = params or SamplingParams()
         ids = self._encode(prompt, params)

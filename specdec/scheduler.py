@@ -133,18 +133,16 @@ class Scheduler:
             return "max_running"
         states = int(bool(self.arena.layout.states))
         blocks = self._blocks_missing(request) + (len(self.running) if self.arena.layout.kv else 0)
-        if self.running and not self.arena.can_take(blocks=blocks, states=states):
-            return "memory"
-        return ""
+        if not self.running or self.arena.can_take(blocks=blocks, states=states):
+            return ""
+        return "KV blocks" if self.arena.can_take(states=states) else "state slots"
 
     def _note_limit(self, limit: str) -> None:
         self.limited_by[limit] += 1
         if limit != self._last_limit:
+            needed = self.arena.layout.sequence_bytes(len(self.waiting[0].tokens))
             logger.info(
-                "%d requests wait for %s; %d run; arena %s",
-                len(self.waiting),
-                limit,
-                len(self.running),
-                self.arena.usage(),
+                "%d requests wait for %s (the next needs %d bytes); %d run; %s",
+                *(len(self.waiting), limit, needed, len(self.running), self.arena.usage()),
             )
             self._last_limit = limit

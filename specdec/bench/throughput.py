@@ -15,12 +15,14 @@ from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, r
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import Summary, environment, json_line, summarise, table
 from specdec.bench.runner import EngineRunner
+from specdec.bench.windows import PROMPT, window_costs
 from specdec.config import EngineConfig
 from specdec.errors import EngineError
 from specdec.footprint import Footprint, measure
 
 EXACT = ("float32", "float64")
 """The types in which a token that differs is an error; in narrower ones two right answers differ often."""
+WINDOW_ROUNDS = 30
 EXCUSED_GAP = 1e-4
 """How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
 implementations round differently, and a tie this close may fall to either."""
@@ -39,6 +41,8 @@ class Options:
     repeats: int
     warmup: int
     seed: int
+    windows: Sequence[int] = ()
+    """Widths whose step is timed beside that of a window of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
     contestants: list[Contestant] = [engine, *connect(options.peers, oracle)]
     results, bandwidth = _measure(options, engine, oracle, contestants)
     footprint = measure(spec, settings.dtype)
+    # The window steps come last, on their own: they have no counterpart to take turns with.
     return {
         "benchmark": "throughput",
         **environment(),
@@ -87,6 +92,7 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
         "repeats": options.repeats,
         "read_bytes_per_s": bandwidth._asdict(),
         "contestants": {contestant.name: contestant.describe() for contestant in contestants},
+        "windows": window_costs(engine.model, options.windows, WINDOW_ROUNDS) if options.windows else [],
         "cases": [_case_report(result, footprint, bandwidth.median) for result in results],
     }
 
@@ -129,7 +135,9 @@ def _measure(
 
 def _with_room(config: EngineConfig, options: Options) -> EngineConfig:
     """Size the engine for the largest case, where the user did not."""
-    longest = max(options.prompt_tokens) + options.new_tokens + 1
+    longest = max(
+        max(options.prompt_tokens) + options.new_tokens + 1, PROMPT + max(options.windows, default=0)
+    )
     room = EngineConfig(max_running=max(options.batches), max_model_len=longest)
     return EngineConfig.of(room, config.model_dump(exclude_unset=True))
 
@@ -226,7 +234,21 @@ def render(report: Mapping[str, Any]) -> str:
     if fast_paths is not None:
         lines.append(f"fast paths that transformers found: {', '.join(fast_paths) or 'none'}")
     lines.append("x: time over specdec's in the same repeat, median")
-    return "\n".join([*lines, "", table(list(_rows(report)))])
+    lines += ["", table(list(_rows(report)))]
+    if report["windows"]:
+        lines += ["", table(list(_window_rows(report)))]
+    return "\n".join(lines)
+
+
+def _window_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    for figures in report["windows"]:
+        step = figures["step_s"]
+        yield {
+            "window": str(figures["width"]),
+            "ms/step": f"{step['median'] * 1e3:.2f}",
+            "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
+            "x window of 1": f"{figures['ratio']['median']:.2f}",
+        }
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:

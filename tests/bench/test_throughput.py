@@ -11,6 +11,7 @@ from specdec.bench.bandwidth import BandwidthProbe
 from specdec.bench.peers import Sample
 from specdec.bench.runner import EngineRunner
 from specdec.bench.throughput import EXCUSED_GAP
+from specdec.bench.windows import Probe
 from specdec.cli import main
 from specdec.config import EngineConfig
 
@@ -90,3 +91,20 @@ def test_runner_times_each_step_in_which_all_rows_decode(hybrid: Path) -> None:
 
 def test_bandwidth_probe_reads_what_it_says() -> None:
     assert BandwidthProbe(torch.device("cpu"), 1 << 16).bytes_per_second() > 0
+
+
+def test_windows_are_checked_and_timed(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(hybrid, "--window", "2,8") == 0
+    windows = report_of(capsys.readouterr().out)["windows"]
+    assert [figures["width"] for figures in windows] == [1, 2, 8]
+    assert windows[0]["ratio"]["median"] == 1
+
+
+def test_a_wrong_window_shows_no_figure(
+    hybrid: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Probe.run
+    monkeypatch.setattr(Probe, "run", lambda self, row: right(self, row) + len(row.tree))
+    assert run(hybrid, "--window", "8") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "off by" in captured.err
