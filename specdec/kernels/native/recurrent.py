@@ -15,6 +15,8 @@ from specdec.kernels.recurrence import cpu as recurrence
 
 STATE_BYTES = 1 << 17
 """A larger state is better worked on by all threads than by one."""
+PATH = 64
+"""The longest pending path that the C forms have room for, as MOST in narrow.c."""
 
 
 def causal_conv(
@@ -23,7 +25,7 @@ def causal_conv(
     """Convolve a narrow window with a float32 weight that lies [K, C] in memory."""
     weight_KC = weight_CK.t()
     fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous() and x_TC.stride(1) == 1
-    if not fits or not serves(x_TC):
+    if not fits or not serves(x_TC) or not _has_room(group):
         return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
@@ -69,7 +71,7 @@ def recur(
     """Run the recurrence over a narrow window in float32, where one thread is enough for the states."""
     state = memory.state_SHKW
     fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32
-    if not fits or not serves(q_TGK) or not _is_small(memory):
+    if not fits or not serves(q_TGK) or not _is_small(memory) or not _has_room(group):
         return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group)
     out_THW = torch.empty(v_THW.shape)
     records = records_of(memory)
@@ -102,7 +104,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
 
     Otherwise one call makes what feeds the recurrence, which then runs on all threads.
     """
-    if not serves(projected_TN) or memory.state_SHKW.dtype != torch.float32:
+    if not serves(projected_TN) or memory.state_SHKW.dtype != torch.float32 or not _has_room(group):
         return plain_delta_net.delta_net(projected_TN, layer, memory, group)
     tokens = projected_TN.shape[0]
     weight_KC = layer.conv_CK.t()
@@ -168,6 +170,10 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     )
     z_TV = projected_TN[:, channels : channels + heads * value]
     return gated_norm(o_THW.reshape(tokens, -1), z_TV, layer.norm_W, layer.eps, value, gate_first=False)
+
+
+def _has_room(group: Group) -> bool:
+    return group.path is None or group.path.slab_BN.shape[1] <= PATH
 
 
 def _is_small(memory: RecurrentMemory) -> bool:
