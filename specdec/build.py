@@ -1,9 +1,11 @@
 """Build what an engine runs from a model's folder and a configuration."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.config import EngineConfig
+from specdec.kernels.linear.cpu import describe
 from specdec.kernels.table import load_kernels
 from specdec.loop import DecodeLoop
 from specdec.models.checkpoint import Checkpoint
@@ -13,6 +15,8 @@ from specdec.resolve import Resolved, resolve
 from specdec.scheduler import Scheduler
 from specdec.state_slots.arena import Arena
 from specdec.text import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         device=settings.device,
     )
     weights.finish()
+    logger.info("kernels: %s; matrices: %s", settings.kernels, describe(settings.dtype, settings.device))
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     scheduler = Scheduler(arena, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens)
     return Model(DecodeLoop(network, arena, scheduler, settings.device), network, tokenizer, settings)

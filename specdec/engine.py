@@ -2,8 +2,11 @@
 
 import asyncio
 import itertools
+import operator
 import queue
 import random
+import reprlib
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +27,7 @@ Prompt = str | Sequence[int]
 class SpecEngine:
     """Serve one model. Any number of threads and tasks may call; one background thread owns the model.
 
-    Use it as a context manager, or call `close()`: both end what still runs and give the memory back.
+    Use it as a context manager, or call `close()`: both end what still runs.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, **fields: object) -> None:
@@ -34,6 +37,8 @@ class SpecEngine:
         self._numbers = itertools.count(1)
         self._seeds = random.Random(self.config.seed)
         self._worker = Worker(self.model.loop)
+        # An engine that is dropped without being closed ends its thread, which would keep the model alive.
+        self._finalizer = weakref.finalize(self, self._worker.close)
 
     def generate(
         self,
@@ -65,8 +70,7 @@ class SpecEngine:
         event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
 
         def emit(delta: Delta | SpecdecError) -> None:
-            if not event_loop.is_closed():
-                event_loop.call_soon_threadsafe(inbox.put_nowait, delta)
+            event_loop.call_soon_threadsafe(inbox.put_nowait, delta)
 
         requests = self._requests(ids, params, emit)
         try:
@@ -83,8 +87,11 @@ class SpecEngine:
             self._cancel(requests)
 
     def close(self) -> None:
-        """End every request with an error and give the memory back; a second call does nothing."""
-        self._worker.close()
+        """End every request with an error and stop the thread; a second call does nothing.
+
+        The model's memory goes with the engine object.
+        """
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -107,13 +114,13 @@ class SpecEngine:
                     "prompt: the model's folder has no tokenizer.json; pass token ids instead of text.",
                     field="prompt",
                 )
-            ids = self.tokenizer.encode(prompt)
+            ids = self._tokenize(prompt)
         else:
-            ids = list(prompt)
+            ids = _as_ids(prompt)
         vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
         if not ids:
             raise RequestError("prompt: it holds no token; give at least one.", field="prompt")
-        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab]
+        wrong = [i for i in ids if not 0 <= i < vocab]
         if wrong:
             raise RequestError(
                 f"prompt: token id {wrong[0]!r} is outside the vocabulary; use whole numbers below {vocab}.",
@@ -127,6 +134,15 @@ class SpecEngine:
             )
         self._check_ids(params, vocab)
         return ids
+
+    def _tokenize(self, prompt: str) -> list[int]:
+        assert self.tokenizer is not None
+        try:
+            return self.tokenizer.encode(prompt)
+        except (UnicodeError, TypeError) as error:
+            raise RequestError(
+                f"prompt: it is no valid Unicode text ({error}); mend it.", field="prompt"
+            ) from None
 
     def _check_ids(self, params: SamplingParams, vocab: int) -> None:
         for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
@@ -165,20 +181,58 @@ class SpecEngine:
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt, a text or token ids, from many."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        items = list(prompts)
+    except TypeError:
+        raise _no_prompt(prompts) from None
+    return [cast(Prompt, items)] if items and _is_number(items[0]) else cast(list[Prompt], items)
+
+
+def _is_number(item: object) -> bool:
+    """Tell a token id, of whatever library, from a prompt."""
+    try:
+        operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _as_ids(prompt: object) -> list[int]:
+    """Read token ids from anything that holds whole numbers: a list, a tensor, an array."""
+    try:
+        items = list(prompt)  # type: ignore[call-overload]
+        if any(isinstance(item, bool) for item in items):
+            raise TypeError
+        return [operator.index(item) for item in items]
+    except TypeError:
+        raise _no_prompt(prompt) from None
+
+
+def _no_prompt(prompt: object) -> RequestError:
+    return RequestError(
+        f"prompt: {reprlib.repr(prompt)} is neither text nor token ids; give a string or whole numbers.",
+        field="prompt",
+    )
 
 
 def _broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
+    each = list(params) if isinstance(params, Sequence) else [params]
+    wrong = next((own for own in each if not isinstance(own, SamplingParams)), None)
+    if wrong is not None:
         raise RequestError(
-            f"params: {len(params)} were given for {count} prompts; give one, or one for each prompt.",
+            f"params: {reprlib.repr(wrong)} is not SamplingParams; write SamplingParams(max_tokens=…).",
             field="params",
         )
-    return list(params)
+    if len(each) != count:
+        raise RequestError(
+            f"params: {len(each)} were given for {count} prompts; give one, or one for each prompt.",
+            field="params",
+        )
+    return each
 
 
 def _collect(

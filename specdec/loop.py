@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from specdec.errors import EngineError
 from specdec.models.network import Network
 from specdec.outputs import TokenLogprob
 from specdec.scheduler import Scheduler, Share, StepPlan
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
-from specdec.verify.choose import Choice, Node, choose
+from specdec.verify.choose import NO_TOKEN, Choice, Node, choose
 
 
 class DecodeLoop:
@@ -36,7 +37,7 @@ class DecodeLoop:
         return Row(
             tree=TokenTree.chain(tokens),
             length=request.computed,
-            blocks=request.blocks,
+            table_N=request.table_N,
             state=request.state or 0,
         )
 
@@ -56,9 +57,12 @@ class DecodeLoop:
         nodes = [Node(request.chooser, position=len(request.tokens)) for request in requests]
         choices = choose(self.network.logits(hidden_TD), nodes, self.network.kernels)
         for request, choice in zip(requests, choices, strict=True):
-            request.accept([(choice.token, _logprob(choice))])
+            if choice.token == NO_TOKEN:
+                request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
+            else:
+                request.accept([(choice.token, _logprob(choice))])
             if request.finish_reason:
-                self.scheduler.finish(request)
+                self.scheduler.release(request)
 
 
 def _logprob(choice: Choice) -> TokenLogprob | None:

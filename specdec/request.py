@@ -5,14 +5,19 @@ back, or the one token that was chosen last. A step reads some of them; when non
 logits choose the next token. Prefill, resumption and decoding are therefore one thing.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+
+import torch
 
 from specdec.config import SamplingParams
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta, FinishReason, RequestStats, TokenLogprob
 from specdec.text import TextStream
 from specdec.verify.choose import Chooser
+
+logger = logging.getLogger(__name__)
 
 Emit = Callable[[Delta | SpecdecError], None]
 
@@ -50,8 +55,13 @@ class Request:
     def forget_memory(self) -> None:
         """Note that the arena took everything back: the whole of `tokens` is owed again."""
         self.computed = 0
-        self.blocks: list[int] = []
+        self.table_N = torch.empty(0, dtype=torch.int64)
+        """The KV blocks of its tokens, in order."""
         self.state: int | None = None
+
+    def add_blocks(self, blocks: Sequence[int]) -> None:
+        """Put blocks behind those that it has."""
+        self.table_N = torch.cat([self.table_N, torch.tensor(blocks, dtype=torch.int64)])
 
     @property
     def owed(self) -> int:
@@ -91,7 +101,7 @@ class Request:
     def fail(self, error: SpecdecError) -> None:
         """End the request with an error that was not its own."""
         self.finish_reason = "abort"
-        self.emit(error)
+        self._send(error)
 
     def _emit(self, text: str, kept: Sequence[tuple[int, TokenLogprob | None]]) -> None:
         stats = None
@@ -99,7 +109,7 @@ class Request:
             text += self.text.finish() if self.text else ""
             stats = self._stats()
         logprobs = tuple(logprob for _, logprob in kept if logprob)
-        self.emit(
+        self._send(
             Delta(
                 text=text,
                 token_ids=tuple(token for token, _ in kept),
@@ -109,6 +119,14 @@ class Request:
                 stats=stats,
             )
         )
+
+    def _send(self, item: Delta | SpecdecError) -> None:
+        """Hand an item to the caller; a caller that cannot take it is gone, and nobody else's trouble."""
+        try:
+            self.emit(item)
+        except Exception:
+            logger.warning("request %d: its caller is gone", self.number, exc_info=True)
+            self.cancelled = True
 
     def _stats(self) -> RequestStats:
         return RequestStats(

@@ -3,11 +3,13 @@
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from specdec.config import EngineConfig
 from specdec.errors import CapacityError, ConfigError
+from specdec.kernels.native.call import SUFFIX
 from specdec.kernels.native.library import library
 from specdec.models import spec
 from specdec.models.network import memory_layout
@@ -50,14 +52,15 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         )
     if config.memory_bytes is None:
         wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
-        memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * _free_memory(device)))
+        weight_bytes = stored_bytes * dtype.itemsize // stored.itemsize
+        memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * max(_free_memory(device) - weight_bytes, 0)))
     else:
         memory_bytes = config.memory_bytes
     longest = _fit(config, layout, memory_bytes, longest)
     settings = Resolved(
         device=device,
         dtype=dtype,
-        kernels=_kernels(config.kernels, device),
+        kernels=_kernels(config.kernels, device, dtype),
         layout=layout,
         memory_bytes=memory_bytes,
         max_running=config.max_running,
@@ -77,6 +80,9 @@ def _refuse_unbuilt(config: EngineConfig) -> None:
         ("prefix_cache", (False,)),
         ("draft_model", (None,)),
         ("synthetic_acceptance", (None,)),
+        ("num_steps", (None,)),
+        ("topk", (None,)),
+        ("num_draft_tokens", (None,)),
     ):
         value = getattr(config, field)
         if value not in supported:
@@ -96,17 +102,18 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _kernels(name: str, device: torch.device) -> str:
-    """Prefer the C forms where there is a compiler; a name that is given is taken at its word."""
-    can_compile = device.type == "cpu" and library() is not None
-    if name == "native" and not can_compile:
+def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Prefer the C forms where they can serve; a name that is given is taken at its word."""
+    if name not in ("auto", "native"):
+        return name
+    can_serve = device.type == "cpu" and dtype in SUFFIX and library() is not None
+    if name == "native" and not can_serve:
         raise ConfigError(
-            "kernels: 'native' needs a CPU and a C compiler (cc, gcc, clang or $CC); use kernels='cpu'.",
+            "kernels: 'native' needs a CPU, float32 or bfloat16, and a C compiler (cc, gcc, clang or $CC); "
+            "use kernels='cpu'.",
             field="kernels",
         )
-    if name == "auto":
-        return "native" if can_compile else "cpu"
-    return name
+    return "native" if can_serve else "cpu"
 
 
 def _dtype(name: str, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:
@@ -121,9 +128,19 @@ def _dtype(name: str, device: torch.device, stored: torch.dtype, stored_bytes: i
 
 
 def _free_memory(device: torch.device) -> int:
+    """Return what the device can still give; on a CPU within the limit of the process's control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, StopIteration, ValueError):  # not this system's files, or no limit ("max")
+        pass
+    return max(free, 0)
 
 
 def _fit(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:

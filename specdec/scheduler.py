@@ -9,6 +9,7 @@ import logging
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from specdec.errors import CapacityError
 from specdec.request import Request
 from specdec.state_slots.arena import Arena
 
@@ -59,6 +60,8 @@ class Scheduler:
         budget = self.chunk_tokens - sum(r.owed for r in self.running if r.owed > 1)
         while budget > 0 and self._admit():
             budget -= self.running[-1].owed
+        if budget <= 0 and self.waiting:
+            self._note_limit("chunk_tokens")
         shares: list[Share] = []
         budget = self.chunk_tokens
         for request in self.running:
@@ -68,8 +71,8 @@ class Scheduler:
                 shares.append(Share(request, count))
         return StepPlan(tuple(shares))
 
-    def finish(self, request: Request) -> None:
-        """Take back all that a finished request holds."""
+    def release(self, request: Request) -> None:
+        """Take back all that a request holds and forget it."""
         self.arena.release_owner(request.number)
         request.forget_memory()
         if request in self.running:
@@ -79,11 +82,11 @@ class Scheduler:
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in (*self.running, *self.waiting) if r.cancelled]:
-            self.finish(request)
+            self.release(request)
             request.abort()
 
     def _blocks_missing(self, request: Request) -> int:
-        return self.arena.layout.blocks_for(len(request.tokens)) - len(request.blocks)
+        return self.arena.layout.blocks_for(len(request.tokens)) - len(request.table_N)
 
     def _grow(self, request: Request) -> bool:
         """Get blocks for every token that the request has, preempting the youngest until there are enough.
@@ -93,7 +96,7 @@ class Scheduler:
         while (missing := self._blocks_missing(request)) > 0:
             blocks = self.arena.take_blocks(request.number, missing)
             if blocks is not None:
-                request.blocks += blocks
+                request.add_blocks(blocks)
                 break
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -103,7 +106,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         logger.info("preempted request %d: no KV block was free", request.number)
-        self.finish(request)
+        self.release(request)
         self.waiting.appendleft(request)
         request.preemptions += 1
         self.preemptions += 1
@@ -114,17 +117,22 @@ class Scheduler:
             return False
         request = self.waiting[0]
         limit = self._limit(request)
+        if limit and not self.running:
+            # Nothing that runs will ever make room for it.
+            self.waiting.popleft()
+            request.fail(CapacityError(f"The arena has no room for this request: it needs {limit}."))
+            return False
         if limit:
             self._note_limit(limit)
             return False
-        self.waiting.popleft()
+        self._last_limit = ""
+        self.running.append(self.waiting.popleft())
         if self.arena.layout.states:
             request.state = self.arena.take_state(request.number)
             assert request.state is not None
         blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
         assert blocks is not None
-        request.blocks = blocks
-        self.running.append(request)
+        request.add_blocks(blocks)
         return True
 
     def _limit(self, request: Request) -> str:
@@ -133,7 +141,7 @@ class Scheduler:
             return "max_running"
         states = int(bool(self.arena.layout.states))
         blocks = self._blocks_missing(request) + (len(self.running) if self.arena.layout.kv else 0)
-        if not self.running or self.arena.can_take(blocks=blocks, states=states):
+        if self.arena.can_take(blocks=blocks, states=states):
             return ""
         return "KV blocks" if self.arena.can_take(states=states) else "state slots"
 

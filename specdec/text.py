@@ -19,6 +19,9 @@ class Tokenizer:
     """Read and write text as the model's own tokenizer does."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        # Files keep how training cut and padded its batches; a prompt is read as it is.
+        inner.no_truncation()
+        inner.no_padding()
         self._inner = inner
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
 

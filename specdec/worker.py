@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+from collections.abc import Iterable
 
 from specdec.errors import EngineError
 from specdec.loop import DecodeLoop
@@ -43,18 +44,31 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
+        error = EngineError("The engine was closed while this request ran.")
+        try:
+            while not self._closing:
+                self._receive(wait=not self._loop.scheduler.has_work)
+                self._step()
+        except BaseException as fault:
+            error = EngineError(f"The engine stopped: {fault!r}.")
+            raise
+        finally:
+            with self._gate:
+                self._closing = True
+            self._receive(wait=False)
+            scheduler = self._loop.scheduler
+            self._fail((*scheduler.running, *scheduler.waiting), error)
+
+    def _step(self) -> None:
         scheduler = self._loop.scheduler
-        while not self._closing:
-            self._receive(wait=not scheduler.has_work)
-            try:
-                self._loop.step()
-                if not scheduler.has_work:
-                    self._loop.arena.check_integrity()
-            except Exception as error:  # whatever a step raises ends its requests, not the engine
-                logger.exception("a step failed")
-                self._fail_all(EngineError(f"The engine failed while this request ran: {error!r}."))
-        self._receive(wait=False)
-        self._fail_all(EngineError("The engine was closed while this request ran."))
+        try:
+            self._loop.step()
+            if not scheduler.has_work:
+                self._loop.arena.check_integrity()
+        except Exception as error:  # what a step raises ends the requests that were in it, not the engine
+            logger.exception("a step failed")
+            taking_part = scheduler.running or list(scheduler.waiting)[:1]
+            self._fail(taking_part, EngineError(f"The engine failed while this request ran: {error!r}."))
 
     def _receive(self, *, wait: bool) -> None:
         """Hand new requests to the scheduler; with nothing to do, sleep until something comes."""
@@ -64,8 +78,11 @@ class Worker:
             if request is not None:
                 self._loop.scheduler.submit(request)
 
-    def _fail_all(self, error: EngineError) -> None:
-        scheduler = self._loop.scheduler
-        for request in (*scheduler.running, *scheduler.waiting):
-            scheduler.finish(request)
+    def _fail(self, requests: Iterable[Request], error: EngineError) -> None:
+        """End each of the requests; what goes wrong with one keeps no other waiting."""
+        for request in tuple(requests):
+            try:
+                self._loop.scheduler.release(request)
+            except Exception:
+                logger.exception("request %d could not be released", request.number)
             request.fail(error)

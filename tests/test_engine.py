@@ -1,11 +1,14 @@
 """SpecEngine as its callers see it."""
 
 import asyncio
+import gc
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import specdec
 from specdec import EngineConfig, SamplingParams, SpecEngine
@@ -165,9 +168,9 @@ def test_closing_the_iterator_cancels_and_returns_the_memory(hybrid: Path) -> No
 
         asyncio.run(leave_early())
         engine.generate("y", GREEDY)
-        deadline = threading.Event()
-        while arena.usage().free_slabs != arena.usage().slabs and not deadline.wait(0.01):
-            pass
+        # The engine acts on a cancellation between steps, so it has done so before it ended a later request.
+        usage = arena.usage()
+        assert usage.free_slabs == usage.slabs
         arena.check_integrity()
 
 
@@ -222,17 +225,102 @@ def test_closing_ends_what_still_runs(hybrid: Path) -> None:
     assert len(errors) == 1 and "closed" in str(errors[0])
 
 
-def test_a_failing_step_fails_its_requests_and_no_others(
-    hybrid: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_step_fails_the_requests_in_it_and_no_others(hybrid: Path) -> None:
+    with SpecEngine(hybrid, max_running=1) as engine:
+        network = engine.model.network
+        right = network.forward
+        waiting = threading.Event()
+
+        def fail_once(*arguments: object) -> object:
+            waiting.wait()
+            network.forward = right
+            return 1 / 0
+
+        network.forward = fail_once
+        outcomes: dict[str, object] = {}
+
+        def call(name: str) -> None:
+            try:
+                outcomes[name] = len(engine.generate(name, GREEDY)[0].token_ids)
+            except EngineError as error:
+                outcomes[name] = str(error)
+
+        threads = [threading.Thread(target=call, args=(name,)) for name in ("first", "second")]
+        threads[0].start()
+        while not engine.model.loop.scheduler.running:
+            time.sleep(0.001)
+        threads[1].start()
+        while engine._worker._inbox.empty():
+            time.sleep(0.001)
+        waiting.set()
+        for thread in threads:
+            thread.join()
+        assert "ZeroDivisionError" in str(outcomes["first"])
+        assert outcomes["second"] == 12
+        engine.model.loop.arena.check_integrity()
+
+
+def test_a_caller_that_cannot_take_its_output_troubles_nobody_else(hybrid: Path) -> None:
+    """An event loop that closes while its request runs makes every delivery raise."""
+    with SpecEngine(hybrid) as engine:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        event_loop = asyncio.new_event_loop()
+        stream = engine.stream("x", params)
+        event_loop.run_until_complete(anext(stream))
+        event_loop.run_until_complete(event_loop.shutdown_default_executor())
+        event_loop.close()
+        assert len(engine.generate("y", GREEDY)[0].token_ids) == 12
+        assert not engine.model.loop.scheduler.running
+
+
+def test_an_output_that_is_no_number_fails_its_request_by_name(hybrid: Path) -> None:
     with SpecEngine(hybrid) as engine:
         network = engine.model.network
-        monkeypatch.setattr(network, "forward", lambda *_: 1 / 0)
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
-            engine.generate("x", GREEDY)
-        monkeypatch.undo()
+        right = network.logits
+        network.logits = lambda hidden_TD: right(hidden_TD) * float("nan")
+        for params in (GREEDY, SamplingParams(seed=1)):
+            with pytest.raises(EngineError, match="NaN"):
+                engine.generate("x", params)
+        network.logits = right
         assert len(engine.generate("x", GREEDY)[0].token_ids) == 12
-        engine.model.loop.arena.check_integrity()
+
+
+def test_a_dropped_engine_ends_its_thread(hybrid: Path) -> None:
+    engine = SpecEngine(hybrid)
+    thread = engine._worker._thread
+    del engine
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_a_process_default_type_changes_nothing(hybrid: Path) -> None:
+    params = SamplingParams(max_tokens=8, seed=1, top_p=0.9, frequency_penalty=0.3, ignore_eos=True)
+    with SpecEngine(hybrid) as engine:
+        expected = engine.generate("x", params)[0].token_ids
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with SpecEngine(hybrid) as engine:
+            assert engine.generate("x", params)[0].token_ids == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a", 5], "\ud800", [1.5]])
+def test_what_is_no_prompt_is_refused(engine: SpecEngine, prompt: object) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        engine.generate(prompt, GREEDY)  # type: ignore[arg-type]
+
+
+def test_token_ids_may_come_as_a_tensor(engine: SpecEngine) -> None:
+    expected = engine.generate([1, 2, 3], GREEDY)[0].token_ids
+    assert engine.generate(torch.tensor([1, 2, 3]), GREEDY)[0].token_ids == expected  # type: ignore[arg-type]
+    assert engine.generate([torch.tensor([1, 2, 3])], GREEDY)[0].token_ids == expected  # type: ignore[list-item]
+
+
+def test_params_of_another_type_are_refused(engine: SpecEngine) -> None:
+    with pytest.raises(RequestError, match="SamplingParams"):
+        engine.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +330,7 @@ def test_a_failing_step_fails_its_requests_and_no_others(
         ([0, 320], "token id 320"),
         ([-1], "token id -1"),
         ([1] * 600, "max_model_len"),
-        ([1, True], "token id True"),
+        ([1, True], "neither text nor token ids"),
     ],
 )
 def test_a_prompt_the_model_cannot_read_is_refused(
@@ -274,6 +362,9 @@ def test_one_bad_prompt_leaves_the_engine_whole(engine: SpecEngine) -> None:
         ({"slots": "snapshot"}, ConfigError, "slots"),
         ({"kernels": "triton"}, ConfigError, "kernels"),
         ({"prefix_cache": True}, ConfigError, "prefix_cache"),
+        ({"draft": "auto", "num_steps": 4}, ConfigError, "num_steps"),
+        ({"kernels": "native", "dtype": "float16"}, ConfigError, "kernels"),
+        ({"memory_bytes": "900TiB"}, CapacityError, "memory_bytes"),
         ({"max_model_len": 4096}, ConfigError, "max_model_len"),
         ({"memory_bytes": 1000}, CapacityError, "memory_bytes"),
         ({"devise": "cpu"}, ConfigError, "devise"),

@@ -253,3 +253,15 @@ def test_a_broken_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> 
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer .* download it again"):
         load_tokenizer(tmp_path)
+
+
+def test_a_prompt_is_read_whole_whatever_the_file_says_of_batches(tmp_path: Path) -> None:
+    """Training frameworks leave their truncation and padding in the file."""
+    inner = byte_level()
+    text = "a text of more than four tokens"
+    expected = inner.encode(text).ids
+    inner.enable_truncation(4)
+    inner.enable_padding(length=80)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None and loaded.encode(text) == expected

@@ -15,3 +15,6 @@ LOGITS_RELATIVE = 1e-4
 
 BFLOAT16_GAP = 1.5
 """Our distance from the float32 truth over that of transformers in bfloat16."""
+
+FLOAT64_LOGITS = 1e-6
+"""Of float64 logits against our own in another window: gates and softmax keep some float32."""

@@ -28,7 +28,8 @@ class Probe:
         self.widest = max(widths)
         self.tokens = [token % model.network.spec.vocab for token in range(1, PROMPT + self.widest + 1)]
         layout = self.arena.layout
-        self.blocks = self.arena.take_blocks(self.owner, layout.blocks_for(len(self.tokens))) or []
+        blocks = self.arena.take_blocks(self.owner, layout.blocks_for(len(self.tokens))) or []
+        self.table_N = torch.tensor(blocks, dtype=torch.int64)
         self.state = self.arena.take_state(self.owner) if layout.states else 0
         records = [(0, 0)] * (self.widest + 1)
         if layout.states:
@@ -37,7 +38,7 @@ class Probe:
             raise EngineError("the arena cannot hold a window; raise memory_bytes", field="memory_bytes")
         *self.records, self.accepted = records
         """One record per node, and one that stands for a token accepted before."""
-        self.run(Row(TokenTree.chain(self.tokens[:PROMPT]), 0, self.blocks, self.state))
+        self.run(Row(TokenTree.chain(self.tokens[:PROMPT]), 0, self.table_N, self.state))
         self.run(self.window(1, records=[self.accepted]))
 
     @torch.inference_mode()
@@ -52,7 +53,7 @@ class Probe:
         """Return a chain of tokens that may all be taken back, behind an accepted path."""
         at = PROMPT + start
         tree = TokenTree.chain(self.tokens[at : at + width])
-        return Row(tree, at, self.blocks, self.state or 0, path, records)
+        return Row(tree, at, self.table_N, self.state or 0, path, records)
 
     def check(self) -> None:
         """Compare the widest window with its tokens read one by one; a difference ends the benchmark."""

@@ -103,6 +103,11 @@ def _experts(fields: Fields) -> spec.MoE:
     fields.absent("mlp_bias", "experts without biases (false)")
     fields.only("n_shared_experts", 1)
     fields.divides("n_group", "n_routed_experts")
+    experts, groups = fields.integer("n_routed_experts"), fields.integer("n_group", default=1)
+    if experts // groups < 2:
+        fields.refuse("n_group", "at least two experts in a group")
+    if top_k(fields, "n_routed_experts") > experts // groups * fields.integer("topk_group", default=1):
+        fields.refuse("num_experts_per_tok", "no more experts than the chosen groups (topk_group) hold")
     return spec.MoE(
         experts=fields.integer("n_routed_experts"),
         top_k=top_k(fields, "n_routed_experts"),

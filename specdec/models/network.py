@@ -35,6 +35,7 @@ def memory_layout(
                 states.append(StateShape(*shape))
             case None:
                 pass
+    assert len({state.conv_inputs for state in states}) <= 1, "a window's taps serve every convolution"
     return Layout(tuple(kv), tuple(states), dtype, state_dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a network is made of, as plain data. A family file turns a Hugging Face config into a NetworkSpec."""
+"""What a network is made of, as plain data. A family file turns a Hugging Face config into a Network."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -51,7 +51,12 @@ class Arena:
                 field="memory_bytes",
             )
         self.layout = layout
-        self.data = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.data = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"memory_bytes is {num_bytes}, which {device} does not have; give less", field="memory_bytes"
+            ) from error
         self._slab_bytes_SX = self.data.view(num_slabs, layout.slab_bytes)
         self._slab_bytes_SX[0].zero_()
         self._pages = page_views(self.data, layout)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.kernels.group import Group, RecordIds
 from specdec.state_slots.tree import TokenTree
@@ -24,7 +25,7 @@ class Row:
 
     tree: TokenTree
     length: int
-    blocks: Sequence[int]
+    table_N: Tensor
     state: int
     path: Sequence[RecordSlot] = ()
     records: Sequence[RecordSlot] | None = None
@@ -80,7 +81,7 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
         record=_records([row.records or () for row in rows], device) if recorded else None,
         ancestors_BMM=None if chains else _ancestors(trees, device),
         tap_BMC=None if chains else _ids([tree.taps(conv_width) for tree in trees], device),
-        table_BN=_ids(_padded([row.blocks for row in rows], 0), device),
+        table_BN=pad_sequence([row.table_N for row in rows], batch_first=True).to(device),
         length_B=_ids(lengths, device),
         max_length=max(lengths),
     )
@@ -102,7 +103,8 @@ def _records(slots: Sequence[Sequence[RecordSlot]], device: torch.device) -> Rec
 
 
 def _ancestors(trees: Sequence[TokenTree], device: torch.device) -> Tensor:
-    masks_BM = [tree.ancestor_masks for tree in trees]
-    width = len(trees[0])
-    bits = [[[bool(mask >> j & 1) for j in range(width)] for mask in masks] for masks in masks_BM]
-    return torch.tensor(bits, dtype=torch.bool, device=device)
+    """Unpack the trees' masks, eight bytes each, into booleans."""
+    packed = b"".join(mask.to_bytes(8, "little") for tree in trees for mask in tree.ancestor_masks)
+    bytes_BM8 = torch.frombuffer(bytearray(packed), dtype=torch.uint8).view(len(trees), -1, 8)
+    bits_BM88 = bytes_BM8[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits_BM88.flatten(2)[..., : len(trees[0])].bool().to(device)

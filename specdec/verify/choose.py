@@ -30,7 +30,7 @@ class Chooser:
         size = vocab if self.is_penalised else 0
         self.seen_V = torch.zeros(size, dtype=torch.bool)
         """What the prompt and the output hold."""
-        self.count_V = torch.zeros(size)
+        self.count_V = torch.zeros(size, dtype=torch.float32)
         """How often the output holds it."""
         if self.is_penalised:
             self.seen_V[torch.tensor(prompt, dtype=torch.int64)] = True
@@ -57,6 +57,10 @@ class Logprob(NamedTuple):
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+
+
+NO_TOKEN = -1
+"""What is chosen where the network's output is no number."""
 
 
 class Choice(NamedTuple):
@@ -89,8 +93,9 @@ def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[C
 
 
 def _best(scores_NV: Tensor) -> list[int]:
-    """Return each row's best token, of equals the first: `max` promises it, and beats `argmax` in time."""
-    tokens: list[int] = scores_NV.max(-1).indices.tolist()
+    """Return each row's best token, of equals the first, as `max` promises; NO_TOKEN where a score is NaN."""
+    best_N = scores_NV.max(-1)
+    tokens: list[int] = best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN).tolist()
     return tokens
 
 
@@ -119,12 +124,12 @@ def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
     params = [node.chooser.params for node in nodes]
 
     def column(values: list[float], off: float) -> Tensor | None:
-        return torch.tensor(values, device=device) if any(value != off for value in values) else None
+        return _floats(values, device) if any(value != off for value in values) else None
 
     # No vocabulary comes near the bound, which keeps a number of any size within the tensor's type.
     top_k = [min(max(p.top_k, 0), 2**31) for p in params]
     return Rules(
-        temperature_N=torch.tensor([p.temperature for p in params], device=device),
+        temperature_N=_floats([p.temperature for p in params], device),
         top_k_N=torch.tensor(top_k, device=device) if any(top_k) else None,
         top_p_N=column([p.top_p for p in params], 1.0),
         min_p_N=column([p.min_p for p in params], 0.0),
@@ -139,8 +144,15 @@ def _bias(params: Sequence[SamplingParams], device: torch.device) -> Bias | None
     ]
     if not entries:
         return None
-    rows, tokens, values = (torch.tensor(part, device=device) for part in zip(*entries, strict=True))
-    return Bias(rows, tokens, values)
+    rows, tokens, values = zip(*entries, strict=True)
+    return Bias(
+        torch.tensor(rows, device=device), torch.tensor(tokens, device=device), _floats(values, device)
+    )
+
+
+def _floats(values: Sequence[float], device: torch.device) -> Tensor:
+    """Make a column of numbers, whatever the process's default type is."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
@@ -160,9 +172,9 @@ def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
         torch.tensor(rows, device=device),
         seen_RV.to(device),
         count_RV.to(device),
-        torch.tensor([p.repetition_penalty for p in params], device=device),
-        torch.tensor([p.presence_penalty for p in params], device=device),
-        torch.tensor([p.frequency_penalty for p in params], device=device),
+        _floats([p.repetition_penalty for p in params], device),
+        _floats([p.presence_penalty for p in params], device),
+        _floats([p.frequency_penalty for p in params], device),
     )
 
 
@@ -170,7 +182,7 @@ def _logprobs(logits_NV: Tensor, nodes: Sequence[Node], tokens: Sequence[int]) -
     found = {}
     for n, node in enumerate(nodes):
         wanted = node.chooser.params.logprobs
-        if wanted is not None:
+        if wanted is not None and tokens[n] != NO_TOKEN:
             found[n] = _logprob(logits_NV[n], tokens[n], wanted)
     return found
 

@@ -47,7 +47,7 @@ class Runner:
     @torch.inference_mode()
     def step(self, parts: Sequence[tuple["Sequence_", Sequence[int]]]) -> list[Tensor]:
         """Read each sequence's next tokens in one window; return the logits of each of them [M, V]."""
-        rows = [Row(TokenTree.chain(tokens), own.length, own.blocks, own.state) for own, tokens in parts]
+        rows = [Row(TokenTree.chain(tokens), own.length, own.table_N, own.state) for own, tokens in parts]
         window = build_window(rows, self.conv_width, CPU)
         hidden_TD = self.network.forward(window, self.arena)
         logits_TV = self.network.logits(hidden_TD)
@@ -71,7 +71,7 @@ class Sequence_:
     def __init__(self, runner: Runner, owner: int) -> None:
         blocks = runner.arena.take_blocks(owner, runner.layout.blocks_for(MAX_LENGTH))
         assert blocks is not None
-        self.blocks = blocks
+        self.table_N = torch.tensor(blocks, dtype=torch.int64)
         state = runner.arena.take_state(owner) if runner.layout.states else 0
         assert state is not None
         self.state = state

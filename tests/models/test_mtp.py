@@ -118,13 +118,13 @@ def test_the_head_equals_its_oracle(tmp_path: Path, family: str, index: int) -> 
     pieces = []
     for start, stop in ((0, 20), (20, 21), (21, LENGTH)):
         tree = TokenTree.chain(ids_T[1 + start : 1 + stop].tolist())
-        window = build_window([Row(tree, start, own.blocks, own.state)], runner.conv_width, CPU)
+        window = build_window([Row(tree, start, own.table_N, own.state)], runner.conv_width, CPU)
         pieces.append(runner.head.forward(window, hidden_TD[start:stop], runner.arena))
     found = torch.cat(pieces)
     assert float((found - expected).norm() / expected.norm()) < LOGITS_RELATIVE
     # The mutant: the hidden state before the final norm, the mistake that costs others their acceptance.
     window = build_window(
-        [Row(TokenTree.chain(ids_T[1:].tolist()), 0, own.blocks, own.state)], runner.conv_width, CPU
+        [Row(TokenTree.chain(ids_T[1:].tolist()), 0, own.table_N, own.state)], runner.conv_width, CPU
     )
     wrong = runner.head.forward(window, hidden_TD.roll(1, dims=0), runner.arena)
     assert float((wrong - expected).norm() / expected.norm()) > LOGITS_RELATIVE

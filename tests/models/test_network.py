@@ -1,6 +1,7 @@
 """Logits against transformers, from checkpoints that transformers wrote."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.kernels.native.library import library
 from tests.models.random_checkpoints import FAMILIES, Sample, draw, save
 from tests.models.runner import Runner
-from tests.tolerances import BFLOAT16_GAP, LOGITS_RELATIVE
+from tests.tolerances import BFLOAT16_GAP, FLOAT64_LOGITS, LOGITS_RELATIVE
 
 SEEDS = range(12)
 CHUNKS = (1, 3, 7, 64)
+KERNELS = ("cpu", "native") if library() else ("cpu",)
 LENGTH = 70
 
 
@@ -58,14 +61,15 @@ def typical_error(found_TV: Tensor, expected_TV: Tensor) -> float:
     return float(error_T.median())
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_in_chunks_of_any_size(
-    case: Callable[[str, int], Case], family: str, seed: int
+    case: Callable[[str, int], Case], family: str, seed: int, kernels: str
 ) -> None:
     one = case(family, seed)
     expected = one.expected()
-    runner = Runner(one.folder, torch.float32)
+    runner = Runner(one.folder, torch.float32, kernels=kernels)
     for chunk in CHUNKS:
         assert relative(runner.read(one.tokens, chunk), expected) < LOGITS_RELATIVE
 
@@ -75,7 +79,7 @@ def test_logits_equal_transformers_in_chunks_of_any_size(
 def test_greedy_tokens_equal_transformers(case: Callable[[str, int], Case], family: str, seed: int) -> None:
     """Greedy decoding reads what it wrote itself; transformers reads the same prefix anew each time."""
     one = case(family, seed)
-    runner = Runner(one.folder, torch.float32)
+    runner = Runner(one.folder, torch.float32, kernels=KERNELS[-1])
     own = runner.sequence()
     logits_V = runner.step([(own, one.tokens[:20])])[0][-1]
     said: list[int] = []
@@ -110,7 +114,7 @@ def test_rows_of_a_mixed_window_equal_the_rows_alone(
         starts = [row.length for row, _ in parts]
         for logits_TV, start in zip(runner.step(parts), starts, strict=True):
             torch.testing.assert_close(
-                logits_TV, expected[start : start + len(logits_TV)], rtol=1e-6, atol=1e-6
+                logits_TV, expected[start : start + len(logits_TV)], rtol=FLOAT64_LOGITS, atol=FLOAT64_LOGITS
             )
 
 
@@ -126,8 +130,8 @@ def test_bfloat16_stays_within_the_references_own_gap(
     one = case(family, seed)
     truth_TV = one.expected()
     reference = typical_error(one.expected(torch.bfloat16), truth_TV)
-    for chunk in (1, 64):
-        found_TV = Runner(one.folder, torch.bfloat16).read(one.tokens, chunk)
+    for kernels, chunk in itertools.product(KERNELS, (1, 64)):
+        found_TV = Runner(one.folder, torch.bfloat16, kernels=kernels).read(one.tokens, chunk)
         assert typical_error(found_TV, truth_TV) <= BFLOAT16_GAP * reference
 
 
@@ -136,7 +140,7 @@ def test_the_reference_kernels_give_the_same_logits(case: Callable[[str, int], C
     one = case(family, 0)
     found = Runner(one.folder, torch.float64, kernels="reference").read(one.tokens[:30], 7)
     expected = Runner(one.folder, torch.float64).read(one.tokens[:30], 7)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=FLOAT64_LOGITS, atol=FLOAT64_LOGITS)
 
 
 def test_a_network_with_one_wrong_weight_is_noticed(case: Callable[[str, int], Case]) -> None:

@@ -4,14 +4,11 @@ The layout costs nothing in exactness for the narrow windows of decoding and rea
 fast as `F.linear`. Its operators are not public, so this file is the only one that names them.
 """
 
-import logging
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 BLOCKED_FROM = 1 << 12
 """Weights with fewer entries live in the cache; the operator's overhead would be all that is seen."""

@@ -35,39 +35,8 @@ def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> N
     )
 
 
-def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
-    """Attend to what the table names without gathering it, where one thread is enough."""
-    work = q_THD.numel() * (group.max_length + group.width)
-    if not serves(q_THD) or work > ATTENTION_WORK or q_THD.stride(2) != 1:
-        return attention.attend(q_THD, pages_NPXJD, group, scale)
-    _, heads, dim = q_THD.shape
-    kv_heads = pages_NPXJD.shape[3]
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-    longest = group.max_length + group.width
-    scratch = torch.empty(group.width * (heads // kv_heads) * longest)
-    function("attend", q_THD.dtype)(
-        q_THD.data_ptr(),
-        group.rows,
-        group.width,
-        heads,
-        kv_heads,
-        dim,
-        *q_THD.stride()[:2],
-        pages_NPXJD.data_ptr(),
-        *pages_NPXJD.stride()[:2],
-        pages_NPXJD.shape[2],
-        group.table_BN.data_ptr(),
-        group.table_BN.shape[1],
-        group.length_B.data_ptr(),
-        pointer(group.ancestors_BMM),
-        scale,
-        scratch.data_ptr(),
-        out_THD.data_ptr(),
-    )
-    return out_THD
-
-
-OPERATIONS = attention_layer.Operations(rms_norm, rotate, append, attend)
+OPERATIONS = attention_layer.Operations(rms_norm, rotate, append, attention.attend)
+"""Where there is more to attend to, all threads do it."""
 
 
 def self_attention(
@@ -76,13 +45,13 @@ def self_attention(
     """Run an attention layer between its projections in one call, where one thread is enough."""
     tokens, longest = projected_TN.shape[0], group.max_length + group.width
     work = tokens * layer.heads * layer.head_dim * longest
-    norms = (layer.q_norm_D, layer.k_norm_D)
-    if not serves(projected_TN) or work > ATTENTION_WORK or any(_is_double(norm_D) for norm_D in norms):
+    if not serves(projected_TN) or work > ATTENTION_WORK:
         return attention_layer.run(OPERATIONS, projected_TN, layer, rotation, pages, group)
+    assert projected_TN.is_contiguous()
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
     out_TN = projected_TN.new_empty((tokens, heads * dim))
     scratch = projected_TN.new_empty(tokens * (heads + kv_heads) * dim)
-    scores = torch.empty(group.width * (heads // kv_heads) * longest)
+    scores = torch.empty(group.width * (heads // kv_heads) * longest, dtype=torch.float32)
     cos_TR, sin_TR = rotation or (None, None)
     function("self_attention", projected_TN.dtype)(
         projected_TN.data_ptr(),
@@ -92,7 +61,7 @@ def self_attention(
         kv_heads,
         dim,
         layer.gated,
-        *map(pointer, norms),
+        *map(pointer, (layer.q_norm_D, layer.k_norm_D)),
         layer.eps,
         pointer(cos_TR),
         pointer(sin_TR),
@@ -110,10 +79,6 @@ def self_attention(
         out_TN.data_ptr(),
     )
     return out_TN
-
-
-def _is_double(norm_D: Tensor | None) -> bool:
-    return norm_D is not None and norm_D.dtype != torch.float32
 
 
 def _dense_heads(x_TJD: Tensor) -> bool:

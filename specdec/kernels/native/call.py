@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds, RecurrentMemory
-from specdec.kernels.native.library import library
+from specdec.kernels.native.library import MOST, library
 
 TOKENS = 32
 """The widest step that is served: beyond it arithmetic outweighs calls, and threads help."""
+assert TOKENS <= MOST
 
 SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -25,7 +26,6 @@ ARGUMENTS = {
     "rotate": "p nnnn nn pp p",
     "causal_conv": "p nnn n n pp p n p p nn ppp n pp p p p",
     "append": "pp nnn nn p nn n p n p",
-    "attend": "p nnnnn nn p nn n p n pp f pp",
     "recur": "ppppp p nnnnnn p n p p ppp n pp p",
     "delta_inputs": "p nn nnnn n ppp p n p p nn ppp n pp p p ppppp",
     "delta_net": "p nn nnnn n ppp p n p p nn ppp n pp p p p p n p p p f p",

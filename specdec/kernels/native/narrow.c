@@ -46,9 +46,9 @@ static void fold_state(float *S, ix K, ix W, float scale, ix count, const float 
         }
 }
 
-#define MOST 64
+// MOST, the longest path and the widest window, is defined by whoever compiles this.
 
-// A recurrent layer's records: slab and place strides in floats, the same for all three parts' slabs.
+// A recurrent layer's records: where its parts lie, and how far apart slabs and places are, in floats.
 typedef struct {
     float *key, *update, *decay;
     ix key_slab, key_place, update_slab, update_place, decay_slab, decay_place;
@@ -150,7 +150,8 @@ void recur(const float *q, const float *k, const float *v, const float *decay, c
                 for (ix w = 0; w < W; w++) o[w] += own * u[w];
                 r->decay[slab[t] * r->decay_slab + place[t] * r->decay_place + h] = (float)path[m];
             }
-            if (h % (H / G) == 0)
+            // Last of the heads that share it: the others may still fold a path whose records these were.
+            if (h % (H / G) == H / G - 1)
                 for (ix m = 0; m < M; m++) {
                     ix t = b * M + m;
                     memcpy(r->key + slab[t] * r->key_slab + place[t] * r->key_place + g * K, k + (t * G + g) * K,

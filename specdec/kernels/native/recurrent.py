@@ -10,13 +10,12 @@ from specdec.kernels.delta_net import cpu as plain_delta_net
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native.call import dense_ids, function, pointer, records_of, serves
+from specdec.kernels.native.library import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.recurrence import cpu as recurrence
 
 STATE_BYTES = 1 << 17
 """A larger state is better worked on by all threads than by one."""
-PATH = 64
-"""The longest pending path that the C forms have room for, as MOST in narrow.c."""
 
 
 def causal_conv(
@@ -25,7 +24,7 @@ def causal_conv(
     """Convolve a narrow window with a float32 weight that lies [K, C] in memory."""
     weight_KC = weight_CK.t()
     fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous() and x_TC.stride(1) == 1
-    if not fits or not serves(x_TC) or not _has_room(group):
+    if not fits or not serves(x_TC):
         return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
@@ -73,10 +72,11 @@ def recur(
     fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32
     if not fits or not serves(q_TGK) or not _is_small(memory) or not _has_room(group):
         return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group)
-    out_THW = torch.empty(v_THW.shape)
+    out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
     records = records_of(memory)
     path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
     q_TGK, k_TGK, v_THW, decay_TH = (x.contiguous() for x in (q_TGK, k_TGK, v_THW, decay_TH))
+    beta_TH = None if beta_TH is None else beta_TH.contiguous()
     function("recur")(
         *(x.data_ptr() for x in (q_TGK, k_TGK, v_THW, decay_TH)),
         pointer(beta_TH),
@@ -108,6 +108,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         return plain_delta_net.delta_net(projected_TN, layer, memory, group)
     tokens = projected_TN.shape[0]
     weight_KC = layer.conv_CK.t()
+    assert projected_TN.is_contiguous() and weight_KC.is_contiguous() and weight_KC.dtype == torch.float32
     taps, channels = weight_KC.shape
     path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
     longest = 0 if group.path is None else group.path.slab_BN.shape[1]
@@ -115,7 +116,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     scratch = projected_TN.new_empty((longest + taps - 1 + group.width + tokens) * channels)
     groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
     sizes = [tokens * n for n in (groups * key, groups * key, heads * value, heads, heads, heads * value)]
-    inputs = torch.empty(sum(sizes))
+    inputs = torch.empty(sum(sizes), dtype=torch.float32)
     common = (
         projected_TN.data_ptr(),
         group.rows,
@@ -173,7 +174,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
 
 
 def _has_room(group: Group) -> bool:
-    return group.path is None or group.path.slab_BN.shape[1] <= PATH
+    return group.path is None or group.path.slab_BN.shape[1] <= MOST
 
 
 def _is_small(memory: RecurrentMemory) -> bool:
