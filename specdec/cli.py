@@ -9,10 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
-from specdec.errors import RequestError, SpecdecError
+from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
 from specdec.outputs import RequestStats
@@ -20,6 +20,17 @@ from specdec.outputs import RequestStats
 USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
 DEMO_PROMPT = "def fibonacci(n):"
 DEMO_TOKENS = 96
+
+
+class Parser(argparse.ArgumentParser):
+    """Say what is wrong in one line, and take options by their whole name only."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the message and where to read more."""
+        self.exit(USER_ERROR, f"specdec: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="specdec", description=__doc__)
+    parser = Parser(prog="specdec", description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine chooses and does")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="complete a prompt, streamed to the terminal"))
@@ -84,7 +95,7 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     if args.prompt is not None:
         return str(args.prompt)
     if args.prompt_file is not None:
-        return sys.stdin.read() if args.prompt_file == "-" else _read(Path(args.prompt_file))
+        return _read(None if args.prompt_file == "-" else Path(args.prompt_file))
     ids = sys.stdin.read() if args.prompt_ids == "-" else args.prompt_ids
     try:
         return [int(word) for word in ids.replace(",", " ").split()]
@@ -92,12 +103,13 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
         raise RequestError(f"--prompt-ids: {error}; give whole numbers", field="prompt") from None
 
 
-def _read(path: Path) -> str:
+def _read(path: Path | None) -> str:
+    """Read a file, or standard input, as UTF-8 whatever the terminal's own encoding is."""
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8") if path else sys.stdin.buffer.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"--prompt-file: {path} cannot be read as text ({error})", field="prompt"
+            f"--prompt-file: {path or '-'} cannot be read as text ({error})", field="prompt"
         ) from None
 
 
@@ -203,6 +215,8 @@ def _throughput(args: argparse.Namespace) -> None:
     from specdec.bench.throughput import Options, run
 
     config = settings_from(args, EngineConfig)
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ConfigError(f"--out: {args.out.parent} is not a folder; name one that exists", field="out")
     options = Options(
         model=args.model,
         shape=args.shape,
@@ -231,6 +245,7 @@ def _demo(_: argparse.Namespace) -> None:
     with SpecEngine(folder) as engine:
         print(DEMO_PROMPT, end="", flush=True)
         _stream(engine, DEMO_PROMPT, params)
+    print(f"The model is kept in {folder}: give that folder to the other commands.", file=sys.stderr)
 
 
 if __name__ == "__main__":

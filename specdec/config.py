@@ -20,6 +20,7 @@ from specdec.errors import ConfigError
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 GREEDY_BELOW = 1e-5
 """A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
+MAX_BYTES = 1 << 60
 MAX_WINDOW = 64
 """The widest window that can be recorded."""
 
@@ -84,7 +85,8 @@ def _parse_bytes(value: object) -> object:
     )
     if match is None or match[1].count(".") > 1 or match[1] == ".":
         return value
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()])
+    size = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
+    return int(size) if size < MAX_BYTES else MAX_BYTES + 1
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -107,7 +109,9 @@ class SamplingParams(Settings):
     top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1; 1 switches it off")
     top_k: int = Field(0, ge=-1, description="a whole number of at least 1, or 0 or -1 to switch it off")
     min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1; 0 switches it off")
-    repetition_penalty: float = Field(1.0, gt=0, description="a number above 0; 1 switches it off")
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, description="a number from 0.01 to 100; 1 switches it off"
+    )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2; 0 switches it off")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2; 0 switches it off")
     stop: NonEmpty | list[NonEmpty] | None = Field(
@@ -127,7 +131,7 @@ class SamplingParams(Settings):
     logit_bias: dict[TokenId, Bias] | None = Field(
         None, description="a mapping from token ids to numbers from -100 to 100"
     )
-    n: int = Field(1, ge=1, description="a whole number of at least 1")
+    n: int = Field(1, ge=1, le=128, description="a whole number from 1 to 128")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -170,10 +174,10 @@ class EngineConfig(Settings):
     adaptive: bool = Field(True, description="True or False")
     slots: Literal["record", "snapshot"] = Field("record", description="record or snapshot")
     memory_bytes: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
-        None, ge=1, description='a number of bytes such as 2147483648 or "2GiB", or None'
+        None, ge=1, le=MAX_BYTES, description='a number of bytes such as 2147483648 or "2GiB", or None'
     )
     max_running: int = Field(256, ge=1, description="a whole number of at least 1")
-    max_model_len: int | None = Field(None, ge=1, description="a whole number of at least 1, or None")
+    max_model_len: int | None = Field(None, ge=2, description="a whole number of at least 2, or None")
     chunk_tokens: int = Field(512, ge=1, description="a whole number of at least 1")
     prefix_cache: bool = Field(False, description="True or False")
     kernels: Literal["auto", "reference", "cpu", "native", "triton"] = Field(

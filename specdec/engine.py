@@ -7,7 +7,7 @@ import queue
 import random
 import reprlib
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -65,7 +65,7 @@ class SpecEngine:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
         """Yield what each step adds. Closing the iterator cancels the request."""
-        params = params or SamplingParams()
+        (params,) = _broadcast(params, 1)
         ids = self._encode(prompt, params)
         event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
 
@@ -187,6 +187,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         items = list(prompts)
     except TypeError:
         raise _no_prompt(prompts) from None
+    if isinstance(prompts, bytes | Mapping):
+        raise _no_prompt(prompts)
     return [cast(Prompt, items)] if items and _is_number(items[0]) else cast(list[Prompt], items)
 
 
@@ -203,7 +205,7 @@ def _as_ids(prompt: object) -> list[int]:
     """Read token ids from anything that holds whole numbers: a list, a tensor, an array."""
     try:
         items = list(prompt)  # type: ignore[call-overload]
-        if any(isinstance(item, bool) for item in items):
+        if isinstance(prompt, bytes | Mapping) or any(isinstance(item, bool) for item in items):
             raise TypeError
         return [operator.index(item) for item in items]
     except TypeError:

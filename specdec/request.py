@@ -124,8 +124,8 @@ class Request:
         """Hand an item to the caller; a caller that cannot take it is gone, and nobody else's trouble."""
         try:
             self.emit(item)
-        except Exception:
-            logger.warning("request %d: its caller is gone", self.number, exc_info=True)
+        except Exception as error:
+            logger.info("request %d: its caller is gone (%r)", self.number, error)
             self.cancelled = True
 
     def _stats(self) -> RequestStats:

@@ -38,7 +38,13 @@ def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
     recipe = json.dumps([config, seed, torch.__version__, transformers.__version__], sort_keys=True)
     folder = cache_folder() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"random models are kept in {folder.parent}, which cannot be made ({error.strerror}); set "
+                "XDG_CACHE_HOME to a folder that can be written to"
+            ) from None
         # Written beside its place and moved there whole: an interrupted run leaves no half checkpoint.
         draft = Path(tempfile.mkdtemp(dir=folder.parent))
         try:

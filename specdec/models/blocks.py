@@ -50,6 +50,8 @@ def rope(fields: Fields, head_dim: int, *, partial: float) -> Rope:
             nested.only(kind, "default", "mrope")
     nested = fields.within("rope_parameters")
     theta = nested.number("rope_theta", default=fields.number("rope_theta", default=10_000.0))
+    if theta <= 0:
+        (nested if "rope_theta" in nested else fields).refuse("rope_theta", "a number above 0")
     outer = fields.number("partial_rotary_factor", default=partial)
     dim = int(head_dim * nested.number("partial_rotary_factor", default=outer))
     if dim % 2 or not 0 < dim <= head_dim:

@@ -54,6 +54,8 @@ class Checkpoint:
     """Read a model folder. Files stay mapped while the object lives; tensors are read when asked for."""
 
     def __init__(self, folder: str | Path) -> None:
+        if not isinstance(folder, str | Path):
+            raise CheckpointError(f"model: {folder!r} is no path; give a folder", field="model")
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(
@@ -83,7 +85,7 @@ class Checkpoint:
             )
         try:
             value = json.loads(path.read_text("utf-8"), object_hook=_untag)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} cannot be read as JSON ({error}); download it again", field=name
             ) from error

@@ -48,6 +48,8 @@ class Fields:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self.refuse(name, "a finite number")
+        if name.endswith(("eps", "epsilon")) and value < 0:
+            self.refuse(name, "a number of at least 0")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:

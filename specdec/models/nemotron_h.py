@@ -23,6 +23,9 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     kinds = _kinds(fields, "layers_block_type", "hybrid_override_pattern", "layer_types")
     if kinds is None:
         fields.refuse("layers_block_type", "it, or hybrid_override_pattern, to say what each layer is")
+    if not {LINEAR, FULL} & set(kinds):
+        name = next(n for n in ("layers_block_type", "hybrid_override_pattern", "layer_types") if n in fields)
+        fields.refuse(name, "at least one layer of attention or Mamba-2")
     mtp: tuple[str, ...] = ()
     if head_wanted(fields, default=False):
         mtp = _kinds(fields, "mtp_layers_block_type", "mtp_hybrid_override_pattern") or (FULL, "moe")
@@ -106,6 +109,8 @@ def _experts(fields: Fields) -> spec.MoE:
     experts, groups = fields.integer("n_routed_experts"), fields.integer("n_group", default=1)
     if experts // groups < 2:
         fields.refuse("n_group", "at least two experts in a group")
+    if fields.integer("topk_group", default=1) > groups:
+        fields.refuse("topk_group", f"no more groups than there are ({groups})")
     if top_k(fields, "n_routed_experts") > experts // groups * fields.integer("topk_group", default=1):
         fields.refuse("num_experts_per_tok", "no more experts than the chosen groups (topk_group) hold")
     return spec.MoE(

@@ -100,6 +100,7 @@ class SlotPool:
     def release(self, owner: Owner, slots: Sequence[int]) -> None:
         """End the owner's hold; a slot is free when its last owner lets go, a slab when its last slot is."""
         held = self.held.get(owner, {})
+        assert len(set(slots)) == len(slots), f"a {self.kind} is released twice in {slots}"
         for slot in slots:  # all before any is let go, so that a wrong call changes nothing
             assert slot in held, f"owner {owner!r} does not hold {self.kind} {slot}"
         freed: dict[int, int] = {}

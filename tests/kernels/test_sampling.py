@@ -317,3 +317,12 @@ def test_the_check_of_the_law_has_power() -> None:
     for axis in ("seed", "position"):
         count_V = draw(Rules(torch.tensor([1.1])), axis)
         assert chi_square(count_V, right_V) > chi_square_limit(6)
+
+
+@pytest.mark.parametrize("logits", [[0.0, 1.0, 2.0], [float("nan")] * 3, [float("inf"), 1.0, 2.0]])
+def test_top_p_too_small_to_be_told_from_nothing_keeps_the_best(logits: list[float]) -> None:
+    """And a row that is no number troubles no other row."""
+    logits_NV = torch.tensor([logits, [3.0, 2.0, 1.0]])
+    rules = Rules(temperature_N=torch.ones(2), top_p_N=torch.tensor([1e-46, 1e-46]))
+    kept_NV = cpu.process(logits_NV, rules).isfinite()
+    assert kept_NV[1].tolist() == [True, False, False]

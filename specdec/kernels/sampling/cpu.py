@@ -79,6 +79,8 @@ def _kept(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
         best_RC, count_R = scores_RV.topk(int(top_k_R.max())).values, top_k_R
     else:
         best_RC, count_R = _nucleus(scores_RV, top_k_R, top_p_R)
+    # The best token stays even where top_p is too small to be told from nothing, or a score is no number.
+    count_R = count_R.clamp(min=1)
     least_R1 = best_RC.gather(-1, count_R[:, None] - 1)
     equal_RV = scores_RV == least_R1
     room_R1 = count_R[:, None] - (best_RC > least_R1).sum(-1, keepdim=True)
