@@ -51,7 +51,8 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
             field="max_model_len",
         )
     if config.memory_bytes is None:
-        wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
+        # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and one of records.
+        wanted = config.max_running * layout.sequence_bytes(longest) + 3 * layout.slab_bytes
         weight_bytes = stored_bytes * dtype.itemsize // stored.itemsize
         memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * max(_free_memory(device) - weight_bytes, 0)))
     else:
