@@ -1,0 +1,85 @@
+"""Configs of a known family that no network can be made of."""
+
+from typing import Any
+
+import pytest
+
+from specdec.errors import CheckpointError
+from specdec.models import families
+from specdec.models.shapes import SHAPES
+
+
+def test_biased_experts_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"mlp_bias is True.*without biases"):
+        families.network(SHAPES["nemotron-h-8b"] | {"hybrid_override_pattern": "*E", "mlp_bias": True})
+
+
+def test_unknown_family_lists_those_supported() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"'mamba9' is not supported\. Supported: qwen3, .*nemotron_h"
+    ) as e:
+        families.network({"model_type": "mamba9"})
+    assert "never runs" not in str(e.value)
+    with pytest.raises(CheckpointError, match=r"code of its own, which specdec never runs"):
+        families.network({"model_type": "mamba9", "auto_map": {"AutoModel": "modeling.Model"}})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shape_is_accepted_by_family_and_transformers(name: str) -> None:
+    network = families.network(SHAPES[name])
+    known = transformers.AutoConfig.for_model(**SHAPES[name])
+    assert families.network(known.to_dict() | {"mtp_num_hidden_layers": len(network.mtp)}) == network
+    assert families.stored_dtype(SHAPES[name]) in (torch.float32, torch.bfloat16)
+
+
+def test_random_weights_are_sane_and_repeatable() -> None:
+    network = families.network(SHAPES["tiny"])
+    weights = [RandomWeights(seed, torch.float32, norm_offset=1.0) for seed in (5, 5, 6)]
+    for name, shape in canonical(network, mtp=True):
+        first, same, other = (w.take(name, shape) for w in weights)
+        assert first.shape == shape
+        assert first.isfinite().all()
+        assert torch.equal(first, same)
+        if len(shape) > 1:
+            assert not torch.equal(first, other)
+            assert 0.9 < first.std() * shape[-1] ** 0.5 < 1.1
+    scoped = weights[0].within("layers.0").within("mixer")
+    assert torch.equal(scoped.take("A_log", (8,)), weights[1].take("layers.0.mixer.A_log", (8,)))
+    assert (F.softplus(scoped.take("dt_bias", (99,))) > 9e-4).all()
+    assert (weights[0].take("layers.0.mixer_norm.weight", (3,)) == 0).all()
+    assert (scoped.take("norm.weight", (3,)) == 1).all()
+    big = RandomWeights(0, torch.bfloat16).take("embed.weight", (6_000, 1_000))
+    assert big.dtype == torch.bfloat16
+    assert not torch.equal(big[0], big[4195]), "rows of a tensor longer than the noise differ"
+
+
+@pytest.mark.parametrize(
+    ("fields", "culprit"),
+    [
+        ({"hybrid_override_pattern": "-E"}, "hybrid_override_pattern"),
+        ({"hybrid_override_pattern": "*E", "n_routed_experts": 4, "n_group": 4}, "n_group"),
+        ({"hybrid_override_pattern": "*E", "n_group": 1, "topk_group": 3}, "topk_group"),
+        (
+            {
+                "hybrid_override_pattern": "*E",
+                "n_routed_experts": 8,
+                "n_group": 4,
+                "topk_group": 1,
+                "num_experts_per_tok": 3,
+            },
+            "num_experts_per_tok",
+        ),
+    ],
+)
+def test_routing_that_cannot_work_is_refused(fields: dict[str, Any], culprit: str) -> None:
+    experts = {"moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8, "n_shared_experts": 1}
+    base = SHAPES["nemotron-h-8b"] | experts | {"n_routed_experts": 8, "num_experts_per_tok": 2}
+    with pytest.raises(CheckpointError) as refused:
+        families.network(base | fields)
+    assert refused.value.field == culprit
+
+
+def test_numbers_that_mean_nothing_are_refused() -> None:
+    for fields, culprit in (({"rms_norm_eps": -1e-6}, "rms_norm_eps"), ({"rope_theta": 0.0}, "rope_theta")):
+        with pytest.raises(CheckpointError, match=culprit):
+            families.network({**SHAPES["tiny"], "rope_parameters": None, **fields})
