@@ -24,35 +24,6 @@ def test_unknown_family_lists_those_supported() -> None:
         families.network({"model_type": "mamba9", "auto_map": {"AutoModel": "modeling.Model"}})
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_named_shape_is_accepted_by_family_and_transformers(name: str) -> None:
-    network = families.network(SHAPES[name])
-    known = transformers.AutoConfig.for_model(**SHAPES[name])
-    assert families.network(known.to_dict() | {"mtp_num_hidden_layers": len(network.mtp)}) == network
-    assert families.stored_dtype(SHAPES[name]) in (torch.float32, torch.bfloat16)
-
-
-def test_random_weights_are_sane_and_repeatable() -> None:
-    network = families.network(SHAPES["tiny"])
-    weights = [RandomWeights(seed, torch.float32, norm_offset=1.0) for seed in (5, 5, 6)]
-    for name, shape in canonical(network, mtp=True):
-        first, same, other = (w.take(name, shape) for w in weights)
-        assert first.shape == shape
-        assert first.isfinite().all()
-        assert torch.equal(first, same)
-        if len(shape) > 1:
-            assert not torch.equal(first, other)
-            assert 0.9 < first.std() * shape[-1] ** 0.5 < 1.1
-    scoped = weights[0].within("layers.0").within("mixer")
-    assert torch.equal(scoped.take("A_log", (8,)), weights[1].take("layers.0.mixer.A_log", (8,)))
-    assert (F.softplus(scoped.take("dt_bias", (99,))) > 9e-4).all()
-    assert (weights[0].take("layers.0.mixer_norm.weight", (3,)) == 0).all()
-    assert (scoped.take("norm.weight", (3,)) == 1).all()
-    big = RandomWeights(0, torch.bfloat16).take("embed.weight", (6_000, 1_000))
-    assert big.dtype == torch.bfloat16
-    assert not torch.equal(big[0], big[4195]), "rows of a tensor longer than the noise differ"
-
-
 @pytest.mark.parametrize(
     ("fields", "culprit"),
     [
