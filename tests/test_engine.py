@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -283,6 +285,26 @@ def test_an_output_that_is_no_number_fails_its_request_by_name(hybrid: Path) -> 
                 engine.generate("x", params)
         network.logits = right
         assert len(engine.generate("x", GREEDY)[0].token_ids) == 12
+
+
+def test_a_program_that_ends_while_the_engine_works_keeps_its_exit_code(hybrid: Path) -> None:
+    """A thread that is still inside torch when the interpreter goes would abort the process."""
+    program = f"""
+import threading, time
+from specdec import SamplingParams, SpecEngine
+engine = SpecEngine({str(hybrid)!r})
+params = SamplingParams(max_tokens=500, ignore_eos=True)
+def work():
+    try:
+        engine.generate("a", params)
+    except Exception:
+        pass
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+raise SystemExit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr.decode()
 
 
 def test_a_dropped_engine_ends_its_thread(hybrid: Path) -> None:

@@ -64,7 +64,7 @@ def record_ids(places: Sequence[Sequence[tuple[int, int]]]) -> RecordIds:
     longest = max(map(len, places))
     ids = torch.tensor([[*row, *[(SLABS - 1, PLACES - 1)] * (longest - len(row))] for row in places])
     ids = ids.long().view(len(places), longest, 2)
-    return RecordIds(ids[..., 0], ids[..., 1])
+    return RecordIds(ids[..., 0].contiguous(), ids[..., 1].contiguous())
 
 
 def scattered(rows: int, width: int, seed: int) -> list[list[tuple[int, int]]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.kernels.group import RecordIds, RecurrentMemory
+from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native.library import MOST, library
 
 TOKENS = 32
@@ -63,9 +63,16 @@ def pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def dense_ids(ids: RecordIds | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return dense slabs and places, to be kept while their addresses are in use."""
-    return (None, None) if ids is None else (ids.slab_BN.contiguous(), ids.index_BN.contiguous())
+def path_width(group: Group) -> int:
+    """Return how long a pending path can be."""
+    return 0 if group.path is None else group.path.slab_BN.shape[1]
+
+
+def ids(group: Group) -> tuple[int | None, ...]:
+    """Say where the pending path's ids and lengths lie, how wide it is, and where new records go."""
+    path, record = group.path or (None, None), group.record or (None, None)
+    assert all(x is None or x.is_contiguous() for x in (*path, *record))
+    return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, record)
 
 
 def records_of(memory: RecurrentMemory) -> Records:

@@ -9,7 +9,7 @@ from specdec.kernels.conv import cpu as conv
 from specdec.kernels.delta_net import cpu as plain_delta_net
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecurrentMemory
-from specdec.kernels.native.call import dense_ids, function, pointer, records_of, serves
+from specdec.kernels.native.call import function, ids, path_width, pointer, records_of, serves
 from specdec.kernels.native.library import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.recurrence import cpu as recurrence
@@ -28,10 +28,7 @@ def causal_conv(
         return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
-    path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
-    longest = 0 if group.path is None else group.path.slab_BN.shape[1]
-    window, record = memory.window_SIC, memory.input_SRC
-    scratch = torch.empty((longest + taps - 1 + group.width) * channels, dtype=x_TC.dtype)
+    scratch = torch.empty((path_width(group) + taps - 1 + group.width) * channels, dtype=x_TC.dtype)
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     function("causal_conv", x_TC.dtype)(
         x_TC.data_ptr(),
@@ -42,16 +39,7 @@ def causal_conv(
         x_TC.stride(0),
         weight_KC.data_ptr(),
         pointer(bias_C),
-        window.data_ptr(),
-        window.stride(0),
-        group.state_B.data_ptr(),
-        record.data_ptr(),
-        record.stride(0),
-        record.stride(1),
-        *map(pointer, (*path, length_B)),
-        longest,
-        *map(pointer, record_ids),
-        pointer(group.tap_BMC),
+        *_conv_memory(memory, group),
         scratch.data_ptr(),
         out_TC.data_ptr(),
     )
@@ -74,7 +62,6 @@ def recur(
         return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group)
     out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
     records = records_of(memory)
-    path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
     q_TGK, k_TGK, v_THW, decay_TH = (x.contiguous() for x in (q_TGK, k_TGK, v_THW, decay_TH))
     beta_TH = None if beta_TH is None else beta_TH.contiguous()
     function("recur")(
@@ -91,9 +78,7 @@ def recur(
         state.stride(0),
         group.state_B.data_ptr(),
         ctypes.addressof(records),
-        *map(pointer, (*path, length_B)),
-        0 if group.path is None else group.path.slab_BN.shape[1],
-        *map(pointer, record_ids),
+        *ids(group),
         pointer(group.ancestors_BMM),
     )
     return out_THW
@@ -110,10 +95,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     weight_KC = layer.conv_CK.t()
     assert projected_TN.is_contiguous() and weight_KC.is_contiguous() and weight_KC.dtype == torch.float32
     taps, channels = weight_KC.shape
-    path, length_B, record_ids = dense_ids(group.path), group.path_length_B, dense_ids(group.record)
-    longest = 0 if group.path is None else group.path.slab_BN.shape[1]
-    window, record = memory.window_SIC, memory.input_SRC
-    scratch = projected_TN.new_empty((longest + taps - 1 + group.width + tokens) * channels)
+    scratch = projected_TN.new_empty((path_width(group) + taps - 1 + group.width + tokens) * channels)
     groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
     sizes = [tokens * n for n in (groups * key, groups * key, heads * value, heads, heads, heads * value)]
     inputs = torch.empty(sum(sizes), dtype=torch.float32)
@@ -129,16 +111,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         weight_KC.data_ptr(),
         layer.A_log_H.data_ptr(),
         layer.dt_bias_H.data_ptr(),
-        window.data_ptr(),
-        window.stride(0),
-        group.state_B.data_ptr(),
-        record.data_ptr(),
-        record.stride(0),
-        record.stride(1),
-        *map(pointer, (*path, length_B)),
-        longest,
-        *map(pointer, record_ids),
-        pointer(group.tap_BMC),
+        *_conv_memory(memory, group),
         scratch.data_ptr(),
     )
     if _is_small(memory):
@@ -173,8 +146,19 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     return gated_norm(o_THW.reshape(tokens, -1), z_TV, layer.norm_W, layer.eps, value, gate_first=False)
 
 
+def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...]:
+    """Say where the convolution finds and leaves its inputs."""
+    window, record = memory.window_SIC, memory.input_SRC
+    return (
+        *(window.data_ptr(), window.stride(0), group.state_B.data_ptr()),
+        *(record.data_ptr(), record.stride(0), record.stride(1)),
+        *ids(group),
+        pointer(group.tap_BMC),
+    )
+
+
 def _has_room(group: Group) -> bool:
-    return group.path is None or group.path.slab_BN.shape[1] <= MOST
+    return path_width(group) <= MOST
 
 
 def _is_small(memory: RecurrentMemory) -> bool:
