@@ -58,11 +58,14 @@ class DecodeLoop:
         choices = choose(self.network.logits(hidden_TD), nodes, self.network.kernels)
         for request, choice in zip(requests, choices, strict=True):
             if choice.token == NO_TOKEN:
-                request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
-            else:
-                request.accept([(choice.token, _logprob(choice))])
-            if request.finish_reason:
                 self.scheduler.release(request)
+                request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
+                continue
+            delta = request.accept([(choice.token, _logprob(choice))])
+            if delta.finish_reason:
+                # What has ended gives its memory back before anyone hears of it.
+                self.scheduler.release(request)
+            request.send(delta)
 
 
 def _logprob(choice: Choice) -> TokenLogprob | None:

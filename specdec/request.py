@@ -71,8 +71,8 @@ class Request:
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 
-    def accept(self, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> None:
-        """Append the tokens of one step up to the first that ends the request, and emit them."""
+    def accept(self, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> Delta:
+        """Append the tokens of one step up to the first that ends the request; return what is to be sent."""
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
         self.steps += 1
@@ -91,36 +91,34 @@ class Request:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
-        self._emit(text, kept)
+        return self._delta(text, kept)
 
     def abort(self) -> None:
         """End the request where it stands."""
         self.finish_reason = "abort"
-        self._emit("", [])
+        self.send(self._delta("", []))
 
     def fail(self, error: SpecdecError) -> None:
         """End the request with an error that was not its own."""
         self.finish_reason = "abort"
-        self._send(error)
+        self.send(error)
 
-    def _emit(self, text: str, kept: Sequence[tuple[int, TokenLogprob | None]]) -> None:
+    def _delta(self, text: str, kept: Sequence[tuple[int, TokenLogprob | None]]) -> Delta:
         stats = None
         if self.finish_reason:
             text += self.text.finish() if self.text else ""
             stats = self._stats()
         logprobs = tuple(logprob for _, logprob in kept if logprob)
-        self._send(
-            Delta(
-                text=text,
-                token_ids=tuple(token for token, _ in kept),
-                index=self.index,
-                logprobs=logprobs if self.params.logprobs is not None else None,
-                finish_reason=self.finish_reason,
-                stats=stats,
-            )
+        return Delta(
+            text=text,
+            token_ids=tuple(token for token, _ in kept),
+            index=self.index,
+            logprobs=logprobs if self.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stats=stats,
         )
 
-    def _send(self, item: Delta | SpecdecError) -> None:
+    def send(self, item: Delta | SpecdecError) -> None:
         """Hand an item to the caller; a caller that cannot take it is gone, and nobody else's trouble."""
         try:
             self.emit(item)

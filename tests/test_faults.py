@@ -1,0 +1,146 @@
+"""What goes wrong around an engine, and who hears of it."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec import SamplingParams, SpecEngine
+from specdec.errors import EngineError, SpecdecError
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def test_a_closed_engine_says_so(hybrid: Path) -> None:
+    engine = SpecEngine(hybrid)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate("x")
+
+
+def test_closing_ends_what_still_runs(hybrid: Path) -> None:
+    engine = SpecEngine(hybrid)
+    errors: list[SpecdecError] = []
+    started = threading.Event()
+
+    async def run() -> None:
+        try:
+            async for _ in engine.stream("x", SamplingParams(max_tokens=500, ignore_eos=True)):
+                started.set()
+        except SpecdecError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    started.wait()
+    engine.close()
+    thread.join()
+    assert len(errors) == 1 and "closed" in str(errors[0])
+
+
+def test_a_failing_step_fails_the_requests_in_it_and_no_others(hybrid: Path) -> None:
+    with SpecEngine(hybrid, max_running=1) as engine:
+        network = engine.model.network
+        right = network.forward
+        waiting = threading.Event()
+
+        def fail_once(*arguments: object) -> object:
+            waiting.wait()
+            network.forward = right
+            return 1 / 0
+
+        network.forward = fail_once
+        outcomes: dict[str, object] = {}
+
+        def call(name: str) -> None:
+            try:
+                outcomes[name] = len(engine.generate(name, GREEDY)[0].token_ids)
+            except EngineError as error:
+                outcomes[name] = str(error)
+
+        threads = [threading.Thread(target=call, args=(name,)) for name in ("first", "second")]
+        threads[0].start()
+        while not engine.model.loop.scheduler.running:
+            time.sleep(0.001)
+        threads[1].start()
+        while engine._worker._inbox.empty():
+            time.sleep(0.001)
+        waiting.set()
+        for thread in threads:
+            thread.join()
+        assert "ZeroDivisionError" in str(outcomes["first"])
+        assert outcomes["second"] == 12
+        engine.model.loop.arena.check_integrity()
+
+
+def test_a_caller_that_cannot_take_its_output_troubles_nobody_else(hybrid: Path) -> None:
+    """An event loop that closes while its request runs makes every delivery raise."""
+    with SpecEngine(hybrid) as engine:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        event_loop = asyncio.new_event_loop()
+        stream = engine.stream("x", params)
+        event_loop.run_until_complete(anext(stream))
+        event_loop.run_until_complete(event_loop.shutdown_default_executor())
+        event_loop.close()
+        assert len(engine.generate("y", GREEDY)[0].token_ids) == 12
+        assert not engine.model.loop.scheduler.running
+
+
+def test_an_output_that_is_no_number_fails_its_request_by_name(hybrid: Path) -> None:
+    with SpecEngine(hybrid) as engine:
+        network = engine.model.network
+        right = network.logits
+        network.logits = lambda hidden_TD: right(hidden_TD) * float("nan")
+        for params in (GREEDY, SamplingParams(seed=1)):
+            with pytest.raises(EngineError, match="NaN"):
+                engine.generate("x", params)
+        network.logits = right
+        assert len(engine.generate("x", GREEDY)[0].token_ids) == 12
+
+
+def test_a_program_that_ends_while_the_engine_works_keeps_its_exit_code(hybrid: Path) -> None:
+    """A thread that is still inside torch when the interpreter goes would abort the process."""
+    program = f"""
+import threading, time
+from specdec import SamplingParams, SpecEngine
+engine = SpecEngine({str(hybrid)!r})
+params = SamplingParams(max_tokens=500, ignore_eos=True)
+def work():
+    try:
+        engine.generate("a", params)
+    except Exception:
+        pass
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+raise SystemExit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr.decode()
+
+
+def test_a_dropped_engine_ends_its_thread(hybrid: Path) -> None:
+    engine = SpecEngine(hybrid)
+    thread = engine._worker._thread
+    del engine
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_a_process_default_type_changes_nothing(hybrid: Path) -> None:
+    params = SamplingParams(max_tokens=8, seed=1, top_p=0.9, frequency_penalty=0.3, ignore_eos=True)
+    with SpecEngine(hybrid) as engine:
+        expected = engine.generate("x", params)[0].token_ids
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with SpecEngine(hybrid) as engine:
+            assert engine.generate("x", params)[0].token_ids == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
