@@ -120,12 +120,15 @@ def test_rows_of_a_mixed_window_equal_the_rows_alone(
 
 @pytest.mark.parametrize("seed", SEEDS[:3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_stays_within_the_references_own_gap(
+def test_bfloat16_is_as_close_to_float32_as_the_reference_is(
     case: Callable[[str, int], Case], family: str, seed: int
 ) -> None:
-    """Rounding takes us no further from the float32 truth than it takes the reference.
+    """Rounding takes us little further from float32 than it takes the reference.
 
-    A median over tokens, since rounding may also choose other experts for one, here as there.
+    This is not agreement with the reference's own bfloat16: our roundings stand in other places than its, so
+    the two lie further apart than its prefill and its decoding, which on models this small are often equal
+    bit for bit. A median over tokens, since rounding may also choose other experts for one, here as there;
+    over all tokens together such a choice has taken us up to seven times as far as the reference.
     """
     one = case(family, seed)
     truth_TV = one.expected()
