@@ -81,6 +81,7 @@ def _refuse_unbuilt(config: EngineConfig) -> None:
         ("prefix_cache", (False,)),
         ("draft_model", (None,)),
         ("synthetic_acceptance", (None,)),
+        ("adaptive", (True,)),
         ("num_steps", (None,)),
         ("topk", (None,)),
         ("num_draft_tokens", (None,)),

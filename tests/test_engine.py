@@ -231,6 +231,7 @@ def test_one_bad_prompt_leaves_the_engine_whole(engine: SpecEngine) -> None:
     [
         ({"draft": "mtp"}, ConfigError, "draft"),
         ({"slots": "snapshot"}, ConfigError, "slots"),
+        ({"adaptive": False}, ConfigError, "adaptive"),
         ({"kernels": "triton"}, ConfigError, "kernels"),
         ({"prefix_cache": True}, ConfigError, "prefix_cache"),
         ({"draft": "auto", "num_steps": 4}, ConfigError, "num_steps"),
