@@ -13,8 +13,20 @@ KERNEL = {torch.float64: KERNEL_FLOAT64, torch.float32: KERNEL_FLOAT32, torch.bf
 LOGITS_RELATIVE = 1e-4
 """Of float32 logits against transformers, as a norm."""
 
-BFLOAT16_GAP = 1.5
-"""Our distance from float32 over that of transformers in bfloat16, median token. Most seen: 1.24."""
+BFLOAT16_UNIT = 2**-8
+"""How far two bfloat16 readings may lie apart where the reference's own two coincide, relative to a token's
+logits: one step of their 8 bits. transformers' logits are themselves rounded by up to half of it."""
+BFLOAT16_ASTRAY = 1
+"""Models, of the eight of a family, that may lie further off. Most seen: 1."""
+
+BFLOAT16_EQUAL = 0.99
+"""Entries of an operation that are those of transformers in bfloat16, bit for bit; a sum in another order may
+round a few of the others by one step."""
+BFLOAT16_ATTENTION = 0.85
+"""The same of attention in C, where torch's exponential may be another on another processor."""
 
 FLOAT64_LOGITS = 1e-6
 """Of float64 logits against our own in another window: gates and softmax keep some float32."""
+
+DRIFT_FLOAT32 = 1e-4
+"""Of a float32 state after 4,000 tokens in windows of drafts, against the same tokens fed, as a norm."""

@@ -19,8 +19,8 @@ class Group:
 
     What a row has committed is its state slot *with the path of records folded in*. A window whose
     tokens are all certain (a prompt's chunk, plain decoding) leaves behind the state advanced to its
-    last token; a recorded window leaves one record per token and does not advance the state past the
-    old path, so that any node of it can still be taken back.
+    last token; a tentative one can still be taken back to any node, because the committed state does not
+    advance past the old path: each token leaves a record, or the whole state after it in a slot of its own.
     """
 
     start: int
@@ -32,7 +32,9 @@ class Group:
     """Accepted records that are not yet folded into the state, padded to the longest path [B, P]."""
     path_length_B: Tensor | None
     record: RecordIds | None
-    """Where a recorded window writes its records [B, M]; None: every token is certain."""
+    """Where the nodes leave their records [B, M]."""
+    snapshot_BM: Tensor | None
+    """State slots (int64) in which the nodes leave the state after them; such rows have no pending path."""
     ancestors_BMM: Tensor | None
     """[b, i, j]: node j is an ancestor of i, or i itself. None: the window is a chain."""
     tap_BMC: Tensor | None
@@ -45,9 +47,14 @@ class Group:
     max_length: int
     """The largest of `length_B`, as a number the host knows."""
 
+    def __post_init__(self) -> None:
+        assert self.record is None or self.snapshot_BM is None, "a node leaves a record or a state"
+        assert self.path is None or self.snapshot_BM is None, "a state that nodes start from is up to date"
+
     @property
-    def recorded(self) -> bool:
-        return self.record is not None
+    def tentative(self) -> bool:
+        """Whether nodes may be taken back."""
+        return self.record is not None or self.snapshot_BM is not None
 
     def take(self, x_T: Tensor) -> Tensor:
         """Return the group's part of a packed tensor (a view)."""
@@ -57,14 +64,14 @@ class Group:
 class RecurrentMemory(NamedTuple):
     """One recurrent layer's strided views of the arena. S counts slabs, R records in a slab.
 
-    The delta rule and Mamba-2 keep a state [H, K, W]; a layer that is a convolution alone has H = 0.
+    The delta rule and Mamba-2 keep a state [H, K, W]; a layer that is a convolution alone has H = 0. A record
+    holds no key: the convolution makes it again from the inputs, for the few tokens of a path.
     """
 
     state_SHKW: Tensor
     window_SIC: Tensor
     """The last I = kernel - 1 raw inputs of the convolution, oldest first."""
-    key_SRGK: Tensor
     update_SRHW: Tensor
     decay_SRH: Tensor
-    """Cumulative log-decay G from the window's root; a path's records share one origin."""
+    """Each token's own log-decay: sums from a root would lose digits where they are subtracted."""
     input_SRC: Tensor

@@ -12,10 +12,11 @@ OPERATIONS = {
     "norm": ("rms_norm", "add_rms_norm", "gated_norm"),
     "rope": ("rope_table",),
     "self_attention": ("self_attention",),
-    "conv": ("causal_conv",),
+    "attention": ("move",),
+    "conv": ("causal_conv", "path_conv"),
     "recurrence": ("recur", "fold"),
     "gates": ("mamba_step",),
-    "delta_net": ("delta_net",),
+    "delta_net": ("delta_net", "path_keys"),
     "ffn": ("swiglu", "relu2"),
     "moe": ("route_softmax", "route_sigmoid", "experts"),
     "sampling": ("gumbel", "process"),
@@ -24,7 +25,7 @@ OPERATIONS = {
 
 NATIVE = {
     "pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
-    "recurrent": ("causal_conv", "recur", "delta_net"),
+    "recurrent": ("causal_conv", "path_conv", "recur", "delta_net", "path_keys"),
     "attention": ("self_attention",),
 }
 """What `native` does in C for narrow windows; the rest of it is `cpu`."""
@@ -42,10 +43,13 @@ class Kernels:
     gated_norm: Callable[..., Tensor]
     rope_table: Callable[..., tuple[Tensor, Tensor]]
     self_attention: Callable[..., Tensor]
+    move: Callable[..., None]
     causal_conv: Callable[..., Tensor]
+    path_conv: Callable[..., Tensor]
     recur: Callable[..., Tensor]
     fold: Callable[..., None]
     delta_net: Callable[..., Tensor]
+    path_keys: Callable[..., Tensor]
     mamba_step: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     relu2: Callable[..., Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.delta_net.layer import DeltaLayer
-from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
 from specdec.models import spec
@@ -99,6 +99,12 @@ class GatedDeltaNet:
         o_TV = step.by_group(lambda group: ops.delta_net(group.take(projected_TN), self.layer, memory, group))
         return ops.linear(o_TV, self.out)
 
+    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+        """Bring this layer's states and windows up to date with their rows' paths, in place."""
+        own = memory.recurrent(self.index)
+        k_path_BPGK = self.kernels.path_keys(self.layer, own, slot_B, path, length_B)
+        self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)
+
 
 class Mamba2:
     def __init__(self, s: spec.Mamba2, hidden: int, weights: Weights, kernels: Kernels, index: int) -> None:
@@ -122,6 +128,8 @@ class Mamba2:
         s, ops = self.spec, self.kernels
         num_tokens, memory = x_TD.shape[0], step.memory.recurrent(self.index)
         gate_TN, xbc_TC, dt_TH = torch.split(ops.linear(x_TD, self.project), self.widths, dim=-1)
+        # The keys of the paths, before the convolution takes these into its windows.
+        k_path = {group.start: self._path_keys(memory, group) for group in step.window.groups}
         xbc_TC = step.by_group(
             lambda group: ops.causal_conv(group.take(xbc_TC), self.conv_CK, self.conv_C, memory, group)
         )
@@ -131,12 +139,29 @@ class Mamba2:
         k_TGK = b_TN.view(num_tokens, s.groups, s.state_dim)
         q_TGK = c_TN.view(num_tokens, s.groups, s.state_dim)
         v_THW, decay_TH = dt_TH[..., None] * x_THW, dt_TH * self.A_H
+        inputs = (q_TGK, k_TGK, v_THW, decay_TH)
         o_THW = step.by_group(
-            lambda group: ops.recur(*map(group.take, (q_TGK, k_TGK, v_THW, decay_TH)), None, memory, group)
+            lambda group: ops.recur(*map(group.take, inputs), None, memory, group, k_path[group.start])
         )
         o_TN = (o_THW + self.D_H[:, None] * x_THW).reshape(num_tokens, self.inner)
         o_TN = ops.gated_norm(o_TN, gate_TN, self.norm_N, s.eps, self.inner // s.groups, gate_first=True)
         return ops.linear(o_TN, self.out)
+
+    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+        """Bring this layer's states and windows up to date with their rows' paths, in place."""
+        own = memory.recurrent(self.index)
+        self.kernels.fold(own, slot_B, path, length_B, self._keys(own, slot_B, path, length_B))
+
+    def _path_keys(self, memory: RecurrentMemory, group: Group) -> Tensor | None:
+        if group.path is None or group.path_length_B is None:
+            return None
+        return self._keys(memory, group.state_B, group.path, group.path_length_B)
+
+    def _keys(self, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
+        """Return the keys [B, P, G, K] of the pending paths, made from the inputs in their records."""
+        at = slice(self.inner, self.inner + self.shared)
+        b_BPN = self.kernels.path_conv(self.conv_CK, self.conv_C, at, memory, slot_B, path, length_B)
+        return b_BPN.view(*b_BPN.shape[:2], self.spec.groups, self.spec.state_dim)
 
 
 def take_conv(weights: Weights, channels: int, taps: int) -> Tensor:
@@ -145,5 +170,8 @@ def take_conv(weights: Weights, channels: int, taps: int) -> Tensor:
 
 
 def take_norm(weights: Weights, name: str, size: int, norm: spec.Norm) -> Tensor:
-    """Load a norm's weight in float32 with its offset added, so that every norm multiplies by one vector."""
-    return weights.take(name, (size,), torch.float32) + norm.offset
+    """Load a norm's weight with its offset added, so that every norm multiplies by one vector.
+
+    Its dtype says where the norm rounds: float32 for one that is wide, else the model's.
+    """
+    return weights.take(name, (size,), torch.float32 if norm.wide else None) + norm.offset

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, MoE
@@ -27,12 +28,10 @@ def memory_layout(
                 kv.append(KVShape(m.kv_heads, m.head_dim))
             case spec.GatedDeltaNet() as m:
                 channels = 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
-                shape = (m.key_heads, m.value_heads, m.key_dim, m.value_dim, m.conv - 1, channels)
-                states.append(StateShape(*shape))
+                states.append(StateShape(m.value_heads, m.key_dim, m.value_dim, m.conv - 1, channels))
             case spec.Mamba2() as m:
                 channels = m.heads * m.head_dim + 2 * m.groups * m.state_dim
-                shape = (m.groups, m.heads, m.state_dim, m.head_dim, m.conv - 1, channels)
-                states.append(StateShape(*shape))
+                states.append(StateShape(m.heads, m.state_dim, m.head_dim, m.conv - 1, channels))
             case None:
                 pass
     assert len({state.conv_inputs for state in states}) <= 1, "a window's taps serve every convolution"
@@ -141,6 +140,24 @@ class Network:
         x_TD = F.embedding(window.token_T, self.embed_VD)
         return run_blocks(self.blocks, x_TD, self.begin(window, memory), self.norm_D, self.spec.norm.eps)
 
+    def materialize(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+        """Bring the recurrent states up to date with their rows' paths, in place, as the next window would.
+
+        A shorter length gives the state at an earlier position of the path. The records are no longer needed.
+        """
+        for block in self.blocks:
+            if isinstance(block.mixer, GatedDeltaNet | Mamba2):
+                block.mixer.fold(memory, slot_B, path, length_B)
+
+    def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+        """Move keys and values to other positions of their rows in every attention layer of the target.
+
+        After a tree was verified the accepted path's must follow on what was committed before.
+        """
+        for block in self.blocks:
+            if isinstance(block.mixer, Attention):
+                self.kernels.move(memory.pages(block.mixer.index), table_BN, from_BP, to_BP)
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Project hidden states (after the final norm) to float logits over the vocabulary."""
         logits_TV = self.kernels.linear(hidden_TD, self.head)
@@ -175,3 +192,7 @@ class MTPHead:
         hidden_TD = ops.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
         x_TD = ops.linear(torch.cat([embed_TD, hidden_TD], dim=-1), self.fc)
         return run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Project the head's hidden states as the target's are."""
+        return self.target.logits(hidden_TD)

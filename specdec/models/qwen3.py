@@ -16,7 +16,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
-    norm = spec.Norm(fields.number("rms_norm_eps"))
+    norm = spec.Norm(fields.number("rms_norm_eps"), wide=False)
     layer = spec.Layer(attention(fields, norm=norm, gated=False, partial=1.0), swiglu(fields))
     kinds = layer_kinds(fields, supported=(FULL,))
     return assemble(NAME, fields, (layer,) * len(kinds), norm)

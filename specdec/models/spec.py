@@ -12,6 +12,8 @@ class Norm:
 
     eps: float
     offset: float = 0.0
+    wide: bool = True
+    """The product with the weight is rounded once; otherwise x is, to the model's dtype, before it too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,10 @@ class Arena:
         self._slab_bytes_SX[slots[0], : self.layout.state_bytes].zero_()
         return slots[0]
 
+    def take_snapshots(self, owner: Owner, n: int) -> list[int] | None:
+        """Hand out n state slots that hold whatever lay there, for windows that write them whole, or None."""
+        return self._states.take(owner, n)
+
     def take_records(self, owner: Owner, n: int) -> list[RecordSlot] | None:
         """Hand out n records, in one slab where that costs no further slab, or None."""
         slots = self._records.take(owner, n, together=True)

@@ -35,7 +35,6 @@ class StateShape:
     A layer that is a convolution alone has no heads.
     """
 
-    key_heads: int
     heads: int
     key_dim: int
     value_dim: int
@@ -56,7 +55,6 @@ class StateOffsets(NamedTuple):
 
 
 class RecordOffsets(NamedTuple):
-    key: int
     update: int
     decay: int
     input: int
@@ -94,8 +92,8 @@ class Layout:
     """Derive every size and offset from the layers' shapes.
 
     `kv` has one entry per attention layer, the draft head's included, `states` one per recurrent layer.
-    `dtype` is that of keys, values and conv inputs, `state_dtype` that of states and of a record's key,
-    update and decay.
+    `dtype` is that of keys, values and conv inputs, `state_dtype` that of states and of a record's update
+    and decay.
     """
 
     kv: tuple[KVShape, ...]
@@ -139,14 +137,9 @@ class Layout:
         offsets, size = _place(
             part
             for s in self.states
-            for part in (
-                wide * s.key_heads * s.key_dim,
-                wide * s.heads * s.value_dim,
-                wide * s.heads,
-                item * s.channels,
-            )
+            for part in (wide * s.heads * s.value_dim, wide * s.heads, item * s.channels)
         )
-        return RecordParts(tuple(map(RecordOffsets, *(offsets[part::4] for part in range(4)))), size)
+        return RecordParts(tuple(map(RecordOffsets, *(offsets[part::3] for part in range(3)))), size)
 
     @property
     def block_bytes(self) -> int:
@@ -212,14 +205,9 @@ class Layout:
 
 
 def _check_state(layer: int, state: StateShape) -> None:
-    heads = (state.key_heads, state.heads, state.key_dim, state.value_dim)
-    if state.channels < 1 or state.conv_inputs < 0 or (state.heads > 0 and min(heads) < 1):
+    dims = (state.key_dim, state.value_dim)
+    if min(state.channels - 1, state.conv_inputs, state.heads) < 0 or (state.heads and min(dims) < 1):
         raise ConfigError(f"recurrent layer {layer} has sizes out of range: {state}", field="states")
-    if state.heads > 0 and state.heads % state.key_heads:
-        raise ConfigError(
-            f"recurrent layer {layer}: {state.heads} heads cannot share {state.key_heads} key heads evenly",
-            field="states",
-        )
 
 
 def _place(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:

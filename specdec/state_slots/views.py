@@ -35,7 +35,6 @@ def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]
             RecurrentMemory(
                 _view(data, wide, state.state, [slabs], (heads, shape.key_dim, shape.value_dim)),
                 _view(data, narrow, state.window, [slabs], (shape.conv_inputs, shape.channels)),
-                _view(data, wide, record.key, [slabs, records], (shape.key_heads, shape.key_dim)),
                 _view(data, wide, record.update, [slabs, records], (heads, shape.value_dim)),
                 _view(data, wide, record.decay, [slabs, records], (heads,)),
                 _view(data, narrow, record.input, [slabs, records], (shape.channels,)),

@@ -19,8 +19,8 @@ RecordSlot = tuple[int, int]
 class Row:
     """One request's part of a step.
 
-    `path` lists the accepted records that its state does not hold yet; `records`, one per node, are given
-    when any node may be taken back, and absent when every token is certain.
+    `path` lists the accepted records that its state does not hold yet. When any node may be taken back, each
+    has one of `records`, or its own state slot among `snapshots`; when every token is certain, neither.
     """
 
     tree: TokenTree
@@ -29,6 +29,11 @@ class Row:
     state: int
     path: Sequence[RecordSlot] = ()
     records: Sequence[RecordSlot] | None = None
+    snapshots: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for slots in (self.records, self.snapshots):
+            assert slots is None or len(slots) == len(self.tree), "every node needs a slot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,11 @@ class Window:
 
 
 def build_window(rows: Sequence[Row], conv_width: int, device: torch.device) -> Window:
-    """Pack rows so that rows of one shape stand together and every group is a dense block."""
+    """Pack rows so that rows of one width and one kind stand together and every group is a dense block."""
 
-    def shape(i: int) -> tuple[int, bool]:
-        return len(rows[i].tree), rows[i].records is not None
+    def shape(i: int) -> tuple[int, bool, bool]:
+        row = rows[i]
+        return len(row.tree), row.records is not None, row.snapshots is not None
 
     order = sorted(range(len(rows)), key=lambda i: (*shape(i), rows[i].state))
     first = [0] * len(rows)
@@ -65,12 +71,17 @@ def build_window(rows: Sequence[Row], conv_width: int, device: torch.device) -> 
     return Window(_ids(tokens, device), _ids(positions, device), tuple(groups), tuple(first))
 
 
+def record_ids(paths: Sequence[Sequence[RecordSlot]], device: torch.device) -> tuple[RecordIds, Tensor]:
+    """Name the records of each row's path, padded to the longest, and say how long each is."""
+    return _records(paths, device), _ids([len(path) for path in paths], device)
+
+
 def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.device) -> Group:
     trees = [row.tree for row in rows]
     chains = all(tree.is_chain for tree in trees)
     lengths = [row.length for row in rows]
     has_path = any(row.path for row in rows)
-    recorded = rows[0].records is not None
+    recorded, whole = rows[0].records is not None, rows[0].snapshots is not None
     return Group(
         start=start,
         rows=len(rows),
@@ -79,6 +90,7 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
         path=_records([row.path for row in rows], device) if has_path else None,
         path_length_B=_ids([len(row.path) for row in rows], device) if has_path else None,
         record=_records([row.records or () for row in rows], device) if recorded else None,
+        snapshot_BM=_ids([row.snapshots for row in rows], device) if whole else None,
         ancestors_BMM=None if chains else _ancestors(trees, device),
         tap_BMC=None if chains else _ids([tree.taps(conv_width) for tree in trees], device),
         table_BN=pad_sequence([row.table_N for row in rows], batch_first=True).to(device),

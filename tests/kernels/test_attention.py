@@ -77,6 +77,7 @@ def build_group(
         path=None,
         path_length_B=None,
         record=None,
+        snapshot_BM=None,
         ancestors_BMM=ancestors,
         tap_BMC=None,
         table_BN=torch.tensor(table),

@@ -25,7 +25,7 @@ from tests.kernels.trees import (
     random_tree,
     scattered,
 )
-from tests.tolerances import KERNEL, KERNEL_FLOAT32, KERNEL_FLOAT64
+from tests.tolerances import BFLOAT16_EQUAL, KERNEL, KERNEL_FLOAT32, KERNEL_FLOAT64
 
 SLOTS = {1: (4,), 3: (7, 2, 5)}
 
@@ -120,7 +120,7 @@ def test_float32_chain_equals_reference(
 
 
 @pytest.mark.parametrize("width", [1, 9, 40])
-def test_bfloat16_is_summed_in_float32_and_rounded_once(width: int) -> None:
+def test_bfloat16_is_summed_in_float32_and_rounded_before_silu(width: int) -> None:
     layer = Layer(dtype=torch.float32)
     memory = RecurrentMemory(*(x.bfloat16() for x in make_memory(layer, SLOTS[1])))
     weight_CK, bias_C = weights(layer, bias=True)
@@ -130,7 +130,8 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(width: int) -> None:
     exact_CT = F.conv1d(known_NC.T, weight_CK.double()[:, None], bias_C.double(), groups=layer.channels)
     actual = cpu.causal_conv(x_TC, weight_CK, bias_C, memory, group)
     assert actual.dtype == torch.bfloat16
-    torch.testing.assert_close(actual.double(), F.silu(exact_CT).T, rtol=2**-8, atol=1e-5)
+    share = (actual == F.silu(exact_CT.T.bfloat16())).float().mean()
+    assert share >= BFLOAT16_EQUAL > (actual == F.silu(exact_CT.T).bfloat16()).float().mean()
 
 
 @pytest.mark.parametrize("slots", [(3, 4, 5), (5, 4, 3), (1, 8, 2)], ids=str)

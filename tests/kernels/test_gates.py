@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from specdec.kernels.gates import cpu, reference
 from tests.tolerances import KERNEL
@@ -71,6 +72,13 @@ def test_mamba_step_equals_reference(dtype: torch.dtype, limit: tuple[float, flo
     before = dt_TH.clone()
     actual, expected = cpu.mamba_step(dt_TH, bias_H, limit), reference.mamba_step(dt_TH, bias_H, limit)
     assert actual.dtype == expected.dtype == WIDE[dtype]
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(actual, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
     assert limit[0] <= actual.min() and actual.max() <= limit[1]
     assert torch.equal(dt_TH, before)
+
+
+def test_mamba_step_is_rounded_as_in_transformers() -> None:
+    dt_TH, bias_H = noise(7, 5, dtype=torch.bfloat16), noise(5, seed=2).bfloat16()
+    expected = F.softplus(dt_TH + bias_H).float()
+    for ops in (reference, cpu):
+        assert torch.equal(ops.mamba_step(dt_TH, bias_H.float(), (0.0, math.inf)), expected)

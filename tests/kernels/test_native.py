@@ -16,13 +16,14 @@ from specdec.kernels.gates import cpu as gates
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native import attention as native_attention
 from specdec.kernels.native import library, pointwise, recurrent
+from specdec.kernels.native.call import TOKENS, path_width
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.recurrence import cpu as recurrence
 from specdec.kernels.rope import cpu as rope
 from specdec.kernels.self_attention import layer as attention_layer
 from specdec.kernels.self_attention.layer import AttentionLayer
 from tests.kernels import trees
-from tests.tolerances import KERNEL
+from tests.tolerances import BFLOAT16_ATTENTION, KERNEL
 
 WIDTHS = (1, 2, 7, 16)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -42,7 +43,7 @@ def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
         (rope, ("rotate",)),
         (ffn, ("swiglu",)),
         (attention, ("append", "attend")),
-        (conv, ("causal_conv",)),
+        (conv, ("causal_conv", "path_conv")),
         (recurrence, ("recur",)),
     ):
         for name in names:
@@ -57,7 +58,7 @@ PLAIN = {
         (ffn, ("swiglu",)),
         (gates, ("l2_normalise", "delta_gates")),
         (attention, ("append", "attend")),
-        (conv, ("causal_conv",)),
+        (conv, ("causal_conv", "path_conv")),
         (recurrence, ("recur",)),
     )
     for name in names
@@ -77,10 +78,10 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 63, 65, 256])
 def test_norms_equal_the_plain_form_and_take_strides(dtype: torch.dtype, size: int) -> None:
-    x_TD, weight_D = draw(3, 2 * size, dtype=dtype)[:, size:], draw(size)
-    close(pointwise.rms_norm(x_TD, weight_D, 1e-6), PLAIN["rms_norm"](x_TD, weight_D, 1e-6))
-    x_THD = draw(3, 5, 2 * size, dtype=dtype)[..., :size]
-    close(pointwise.rms_norm(x_THD, weight_D, 1e-6), PLAIN["rms_norm"](x_THD, weight_D, 1e-6))
+    x_TD, x_THD = draw(3, 2 * size, dtype=dtype)[:, size:], draw(3, 5, 2 * size, dtype=dtype)[..., :size]
+    for weight_D in (draw(size), draw(size, dtype=dtype)):
+        close(pointwise.rms_norm(x_TD, weight_D, 1e-6), PLAIN["rms_norm"](x_TD, weight_D, 1e-6))
+        close(pointwise.rms_norm(x_THD, weight_D, 1e-6), PLAIN["rms_norm"](x_THD, weight_D, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,14 +148,18 @@ def test_recurrence_equals_the_plain_form_over_two_windows(
 ) -> None:
     layer = trees.Layer(dtype=torch.float32)
     ours, theirs = (trees.make_memory(layer, [7, 2, 5][:rows]) for _ in range(2))
-    for seed, group in enumerate(recurrent_case(kind, width, rows, recorded, layer)):
+    groups = recurrent_case(kind, width, rows, recorded, layer)
+    k_path_BPGK = 0.4 * draw(rows, path_width(groups[1]), layer.groups, layer.key, seed=9)
+    for seed, group in enumerate(groups):
         tokens = rows * width
         q_TGK, k_TGK = (0.4 * draw(tokens, layer.groups, layer.key, seed=10 * seed + s) for s in (1, 2))
         v_THW = draw(tokens, layer.heads, layer.value, seed=10 * seed + 3)
         decay_TH = -draw(tokens, layer.heads, seed=10 * seed + 4).abs()
         beta_TH = draw(tokens, layer.heads, seed=10 * seed + 5).sigmoid() if with_beta else None
         inputs = (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)
-        close(recurrent.recur(*inputs, ours, group), PLAIN["recur"](*inputs, theirs, group))
+        k_path = None if group.path is None else k_path_BPGK
+        found = recurrent.recur(*inputs, ours, group, k_path)
+        close(found, PLAIN["recur"](*inputs, theirs, group, k_path))
         trees.assert_same_memory(ours, theirs, KERNEL[torch.float32])
 
 
@@ -173,6 +178,11 @@ def test_convolution_equals_the_plain_form_over_two_windows(
     for seed, group in enumerate(recurrent_case(kind, width, rows, recorded, layer)):
         x_TC = draw(rows * width, layer.channels + 4, dtype=dtype, seed=seed)[:, 2:-2]
         arguments = (x_TC, weight_CK, bias_C if seed else None)
+        if group.path is not None and rows * path_width(group) <= TOKENS:
+            on_path = (*arguments[1:], slice(2, 7), ours, group.state_B, group.path, group.path_length_B)
+            found_BPC, expected_BPC = (f(*on_path) for f in (recurrent.path_conv, PLAIN["path_conv"]))
+            for b, length in enumerate(group.path_length_B.tolist()):
+                close(found_BPC[b, :length], expected_BPC[b, :length])
         expected = PLAIN["causal_conv"](*arguments, theirs, group)
         close(recurrent.causal_conv(*arguments, ours, group), expected)
         trees.assert_same_memory(ours, theirs, 0.0)
@@ -190,6 +200,7 @@ def attention_group(lengths: list[int], parents: list[trees.Parents]) -> Group:
         path=None,
         path_length_B=None,
         record=None,
+        snapshot_BM=None,
         ancestors_BMM=base.ancestors_BMM,
         tap_BMC=None,
         table_BN=table_BN,
@@ -335,7 +346,8 @@ def test_self_attention_equals_the_plain_form(
     group = attention_group(lengths, [trees.draw("random", width, seed) for seed in range(len(lengths))])
     ours, tokens = draw(40, 2, 16, 2, 8, dtype=dtype), len(lengths) * width
     theirs = ours.clone()
-    q_norm_D, k_norm_D = (draw(8, seed=s) if normed else None for s in (1, 2))
+    norm_dtype = torch.float32 if gated else dtype
+    q_norm_D, k_norm_D = (draw(8, dtype=norm_dtype, seed=s) if normed else None for s in (1, 2))
     layer = AttentionLayer(6, 2, 8, 0.3, bool(gated), q_norm_D, k_norm_D, 1e-6)
     rotation = rope.rope_table(torch.arange(tokens) * 9, 4, 1e4) if rotated else None
     projected_TN = draw(tokens, sum(layer.widths), dtype=dtype, seed=3)
@@ -345,16 +357,30 @@ def test_self_attention_equals_the_plain_form(
     torch.testing.assert_close(ours, theirs, rtol=KERNEL[dtype], atol=KERNEL[dtype])
 
 
+def test_attention_rounds_its_weights_as_torch_does() -> None:
+    """Rounding them not at all leaves three of four outputs as they are."""
+    group = attention_group([70], [trees.chain(1)])
+    pages, layer = (
+        draw(40, 2, 16, 2, 16, dtype=torch.bfloat16),
+        AttentionLayer(64, 2, 16, 0.25, False, None, None, 0),
+    )
+    projected_TN = draw(1, sum(layer.widths), dtype=torch.bfloat16, seed=1)
+    plain = attention_layer.Operations(*(PLAIN[name] for name in attention_layer.Operations._fields))
+    expected = attention_layer.run(plain, projected_TN, layer, None, pages, group)
+    found = native_attention.self_attention(projected_TN, layer, None, pages, group)
+    assert (found == expected).float().mean() >= BFLOAT16_ATTENTION
+
+
 def test_no_buffer_follows_the_processs_default_type() -> None:
     """Buffers of half the size would be written past their end."""
     layer = trees.Layer(dtype=torch.float32)
     memories = [trees.make_memory(layer, [7]) for _ in range(2)]
     group = trees.build_group([trees.chain(3)], [7])
     inputs = (draw(3, 2, 6), draw(3, 2, 6), draw(3, 4, 5), -draw(3, 4).abs(), None)
-    expected = recurrent.recur(*inputs, memories[0], group)
+    expected = recurrent.recur(*inputs, memories[0], group, None)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = recurrent.recur(*inputs, memories[1], group)
+        found = recurrent.recur(*inputs, memories[1], group, None)
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.dtype == torch.float32 and torch.equal(found, expected)

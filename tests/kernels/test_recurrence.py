@@ -60,8 +60,19 @@ def draw_tokens(layer: Layer, count: int, seed: int = 1, *, delta: bool = True) 
     return Tokens(q, k, noise(layer.heads, layer.value), decay, beta if delta else None)
 
 
-def run(ops: ModuleType, tokens: Tokens, memory: RecurrentMemory, group: Group) -> Tensor:
-    return ops.recur(tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta, memory, group)
+def run(
+    ops: ModuleType, tokens: Tokens, memory: RecurrentMemory, group: Group, k_path: Tensor | None = None
+) -> Tensor:
+    return ops.recur(tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta, memory, group, k_path)
+
+
+def keys_of(tokens: Tokens, nodes: Sequence[Sequence[int]], width: int) -> Tensor:
+    """Pick the keys [B, P, G, K] of the nodes that each row accepted, padded with NaN."""
+    longest = max(map(len, nodes))
+    k_path = tokens.k.new_full((len(nodes), longest, *tokens.k.shape[1:]), torch.nan)
+    for b, path in enumerate(nodes):
+        k_path[b, : len(path)] = tokens.k[[b * width + node for node in path]]
+    return k_path
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = KERNEL_FLOAT64) -> bool:
@@ -70,31 +81,35 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = KERNEL_FLOAT64) -
 
 def with_pending(
     layer: Layer, rows: int, *, delta: bool = True
-) -> tuple[RecurrentMemory, list[list[tuple[int, int]]]]:
+) -> tuple[RecurrentMemory, list[list[tuple[int, int]]], Tensor]:
     """Verify a window of 9 in every row and accept paths of unequal length, the first of three empty."""
     memory = make_memory(layer, SLOTS[rows])
     trees = [random_tree(9, seed) for seed in range(rows)]
     records = scattered(rows, 9, seed=5)
     group = build_group(trees, SLOTS[rows], records=records)
-    run(reference, draw_tokens(layer, rows * 9, seed=3, delta=delta), memory, group)
+    tokens = draw_tokens(layer, rows * 9, seed=3, delta=delta)
+    run(reference, tokens, memory, group)
     nodes = [path_to(tree, 8 - b) for b, tree in enumerate(trees)]
     if rows > 1:
         nodes[0] = []
-    return memory, [[records[b][i] for i in path] for b, path in enumerate(nodes)]
+    paths = [[records[b][i] for i in path] for b, path in enumerate(nodes)]
+    return memory, paths, keys_of(tokens, nodes, 9)
 
 
 def start(
     layer: Layer, rows: int, *, delta: bool, pending: bool
-) -> tuple[RecurrentMemory, list[list[tuple[int, int]]] | None]:
+) -> tuple[RecurrentMemory, list[list[tuple[int, int]]] | None, Tensor | None]:
     if pending:
         return with_pending(layer, rows, delta=delta)
-    return make_memory(layer, SLOTS[rows]), None
+    return make_memory(layer, SLOTS[rows]), None, None
 
 
-def assert_equals_reference(tokens: Tokens, memory: RecurrentMemory, group: Group, tolerance: float) -> None:
+def assert_equals_reference(
+    tokens: Tokens, memory: RecurrentMemory, group: Group, tolerance: float, k_path: Tensor | None = None
+) -> None:
     expected_memory, actual_memory = copy_of(memory), copy_of(memory)
-    actual = run(cpu, tokens, actual_memory, group)
-    expected = run(reference, tokens, expected_memory, group)
+    actual = run(cpu, tokens, actual_memory, group, k_path)
+    expected = run(reference, tokens, expected_memory, group, k_path)
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     assert_same_memory(actual_memory, expected_memory, tolerance)
@@ -121,12 +136,13 @@ def test_recorded_window_equals_reference(
 ) -> None:
     ratio = 1 + width % 3
     layer = Layer(heads=2 * ratio)
-    memory, paths = start(layer, rows, delta=delta, pending=pending)
+    memory, paths, k_path = start(layer, rows, delta=delta, pending=pending)
     # Half the cases write their records side by side, in slabs that the path does not use.
     records = scattered(rows, width, seed=9) if width % 2 else in_order(rows, width)
     trees = [draw(kind, width, seed) for seed in range(rows)]
     group = build_group(trees, SLOTS[rows], paths=paths, records=records)
-    assert_equals_reference(draw_tokens(layer, rows * width, delta=delta), memory, group, KERNEL_FLOAT64)
+    tokens = draw_tokens(layer, rows * width, delta=delta)
+    assert_equals_reference(tokens, memory, group, KERNEL_FLOAT64, k_path)
 
 
 @pytest.mark.usefixtures("placement")
@@ -137,9 +153,10 @@ def test_recorded_window_equals_reference(
 def test_certain_window_equals_reference(width: int, rows: int, delta: bool, pending: bool) -> None:
     ratio = 1 + width % 3
     layer = Layer(heads=2 * ratio)
-    memory, paths = start(layer, rows, delta=delta, pending=pending)
+    memory, paths, k_path = start(layer, rows, delta=delta, pending=pending)
     group = build_group([chain(width)] * rows, SLOTS[rows], paths=paths)
-    assert_equals_reference(draw_tokens(layer, rows * width, delta=delta), memory, group, KERNEL_FLOAT64)
+    tokens = draw_tokens(layer, rows * width, delta=delta)
+    assert_equals_reference(tokens, memory, group, KERNEL_FLOAT64, k_path)
 
 
 @pytest.mark.parametrize("slots", [(3, 4, 5), (5, 4, 3), (1, 8, 2)], ids=str)
@@ -192,7 +209,8 @@ def test_promoting_a_node_equals_feeding_its_path(ops: ModuleType, node: int) ->
     records = scattered(1, 7, seed=1)
     run(ops, tokens, taken_back, build_group([tree], SLOTS[1], records=records))
     accepted = [[records[0][i] for i in path]]
-    actual = run(ops, following, taken_back, build_group([chain(3)], SLOTS[1], paths=accepted))
+    group = build_group([chain(3)], SLOTS[1], paths=accepted)
+    actual = run(ops, following, taken_back, group, keys_of(tokens, [path], 7))
 
     run(ops, tokens.pick(path), fed, build_group([chain(len(path))], SLOTS[1]))
     expected = run(ops, following, fed, build_group([chain(3)], SLOTS[1]))
@@ -202,13 +220,13 @@ def test_promoting_a_node_equals_feeding_its_path(ops: ModuleType, node: int) ->
 
 def test_new_records_may_replace_the_pending_ones() -> None:
     layer, tokens = Layer(), draw_tokens(Layer(), 9)
-    memory, paths = with_pending(layer, 1)
+    memory, paths, k_path = with_pending(layer, 1)
     group = build_group([chain(9)], SLOTS[1], paths=paths, records=scattered(1, 9, seed=5))
-    assert_equals_reference(tokens, memory, group, KERNEL_FLOAT64)
+    assert_equals_reference(tokens, memory, group, KERNEL_FLOAT64, k_path)
     in_a_row = make_memory(layer, SLOTS[1])
     run(cpu, tokens, in_a_row, build_group([chain(9)], SLOTS[1], records=in_order(1, 9)))
     group = build_group([chain(9)], SLOTS[1], paths=in_order(1, 4), records=in_order(1, 9))
-    assert_equals_reference(tokens, in_a_row, group, KERNEL_FLOAT64)
+    assert_equals_reference(tokens, in_a_row, group, KERNEL_FLOAT64, keys_of(tokens, [range(4)], 9))
 
 
 def test_neighbouring_places_in_different_slabs_are_not_taken_for_a_slice() -> None:
@@ -221,14 +239,15 @@ def test_neighbouring_places_in_different_slabs_are_not_taken_for_a_slice() -> N
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "mutant"])
 def test_stale_record_in_a_path_is_noticed(wrong: bool) -> None:
     layer = Layer()
-    memory, paths = with_pending(layer, 1)
+    memory, paths, k_path = with_pending(layer, 1)
     expected_memory, following = copy_of(memory), draw_tokens(layer, 2)
-    expected = run(reference, following, expected_memory, build_group([chain(2)], SLOTS[1], paths=paths))
+    group = build_group([chain(2)], SLOTS[1], paths=paths)
+    expected = run(reference, following, expected_memory, group, k_path)
     if wrong:
         records = scattered(1, 9, seed=5)[0]
         stale = next(record for record in records if record not in paths[0])
         paths = [[stale, *paths[0][1:]]]
-    actual = run(cpu, following, memory, build_group([chain(2)], SLOTS[1], paths=paths))
+    actual = run(cpu, following, memory, build_group([chain(2)], SLOTS[1], paths=paths), k_path)
     assert close(actual, expected) is not wrong
     assert close(memory.state_SHKW[4], expected_memory.state_SHKW[4]) is not wrong
 
@@ -303,7 +322,8 @@ def test_rejected_branches_cannot_change_the_state() -> None:
         memory = make_memory(layer, SLOTS[1])
         run(cpu, inputs, memory, build_group([tree], SLOTS[1], records=records))
         accepted = build_group([chain(1)], SLOTS[1], paths=[[records[0][i] for i in path]])
-        cpu.fold(memory, accepted.state_B, accepted.path, accepted.path_length_B)
+        k_path = keys_of(inputs, [path], 7)
+        cpu.fold(memory, accepted.state_B, accepted.path, accepted.path_length_B, k_path)
         states_after.append(memory.state_SHKW[4])
     assert torch.equal(*states_after)
 
@@ -335,17 +355,18 @@ def test_strong_decays_in_trees_stay_finite() -> None:
 @pytest.mark.parametrize("ops", [reference, cpu])
 def test_fold_gives_the_state_at_any_accepted_position(ops: ModuleType, rows: int) -> None:
     layer = Layer()
-    memory, _ = with_pending(layer, rows)
+    memory, _, _ = with_pending(layer, rows)
+    k_path = draw_tokens(layer, rows * 9, seed=3).k.unflatten(0, (rows, 9))
     memory.input_SRC.copy_(torch.randn(memory.input_SRC.shape, dtype=layer.dtype))
     records = scattered(rows, 9, seed=5)
     paths = RecordIds(*(torch.tensor([[at[n] for at in row] for row in records]) for n in range(2)))
     for lengths in ([0] * rows, [2] * rows, [4, 0, 1][:rows]):
         actual, expected = copy_of(memory), copy_of(memory)
-        ops.fold(actual, torch.tensor(SLOTS[rows]), paths, torch.tensor(lengths))
+        ops.fold(actual, torch.tensor(SLOTS[rows]), paths, torch.tensor(lengths), k_path)
         for b, length in enumerate(lengths):
             slot = torch.tensor(SLOTS[rows][b : b + 1])
             own = RecordIds(paths.slab_BN[b : b + 1, :length], paths.index_BN[b : b + 1, :length])
-            reference.fold(expected, slot, own, torch.tensor([length]))
+            reference.fold(expected, slot, own, torch.tensor([length]), k_path[b : b + 1])
         assert_same_memory(actual, expected, KERNEL_FLOAT64)
 
 
@@ -355,7 +376,7 @@ def test_fold_of_a_convolution_alone(ops: ModuleType) -> None:
     memory = make_memory(layer, SLOTS[1])
     memory.input_SRC[2, 5] = 1.5
     path = RecordIds(torch.tensor([[2]]), torch.tensor([[5]]))
-    ops.fold(memory, torch.tensor(SLOTS[1]), path, torch.tensor([1]))
+    ops.fold(memory, torch.tensor(SLOTS[1]), path, torch.tensor([1]), None)
     assert bool((memory.window_SIC[4, -1] == 1.5).all())
 
 

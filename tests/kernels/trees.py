@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 
 Parents = tuple[int, ...]
-SLABS, PLACES = 11, 80
+SLABS, PLACES = 32, 80
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,20 @@ def in_order(rows: int, width: int, first: int = 3) -> list[list[tuple[int, int]
     return [[(b + 1, first + i) for i in range(width)] for b in range(rows)]
 
 
+def snapshot_slots(rows: int, width: int, taken: Sequence[int]) -> list[list[int]]:
+    """Give each node of each row a state slot of its own, out of order."""
+    free = [slot for slot in range(1, SLABS) if slot not in taken]
+    free = free[::2] + free[1::2]
+    return [free[b * width : (b + 1) * width] for b in range(rows)]
+
+
 def build_group(
     trees: Sequence[Parents],
     slots: Sequence[int],
     *,
     paths: Sequence[Sequence[tuple[int, int]]] | None = None,
     records: Sequence[Sequence[tuple[int, int]]] | None = None,
+    snapshots: Sequence[Sequence[int]] | None = None,
     conv_taps: int = 4,
 ) -> Group:
     rows, width = len(trees), len(trees[0])
@@ -99,6 +107,7 @@ def build_group(
         path=None if paths is None else record_ids(paths),
         path_length_B=None if paths is None else torch.tensor([len(path) for path in paths]),
         record=None if records is None else record_ids(records),
+        snapshot_BM=None if snapshots is None else torch.tensor(snapshots),
         ancestors_BMM=None if chains else torch.tensor([ancestors(tree) for tree in trees]),
         tap_BMC=None if chains else torch.tensor([taps(tree, conv_taps) for tree in trees]),
         table_BN=torch.zeros(rows, 1, dtype=torch.int64),
@@ -113,7 +122,6 @@ def make_memory(layer: Layer, slots: Sequence[int], seed: int = 0) -> RecurrentM
     memory = RecurrentMemory(
         _poisoned((SLABS,), (layer.heads, layer.key, layer.value), layer.dtype),
         _poisoned((SLABS,), (inputs, layer.channels), layer.dtype),
-        _poisoned((SLABS, PLACES), (layer.groups, layer.key), layer.dtype),
         _poisoned((SLABS, PLACES), (layer.heads, layer.value), layer.dtype),
         _poisoned((SLABS, PLACES), (layer.heads,), layer.dtype),
         _poisoned((SLABS, PLACES), (layer.channels,), layer.dtype),

@@ -14,7 +14,7 @@ from specdec.state_slots.slots import Kind
 
 LAYOUT = Layout(
     kv=(KVShape(1, 3), KVShape(2, 5)),
-    states=(StateShape(1, 3, 16, 17, 3, 11), StateShape(2, 2, 9, 8, 1, 7)),
+    states=(StateShape(3, 16, 17, 3, 11), StateShape(2, 9, 8, 1, 7)),
     dtype=torch.bfloat16,
 )
 CPU = torch.device("cpu")
@@ -45,7 +45,6 @@ def test_views_have_the_shapes_that_kernels_expect() -> None:
     memory = arena.recurrent(1)
     assert memory.state_SHKW.shape == (slabs, 2, 9, 8)
     assert memory.window_SIC.shape == (slabs, 1, 7)
-    assert memory.key_SRGK.shape == (slabs, records, 2, 9)
     assert memory.update_SRHW.shape == (slabs, records, 2, 8)
     assert memory.decay_SRH.shape == (slabs, records, 2)
     assert memory.input_SRC.shape == (slabs, records, 7)
@@ -84,6 +83,18 @@ def test_the_dummy_slab_is_zero_and_never_handed_out() -> None:
     )
     assert arena.take_state(1) == 2
     assert arena.take_blocks(1, 1) is arena.take_state(1) is arena.take_records(1, 1) is None
+
+
+def test_snapshots_are_states_that_are_not_cleared() -> None:
+    arena = make_arena(slabs=3)
+    arena.data.fill_(0xFF)
+    slots = arena.take_snapshots(1, 2)
+    assert slots is not None and len(set(slots)) == 2
+    assert all(bool(arena.recurrent(0).state_SHKW[slot].isnan().all()) for slot in slots)
+    assert arena.take_snapshots(1, 2) is None
+    arena.release_state(1, slots[0])
+    assert arena.take_state(2) == slots[0]
+    arena.check_integrity()
 
 
 def test_a_state_is_zero_each_time_it_is_handed_out() -> None:

@@ -18,7 +18,7 @@ from specdec.state_slots.slots import Kind
 
 LAYOUT = Layout(
     kv=(KVShape(1, 3), KVShape(2, 5)),
-    states=(StateShape(1, 3, 16, 17, 3, 11), StateShape(2, 2, 9, 8, 1, 7)),
+    states=(StateShape(3, 16, 17, 3, 11), StateShape(2, 9, 8, 1, 7)),
     dtype=torch.bfloat16,
 )
 SLABS = 6

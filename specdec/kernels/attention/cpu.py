@@ -57,6 +57,17 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
+def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    """Copy each row's keys and values to other positions, in place; all are read before any is written.
+
+    An accepted path of a tree lies scattered behind what was committed before it, and must follow on it. A
+    row with fewer moves than others is padded with a position that moves onto itself, such as its root's.
+    """
+    size = pages_NPXJD.shape[2]
+    kv_BPPJD = pages_NPXJD[table_BN.gather(1, from_BP // size), :, from_BP % size]
+    pages_NPXJD[table_BN.gather(1, to_BP // size), :, to_BP % size] = kv_BPPJD
+
+
 def _append_narrow(kv_PMJD: Tensor, pages_NPXJD: Tensor, table_N: Tensor, start: int) -> None:
     width, block_size = kv_PMJD.shape[1], pages_NPXJD.shape[2]
     first, end = start // block_size, start + width

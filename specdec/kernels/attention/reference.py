@@ -32,11 +32,27 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     return out_THD
 
 
+def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    """Copy each row's keys and values to other positions, in place; all are read before any is written.
+
+    An accepted path of a tree lies scattered behind what was committed before it, and must follow on it. A
+    row with fewer moves than others is padded with a position that moves onto itself, such as its root's.
+    """
+    size, before_NPXJD = pages_NPXJD.shape[2], pages_NPXJD.clone()
+    for table_N, from_P, to_P in zip(table_BN.tolist(), from_BP.tolist(), to_BP.tolist(), strict=True):
+        for source, target in zip(from_P, to_P, strict=True):
+            kv_PJD = before_NPXJD[table_N[source // size], :, source % size]
+            pages_NPXJD[table_N[target // size], :, target % size] = kv_PJD
+
+
 def _attend_one(q_HD: Tensor, kv_PLJD: Tensor, scale: float) -> Tensor:
     wide = torch.float64 if q_HD.dtype == torch.float64 else torch.float32
     k_LHD, v_LHD = kv_PLJD.to(wide).repeat_interleave(len(q_HD) // kv_PLJD.shape[2], dim=2)
     score_HL = torch.einsum("hd,lhd->hl", q_HD.to(wide), k_LHD) * scale
-    return torch.einsum("hl,lhd->hd", torch.softmax(score_HL, dim=-1), v_LHD).to(q_HD.dtype)
+    weight_HL = torch.exp(score_HL - score_HL.amax(-1, keepdim=True))
+    # The values meet rounded weights; what they are divided by is the sum of the weights as they were.
+    sum_HD = torch.einsum("hl,lhd->hd", weight_HL.to(q_HD.dtype).to(wide), v_LHD)
+    return (sum_HD / weight_HL.sum(-1, keepdim=True)).to(q_HD.dtype)
 
 
 def _visible(group: Group, row: int, node: int) -> list[int]:

@@ -16,10 +16,10 @@ TILE = 1 << 19
 def causal_conv(
     x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, then silu.
+    """Convolve each channel over the last K inputs of a node's own path, round, then silu.
 
-    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or become
-    records, if they may be taken back. A float32 weight that lies [K, C] in memory spares a conversion.
+    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
+    leaves a record, or the window after it. A float32 weight that lies [K, C] in memory spares a conversion.
     """
     rows, width = group.rows, group.width
     here = locate_slots(group.state_B)
@@ -29,21 +29,47 @@ def causal_conv(
         if group.record is not None:
             write(memory.window_SIC, here, window_BIC)
     known_BNC = torch.cat([window_BIC, x_TC.view(rows, width, -1)], dim=1)
-    if group.record is None:
-        write(memory.window_SIC, here, known_BNC[:, width:])
-    else:
+    if group.record is not None:
         write(memory.input_SRC, locate_records(group.record), x_TC)
+    elif group.snapshot_BM is not None:
+        write(memory.window_SIC, group.snapshot_BM.flatten(), _windows(known_BNC, group))
+    else:
+        write(memory.window_SIC, here, known_BNC[:, width:])
 
-    weight_KC = cast(weight_CK, torch.float64 if x_TC.dtype == torch.float64 else torch.float32).t()
+    weight_KC = _taps_first(weight_CK, x_TC.dtype)
     if group.tap_BMC is not None:
         y_TC = _finish(_tree(cast(known_BNC, weight_KC.dtype), weight_KC, group.tap_BMC), bias_C, x_TC.dtype)
         return y_TC.view(x_TC.shape)
+    # The keys of tokens that may be taken back are made again one day, and must come out the same to the bit.
+    convolve = _shifted if group.tentative else _chain
     tile, before = max(LONG, TILE // (rows * x_TC.shape[1])), len(weight_KC) - 1
     y_BMC = [
-        _finish(_chain(known_BNC[:, i : i + tile + before], weight_KC), bias_C, x_TC.dtype)
+        _finish(convolve(known_BNC[:, i : i + tile + before], weight_KC), bias_C, x_TC.dtype)
         for i in range(0, width, tile)
     ]
     return (y_BMC[0] if len(y_BMC) == 1 else torch.cat(y_BMC, dim=1)).view(x_TC.shape)
+
+
+def path_conv(
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    channels: slice,
+    memory: RecurrentMemory,
+    slot_B: Tensor,
+    path: RecordIds,
+    length_B: Tensor,
+) -> Tensor:
+    """Return what the convolution gave in some channels for each token of the pending paths [B, P, C].
+
+    Must run before the paths enter the windows. What stands behind a path's end may be anything.
+    """
+    rows, longest = path.slab_BN.shape
+    weight_KC = _taps_first(weight_CK[channels], memory.input_SRC.dtype)
+    window_BIC = memory.window_SIC[..., channels][locate_slots(slot_B)]
+    past_TC = memory.input_SRC[..., channels][locate_records(path)]
+    known_BNC = torch.cat([window_BIC, past_TC.view(rows, longest, past_TC.shape[1])], dim=1)
+    y_BPC = _shifted(known_BNC, weight_KC)
+    return _finish(y_BPC, None if bias_C is None else bias_C[channels], past_TC.dtype)
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
@@ -64,6 +90,23 @@ def _advance(window_BIC: Tensor, input_SRC: Tensor, path: RecordIds, length_B: T
     return known_BNC[torch.arange(rows, device=length_B.device)[:, None], last_BI]
 
 
+def _taps_first(weight_CK: Tensor, dtype: torch.dtype) -> Tensor:
+    return cast(weight_CK, torch.float64 if dtype == torch.float64 else torch.float32).t()
+
+
+def _windows(known_BNC: Tensor, group: Group) -> Tensor:
+    """Return the window after each node [B * M, I, C]: the inputs of its own taps, less the oldest."""
+    rows, known, _ = known_BNC.shape
+    inputs = known - group.width
+    if group.tap_BMC is None:
+        first_M = torch.arange(1, group.width + 1, device=known_BNC.device)
+        after_BMI = (first_M[:, None] + torch.arange(inputs, device=known_BNC.device))[None]
+    else:
+        after_BMI = group.tap_BMC[..., 1:]
+    row_B11 = torch.arange(0, rows * known, known, device=known_BNC.device)[:, None, None]
+    return known_BNC.flatten(0, 1)[(after_BMI + row_B11).flatten(0, 1)]
+
+
 def _chain(known_BNC: Tensor, weight_KC: Tensor) -> Tensor:
     """Convolve along time; `known` begins with the K-1 inputs before the first output."""
     known_BNC = cast(known_BNC, weight_KC.dtype)
@@ -75,6 +118,13 @@ def _chain(known_BNC: Tensor, weight_KC: Tensor) -> Tensor:
         # Channels-last images of one column: oneDNN reads the packed layout as it is.
         image_BCN1 = known_BNC[:, :, None].permute(0, 3, 1, 2)
         return F.conv2d(image_BCN1, weight_KC.t()[:, None, :, None], groups=channels)[..., 0].mT.contiguous()
+    return _shifted(known_BNC, weight_KC)
+
+
+def _shifted(known_BNC: Tensor, weight_KC: Tensor) -> Tensor:
+    """Convolve along time, one pass per tap."""
+    known_BNC, taps = cast(known_BNC, weight_KC.dtype), len(weight_KC)
+    width = known_BNC.shape[1] - taps + 1
     y_BMC = known_BNC[:, :width] * weight_KC[0]
     for j in range(1, taps):
         y_BMC.addcmul_(known_BNC[:, j : j + width], weight_KC[j])
@@ -96,4 +146,4 @@ def _tree(known_BNC: Tensor, weight_KC: Tensor, tap_BMK: Tensor) -> Tensor:
 def _finish(y: Tensor, bias_C: Tensor | None, dtype: torch.dtype) -> Tensor:
     if bias_C is not None:
         y += bias_C
-    return cast(F.silu(y, inplace=True), dtype)
+    return F.silu(cast(y, dtype), inplace=True)

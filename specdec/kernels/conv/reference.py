@@ -10,16 +10,14 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 def causal_conv(
     x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, then silu.
+    """Convolve each channel over the last K inputs of a node's own path, round, then silu.
 
-    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or become
-    records, if they may be taken back.
+    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
+    leaves a record, or the window after it.
     """
     rows, width, taps = group.rows, group.width, weight_CK.shape[1]
     if group.path is not None and group.path_length_B is not None:
         fold_window(memory, group.state_B, group.path, group.path_length_B)
-    dtype = torch.float64 if x_TC.dtype == torch.float64 else torch.float32
-    weight_CK = weight_CK.to(dtype)
     y_TC = torch.empty_like(x_TC)
     for b in range(rows):
         slot = group.state_B[b]
@@ -27,16 +25,37 @@ def causal_conv(
         known_NC = torch.cat([memory.window_SIC[slot], x_MC])
         for i in range(width):
             tap_K = torch.arange(i, i + taps) if group.tap_BMC is None else group.tap_BMC[b, i].cpu()
-            y_C = torch.zeros_like(known_NC[0], dtype=dtype) if bias_C is None else bias_C.to(dtype)
-            for j in range(taps):
-                y_C = y_C + weight_CK[:, j] * known_NC[tap_K[j]].to(dtype)
-            y_TC[b * width + i] = F.silu(y_C).to(x_TC.dtype)
-        if group.record is None:
+            y_TC[b * width + i] = _convolve(known_NC[tap_K], weight_CK, bias_C)
+            if group.record is not None:
+                memory.input_SRC[group.record.slab_BN[b, i], group.record.index_BN[b, i]] = x_MC[i]
+            if group.snapshot_BM is not None:
+                memory.window_SIC[group.snapshot_BM[b, i]] = known_NC[tap_K[1:]]
+        if not group.tentative:
             memory.window_SIC[slot] = known_NC[len(known_NC) - taps + 1 :]
-            continue
-        for i in range(width):
-            memory.input_SRC[group.record.slab_BN[b, i], group.record.index_BN[b, i]] = x_MC[i]
     return y_TC
+
+
+def path_conv(
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    channels: slice,
+    memory: RecurrentMemory,
+    slot_B: Tensor,
+    path: RecordIds,
+    length_B: Tensor,
+) -> Tensor:
+    """Return what the convolution gave in some channels for each token of the pending paths [B, P, C].
+
+    Must run before the paths enter the windows. What stands behind a path's end may be anything.
+    """
+    taps = weight_CK.shape[1]
+    y_BPC = memory.input_SRC.new_full((*path.slab_BN.shape, len(weight_CK)), torch.nan)
+    for b, slot in enumerate(slot_B):
+        known_NC = memory.window_SIC[slot]
+        for n in range(int(length_B[b])):
+            known_NC = torch.cat([known_NC, memory.input_SRC[path.slab_BN[b, n], path.index_BN[b, n]][None]])
+            y_BPC[b, n] = _convolve(known_NC[n : n + taps], weight_CK, bias_C)
+    return y_BPC[..., channels]
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
@@ -46,3 +65,12 @@ def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length
         for slab, index in zip(path.slab_BN[b, : length_B[b]], path.index_BN[b, : length_B[b]], strict=True):
             window_IC = torch.cat([window_IC, memory.input_SRC[slab, index][None]])[1:]
         memory.window_SIC[slot] = window_IC
+
+
+def _convolve(input_KC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
+    """Return one output, in the inputs' dtype."""
+    dtype = torch.float64 if input_KC.dtype == torch.float64 else torch.float32
+    y_C = torch.zeros_like(input_KC[0], dtype=dtype) if bias_C is None else bias_C.to(dtype)
+    for j, input_C in enumerate(input_KC):
+        y_C = y_C + weight_CK[:, j].to(dtype) * input_C.to(dtype)
+    return F.silu(y_C.to(input_KC.dtype))

@@ -1,4 +1,4 @@
-"""The feed-forward activations, rounded once."""
+"""The feed-forward activations; each function of one tensor is rounded to its dtype."""
 
 import torch
 import torch.nn.functional as F
@@ -7,8 +7,8 @@ from torch import Tensor
 
 def swiglu(gate_up_TI: Tensor) -> Tensor:
     """Return silu(gate) · up for rows [gate | up]."""
-    gate_TI, up_TI = _wide(gate_up_TI).chunk(2, dim=-1)
-    return (F.silu(gate_TI) * up_TI).to(gate_up_TI.dtype)
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    return F.silu(_wide(gate_TI)).to(gate_TI.dtype) * up_TI
 
 
 def relu2(x_TI: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
 
 def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
     """Return Mamba-2's step size: softplus(dt + bias) within its limits."""
-    step_TH = F.softplus(dt_TH + _wide(dt_bias_H))
+    step_TH = F.softplus(dt_TH + dt_bias_H.to(dt_TH.dtype))
     low, high = limit
-    return step_TH if low <= 0 and high == math.inf else step_TH.clamp_(low, high)
+    return _wide(step_TH if low <= 0 and high == math.inf else step_TH.clamp_(low, high))
 
 
 def _wide(x: Tensor) -> Tensor:

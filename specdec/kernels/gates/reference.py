@@ -23,8 +23,12 @@ def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
-    """Return Mamba-2's step size: softplus(dt + bias) within its limits."""
-    return F.softplus(_wide(dt_TH) + dt_bias_H).clamp(*limit)
+    """Return Mamba-2's step size: softplus(dt + bias) within its limits.
+
+    The sum and the step are rounded to the model's dtype before the step is widened.
+    """
+    sum_TH = dt_TH + dt_bias_H.to(dt_TH.dtype)
+    return _wide(F.softplus(_wide(sum_TH)).to(dt_TH.dtype).clamp(*limit))
 
 
 def _wide(x: Tensor) -> Tensor:

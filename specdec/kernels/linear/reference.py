@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,11 @@ def pack(weight_ND: Tensor, bias_N: Tensor | None = None) -> Packed:
 
 
 def linear(x_TD: Tensor, packed: Packed) -> Tensor:
-    """Multiply in the weight's own dtype."""
-    y_TN = x_TD @ packed.weight_ND.T
-    return y_TN if packed.bias_N is None else y_TN + packed.bias_N
+    """Multiply, sum in float32 or wider, and round once, to the weight's dtype."""
+    weight_ND, bias_N = packed
+    y_TN = _wide(x_TD) @ _wide(weight_ND).T
+    return (y_TN if bias_N is None else y_TN + bias_N).to(weight_ND.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -11,15 +11,12 @@ WIDE = 64
 
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Choose the most probable experts [T, A] and weigh them by their probabilities.
-
-    The weights are rounded to the logits' dtype, as in training, and held in float32.
-    """
+    """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
     wide = torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
     weight_TA, index_TA = torch.softmax(logits_TE, dim=-1, dtype=wide).topk(top_k, dim=-1)
     if renormalise:
         weight_TA.div_(weight_TA.sum(-1, keepdim=True))
-    return index_TA, weight_TA.to(logits_TE.dtype).to(wide)
+    return index_TA, weight_TA.to(logits_TE.dtype)
 
 
 def route_sigmoid(
@@ -56,8 +53,9 @@ def experts(
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
 
-    A token's answers are added in the order of its experts, whatever else is in the batch. P counts pairs of
-    a token and an expert.
+    A token's answers are added in the order of its experts, whatever else is in the batch. An answer is
+    rounded to the model's dtype, its product with the weight to the wider of their two, and the sum once.
+    P counts pairs of a token and an expert.
     """
     num_tokens, top_k = index_TA.shape
     activate = swiglu if gated else relu2
@@ -75,7 +73,10 @@ def experts(
     y_PD = torch.cat([_apply(down_EDI[e], hidden_PI) for e, hidden_PI in zip(chosen, hidden, strict=True)])
     if order_P is not None:
         y_PD = y_PD.index_select(0, order_P.argsort())
-    y_TAD = _wide(y_PD).view(num_tokens, top_k, -1)
+    y_TAD = y_PD.view(num_tokens, top_k, -1)
+    if weight_TA.itemsize < 4:  # torch sums in float32
+        return y_TAD.mul_(weight_TA.unsqueeze(-1)).sum(1)
+    y_TAD = _wide(y_TAD)
     y_T1D = torch.bmm(weight_TA.to(y_TAD.dtype).unsqueeze(1), y_TAD)
     return y_T1D.squeeze(1).to(x_TD.dtype)
 

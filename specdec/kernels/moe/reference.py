@@ -7,17 +7,14 @@ from specdec.kernels.ffn.reference import relu2, swiglu
 
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Choose the most probable experts [T, A] and weigh them by their probabilities.
-
-    The weights are rounded to the logits' dtype, as in training, and held in float32.
-    """
+    """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
     indices, weights = [], []
     for logits_E in logits_TE:
         weight_A, index_A = torch.softmax(_wide(logits_E), dim=-1).topk(top_k)
         if renormalise:
             weight_A = weight_A / weight_A.sum()
         indices.append(index_A)
-        weights.append(_wide(weight_A.to(logits_TE.dtype)))
+        weights.append(weight_A.to(logits_TE.dtype))
     return torch.stack(indices), torch.stack(weights)
 
 
@@ -56,13 +53,18 @@ def route_sigmoid(
 def experts(
     x_TD: Tensor, up_EID: Tensor, down_EDI: Tensor, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
 ) -> Tensor:
-    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up]."""
+    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
+
+    An answer is rounded to the model's dtype, its product with the weight to the wider of their two, and the
+    sum, in the order of the token's experts, once.
+    """
     activate = swiglu if gated else relu2
     y_TD = torch.zeros_like(_wide(x_TD))
-    for token, x_D in enumerate(_wide(x_TD)):
-        for index, weight in zip(index_TA[token].tolist(), weight_TA[token], strict=True):
-            hidden_I = activate(_wide(up_EID[index]) @ x_D)
-            y_TD[token] += weight * (_wide(down_EDI[index]) @ hidden_I)
+    for token, x_D in enumerate(x_TD):
+        for index, weight in zip(index_TA[token].tolist(), weight_TA[token].unsqueeze(-1), strict=True):
+            hidden_I = activate((_wide(up_EID[index]) @ _wide(x_D)).to(x_D.dtype))
+            answer_D = (_wide(down_EDI[index]) @ _wide(hidden_I)).to(x_D.dtype)
+            y_TD[token] += answer_D * weight
     return y_TD.to(x_TD.dtype)
 
 

@@ -62,6 +62,7 @@ def self_attention(
         dim,
         layer.gated,
         *map(pointer, (layer.q_norm_D, layer.k_norm_D)),
+        layer.q_norm_D is not None and layer.q_norm_D.dtype == projected_TN.dtype,
         layer.eps,
         pointer(cos_TR),
         pointer(sin_TR),

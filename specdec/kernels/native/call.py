@@ -19,17 +19,18 @@ SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 ARGUMENTS = {
-    "rms_norm": "p nnn nn p f p",
-    "add_rms_norm": "pp nn p f p",
+    "rms_norm": "p nnn nn p i f p",
+    "add_rms_norm": "pp nn p i f p",
     "gated_norm": "pp nnn n p n f i p",
     "swiglu": "p nn n p",
     "rotate": "p nnnn nn pp p",
-    "causal_conv": "p nnn n n pp p n p p nn ppp n pp p p p",
+    "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p p",
+    "path_conv": "nnn nn pp p n p p nn ppp n p p",
     "append": "pp nnn nn p nn n p n p",
-    "recur": "ppppp p nnnnnn p n p p ppp n pp p",
-    "delta_inputs": "p nn nnnn n ppp p n p p nn ppp n pp p p ppppp",
-    "delta_net": "p nn nnnn n ppp p n p p nn ppp n pp p p p p n p p p f p",
-    "self_attention": "p nnnnn i pp f pp n p nn n p n p p f pp p",
+    "recur": "ppppp p nnnnnn p n p p p ppp n ppp p",
+    "delta_inputs": "p nn nnnn n ppp p n p p nn ppp n ppp p p pppppp",
+    "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
+    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f pp p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
@@ -38,9 +39,8 @@ class Records(ctypes.Structure):
     """Mirror `records` of narrow.c."""
 
     _fields_ = [
-        *((name, Pointer) for name in ("key", "update", "decay")),
-        *((name, Count) for name in ("key_slab", "key_place", "update_slab", "update_place")),
-        *((name, Count) for name in ("decay_slab", "decay_place")),
+        *((name, Pointer) for name in ("update", "decay")),
+        *((name, Count) for name in ("update_slab", "update_place", "decay_slab", "decay_place")),
     ]
 
 
@@ -69,14 +69,14 @@ def path_width(group: Group) -> int:
 
 
 def ids(group: Group) -> tuple[int | None, ...]:
-    """Say where the pending path's ids and lengths lie, how wide it is, and where new records go."""
-    path, record = group.path or (None, None), group.record or (None, None)
-    assert all(x is None or x.is_contiguous() for x in (*path, *record))
-    return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, record)
+    """Say where the pending path's ids and lengths lie, how wide it is, and where records or states go."""
+    path, leave = group.path or (None, None), (*(group.record or (None, None)), group.snapshot_BM)
+    assert all(x is None or x.is_contiguous() for x in (*path, *leave))
+    return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, leave)
 
 
 def records_of(memory: RecurrentMemory) -> Records:
     """Say where a layer's records lie."""
-    parts = (memory.key_SRGK, memory.update_SRHW, memory.decay_SRH)
+    parts = (memory.update_SRHW, memory.decay_SRH)
     strides = (stride for part in parts for stride in part.stride()[:2])
     return Records(*(part.data_ptr() for part in parts), *strides)

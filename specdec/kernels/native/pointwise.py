@@ -11,7 +11,7 @@ from specdec.kernels.rope import cpu as rope
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise [T, D] or [T, H, D], strided over tokens and heads."""
-    if not serves(x_D) or x_D.stride(-1) != 1 or weight_D.dtype != torch.float32:
+    if not serves(x_D) or x_D.stride(-1) != 1 or weight_D.dtype not in (torch.float32, x_D.dtype):
         return norm.rms_norm(x_D, weight_D, eps)
     out_D = torch.empty(x_D.shape, dtype=x_D.dtype)
     heads, by_head = (x_D.shape[1], x_D.stride(1)) if x_D.ndim == 3 else (1, 0)
@@ -23,6 +23,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_D.stride(0),
         by_head,
         weight_D.data_ptr(),
+        weight_D.dtype == x_D.dtype,
         eps,
         out_D.data_ptr(),
     )
@@ -34,11 +35,17 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
     if y_TD is None:
         return rms_norm(x_TD, weight_D, eps)
     dense = x_TD.is_contiguous() and y_TD.is_contiguous() and y_TD.dtype == x_TD.dtype
-    if not dense or not serves(x_TD) or weight_D.dtype != torch.float32:
+    if not dense or not serves(x_TD) or weight_D.dtype not in (torch.float32, x_TD.dtype):
         return norm.add_rms_norm(x_TD, y_TD, weight_D, eps)
     out_TD = torch.empty_like(x_TD)
     function("add_rms_norm", x_TD.dtype)(
-        x_TD.data_ptr(), y_TD.data_ptr(), *x_TD.shape, weight_D.data_ptr(), eps, out_TD.data_ptr()
+        x_TD.data_ptr(),
+        y_TD.data_ptr(),
+        *x_TD.shape,
+        weight_D.data_ptr(),
+        weight_D.dtype == x_TD.dtype,
+        eps,
+        out_TD.data_ptr(),
     )
     return out_TD
 

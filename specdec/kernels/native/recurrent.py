@@ -7,9 +7,11 @@ from torch import Tensor
 
 from specdec.kernels.conv import cpu as conv
 from specdec.kernels.delta_net import cpu as plain_delta_net
+from specdec.kernels.delta_net import layer as delta_layer
 from specdec.kernels.delta_net.layer import DeltaLayer
-from specdec.kernels.group import Group, RecurrentMemory
-from specdec.kernels.native.call import function, ids, path_width, pointer, records_of, serves
+from specdec.kernels.gates.cpu import delta_gates, l2_normalise
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.native.call import SUFFIX, TOKENS, function, ids, path_width, pointer, records_of, serves
 from specdec.kernels.native.library import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.recurrence import cpu as recurrence
@@ -46,6 +48,39 @@ def causal_conv(
     return out_TC
 
 
+def path_conv(
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    channels: slice,
+    memory: RecurrentMemory,
+    slot_B: Tensor,
+    path: RecordIds,
+    length_B: Tensor,
+) -> Tensor:
+    """Convolve the tokens of short paths as `causal_conv` did; see conv/cpu.py."""
+    weight_KC, record = weight_CK.t(), memory.input_SRC
+    fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous()
+    if not fits or record.dtype not in SUFFIX or not path.slab_BN.is_cpu or path.slab_BN.numel() > TOKENS:
+        return conv.path_conv(weight_CK, bias_C, channels, memory, slot_B, path, length_B)
+    bias_C = None if bias_C is None else bias_C.float()
+    (taps, width), (rows, longest) = weight_KC.shape, path.slab_BN.shape
+    first, end, _ = channels.indices(width)
+    path = RecordIds(*(x.contiguous() for x in path))
+    scratch = torch.empty((longest + taps - 1) * (end - first), dtype=record.dtype)
+    out_BPC = torch.empty((rows, longest, end - first), dtype=record.dtype)
+    function("path_conv", record.dtype)(
+        *(rows, width, taps, first, end - first),
+        weight_KC.data_ptr(),
+        pointer(bias_C),
+        *_inputs_of(memory, slot_B),
+        *map(pointer, (*path, length_B)),
+        longest,
+        scratch.data_ptr(),
+        out_BPC.data_ptr(),
+    )
+    return out_BPC
+
+
 def recur(
     q_TGK: Tensor,
     k_TGK: Tensor,
@@ -54,16 +89,18 @@ def recur(
     beta_TH: Tensor | None,
     memory: RecurrentMemory,
     group: Group,
+    k_path_BPGK: Tensor | None,
 ) -> Tensor:
     """Run the recurrence over a narrow window in float32, where one thread is enough for the states."""
     state = memory.state_SHKW
     fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32
     if not fits or not serves(q_TGK) or not _is_small(memory) or not _has_room(group):
-        return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group)
+        return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
     records = records_of(memory)
     q_TGK, k_TGK, v_THW, decay_TH = (x.contiguous() for x in (q_TGK, k_TGK, v_THW, decay_TH))
     beta_TH = None if beta_TH is None else beta_TH.contiguous()
+    k_path_BPGK = None if k_path_BPGK is None else k_path_BPGK.float().contiguous()
     function("recur")(
         *(x.data_ptr() for x in (q_TGK, k_TGK, v_THW, decay_TH)),
         pointer(beta_TH),
@@ -78,6 +115,7 @@ def recur(
         state.stride(0),
         group.state_B.data_ptr(),
         ctypes.addressof(records),
+        pointer(k_path_BPGK),
         *ids(group),
         pointer(group.ancestors_BMM),
     )
@@ -95,9 +133,12 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     weight_KC = layer.conv_CK.t()
     assert projected_TN.is_contiguous() and weight_KC.is_contiguous() and weight_KC.dtype == torch.float32
     taps, channels = weight_KC.shape
-    scratch = projected_TN.new_empty((path_width(group) + taps - 1 + group.width + tokens) * channels)
+    paths = group.rows * path_width(group)
+    known = path_width(group) + taps - 1 + group.width
+    scratch = projected_TN.new_empty((known + max(tokens, paths)) * channels)
     groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
     sizes = [tokens * n for n in (groups * key, groups * key, heads * value, heads, heads, heads * value)]
+    sizes.append(paths * groups * key)
     inputs = torch.empty(sum(sizes), dtype=torch.float32)
     common = (
         projected_TN.data_ptr(),
@@ -129,9 +170,9 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
             out_TV.data_ptr(),
         )
         return out_TV
-    q_N, k_N, v_N, decay_N, beta_N, _ = inputs.split_with_sizes(sizes)
+    q_N, k_N, v_N, decay_N, beta_N, _, k_path_N = inputs.split_with_sizes(sizes)
     function("delta_inputs", projected_TN.dtype)(
-        *common, *(part.data_ptr() for part in (q_N, k_N, v_N, decay_N, beta_N))
+        *common, *(part.data_ptr() for part in (q_N, k_N, v_N, decay_N, beta_N, k_path_N))
     )
     o_THW = recurrence.recur(
         q_N.view(tokens, groups, key),
@@ -141,19 +182,33 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         beta_N.view(tokens, heads),
         memory,
         group,
+        k_path_N.view(group.rows, path_width(group), groups, key),
     )
     z_TV = projected_TN[:, channels : channels + heads * value]
     return gated_norm(o_THW.reshape(tokens, -1), z_TV, layer.norm_W, layer.eps, value, gate_first=False)
 
 
+OPERATIONS = delta_layer.Operations(causal_conv, path_conv, l2_normalise, delta_gates, recur, gated_norm)
+
+
+def path_keys(
+    layer: DeltaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
+) -> Tensor:
+    """Make the keys of the pending paths again, with the convolution that made them first."""
+    return delta_layer.path_keys(OPERATIONS, layer, memory, slot_B, path, length_B)
+
+
 def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...]:
     """Say where the convolution finds and leaves its inputs."""
+    return *_inputs_of(memory, group.state_B), *ids(group), pointer(group.tap_BMC)
+
+
+def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
+    """Say where the windows and the records' inputs lie."""
     window, record = memory.window_SIC, memory.input_SRC
     return (
-        *(window.data_ptr(), window.stride(0), group.state_B.data_ptr()),
+        *(window.data_ptr(), window.stride(0), slot_B.data_ptr()),
         *(record.data_ptr(), record.stride(0), record.stride(1)),
-        *ids(group),
-        pointer(group.tap_BMC),
     )
 
 

@@ -1,5 +1,6 @@
 """RMS normalisation in few calls for a token, and with few intermediates for a prompt."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -13,12 +14,19 @@ PIECE = 1 << 18
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide the last dimension of x [..., D] by its root mean square, multiply by the weight, round last."""
-    wide_D, size = _wide(x_D), x_D.shape[-1]
+    """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
+
+    A wide weight is multiplied before the one rounding; one in x's own dtype meets what is rounded already.
+    """
+    size = x_D.shape[-1]
+    if x_D.dtype == weight_D.dtype and x_D.itemsize < 4:
+        narrow_D: Tensor = torch.rms_norm(x_D, (size,), None, eps)
+        return narrow_D.mul_(weight_D)
+    wide_D = _wide(x_D)
     if x_D.numel() == size and x_D.is_cpu:
         # The length of a single vector as a number on the host saves a third of the time.
         length = torch.linalg.vector_norm(wide_D).item()
-        y_D = (wide_D * weight_D).mul_((length * length / size + eps) ** -0.5)
+        y_D = (wide_D / math.sqrt(length * length / size + eps)).mul_(weight_D)
     elif x_D.numel() <= SMALL:
         y_D = torch.rms_norm(wide_D, (size,), weight_D.to(wide_D.dtype), eps)
     else:
@@ -39,8 +47,9 @@ def gated_norm(
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
-    Mamba-2 gates first, the gated delta net last. What is normalised is rounded to the gate's dtype before it
-    meets the weight, as in training. A weight of `group_size` entries serves every run.
+    Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
+    what is normalised and what is weighed are rounded to the gate's dtype. A weight of `group_size` entries
+    serves every run.
     """
     normalise = _norm_of_gated if gate_first else _gated_norm
     weight_RD = weight_D.view(-1, group_size)
@@ -53,19 +62,19 @@ def gated_norm(
 
 
 def _norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_RD: Tensor, eps: float) -> Tensor:
-    wide_TD = F.silu(_wide(gate_TD)) * x_TD
-    return _runs(wide_TD, weight_RD, eps, gate_TD.dtype).to(gate_TD.dtype)
+    run_TRD = _runs(F.silu(_wide(gate_TD)).mul_(x_TD), weight_RD, eps)
+    return run_TRD.mul_(weight_RD).flatten(-2).to(gate_TD.dtype)
 
 
 def _gated_norm(x_TD: Tensor, gate_TD: Tensor, weight_RD: Tensor, eps: float) -> Tensor:
-    y_TD = _runs(_wide(x_TD), weight_RD, eps, gate_TD.dtype)
-    return F.silu(_wide(gate_TD)).mul_(y_TD).to(gate_TD.dtype)
+    run_TRD = _runs(x_TD.to(gate_TD.dtype), weight_RD, eps)
+    return F.silu(_wide(gate_TD)).mul_(run_TRD.mul_(weight_RD).flatten(-2)).to(gate_TD.dtype)
 
 
-def _runs(x_TD: Tensor, weight_RD: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def _runs(x_TD: Tensor, weight_RD: Tensor, eps: float) -> Tensor:
+    """Normalise each run; torch computes in float32 and rounds to x's dtype."""
     size = weight_RD.shape[-1]
-    run_TRD = torch.rms_norm(x_TD.reshape(len(x_TD), -1, size), (size,), None, eps)
-    return (run_TRD.to(dtype) * weight_RD).flatten(-2)
+    return torch.rms_norm(x_TD.reshape(len(x_TD), -1, size), (size,), None, eps)
 
 
 def _pieces(x_TD: Tensor) -> Iterator[slice]:

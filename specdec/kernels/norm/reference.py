@@ -6,8 +6,14 @@ from torch import Tensor
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide the last dimension of x [..., D] by its root mean square, multiply by the weight, round last."""
-    return (_normalise(_wide(x_D), eps) * weight_D).to(x_D.dtype)
+    """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
+
+    A wide weight is multiplied before the one rounding; one in x's own dtype meets what is rounded already.
+    """
+    y_D = _normalise(_wide(x_D), eps)
+    if weight_D.dtype == x_D.dtype:
+        y_D = y_D.to(x_D.dtype)
+    return (y_D * weight_D).to(x_D.dtype)
 
 
 def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
@@ -22,16 +28,17 @@ def gated_norm(
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
-    Mamba-2 gates first, the gated delta net last. What is normalised is rounded to the gate's dtype before it
-    meets the weight, as in training. A weight of `group_size` entries serves every run.
+    Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
+    what is normalised and what is weighed are rounded to the gate's dtype. A weight of `group_size` entries
+    serves every run.
     """
-    dtype, gate_TD = gate_TD.dtype, F.silu(_wide(gate_TD))
-    x_TD = _wide(x_TD)
+    dtype, silu_TD, weight_RD = gate_TD.dtype, F.silu(_wide(gate_TD)), weight_D.view(-1, group_size)
     if gate_first:
-        x_TD = x_TD * gate_TD
-    run_TRD = _normalise(x_TD.reshape(len(x_TD), -1, group_size), eps).to(dtype)
-    y_TD = (run_TRD * weight_D.view(-1, group_size)).flatten(-2)
-    return (y_TD if gate_first else y_TD * gate_TD).to(dtype)
+        x_TRD = (_wide(x_TD) * silu_TD).reshape(len(x_TD), -1, group_size)
+        return (_normalise(x_TRD, eps) * weight_RD).flatten(-2).to(dtype)
+    x_TRD = _wide(x_TD.to(dtype)).reshape(len(x_TD), -1, group_size)
+    y_TD = (_normalise(x_TRD, eps).to(dtype) * weight_RD).flatten(-2)
+    return (y_TD * silu_TD).to(dtype)
 
 
 def _normalise(x_D: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,7 @@ that every product is one batched product.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.conv.cpu import fold_window
@@ -41,7 +42,7 @@ class Solved(NamedTuple):
     decay_ZMM: Tensor
     """e^{G_i - G_j} where j is an ancestor of i or i itself, else 0."""
     log_ZM: Tensor
-    """G."""
+    """G, summed from the window's root."""
 
 
 def recur(
@@ -52,21 +53,26 @@ def recur(
     beta_TH: Tensor | None,
     memory: RecurrentMemory,
     group: Group,
+    k_path_BPGK: Tensor | None,
 ) -> Tensor:
     """Read the state after each node with its query; G key heads serve H heads, `beta` None is Mamba-2.
 
-    Mutates `memory`: the pending path is folded into the states; then the states move on over the tokens, if
-    they are certain, or each token leaves a record, if it may be taken back.
+    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states; then the states
+    move on over the tokens, if they are certain, or each leaves a record, or the state after it.
     """
-    assert group.record is not None or group.ancestors_BMM is None, "certain tokens form a chain"
-    pending = None
-    if group.path is not None and group.path_length_B is not None:
-        pending = _accepted(memory, group.path, group.path_length_B)
-    states = States(memory.state_SHKW, group.state_B, pending)
+    assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     dtype, out_dtype, rows = memory.state_SHKW.dtype, q_TGK.dtype, group.rows
     q_TGK, k_TGK, v_THW, decay_TH = (cast(x, dtype) for x in (q_TGK, k_TGK, v_THW, decay_TH))
     if beta_TH is not None:
         beta_TH = cast(beta_TH, dtype)
+    if group.snapshot_BM is not None:
+        o_THW = _snapshots(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory.state_SHKW, group)
+        return cast(o_THW, out_dtype)
+    pending = None
+    if group.path is not None and group.path_length_B is not None:
+        assert k_path_BPGK is not None
+        pending = _accepted(memory, group.path, group.path_length_B, k_path_BPGK)
+    states = States(memory.state_SHKW, group.state_B, pending)
     if group.record is None and group.width == 1:
         o_THW = _step(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, states)
         states.store()
@@ -82,46 +88,49 @@ def recur(
     if group.record is None:
         o_ZMW = _extend(tokens, states)
     else:
-        # What is pending may be a view of the records: it is applied in here, before new ones are written.
-        o_ZMW, u_ZMW, _, log_ZM = _solve(tokens, group.ancestors_BMM, states)
+        o_ZMW, u_ZMW, _, _ = _solve(tokens, group.ancestors_BMM, states)
         at = locate_records(group.record)
-        write(memory.key_SRGK, at, k_TGK)
         write(memory.update_SRHW, at, _packed(u_ZMW, rows))
-        write(memory.decay_SRH, at, _packed(log_ZM, rows))
+        write(memory.decay_SRH, at, decay_TH)
     states.store()
     return cast(_packed(o_ZMW, rows), out_dtype)
 
 
-def fold(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed."""
+def fold(
+    memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
+) -> None:
+    """Bring states and windows up to date with their paths, in place: what a row has committed.
+
+    A layer that is a convolution alone has no keys.
+    """
     fold_window(memory, slot_B, path, length_B)
-    if memory.state_SHKW.shape[1]:
-        States(memory.state_SHKW, slot_B, _accepted(memory, path, length_B)).store()
+    if k_path_BPGK is not None:
+        States(memory.state_SHKW, slot_B, _accepted(memory, path, length_B, k_path_BPGK)).store()
 
 
-def _accepted(memory: RecurrentMemory, path: RecordIds, length_B: Tensor) -> Update | None:
-    """Return what promoting the last record of each path makes of the state."""
+def _accepted(
+    memory: RecurrentMemory, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor
+) -> Update | None:
+    """Return what promoting the last record of each path makes of the state.
+
+    S ← e^{G} S + Σ_j e^{G − G_j} k_j u_jᵀ, the exponents being sums of the path's decays from its end.
+    """
     path, padding_BN = trim_path(path, length_B)
     rows, longest = path.slab_BN.shape
     if longest == 0:
         return None
     at, dtype = locate_records(path), memory.state_SHKW.dtype
-    k_YNK = _heads_first(cast(memory.key_SRGK[at], dtype), rows)
-    u_ZNW = _heads_first(cast(memory.update_SRHW[at], dtype), rows)
-    log_ZN = _heads_first(memory.decay_SRH[at], rows)
-    if padding_BN is None:
-        end_Z1 = log_ZN[:, -1:]
-        rest_ZN = end_Z1 - log_ZN
-    else:
-        heads = len(u_ZNW) // rows
-        absent_ZN = padding_BN.repeat_interleave(heads, dim=0)
-        length_Z1 = length_B.repeat_interleave(heads, dim=0)[:, None]
+    k_YNK = _heads_first(cast(k_path_BPGK[:, :longest], dtype).flatten(0, 1), rows)
+    u_ZNW = _heads_first(memory.update_SRHW[at], rows)
+    decay_ZN = _heads_first(memory.decay_SRH[at], rows)
+    if padding_BN is not None:
+        absent_ZN = padding_BN.repeat_interleave(len(u_ZNW) // rows, dim=0)
         k_YNK = k_YNK.masked_fill(padding_BN.repeat_interleave(len(k_YNK) // rows, dim=0)[..., None], 0)
         u_ZNW = u_ZNW.masked_fill(absent_ZN[..., None], 0)
-        end_Z1 = log_ZN.gather(1, (length_Z1 - 1).clamp(min=0)).masked_fill(length_Z1 == 0, 0)
-        rest_ZN = (end_Z1 - log_ZN).masked_fill(absent_ZN, 0)
-    weighted_ZNW = u_ZNW * cast(rest_ZN.exp()[..., None], dtype)
-    return Update(cast(end_Z1.exp()[..., None], dtype), _per_head(k_YNK, len(u_ZNW)).mT, weighted_ZNW)
+        decay_ZN = decay_ZN.masked_fill(absent_ZN, 0)
+    factor_ZE = F.pad(decay_ZN, (0, 1)).flip(1).cumsum(1).exp_().flip(1)
+    weighted_ZNW = u_ZNW * factor_ZE[:, 1:, None]
+    return Update(factor_ZE[:, :1, None], _per_head(k_YNK, len(u_ZNW)).mT, weighted_ZNW)
 
 
 def _step(
@@ -133,13 +142,46 @@ def _step(
         q_BGK = q_BGK.repeat_interleave(heads // groups, dim=1)
         k_BGK = k_BGK.repeat_interleave(heads // groups, dim=1)
     o_Z1W = states.step(
-        decay_BH.exp().view(-1, 1, 1),
+        decay_BH.exp().reshape(-1, 1, 1),
         q_BGK.reshape(-1, 1, size),
         k_BGK.reshape(-1, 1, size),
         v_BHW.reshape(-1, 1, v_BHW.shape[2]),
         None if beta_BH is None else beta_BH.reshape(-1, 1, 1),
     )
     return o_Z1W.view(v_BHW.shape)
+
+
+def _snapshots(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THW: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor | None,
+    state_SHKW: Tensor,
+    group: Group,
+) -> Tensor:
+    """Take every node's state from its parent's, in topological order; all rows take a step together."""
+    assert group.snapshot_BM is not None
+    source_BM, width = _sources(group.snapshot_BM, group), group.width
+    out = []
+    for i in range(width):
+        q_BGK, k_BGK, v_BHW, decay_BH = (x[i::width] for x in (q_TGK, k_TGK, v_THW, decay_TH))
+        beta_BH = None if beta_TH is None else beta_TH[i::width]
+        states = States(state_SHKW, group.snapshot_BM[:, i], None, source_BM[:, i])
+        out.append(_step(q_BGK, k_BGK, v_BHW, decay_BH, beta_BH, states))
+        states.store()
+    return torch.stack(out, dim=1).flatten(0, 1)
+
+
+def _sources(snapshot_BM: Tensor, group: Group) -> Tensor:
+    """Return the state slot that each node starts from: the row's own, or the snapshot of its parent."""
+    width, device = group.width, snapshot_BM.device
+    if group.ancestors_BMM is None:
+        return torch.cat([group.state_B[:, None], snapshot_BM[:, :-1]], dim=1)
+    # Nodes stand in topological order, so the parent is the last ancestor; 0 stands for the row's own state.
+    number_M = torch.arange(1, width + 1, device=device)
+    parent_BM = (group.ancestors_BMM.tril(-1) * number_M).amax(-1)
+    return torch.cat([group.state_B[:, None], snapshot_BM], dim=1).gather(1, parent_BM)
 
 
 def _extend(tokens: Tokens, states: States) -> Tensor:

@@ -19,20 +19,22 @@ def recur(
     beta_TH: Tensor | None,
     memory: RecurrentMemory,
     group: Group,
+    k_path_BPGK: Tensor | None,
 ) -> Tensor:
     """Read the state after each node with its query; G key heads serve H heads, `beta` None is Mamba-2.
 
-    Mutates `memory`: the pending path is folded into the states; then the states move on over the tokens, if
-    they are certain, or each token leaves a record, if it may be taken back.
+    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states; then the states
+    move on over the tokens, if they are certain, or each leaves a record, or the state after it.
     """
+    assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     if group.path is not None and group.path_length_B is not None:
-        fold_state(memory, group.state_B, group.path, group.path_length_B)
+        assert k_path_BPGK is not None
+        fold_state(memory, group.state_B, group.path, group.path_length_B, k_path_BPGK)
     o_THW = v_THW.new_empty(v_THW.shape, dtype=q_TGK.dtype)
     dtype, heads = memory.state_SHKW.dtype, v_THW.shape[1]
     for b in range(group.rows):
         committed_HKW = memory.state_SHKW[group.state_B[b]].clone()
         state_HKW: list[Tensor] = []
-        log_H: list[Tensor] = []
         for i in range(group.width):
             t, parent = b * group.width + i, _parent(group, b, i)
             q_HK, k_HK = _per_head(q_TGK[t].to(dtype), heads), _per_head(k_TGK[t].to(dtype), heads)
@@ -43,34 +45,39 @@ def recur(
             if beta_TH is not None:
                 u_HW = beta_TH[t].to(dtype)[:, None] * (u_HW - torch.einsum("hkw,hk->hw", decayed_HKW, k_HK))
             state_HKW.append(decayed_HKW + k_HK[:, :, None] * u_HW[:, None, :])
-            log_H.append(decay_H if parent < 0 else log_H[parent] + decay_H)
             o_THW[t] = torch.einsum("hkw,hk->hw", state_HKW[i], q_HK).to(o_THW.dtype)
             if group.record is not None:
                 at = group.record.slab_BN[b, i], group.record.index_BN[b, i]
-                memory.key_SRGK[at], memory.update_SRHW[at] = k_TGK[t].to(dtype), u_HW
-                memory.decay_SRH[at] = log_H[i].to(memory.decay_SRH.dtype)
-        if group.record is None:
+                memory.update_SRHW[at], memory.decay_SRH[at] = u_HW, decay_H
+            if group.snapshot_BM is not None:
+                memory.state_SHKW[group.snapshot_BM[b, i]] = state_HKW[i]
+        if not group.tentative:
             memory.state_SHKW[group.state_B[b]] = state_HKW[-1]
     return o_THW
 
 
-def fold(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed."""
-    fold_state(memory, slot_B, path, length_B)
+def fold(
+    memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
+) -> None:
+    """Bring states and windows up to date with their paths, in place: what a row has committed.
+
+    A layer that is a convolution alone has no keys.
+    """
+    if k_path_BPGK is not None:
+        fold_state(memory, slot_B, path, length_B, k_path_BPGK)
     fold_window(memory, slot_B, path, length_B)
 
 
-def fold_state(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Take each row's state on over its records: S ← e^{G_a} S + Σ_j e^{G_a − G_j} k_j u_jᵀ, a the last."""
+def fold_state(
+    memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor
+) -> None:
+    """Take each row's state on over its records, one by one: S ← e^{g_j} S + k_j u_jᵀ."""
     heads, dtype = memory.state_SHKW.shape[1], memory.state_SHKW.dtype
     for b, slot in enumerate(slot_B):
-        log_H = torch.zeros_like(memory.decay_SRH[0, 0])
-        for slab, index in zip(path.slab_BN[b, : length_B[b]], path.index_BN[b, : length_B[b]], strict=True):
-            decay_H = (memory.decay_SRH[slab, index] - log_H).to(dtype)
-            log_H = memory.decay_SRH[slab, index]
-            k_HK = _per_head(memory.key_SRGK[slab, index].to(dtype), heads)
-            u_HW = memory.update_SRHW[slab, index].to(dtype)
-            decayed_HKW = torch.exp(decay_H)[:, None, None] * memory.state_SHKW[slot]
+        for n in range(int(length_B[b])):
+            at = path.slab_BN[b, n], path.index_BN[b, n]
+            k_HK, u_HW = _per_head(k_path_BPGK[b, n].to(dtype), heads), memory.update_SRHW[at]
+            decayed_HKW = torch.exp(memory.decay_SRH[at])[:, None, None] * memory.state_SHKW[slot]
             memory.state_SHKW[slot] = decayed_HKW + k_HK[:, :, None] * u_HW[:, None, :]
 
 

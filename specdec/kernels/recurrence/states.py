@@ -29,18 +29,25 @@ class States:
     """Show a group's states as blocks [Z, K, W], Z counting heads over rows.
 
     The blocks are the rows themselves, or one copy of them all that `store` writes back. `pending`, the path
-    that the rows have accepted, is applied by the first pass, which loads the states anyway.
+    that the rows have accepted, is applied by the first pass, which loads the states anyway. With a source
+    the states begin as those of other slots, which stay as they are.
     """
 
-    def __init__(self, state_SHKW: Tensor, slot_B: Tensor, pending: Update | None) -> None:
+    def __init__(
+        self, state_SHKW: Tensor, slot_B: Tensor, pending: Update | None, source_B: Tensor | None = None
+    ) -> None:
         self.state_SHKW, self.slot_B, self.pending = state_SHKW, slot_B, pending
         self.in_place = on_host(slot_B) and (
             len(slot_B) == 1 or prod(state_SHKW.shape[1:]) * state_SHKW.itemsize >= LARGE
         )
         if self.in_place:
             self.blocks = [state_SHKW[slot] for slot in slot_B.tolist()]
+            if source_B is not None:
+                for block_HKW, source in zip(self.blocks, source_B.tolist(), strict=True):
+                    block_HKW.copy_(state_SHKW[source])
         else:
-            self.blocks = [state_SHKW.index_select(0, slot_B).flatten(0, 1)]
+            begin_B = slot_B if source_B is None else source_B
+            self.blocks = [state_SHKW.index_select(0, begin_B).flatten(0, 1)]
 
     def visit(self, *inputs_Z: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield each block, the pending update applied, with its share of every input."""

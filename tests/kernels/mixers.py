@@ -1,0 +1,100 @@
+"""Recurrent layers with random weights, run on one group at a time over a memory of `trees`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.native.library import library
+from specdec.kernels.table import load_kernels
+from specdec.models import spec
+from specdec.models.mixers import GatedDeltaNet, Mamba2, Step
+from specdec.models.weights import Scoped, Weights
+from specdec.state_slots.window import Window
+from tests.kernels import trees
+
+HIDDEN = 24
+KINDS = ("delta net", "delta net, 1 to 1", "mamba-2")
+KERNEL_SETS = [
+    ("reference", torch.float64),
+    ("cpu", torch.float64),
+    ("cpu", torch.float32),
+    *([("native", torch.float32)] if library() else []),
+]
+
+
+class RandomWeights:
+    """Answer with noise; decays are mild, so that a state remembers what was wrong with it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        noise = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        if name == "A_log":
+            noise -= 3
+        elif len(shape) == 2:
+            noise *= shape[1] ** -0.5
+        return noise.to(dtype or self.dtype)
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def within(self, prefix: str) -> Weights:
+        return Scoped(self, prefix)
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """An arena of one recurrent layer."""
+
+    memory: RecurrentMemory
+
+    def pages(self, layer: int) -> Tensor:
+        raise AssertionError
+
+    def recurrent(self, layer: int) -> RecurrentMemory:
+        return self.memory
+
+
+class Mixer:
+    """Run a layer on packed inputs [B * M, HIDDEN] of one group; the caller owns the memory."""
+
+    def __init__(self, kind: str, kernels: str, dtype: torch.dtype) -> None:
+        self.kernels, self.dtype = load_kernels(kernels), dtype
+        weights = RandomWeights(dtype)
+        self.layer: GatedDeltaNet | Mamba2
+        if kind == "mamba-2":
+            self.sizes = trees.Layer(heads=6, key=5, value=7, channels=6 * 7 + 2 * 2 * 5, dtype=dtype)
+            mamba = spec.Mamba2(6, 7, 2, 5, 4, True, True, 1e-5, (0.0, float("inf")))
+            self.layer = Mamba2(mamba, HIDDEN, weights, self.kernels, 0)
+        else:
+            heads = 2 if kind.endswith("1 to 1") else 4
+            self.sizes = trees.Layer(heads=heads, key=6, value=5, channels=2 * 2 * 6 + heads * 5, dtype=dtype)
+            delta = spec.GatedDeltaNet(2, heads, 6, 5, 4, 1e-6)
+            self.layer = GatedDeltaNet(delta, HIDDEN, weights, self.kernels, 0)
+
+    def inputs(self, tokens: int, seed: int = 1) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64).to(self.dtype)
+
+    def memory(self, slots: Sequence[int]) -> RecurrentMemory:
+        return trees.make_memory(self.sizes, slots)
+
+    def run(self, x_TD: Tensor, memory: RecurrentMemory, group: Group) -> Tensor:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        step = Step(Window(nothing, nothing, (group,), (0,)), OneLayer(memory), {}, self.kernels)
+        return self.layer(x_TD, step)
+
+    def feed(self, x_TD: Tensor, memory: RecurrentMemory, slot: int) -> Tensor:
+        """Read certain tokens."""
+        return self.run(x_TD, memory, trees.build_group([trees.chain(len(x_TD))], [slot]))
+
+    def fold(
+        self, memory: RecurrentMemory, slots: Sequence[int], paths: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        path: RecordIds = trees.record_ids(paths)
+        lengths_B = torch.tensor([len(path) for path in paths])
+        self.layer.fold(OneLayer(memory), torch.tensor(slots), path, lengths_B)
