@@ -159,7 +159,7 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto", description="auto, float32, bfloat16, float16 or float64"
     )
-    draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field("none", description=DRAFTERS)
+    draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field("auto", description=DRAFTERS)
     draft_model: NonEmpty | None = Field(None, description="the folder of a draft head, or None")
     num_steps: int | None = Field(None, ge=1, description="a whole number of at least 1, or None")
     topk: int | None = Field(

@@ -1,71 +1,163 @@
-"""The decode loop: plan, run the network over one window, choose, commit."""
+"""The decode loop: plan, draft, run the network over one window, choose, walk, commit, emit."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from specdec.counts import Clock, Counts
 from specdec.errors import EngineError
 from specdec.models.network import Network
 from specdec.outputs import TokenLogprob
-from specdec.scheduler import Scheduler, Share, StepPlan
+from specdec.parts import Part, build_parts
+from specdec.scheduler import Scheduler
+from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.tree import TokenTree
-from specdec.state_slots.window import Row, Window, build_window
-from specdec.verify.choose import NO_TOKEN, Choice, Node, choose
+from specdec.state_slots.backing import settle
+from specdec.state_slots.window import Window, build_window, record_ids
+from specdec.verify.choose import NO_TOKEN, Choice, choose
+from specdec.verify.synthetic import synthetic_walk
+from specdec.verify.walk import AcceptedPath, walk
 
 
 class DecodeLoop:
-    """Owns the network, the arena and the scheduler; one thread steps it."""
+    """Owns the network, the arena, the scheduler and the drafters; one thread steps it."""
 
-    def __init__(self, network: Network, arena: Arena, scheduler: Scheduler, device: torch.device) -> None:
+    def __init__(
+        self,
+        network: Network,
+        arena: Arena,
+        scheduler: Scheduler,
+        speculation: Speculation,
+        device: torch.device,
+        *,
+        synthetic: Sequence[float] | None = None,
+    ) -> None:
         self.network, self.arena, self.scheduler, self.device = network, arena, scheduler, device
+        self.speculation, self.synthetic = speculation, synthetic
         self.conv_width = max((s.conv_inputs + 1 for s in arena.layout.states), default=1)
+        self.counts = Counts()
+        scheduler.reclaim, scheduler.on_lose, scheduler.on_end = self.fold, speculation.lose, speculation.end
 
     @torch.inference_mode()
     def step(self) -> None:
         """Advance every request that takes part by one window."""
+        clock = Clock()
         plan = self.scheduler.plan()
         if not plan.shares:
             return
-        window = build_window([self._row(share) for share in plan.shares], self.conv_width, self.device)
+        clock.lap("rest")
+        parts = build_parts(plan.shares, self.speculation.draft(plan.shares))
+        clock.lap("draft")
+        rows = [part.row(self.speculation.backing) for part in parts]
+        window = build_window(rows, self.conv_width, self.device)
         hidden_TD = self.network.forward(window, self.arena)
-        self._commit(plan)
-        self._choose(plan, window, hidden_TD)
+        choices = self._choose(parts, window, hidden_TD)
+        clock.lap("verify")
+        paths = [self._walk(part, own) for part, own in zip(parts, choices, strict=True)]
+        self._commit(parts, paths, window, hidden_TD)
+        clock.lap("commit")
+        for part, path, own in zip(parts, paths, choices, strict=True):
+            self._emit(part, path, own, clock)
+        clock.lap("rest")
+        if any(part.decodes for part in parts):
+            self.counts.spend(clock.seconds)
+        self.speculation.observe_step(parts, clock.seconds)
 
-    def _row(self, share: Share) -> Row:
-        request = share.request
-        tokens = request.tokens[request.computed : request.computed + share.count]
-        return Row(
-            tree=TokenTree.chain(tokens),
-            length=request.computed,
-            table_N=request.table_N,
-            state=request.state or 0,
-        )
+    def _choose(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> list[dict[int, Choice]]:
+        """Choose a token at every node that is asked, each by its own request's rule and path."""
+        at = [(i, node) for i, part in enumerate(parts) for node in part.asked]
+        choices: list[dict[int, Choice]] = [{} for _ in parts]
+        if not at:
+            return choices
+        places = [window.first_B[i] + node for i, node in at]
+        if places != list(range(len(hidden_TD))):
+            hidden_TD = hidden_TD[torch.tensor(places, device=self.device)]
+        nodes = [parts[i].node(node) for i, node in at]
+        chosen = choose(self.network.logits(hidden_TD), nodes, self.network.kernels)
+        for (i, node), choice in zip(at, chosen, strict=True):
+            choices[i][node] = choice
+        return choices
 
-    def _commit(self, plan: StepPlan) -> None:
-        for share in plan.shares:
-            share.request.computed += share.count
+    def _walk(self, part: Part, choices: dict[int, Choice]) -> AcceptedPath:
+        """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""
+        if not part.draft:
+            return AcceptedPath(tuple(range(len(part.tree))), tuple(c.token for c in choices.values()))
+        chosen = [choices[node].token for node in range(len(part.tree))]
+        if self.synthetic is None:
+            return walk(chosen, part.tree)
+        request = part.request
+        seed, position = request.chooser.seed, len(request.tokens)
+        return synthetic_walk(chosen, part.tree, self.synthetic, seed=seed, position=position)
 
-    def _choose(self, plan: StepPlan, window: Window, hidden_TD: Tensor) -> None:
-        """Give each request that has read all its tokens the next one."""
-        ready = [i for i, share in enumerate(plan.shares) if share.request.owed == 0]
-        if not ready:
+    def _commit(
+        self, parts: Sequence[Part], paths: Sequence[AcceptedPath], window: Window, hidden_TD: Tensor
+    ) -> None:
+        """Promote each accepted path: its slots, its KV, and its hidden states for a head to read."""
+        self._move(parts, paths)
+        for part, path, first in zip(parts, paths, window.first_B, strict=True):
+            request, nodes = part.request, path.nodes
+            if request.committed and part.draft:
+                promote = self.speculation.backing.promote
+                request.committed = promote(request.number, request.committed, part.draft.slots, nodes)
+            elif request.committed:
+                request.committed = settle(self.arena, request.number, request.committed)
+            request.computed += len(nodes)
+            if self.speculation.head:
+                kept = slice(first, first + len(nodes))
+                straight = nodes[-1] == len(nodes) - 1
+                self.speculation.head.read(
+                    request.number, hidden_TD[kept] if straight else hidden_TD[[first + n for n in nodes]]
+                )
+
+    def _move(self, parts: Sequence[Part], paths: Sequence[AcceptedPath]) -> None:
+        """Bring the keys and values of a path that left the first branch to where the text goes on."""
+        rows = [
+            (p.request, a.nodes) for p, a in zip(parts, paths, strict=True) if a.nodes[-1] >= len(a.nodes)
+        ]
+        if not rows:
             return
-        last = [window.first_B[i] + plan.shares[i].count - 1 for i in ready]
-        if last != list(range(len(hidden_TD))):
-            hidden_TD = hidden_TD[torch.tensor(last, device=self.device)]
-        requests = [plan.shares[i].request for i in ready]
-        nodes = [Node(request.chooser, position=len(request.tokens)) for request in requests]
-        choices = choose(self.network.logits(hidden_TD), nodes, self.network.kernels)
-        for request, choice in zip(requests, choices, strict=True):
-            if choice.token == NO_TOKEN:
-                self.scheduler.release(request)
-                request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
-                continue
-            delta = request.accept([(choice.token, _logprob(choice))])
-            if delta.finish_reason:
-                # What has ended gives its memory back before anyone hears of it.
-                self.scheduler.release(request)
-            request.send(delta)
+        longest = max(len(nodes) for _, nodes in rows)
+        tables = [request.table_N for request, _ in rows]
+        table_BN = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        length_B1 = torch.tensor([[request.computed] for request, _ in rows])
+        from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in rows])
+        to_BP = length_B1 + torch.arange(longest)
+        self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
+
+    def _emit(self, part: Part, path: AcceptedPath, choices: dict[int, Choice], clock: Clock) -> None:
+        """Give a request its tokens and its caller what they make."""
+        request = part.request
+        if not path.emitted:
+            return
+        if NO_TOKEN in path.emitted:
+            self.scheduler.release(request)
+            request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
+            return
+        self.speculation.learn(request, path.emitted)
+        logprobs = [_logprob(choices[node]) for node in path.nodes if node in choices]
+        kept = request.accept(list(zip(path.emitted, logprobs, strict=True)))
+        if part.decodes:
+            part.count(request.counts, path, kept)
+            part.count(self.counts, path, kept)
+            request.counts.spend(clock.seconds)
+        if request.finish_reason:
+            # What has ended gives its memory back before anyone hears of it.
+            self.scheduler.release(request)
+        request.send(request.take_delta())
+
+    def fold(self) -> bool:
+        """Bring every running request's state up to date and give back what drafts held; tell if they did."""
+        held = [r for r in self.scheduler.running if r.committed and r.committed.path]
+        if held:
+            committed = [r.committed for r in held if r.committed]
+            path, length_B = record_ids([c.path for c in committed], self.device)
+            state_B = torch.tensor([c.state for c in committed], device=self.device)
+            self.network.materialize(self.arena, state_B, path, length_B)
+            for request, before in zip(held, committed, strict=True):
+                request.committed = settle(self.arena, request.number, before)
+        trimmed = [self.scheduler.trim(request) for request in self.scheduler.running]
+        return bool(held) or any(trimmed)
 
 
 def _logprob(choice: Choice) -> TokenLogprob | None:

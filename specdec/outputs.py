@@ -17,23 +17,37 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What one request's verify steps did. The acceptance length counts the bonus token."""
+    """What one request's steps did.
+
+    A verify step begins with the token chosen last and chooses what follows; the step that read the prompt's
+    end is none, nor is one that reads what a preemption took back.
+    """
 
     prompt_tokens: int
     output_tokens: int
     steps: int = 0
+    """Verify steps."""
+    verified_tokens: int = 0
+    """What they added to the output, the bonus tokens included."""
     drafted: int = 0
     accepted: int = 0
     per_depth: tuple[float, ...] = ()
-    """Share accepted at each depth, among the steps that reached it."""
+    """The share accepted at each depth, of the drafts that reached it."""
+    histogram: dict[int, int] = field(default_factory=dict)
+    """Verify steps by the number of drafted tokens they accepted."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of its verify steps by phase: draft, verify, commit, rest. Requests share steps."""
     cached_tokens: int = 0
     preemptions: int = 0
     first_token_s: float = 0.0
     total_s: float = 0.0
+    synthetic: bool = False
+    """Drafts were accepted at given rates: the text is not the model's."""
 
     @property
     def acceptance_length(self) -> float:
-        return self.output_tokens / self.steps if self.steps else 0.0
+        """Output tokens per verify step, the bonus token included; 1 without drafts."""
+        return self.verified_tokens / self.steps if self.steps else 1.0
 
 
 @dataclass(frozen=True, slots=True)

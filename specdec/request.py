@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.config import SamplingParams
+from specdec.counts import Counts
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta, FinishReason, RequestStats, TokenLogprob
+from specdec.state_slots.backing import Committed
 from specdec.text import TextStream
 from specdec.verify.choose import Chooser
 
@@ -37,6 +39,7 @@ class Request:
         max_length: int,
         emit: Emit,
         index: int = 0,
+        synthetic: bool = False,
     ) -> None:
         self.number = number
         self.params, self.chooser, self.text, self.emit, self.index = params, chooser, text, emit, index
@@ -46,10 +49,15 @@ class Request:
         self.last_length = min(len(prompt) + params.max_tokens, max_length)
         self.arrived_s = time.perf_counter()
         self.first_token_s = 0.0
-        self.steps = self.preemptions = 0
+        self.preemptions = 0
+        self.counts = Counts()
+        self.synthetic = synthetic
+        """Its drafts are accepted at given rates, which its statistics must say."""
         self.cancelled = False
         """Set by any thread; acted upon between two steps."""
         self.finish_reason: FinishReason | None = None
+        self._unsent_text = ""
+        self._unsent: list[tuple[int, TokenLogprob | None]] = []
         self.forget_memory()
 
     def forget_memory(self) -> None:
@@ -57,7 +65,8 @@ class Request:
         self.computed = 0
         self.table_N = torch.empty(0, dtype=torch.int64)
         """The KV blocks of its tokens, in order."""
-        self.state: int | None = None
+        self.committed: Committed | None = None
+        """Its state; None without memory, and in a model that keeps none."""
 
     def add_blocks(self, blocks: Sequence[int]) -> None:
         """Put blocks behind those that it has."""
@@ -68,42 +77,55 @@ class Request:
         return len(self.tokens) - self.computed
 
     @property
+    def decodes(self) -> bool:
+        """Tell whether all that it owes is the token chosen last: the root of a tree that may be drafted."""
+        return self.owed == 1 and self.output_length > 0
+
+    @property
+    def room(self) -> int:
+        """How many tokens it may still say."""
+        return self.last_length - len(self.tokens)
+
+    @property
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 
-    def accept(self, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> Delta:
-        """Append the tokens of one step up to the first that ends the request; return what is to be sent."""
+    def accept(self, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> int:
+        """Append the tokens of one step up to the first that ends the request; return how many that were.
+
+        `take_delta` gives what is to be sent of them.
+        """
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
-        self.steps += 1
-        text, kept = "", []
         for token, logprob in chosen:
             self.tokens.append(token)
-            kept.append((token, logprob))
+            self._unsent.append((token, logprob))
             self.chooser.observe(token)
             if token in self.stop_ids:
                 self.finish_reason = "stop"
             elif self.text is not None:
-                text += self.text.push(token)
+                self._unsent_text += self.text.push(token)
                 if self.text.stopped:
                     self.finish_reason = "stop"
             if self.finish_reason is None and len(self.tokens) >= self.last_length:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
-        return self._delta(text, kept)
+        return len(self._unsent)
 
     def abort(self) -> None:
         """End the request where it stands."""
         self.finish_reason = "abort"
-        self.send(self._delta("", []))
+        self.send(self.take_delta())
 
     def fail(self, error: SpecdecError) -> None:
         """End the request with an error that was not its own."""
         self.finish_reason = "abort"
         self.send(error)
 
-    def _delta(self, text: str, kept: Sequence[tuple[int, TokenLogprob | None]]) -> Delta:
+    def take_delta(self) -> Delta:
+        """Return what was accepted since the last delta; with the request's end its statistics."""
+        text, kept, self._unsent_text, self._unsent = self._unsent_text, self._unsent, "", []
         stats = None
         if self.finish_reason:
             text += self.text.finish() if self.text else ""
@@ -130,8 +152,15 @@ class Request:
         return RequestStats(
             prompt_tokens=self.prompt_length,
             output_tokens=self.output_length,
-            steps=self.steps,
+            steps=self.counts.steps,
+            verified_tokens=self.counts.tokens,
+            drafted=self.counts.drafted,
+            accepted=self.counts.accepted,
+            per_depth=self.counts.per_depth,
+            histogram=dict(sorted(self.counts.histogram.items())),
+            seconds=dict(self.counts.seconds),
             preemptions=self.preemptions,
+            synthetic=self.synthetic,
             first_token_s=self.first_token_s,
             total_s=time.perf_counter() - self.arrived_s,
         )

@@ -1,24 +1,30 @@
 """Resolve every "auto" of an EngineConfig against one model and one machine, once."""
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from specdec.config import EngineConfig
+from specdec.capabilities import resolve_drafters
+from specdec.config import MAX_WINDOW, EngineConfig
+from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.native.call import SUFFIX
 from specdec.kernels.native.library import library
 from specdec.models import spec
 from specdec.models.network import memory_layout
 from specdec.state_slots.layout import Layout
+from specdec.verify.synthetic import rates_for
 
 logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights are computed in float32 on a CPU: they stay in the cache, where it is faster."""
+DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 4, 4, 16
+"""The largest draft where nothing is said of it; the choice of shape stays within."""
 AUTO_MEMORY_SHARE = 0.4
 """Part of the free memory that the arena takes when nothing says how much."""
 
@@ -35,6 +41,14 @@ class Resolved:
     max_running: int
     max_model_len: int
     chunk_tokens: int
+    drafters: tuple[str, ...]
+    """Who drafts; nobody where this is empty."""
+    bounds: Shape
+    """The largest draft."""
+    adaptive: bool
+    slots: str
+    synthetic: tuple[float, ...] | None
+    """Rates by depth at which drafts are accepted whatever they say."""
 
 
 def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, stored_bytes: int) -> Resolved:
@@ -43,7 +57,9 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, stored, stored_bytes)
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    layout = memory_layout(network, dtype, mtp=False, state_dtype=state_dtype)
+    drafters = resolve_drafters(config.draft, network)
+    layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype)
+    bounds = _bounds(config)
     longest = config.max_model_len or network.max_length
     if longest > network.max_length:
         raise ConfigError(
@@ -51,8 +67,10 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
             field="max_model_len",
         )
     if config.memory_bytes is None:
-        # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and one of records.
-        wanted = config.max_running * layout.sequence_bytes(longest) + 3 * layout.slab_bytes
+        # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.
+        wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
+        if drafters:
+            wanted += _draft_bytes(config, layout, bounds)
         weight_bytes = stored_bytes * dtype.itemsize // stored.itemsize
         memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * max(_free_memory(device) - weight_bytes, 0)))
     else:
@@ -67,6 +85,11 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         max_running=config.max_running,
         max_model_len=longest,
         chunk_tokens=config.chunk_tokens,
+        drafters=drafters,
+        bounds=bounds,
+        adaptive=config.adaptive,
+        slots=config.slots,
+        synthetic=_synthetic(config, bounds),
     )
     logger.info("settings: %s", settings)
     return settings
@@ -75,21 +98,57 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
 def _refuse_unbuilt(config: EngineConfig) -> None:
     """Refuse by name what the configuration can say and this version cannot do."""
     for field, supported in (
-        ("draft", ("none", "auto")),
-        ("slots", ("record",)),
         ("kernels", ("auto", "native", "cpu", "reference")),
         ("prefix_cache", (False,)),
         ("draft_model", (None,)),
-        ("synthetic_acceptance", (None,)),
-        ("adaptive", (True,)),
-        ("num_steps", (None,)),
-        ("topk", (None,)),
-        ("num_draft_tokens", (None,)),
     ):
         value = getattr(config, field)
         if value not in supported:
             choices = ", ".join(map(repr, supported))
             raise ConfigError(f"{field}: {value!r} is not supported yet; use {choices}.", field=field)
+
+
+def _bounds(config: EngineConfig) -> Shape:
+    """Return the largest draft. What is given bounds it; what is not follows from what is.
+
+    Alone, `num_steps` asks for a chain, as elsewhere; nothing given, there is room for a tree.
+    """
+    given = config.num_steps, config.topk, config.num_draft_tokens
+    if given == (None, None, None):
+        return Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
+    steps, topk, tokens = given
+    if topk is None:
+        topk = DEFAULT_TOPK if steps and tokens and tokens > steps + 1 else 1
+    if steps is None:
+        steps = tokens - 1 if tokens and topk == 1 else DEFAULT_STEPS
+    most = 1 + topk + topk**2 * (steps - 1)
+    if tokens is None:
+        tokens = min(most, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)
+    return Shape(min(steps, tokens - 1), topk, min(tokens, most))
+
+
+def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
+    """Count what every running request may borrow for a draft and keep of it until the next step."""
+    blocks = layout.blocks_for(bounds.topk * bounds.num_steps + layout.block_tokens) * layout.block_bytes
+    slots = bounds.num_draft_tokens * (
+        layout.record_bytes if config.slots == "record" else layout.states_per_slab * layout.slab_bytes
+    )
+    return config.max_running * (blocks + 2 * slots)
+
+
+def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
+    wanted = config.synthetic_acceptance
+    if wanted is None:
+        return None
+    if isinstance(wanted, list):
+        return tuple(wanted)
+    if wanted > bounds.num_steps + 1:
+        raise ConfigError(
+            f"synthetic_acceptance: drafts of {bounds.num_steps} steps cannot reach a length of {wanted}; "
+            f"raise num_steps to at least {math.ceil(wanted) - 1} or ask for less.",
+            field="synthetic_acceptance",
+        )
+    return rates_for(wanted, bounds.num_steps)
 
 
 def _device(name: str) -> torch.device:

@@ -7,13 +7,18 @@ holds and waits at the front. The first therefore always advances; what could ne
 
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.errors import CapacityError
 from specdec.request import Request
 from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import Committed
 
 logger = logging.getLogger(__name__)
+
+MEMORY = BLOCKS, STATES = ("KV blocks", "state slots")
+"""What of the arena a request may have to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,10 @@ class StepPlan:
     shares: tuple[Share, ...]
 
 
+def _ignore(_: Request) -> None:
+    """Hear of a request that concerns nobody else."""
+
+
 class Scheduler:
     """Owns the waiting and the running requests and all that they hold of the arena."""
 
@@ -40,6 +49,12 @@ class Scheduler:
         """How many steps left a request waiting, by what it waited for."""
         self.preemptions = 0
         self._last_limit = ""
+        self.reclaim: Callable[[], bool] = lambda: False
+        """Gives back what drafts still hold; says whether that was anything."""
+        self.on_lose: Callable[[Request], None] = _ignore
+        """Told of a request whose memory was taken back."""
+        self.on_end: Callable[[Request], None] = _ignore
+        """Told of a request that is over."""
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
@@ -73,8 +88,34 @@ class Scheduler:
 
     def release(self, request: Request) -> None:
         """Take back all that a request holds and forget it."""
+        self._take_back(request)
+        self.on_end(request)
+
+    def reserve(self, request: Request, positions: int) -> bool:
+        """Get the blocks of so many positions for a draft, if they are free."""
+        missing = self.arena.layout.blocks_for(positions) - len(request.table_N)
+        if missing <= 0:
+            return True
+        blocks = self.arena.take_blocks(request.number, missing)
+        if blocks is None:
+            self.limited_by["draft blocks"] += 1
+            return False
+        request.add_blocks(blocks)
+        return True
+
+    def trim(self, request: Request) -> bool:
+        """Take back the blocks that a request got for a draft and does not need; tell whether it had any."""
+        needed = self.arena.layout.blocks_for(len(request.tokens))
+        surplus = request.table_N[needed:].tolist()
+        if surplus:
+            self.arena.release_blocks(request.number, surplus)
+            request.table_N = request.table_N[:needed]
+        return bool(surplus)
+
+    def _take_back(self, request: Request) -> None:
         self.arena.release_owner(request.number)
         request.forget_memory()
+        self.on_lose(request)
         if request in self.running:
             self.running.remove(request)
         else:
@@ -98,6 +139,8 @@ class Scheduler:
             if blocks is not None:
                 request.add_blocks(blocks)
                 break
+            if self.reclaim():
+                continue
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is request:
@@ -106,7 +149,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         logger.info("preempted request %d: no KV block was free", request.number)
-        self.release(request)
+        self._take_back(request)
         self.waiting.appendleft(request)
         request.preemptions += 1
         self.preemptions += 1
@@ -117,6 +160,8 @@ class Scheduler:
             return False
         request = self.waiting[0]
         limit = self._limit(request)
+        if limit in MEMORY and self.reclaim():
+            limit = self._limit(request)
         if limit and not self.running:
             # Nothing that runs will ever make room for it.
             self.waiting.popleft()
@@ -128,8 +173,9 @@ class Scheduler:
         self._last_limit = ""
         self.running.append(self.waiting.popleft())
         if self.arena.layout.states:
-            request.state = self.arena.take_state(request.number)
-            assert request.state is not None
+            state = self.arena.take_state(request.number)
+            assert state is not None
+            request.committed = Committed(state)
         blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
         assert blocks is not None
         request.add_blocks(blocks)
@@ -143,7 +189,7 @@ class Scheduler:
         blocks = self._blocks_missing(request) + (len(self.running) if self.arena.layout.kv else 0)
         if self.arena.can_take(blocks=blocks, states=states):
             return ""
-        return "KV blocks" if self.arena.can_take(states=states) else "state slots"
+        return BLOCKS if self.arena.can_take(states=states) else STATES
 
     def _note_limit(self, limit: str) -> None:
         self.limited_by[limit] += 1

@@ -100,7 +100,7 @@ def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> N
         (["generate", "{hybrid}", "--prompt-ids", "99999"], "99999"),
         (["generate", "{hybrid}", "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["generate", "{hybrid}", "--prompt", "x", "--temperature", "hot"], "SamplingParams.temperature"),
-        (["generate", "{hybrid}", "--prompt", "x", "--topk", "2"], "topk"),
+        (["generate", "{hybrid}", "--prompt", "x", "--draft", "none", "--topk", "2"], "topk"),
         (["generate", "{hybrid}", "--prompt", "x", "--memory-bytes", "1"], "memory_bytes"),
         (["info", "/no/such/folder"], "/no/such/folder"),
         (["bench", "throughput", "--shape", "huge"], "'huge'"),

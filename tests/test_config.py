@@ -26,7 +26,7 @@ def test_the_defaults_are_what_the_api_promises() -> None:
         False,
     )
     config = EngineConfig()
-    assert (config.device, config.dtype, config.kernels, config.draft) == ("auto", "auto", "auto", "none")
+    assert (config.device, config.dtype, config.kernels, config.draft) == ("auto", "auto", "auto", "auto")
     assert (config.slots, config.chunk_tokens, config.memory_bytes, config.adaptive) == (
         "record",
         512,
@@ -175,10 +175,10 @@ def test_several_mistakes_are_told_at_once() -> None:
     [
         (SamplingParams, {"n": 2, "temperature": 0.0}, "n"),
         (EngineConfig, {"draft": "none", "num_steps": 3}, "num_steps"),
-        (EngineConfig, {"topk": 1}, "topk"),
-        (EngineConfig, {"num_draft_tokens": 4}, "num_draft_tokens"),
-        (EngineConfig, {"draft_model": "head"}, "draft_model"),
-        (EngineConfig, {"synthetic_acceptance": 3.0}, "synthetic_acceptance"),
+        (EngineConfig, {"draft": "none", "topk": 1}, "topk"),
+        (EngineConfig, {"draft": "none", "num_draft_tokens": 4}, "num_draft_tokens"),
+        (EngineConfig, {"draft": "none", "draft_model": "head"}, "draft_model"),
+        (EngineConfig, {"draft": "none", "synthetic_acceptance": 3.0}, "synthetic_acceptance"),
         (EngineConfig, {"draft": "ngram", "draft_model": "head"}, "draft_model"),
         (EngineConfig, {"draft": "mtp", "draft_model": "head"}, "draft_model"),
         (

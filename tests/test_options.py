@@ -59,7 +59,7 @@ def test_options_make_the_params_that_python_makes(argv: list[str], fields: dict
         (["--max-running", "1.5"], "max_running"),
         (["--synthetic-acceptance", "NaN"], "synthetic_acceptance"),
         (["--device", "tpu"], "device"),
-        (["--topk", "2"], "topk"),
+        (["--draft", "none", "--topk", "2"], "topk"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_the_settings(argv: list[str], field: str) -> None:

@@ -31,6 +31,13 @@ class Sample:
     step_s: tuple[float, ...]
     token_ids: tuple[tuple[int, ...], ...] | None
     """None: the contestant does not say which tokens it chose."""
+    tokens_per_step: float = 1.0
+    """What a step gave each row on average; more than one where drafts were accepted."""
+
+    @property
+    def token_s(self) -> float:
+        """Return the time of a step over the tokens that it gave each row."""
+        return sum(self.step_s) / len(self.step_s) / self.tokens_per_step
 
 
 class Contestant(Protocol):

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
+from specdec.bench.random_head import add_random_head
 from specdec.errors import ConfigError
 from specdec.models.shapes import SHAPES
 
@@ -35,7 +36,7 @@ def shape_config(name: str) -> dict[str, Any]:
 
 def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
     """Return a random checkpoint of this config from the user's cache, writing it there the first time."""
-    recipe = json.dumps([config, seed, torch.__version__, transformers.__version__], sort_keys=True)
+    recipe = json.dumps([config, seed, "head", torch.__version__, transformers.__version__], sort_keys=True)
     folder = cache_folder() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     if not folder.exists():
         try:
@@ -95,6 +96,7 @@ def write_random_checkpoint(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, settings["dtype"]))
     model.save_pretrained(folder)
+    add_random_head(folder, settings, seed=seed)
     byte_tokenizer(hf_config.vocab_size).save_pretrained(folder)
 
 

@@ -1,25 +1,35 @@
 """The engine's own loop, stepped under a clock."""
 
+import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specdec.bench.peers import Sample
-from specdec.build import build
+from specdec.build import assemble, build
 from specdec.config import EngineConfig, SamplingParams
 from specdec.outputs import Delta
 from specdec.request import Request
 from specdec.verify.choose import Chooser
 
+ENGINE = "specdec"
+
 
 class EngineRunner:
     """Decode in this thread: what a step costs, without the queues around it and without making text."""
 
-    name = "specdec"
-
     def __init__(self, folder: Path, config: EngineConfig) -> None:
-        self.model = build(folder, config)
+        self.model, self.name = build(folder, config), ENGINE
+
+    def plain(self) -> "EngineRunner":
+        """Return a runner of the same weights, with memory of its own, that drafts nothing."""
+        twin = copy.copy(self)
+        settings = replace(self.model.settings, drafters=(), synthetic=None)
+        loop = assemble(self.model.network, None, settings)
+        twin.model, twin.name = replace(self.model, loop=loop, settings=settings), f"{ENGINE}, draft none"
+        return twin
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
         """Time each step of the loop.
@@ -31,10 +41,11 @@ class EngineRunner:
         requests = [self._request(row, prompt, 1 + new_tokens) for row, prompt in enumerate(prompts)]
         for request in requests:
             loop.scheduler.submit(request)
-        prefill_s, step_s = 0.0, []
+        prefill_s, step_s, tokens = 0.0, [], 0
         while loop.scheduler.has_work:
             reading = not all(request.output_length for request in requests)
             decoding = not reading and all(request.finish_reason is None for request in requests)
+            before = sum(request.output_length for request in requests)
             start_s = time.perf_counter()
             loop.step()
             took_s = time.perf_counter() - start_s
@@ -42,8 +53,10 @@ class EngineRunner:
                 prefill_s += took_s
             elif decoding:
                 step_s.append(took_s)
+                tokens += sum(request.output_length for request in requests) - before
         outputs = (tuple(request.tokens[request.prompt_length :]) for request in requests)
-        return Sample(prefill_s, tuple(step_s), tuple(outputs))
+        per_step = tokens / (len(step_s) * len(requests)) if step_s else 1.0
+        return Sample(prefill_s, tuple(step_s), tuple(outputs), per_step)
 
     def _request(self, row: int, prompt: Sequence[int], max_tokens: int) -> Request:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -60,8 +73,14 @@ class EngineRunner:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Say which kernels ran."""
-        return {"kernels": self.model.network.kernels.name}
+        """Say which kernels ran and who drafted."""
+        settings = self.model.settings
+        return {
+            "kernels": self.model.network.kernels.name,
+            "drafters": list(settings.drafters),
+            "slots": settings.slots,
+            "synthetic_acceptance": settings.synthetic,
+        }
 
 
 def _discard(_: Delta | Exception) -> None:

@@ -14,7 +14,7 @@ from specdec.bench.bandwidth import BandwidthProbe
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import Summary, environment, json_line, summarise, table
-from specdec.bench.runner import EngineRunner
+from specdec.bench.runner import ENGINE, EngineRunner
 from specdec.bench.windows import PROMPT, window_costs
 from specdec.config import EngineConfig
 from specdec.errors import EngineError
@@ -72,8 +72,11 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
     engine = EngineRunner(folder, _with_room(config, options))
     settings, spec = engine.model.settings, engine.model.network.spec
     oracle = TransformersPeer(folder, dtype=settings.dtype, device=settings.device)
+    plain = engine.plain() if settings.drafters else engine
     contestants: list[Contestant] = [engine, *connect(options.peers, oracle)]
-    results, bandwidth = _measure(options, engine, oracle, contestants)
+    if plain is not engine:
+        contestants.insert(1, plain)
+    results, bandwidth = _measure(options, engine, plain, oracle, contestants)
     footprint = measure(spec, settings.dtype)
     # The window steps come last, on their own: they have no counterpart to take turns with.
     return {
@@ -108,7 +111,11 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
 
 
 def _measure(
-    options: Options, engine: EngineRunner, oracle: TransformersPeer, contestants: Sequence[Contestant]
+    options: Options,
+    engine: EngineRunner,
+    plain: EngineRunner,
+    oracle: TransformersPeer,
+    contestants: Sequence[Contestant],
 ) -> tuple[list[CaseResult], Summary]:
     """Run every case: the check, the warm-up, then the contestants in turn, then memory's speed."""
     spec, settings = engine.model.network.spec, engine.model.settings
@@ -119,7 +126,9 @@ def _measure(
         for case in cases:
             progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
             prompts = case.prompts(spec.vocab, options.seed)
-            result = CaseResult(case, check(engine, oracle, prompts, options.new_tokens, settings.dtype))
+            # What is accepted at given rates is not the model's text; what speaks for it decodes plainly.
+            judged = plain if settings.synthetic else engine
+            result = CaseResult(case, check(judged, oracle, prompts, options.new_tokens, settings.dtype))
             progress.update()
             for repeat in range(-options.warmup, options.repeats):
                 for contestant in contestants:
@@ -179,7 +188,7 @@ def _refuse(gap_BT: Tensor) -> None:
 
 def _case_report(result: CaseResult, footprint: Footprint, bandwidth: float) -> dict[str, Any]:
     case = result.case
-    own = result.samples[EngineRunner.name]
+    own = result.samples[ENGINE]
     figures = {}
     for name, samples in result.samples.items():
         prefill_s = summarise([sample.prefill_s for sample in samples])
@@ -188,10 +197,11 @@ def _case_report(result: CaseResult, footprint: Footprint, bandwidth: float) -> 
             "prefill_s": prefill_s._asdict(),
             "prefill_tokens_per_s": case.batch * case.prompt_tokens / prefill_s.median,
             "step_s": step_s._asdict(),
-            "decode_tokens_per_s": case.batch / step_s.median,
+            "tokens_per_step": summarise([sample.tokens_per_step for sample in samples])._asdict(),
+            "decode_tokens_per_s": case.batch / summarise([sample.token_s for sample in samples]).median,
             "bandwidth_share": footprint.step_bytes(case.batch) / step_s.median / bandwidth,
             "prefill_ratio": _ratio(samples, own, _prefill_s)._asdict(),
-            "step_ratio": _ratio(samples, own, _step_s)._asdict(),
+            "decode_ratio": _ratio(samples, own, _token_s)._asdict(),
         }
     return {
         "batch": case.batch,
@@ -205,8 +215,8 @@ def _prefill_s(sample: Sample) -> float:
     return sample.prefill_s
 
 
-def _step_s(sample: Sample) -> float:
-    return summarise(sample.step_s).median
+def _token_s(sample: Sample) -> float:
+    return sample.token_s
 
 
 def _ratio(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sample], float]) -> Summary:
@@ -233,7 +243,12 @@ def render(report: Mapping[str, Any]) -> str:
     fast_paths = report["contestants"].get("transformers", {}).get("fast_paths")
     if fast_paths is not None:
         lines.append(f"fast paths that transformers found: {', '.join(fast_paths) or 'none'}")
-    lines.append("x: time over specdec's in the same repeat, median")
+    lines.append("x: time per token over specdec's in the same repeat, median")
+    if (rates := report["contestants"][ENGINE]["synthetic_acceptance"]) is not None:
+        shown = ", ".join(f"{rate:.2f}" for rate in rates)
+        lines.append(
+            f"SYNTHETIC ACCEPTANCE: drafts are accepted at rates {shown} by depth, whatever they say"
+        )
     lines += ["", table(list(_rows(report)))]
     if report["windows"]:
         lines += ["", table(list(_window_rows(report)))]
@@ -264,6 +279,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                 "decode tok/s": f"{figures['decode_tokens_per_s']:,.1f}",
                 "ms/step": f"{step['median'] * 1e3:.2f}",
                 "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
-                "step x": f"{figures['step_ratio']['median']:.2f}",
+                "tokens/step": f"{figures['tokens_per_step']['median']:.2f}",
+                "decode x": f"{figures['decode_ratio']['median']:.2f}",
                 "bandwidth": f"{figures['bandwidth_share']:.0%}",
             }

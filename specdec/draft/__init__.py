@@ -1,1 +1,1 @@
-"""What proposes tokens. Drafters come with speculation; plain decoding needs none."""
+"""What proposes tokens, and decides how many are worth it. It knows no family and no rule of choice."""

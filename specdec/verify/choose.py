@@ -78,31 +78,31 @@ def choice_seed(seed: int, index: int) -> int:
 
 def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
     """Choose a token at each node, given its logits, which stay as they are."""
-    busy = [n for n, node in enumerate(nodes) if not node.chooser.is_plain]
-    if len(busy) == len(nodes):
-        tokens = _sample(logits_NV, nodes, kernels)
-    else:
-        tokens = _best(logits_NV)
-        if busy:
-            logits_RV = logits_NV[torch.tensor(busy, device=logits_NV.device)]
-            sampled = _sample(logits_RV, [nodes[n] for n in busy], kernels)
-            for n, token in zip(busy, sampled, strict=True):
-                tokens[n] = token
+    best_N = perturb(logits_NV, nodes, kernels).max(-1)  # of equals the first, as `max` promises
+    tokens: list[int] = best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN).tolist()
     logprobs = _logprobs(logits_NV, nodes, tokens)
     return [Choice(token, logprobs.get(n)) for n, token in enumerate(tokens)]
 
 
-def _best(scores_NV: Tensor) -> list[int]:
-    """Return each row's best token, of equals the first, as `max` promises; NO_TOKEN where a score is NaN."""
-    best_N = scores_NV.max(-1)
-    tokens: list[int] = best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN).tolist()
-    return tokens
+def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
+    """Return what is compared at each node: its logits by its request's rules, plus the noise of its place.
+
+    The argument itself where no node has rules.
+    """
+    busy = [n for n, node in enumerate(nodes) if not node.chooser.is_plain]
+    if not busy:
+        return logits_NV
+    if len(busy) == len(nodes):
+        return _scores(logits_NV, nodes, kernels)
+    scores_NV, busy_R = logits_NV.clone(), torch.tensor(busy, device=logits_NV.device)
+    scores_NV[busy_R] = _scores(logits_NV[busy_R], [nodes[n] for n in busy], kernels)
+    return scores_NV
 
 
-def _sample(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[int]:
+def _scores(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
     scores_NV = kernels.process(logits_NV, _rules(nodes, logits_NV.device))
     _add_noise(scores_NV, nodes, kernels)
-    return _best(scores_NV)
+    return scores_NV
 
 
 def _add_noise(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:

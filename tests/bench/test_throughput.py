@@ -46,7 +46,7 @@ def test_report_has_every_case_and_contestant(
         assert case["agreement"]["tokens"] == case["batch"] * 5
         assert set(case["figures"]) == {"specdec", "transformers"}
         own = case["figures"]["specdec"]
-        assert own["step_ratio"]["median"] == own["prefill_ratio"]["median"] == 1
+        assert own["decode_ratio"]["median"] == own["prefill_ratio"]["median"] == 1
         assert own["bandwidth_share"] > 0
     assert {"commit", "cpu", "versions", "dtype", "seed", "warmup", "repeats", "settings"} <= report.keys()
     assert "transformers" in out.splitlines()[-2]

@@ -64,16 +64,20 @@ def draw(family: str, seed: int) -> Sample:
     )
 
 
-def save(sample: Sample, folder: Path) -> PreTrainedModel:
-    """Write the sample's checkpoint and return the model that was written, ready to compute logits."""
+def save(
+    sample: Sample, folder: Path, *, dtype: torch.dtype = torch.float32, experts: str = "eager"
+) -> PreTrainedModel:
+    """Write the sample's checkpoint and return the model that was written, ready to compute logits.
+
+    `experts` names transformers' way of running them: its default wants widths in multiples of 16 bytes.
+    """
     transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sample.seed)
         model = transformers.AutoModelForCausalLM.from_config(
             sample.config,
-            dtype=torch.float32,
-            # The default form wants widths in multiples of 16 bytes.
-            experts_implementation="eager",
+            dtype=dtype,
+            experts_implementation=experts,
         ).eval()
         _unsettle(dict(model.named_parameters()) | dict(model.named_buffers()))
         size = "10KB" if sample.sharded else "1GB"

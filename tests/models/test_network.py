@@ -1,7 +1,5 @@
 """Logits against transformers, from checkpoints that transformers wrote."""
 
-import copy
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,7 +12,7 @@ from transformers import PreTrainedModel
 from specdec.kernels.native.library import library
 from tests.models.random_checkpoints import FAMILIES, Sample, draw, save
 from tests.models.runner import Runner
-from tests.tolerances import BFLOAT16_GAP, FLOAT64_LOGITS, LOGITS_RELATIVE
+from tests.tolerances import FLOAT64_LOGITS, LOGITS_RELATIVE
 
 SEEDS = range(12)
 CHUNKS = (1, 3, 7, 64)
@@ -34,9 +32,8 @@ class Case:
         self.tokens = [rng.randrange(vocab) for _ in range(LENGTH)]
 
     @torch.inference_mode()
-    def expected(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        model = copy.deepcopy(self.reference).to(dtype) if dtype != torch.float32 else self.reference
-        logits: Tensor = model(torch.tensor([self.tokens]), use_cache=False).logits[0]
+    def expected(self) -> Tensor:
+        logits: Tensor = self.reference(torch.tensor([self.tokens]), use_cache=False).logits[0]
         return logits
 
 
@@ -54,11 +51,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Case]
 
 def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def typical_error(found_TV: Tensor, expected_TV: Tensor) -> float:
-    error_T = (found_TV.float() - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)
-    return float(error_T.median())
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -116,26 +108,6 @@ def test_rows_of_a_mixed_window_equal_the_rows_alone(
             torch.testing.assert_close(
                 logits_TV, expected[start : start + len(logits_TV)], rtol=FLOAT64_LOGITS, atol=FLOAT64_LOGITS
             )
-
-
-@pytest.mark.parametrize("seed", SEEDS[:3])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_close_to_float32_as_the_reference_is(
-    case: Callable[[str, int], Case], family: str, seed: int
-) -> None:
-    """Rounding takes us little further from float32 than it takes the reference.
-
-    This is not agreement with the reference's own bfloat16: our roundings stand in other places than its, so
-    the two lie further apart than its prefill and its decoding, which on models this small are often equal
-    bit for bit. A median over tokens, since rounding may also choose other experts for one, here as there;
-    over all tokens together such a choice has taken us up to seven times as far as the reference.
-    """
-    one = case(family, seed)
-    truth_TV = one.expected()
-    reference = typical_error(one.expected(torch.bfloat16), truth_TV)
-    for kernels, chunk in itertools.product(KERNELS, (1, 64)):
-        found_TV = Runner(one.folder, torch.bfloat16, kernels=kernels).read(one.tokens, chunk)
-        assert typical_error(found_TV, truth_TV) <= BFLOAT16_GAP * reference
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,72 @@
+"""What drafts cost and earned, counted for one request or for a whole engine."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PHASES = ("draft", "verify", "commit", "rest")
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over verify steps: steps that began with the last certain token and chose what follows.
+
+    The step that reads a prompt's last chunk chooses a token too, but had nothing to verify; it is not here.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    """What those steps added to the output, bonus tokens included."""
+    drafted: int = 0
+    accepted: int = 0
+    reached: list[int] = field(default_factory=list)
+    """By depth, from 1: drafts that had a node there below what was accepted."""
+    followed: list[int] = field(default_factory=list)
+    """By depth: those of them in which the target chose such a node."""
+    histogram: Counter[int] = field(default_factory=Counter)
+    """Steps by the number of drafted tokens that they accepted."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Wall time of the steps by phase. Rows share steps, so requests' times overlap."""
+
+    def note(self, *, drafted: int, depth: int, accepted: int, tokens: int) -> None:
+        """Count one row of one step: a draft of so many nodes and such depth, and what came of it."""
+        self.steps += 1
+        self.tokens += tokens
+        self.drafted += drafted
+        self.accepted += accepted
+        self.histogram[accepted] += 1
+        self.reached += [0] * (depth - len(self.reached))
+        self.followed += [0] * (depth - len(self.followed))
+        for i in range(min(depth, accepted + 1)):
+            self.reached[i] += 1
+            self.followed[i] += i < accepted
+
+    def spend(self, seconds: Mapping[str, float]) -> None:
+        """Add one step's time."""
+        for phase, took_s in seconds.items():
+            self.seconds[phase] += took_s
+
+    @property
+    def acceptance_length(self) -> float:
+        """Output tokens per verify step; 0 before the first."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def per_depth(self) -> tuple[float, ...]:
+        """The share accepted at each depth, of the drafts that reached it."""
+        return tuple(f / r if r else 0.0 for f, r in zip(self.followed, self.reached, strict=True))
+
+
+class Clock:
+    """Split a step's time by phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._mark_s = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Put the time since the last lap down to a phase."""
+        now_s = time.perf_counter()
+        self.seconds[phase] += now_s - self._mark_s
+        self._mark_s = now_s

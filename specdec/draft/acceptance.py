@@ -1,0 +1,74 @@
+"""How deep drafts are accepted: one record for the engine, one for each request that starts from it."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from specdec.draft.proposal import Shape
+
+DEEPEST = 16
+"""Depths beyond count as this one."""
+MEMORY, ENGINE_MEMORY = 0.93, 0.998
+"""What remains of a count after each further draft: a request's last 15 matter, the engine's last 500."""
+PRIOR = 3.0
+"""Drafts that the engine's own experience is worth to a request that has none."""
+CHAIN_HOPE, TREE_HOPE = 0.6, 0.75
+"""What is expected of a depth that nobody has reached, until PRIOR drafts have shown better."""
+
+
+class Acceptance:
+    """Estimate, by depth, how often a draft is accepted there once the depth above it was."""
+
+    def __init__(self, start: "Acceptance | float") -> None:
+        self.start = start
+        self._memory = MEMORY if isinstance(start, Acceptance) else ENGINE_MEMORY
+        self._reached = [0.0] * DEEPEST
+        self._accepted = [0.0] * DEEPEST
+
+    def observe(self, drafted_depth: int, accepted_depth: int) -> None:
+        """Note one draft: how deep it went, and how deep the target followed. Depths count from 1.
+
+        An attempt that found nothing to draft counts as one of depth 1 that was not followed.
+        """
+        for depth in range(DEEPEST):
+            self._reached[depth] *= self._memory
+            self._accepted[depth] *= self._memory
+        for depth in range(min(max(drafted_depth, 1), accepted_depth + 1, DEEPEST)):
+            self._reached[depth] += 1
+            self._accepted[depth] += depth < accepted_depth
+        if isinstance(self.start, Acceptance):
+            self.start.observe(drafted_depth, accepted_depth)
+
+    def rates(self, depth: int) -> Sequence[float]:
+        """Return the estimates for depths 1 to `depth`."""
+        start = self.start
+        base = start.rates(depth) if isinstance(start, Acceptance) else [start] * depth
+        at = [min(i, DEEPEST - 1) for i in range(depth)]
+        return [
+            (self._accepted[i] + PRIOR * hope) / (self._reached[i] + PRIOR)
+            for i, hope in zip(at, base, strict=True)
+        ]
+
+    def expected(self, depth: int) -> float:
+        """Return how many tokens of a draft of `depth` steps will be accepted."""
+        reached: Iterable[float] = accumulate(self.rates(depth), operator.mul)
+        return sum(reached)
+
+
+class TrackRecord:
+    """What drafts have earned: chains and trees apart, for at each depth a tree has more to offer."""
+
+    def __init__(self, engine: "TrackRecord | None" = None) -> None:
+        self.chain: Acceptance = Acceptance(engine.chain if engine else CHAIN_HOPE)
+        self.tree: Acceptance = Acceptance(engine.tree if engine else TREE_HOPE)
+
+    def observe(self, shape: Shape, drafted_depth: int, accepted_depth: int) -> None:
+        """Note one draft that was asked for in this shape."""
+        self._of(shape).observe(drafted_depth, accepted_depth)
+
+    def expected(self, shape: Shape, depth: int) -> float:
+        """Return how many tokens of such a draft, cut to `depth`, will be accepted."""
+        return self._of(shape).expected(depth)
+
+    def _of(self, shape: Shape) -> Acceptance:
+        return self.tree if shape.topk > 1 else self.chain

@@ -1,0 +1,94 @@
+"""Turn what a drafter believes into probabilities, from what was accepted of its earlier proposals."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from specdec.draft.proposal import Proposal
+
+LOWEST, HIGHEST = 0.001, 0.999
+"""No guess is hopeless, and none is certain."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the nodes of one depth and rank; older observations fade."""
+
+    seen: float = 0.0
+    believed: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, belief: float, accepted: bool, fade: float) -> None:
+        self.seen = self.seen * fade + 1
+        self.believed = self.believed * fade + belief
+        self.accepted = self.accepted * fade + accepted
+
+    def ratio(self, prior: float) -> float:
+        """Return observed over believed, drawn towards 1 as if `prior` observations had said so."""
+        if not self.believed:
+            return 1.0
+        return (self.seen * self.accepted / self.believed + prior) / (self.seen + prior)
+
+
+class Calibrator:
+    """Keep, by depth and rank, how often a node was accepted once its parent was, and what was believed.
+
+    A belief times the ratio of the two is a probability that can be compared across depths, ranks and
+    drafters. One drafter owns it; `observe` is all that changes it.
+    """
+
+    def __init__(
+        self, *, max_depth: int = 8, max_rank: int = 8, prior: float = 24.0, memory: float = 1000.0
+    ) -> None:
+        assert prior > 0 and memory > 1
+        self.prior = prior
+        self.fade = 1 - 1 / memory
+        self.tallies = [[Tally() for _ in range(max_rank)] for _ in range(max_depth)]
+        """By depth, from 1, and rank, from 0; the last of each stands for all beyond."""
+
+    def forget(self) -> None:
+        """Start anew."""
+        self.tallies = [[Tally() for _ in row] for row in self.tallies]
+
+    def calibrated(self, belief: float, depth: int, rank: int) -> float:
+        """Return the probability that a node is accepted given that its parent is."""
+        return min(max(belief * self._tally(depth, rank).ratio(self.prior), LOWEST), HIGHEST)
+
+    def siblings(self, beliefs: Sequence[float], depth: int) -> list[float]:
+        """Return the probabilities of the children of one node, given by descending belief.
+
+        At most one of them is accepted, so they sum to at most 1; and their order stays, so that the rank by
+        score under which a node is observed is the rank under which it was calibrated.
+        """
+        probabilities: list[float] = []
+        bound = HIGHEST
+        for rank, belief in enumerate(beliefs):
+            bound = min(bound, self.calibrated(belief, depth, rank))
+            probabilities.append(bound)
+        total = sum(probabilities)
+        return probabilities if total <= 1 else [p / total for p in probabilities]
+
+    def observe(self, proposal: Proposal, accepted_nodes: Collection[int]) -> None:
+        """Learn from one verified proposal; `accepted_nodes` are those on the accepted path.
+
+        Nodes whose parent was rejected say nothing: what they were guessed to follow never came.
+        """
+        reached = {-1, *accepted_nodes}
+        depths, ranks = proposal.depths, proposal.ranks
+        for node, parent in enumerate(proposal.parents):
+            if parent in reached:
+                self._tally(depths[node], ranks[node]).add(
+                    _belief(proposal, node), node in reached, self.fade
+                )
+
+    def _tally(self, depth: int, rank: int) -> Tally:
+        row = self.tallies[min(depth, len(self.tallies)) - 1]
+        return row[min(rank, len(row) - 1)]
+
+
+def _belief(proposal: Proposal, node: int) -> float:
+    """Return what its drafter believed of a node; where it did not say, what the scores imply."""
+    if proposal.beliefs:
+        return proposal.beliefs[node]
+    parent = proposal.parents[node]
+    above = proposal.scores[parent] if parent >= 0 else 1.0
+    return proposal.scores[node] / above if above else 0.0

@@ -1,0 +1,60 @@
+"""Make a draft tree of what followed a context elsewhere."""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+from specdec.draft.calibration import Calibrator
+from specdec.draft.proposal import Proposal, Shape
+
+Believe = Callable[[Sequence[int], int], list[float]]
+"""From how often each token followed, the latest first, and the length of the match: each one's chance."""
+
+
+def grow_tree(
+    continuations: Sequence[Sequence[int]],
+    *,
+    matched: int,
+    shape: Shape,
+    believe: Believe,
+    calibrator: Calibrator,
+) -> Proposal:
+    """Descend the trie of the continuations, given latest first, taking the best node by score each time.
+
+    The trie is never built: a node is the list of the continuations that pass it, and only nodes that are
+    taken get children. No child scores above its parent, so these are the best nodes of the whole trie.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    beliefs: list[float] = []
+    # Of equal scores the one met first is taken: the serial number, unique, decides before the rest is read.
+    heap: list[tuple[float, int, int, int, float, Sequence[Sequence[int]]]] = []
+    serial = 0
+
+    def open_node(node: int, score: float, depth: int, passing: Sequence[Sequence[int]]) -> None:
+        nonlocal serial
+        followers: dict[int, list[Sequence[int]]] = {}
+        for continuation in passing:
+            if depth < len(continuation):
+                followers.setdefault(continuation[depth], []).append(continuation)
+        if not followers:
+            return
+        chances = believe([len(group) for group in followers.values()], matched + depth)
+        ranked = sorted(zip(chances, followers, strict=True), key=lambda child: -child[0])[: shape.topk]
+        calibrated = calibrator.siblings([belief for belief, _ in ranked], depth + 1)
+        for (belief, token), probability in zip(ranked, calibrated, strict=True):
+            heappush(heap, (-score * probability, serial, node, token, belief, followers[token]))
+            serial += 1
+
+    depths: list[int] = []
+    open_node(-1, 1.0, 0, continuations)
+    while heap and len(tokens) < shape.num_draft_tokens - 1:
+        negative, _, parent, token, belief, passing = heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(-negative)
+        beliefs.append(belief)
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        if depths[-1] < shape.num_steps:
+            open_node(len(tokens) - 1, -negative, depths[-1], passing)
+    return Proposal(tuple(tokens), tuple(parents), tuple(scores), tuple(beliefs))

@@ -1,0 +1,39 @@
+"""What the loop asks of whoever drafts, be it a head of the model or a look-up in text."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specdec.draft.calibration import Calibrator
+from specdec.draft.proposal import Proposal, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One sequence that may get a draft. `tokens` ends with the root; its block table has room for the draft.
+
+    Without a shape nothing is proposed, and the drafter only catches up with the sequence.
+    """
+
+    key: Hashable
+    tokens: Sequence[int]
+    table_N: Tensor
+    shape: Shape | None
+
+
+class Drafter(Protocol):
+    calibrator: Calibrator
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Propose what may follow each sequence."""
+        ...
+
+    def lose(self, key: Hashable) -> None:
+        """Hear that a sequence lost its memory and will be read anew."""
+        ...
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+        """Forget a sequence; its output is None unless it came to its end."""
+        ...

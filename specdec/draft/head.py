@@ -1,0 +1,167 @@
+"""Draft with a head that reads the target's hidden states: its own multi-token head, run on itself.
+
+The head keeps KV of its own in the sequence's blocks. At position p it reads the target's hidden state there
+and the token that was chosen to follow; below the last certain token it reads what it wrote itself.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Want
+from specdec.draft.grow import ROOT, Grower
+from specdec.draft.proposal import Proposal
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row, Window, build_window
+
+MOST_UNREAD = 256
+"""Hidden states kept for a head that is not asked to draft; beyond, it reads them to free their memory."""
+
+
+class Head(Protocol):
+    def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor:
+        """Return the head's own hidden states for each token and the hidden state before it."""
+        ...
+
+    def logits(self, hidden_TD: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a token is to be guessed: for whom, after which drafted tokens."""
+
+    key: Hashable
+    path: tuple[int, ...]
+
+
+Rank = Callable[[Tensor, Sequence[Place], int], Sequence[tuple[Sequence[int], Sequence[float]]]]
+"""Given logits for some places and a number, the best tokens of each place and how sure they are."""
+
+
+@dataclass(slots=True)
+class Unread:
+    """What the target has read and the head has not: hidden states from position `read` on."""
+
+    read: int = 0
+    hidden: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+
+@dataclass(slots=True)
+class Draft:
+    """One row's draft while it grows: which nodes the head has read, and what it wrote after each."""
+
+    want: Want
+    grower: Grower
+    root_D: Tensor
+    """The hidden state that is read with the root token."""
+    ran: list[int] = field(default_factory=lambda: [ROOT])
+    after: dict[int, Tensor] = field(default_factory=dict)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(self.grower.tokens[node])
+            node = self.grower.parents[node]
+        return tuple(reversed(tokens))
+
+
+class HeadDrafter:
+    """Owns what each sequence's head has yet to read. `arena` holds the KV it writes."""
+
+    def __init__(self, head: Head, arena: Arena, rank: Rank, device: torch.device) -> None:
+        self.head, self.arena, self.rank, self.device = head, arena, rank, device
+        self.calibrator = Calibrator()
+        self._unread: dict[Hashable, Unread] = {}
+
+    def read(self, key: Hashable, hidden_MD: Tensor) -> None:
+        """Take the target's hidden states of the next positions that a sequence has committed."""
+        unread = self._unread.setdefault(key, Unread())
+        unread.hidden.append(hidden_MD)
+        unread.count += len(hidden_MD)
+
+    def is_full(self, key: Hashable) -> bool:
+        """Tell whether a sequence's hidden states should be read even if no draft is wanted."""
+        return key in self._unread and self._unread[key].count > MOST_UNREAD
+
+    def lose(self, key: Hashable) -> None:
+        """Drop what was to be read: the head's KV is gone with the sequence's blocks."""
+        self._unread.pop(key, None)
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+        """Forget a sequence."""
+        self.lose(key)
+
+    @torch.inference_mode()
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Read what is new of each sequence, then grow all drafts together, level by level."""
+        last = self._catch_up(wants)
+        drafts = [
+            Draft(want, Grower(want.shape, self.calibrator), root_D, after={ROOT: after_D})
+            for want, (root_D, after_D) in zip(wants, last, strict=True)
+            if want.shape is not None
+        ]
+        growing = drafts
+        while growing := [draft for draft in growing if draft.grower.frontier]:
+            if growing[0].grower.depth > 0:
+                self._run(growing)
+            self._expand(growing)
+        done = iter(drafts)
+        return [Proposal.EMPTY if want.shape is None else next(done).grower.finish() for want in wants]
+
+    def _catch_up(self, wants: Sequence[Want]) -> list[tuple[Tensor, Tensor]]:
+        """Read each sequence up to its root; return the last hidden state read there and the head's own."""
+        rows, inputs = [], []
+        for want in wants:
+            unread = self._unread[want.key]
+            assert unread.count and unread.read + unread.count == len(want.tokens) - 1
+            rows.append(Row(TokenTree.chain(want.tokens[unread.read + 1 :]), unread.read, want.table_N, 0))
+            inputs.append(unread.hidden[0] if len(unread.hidden) == 1 else torch.cat(unread.hidden))
+            self._unread[want.key] = Unread(read=unread.read + unread.count)
+        outputs = self._forward(rows, inputs)
+        return [(in_MD[-1], out_MD[-1]) for in_MD, out_MD in zip(inputs, outputs, strict=True)]
+
+    def _run(self, drafts: Sequence[Draft]) -> None:
+        """Read each draft's frontier. A chain goes on where it ended; a tree is read again from its root."""
+        rows, inputs, nodes = [], [], []
+        for draft in drafts:
+            grower, start = draft.grower, len(draft.want.tokens) - 2
+            draft.ran += grower.frontier
+            ran = draft.ran if draft.grower.shape.topk > 1 else draft.ran[-1:]
+            place = {node: i for i, node in enumerate(ran)}
+            root = draft.want.tokens[-1]
+            tree = TokenTree(
+                tuple(root if node == ROOT else grower.tokens[node] for node in ran),
+                tuple(-1 if i == 0 else place[grower.parents[node]] for i, node in enumerate(ran)),
+            )
+            skipped = len(draft.ran) - len(ran)
+            rows.append(Row(tree, start + skipped, draft.want.table_N, 0))
+            own = [draft.root_D if node == ROOT else draft.after[grower.parents[node]] for node in ran]
+            inputs.append(torch.stack(own))
+            nodes.append(ran)
+        for draft, ran, out_MD in zip(drafts, nodes, self._forward(rows, inputs), strict=True):
+            draft.after.update(zip(ran, out_MD, strict=True))
+
+    def _expand(self, drafts: Sequence[Draft]) -> None:
+        """Ask for the children of every frontier node at once."""
+        at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
+        logits_NV = self.head.logits(torch.stack([draft.after[node] for draft, node in at]))
+        places = [Place(draft.want.key, draft.path(node)) for draft, node in at]
+        topk = max(draft.grower.shape.topk for draft in drafts)
+        for (draft, node), (tokens, shares) in zip(at, self.rank(logits_NV, places, topk), strict=True):
+            draft.grower.add(node, tokens, shares)
+
+    def _forward(self, rows: Sequence[Row], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the head over rows and the hidden states they read; return its own, row by row."""
+        window = build_window(rows, 1, self.device)
+        hidden_TD = inputs[0]
+        if len(rows) > 1:
+            order = sorted(range(len(rows)), key=lambda i: window.first_B[i])
+            hidden_TD = torch.cat([inputs[i] for i in order])
+        out_TD = self.head.forward(window, hidden_TD, self.arena)
+        return [out_TD[at : at + len(x)] for at, x in zip(window.first_B, inputs, strict=True)]

@@ -1,0 +1,55 @@
+"""Drafters that look text up, told of a sequence only when they are asked about it."""
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Want
+from specdec.draft.proposal import Proposal, Shape
+
+
+class TextIndex(Protocol):
+    calibrator: Calibrator
+
+    def begin(self, key: Hashable, tokens: Sequence[int]) -> None: ...
+
+    def extend(self, key: Hashable, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, key: Hashable, shape: Shape) -> Proposal: ...
+
+    def end(self, key: Hashable, *, finished: bool) -> None: ...
+
+
+class Lookup:
+    """Feed an index what each sequence has said since it was last asked. Memory that is lost is no matter."""
+
+    def __init__(self, index: TextIndex) -> None:
+        self.index, self.calibrator = index, index.calibrator
+        self._fed: dict[Hashable, int] = {}
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Propose what may follow each sequence."""
+        return [Proposal.EMPTY if want.shape is None else self._propose(want, want.shape) for want in wants]
+
+    def _propose(self, want: Want, shape: Shape) -> Proposal:
+        fed = self._fed.get(want.key)
+        if fed is None:
+            self.index.begin(want.key, want.tokens)
+        else:
+            self.index.extend(want.key, want.tokens[fed:])
+        self._fed[want.key] = len(want.tokens)
+        return self.index.propose(want.key, shape)
+
+    def lose(self, key: Hashable) -> None:
+        """Keep the text, which stays what it is."""
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+        """Forget a sequence; an output that came to its end serves others, where the index wants it."""
+        fed = self._fed.pop(key, None)
+        if fed is None and output:
+            self.index.begin(key, ())
+            self.index.extend(key, output)
+        elif fed is not None and output:
+            self.index.extend(key, output[fed - len(prompt) :])
+        if fed is not None or output:
+            self.index.end(key, finished=bool(output))

@@ -1,0 +1,119 @@
+"""Which shape of draft pays: decided anew each step from what steps cost and what drafts have earned.
+
+Twice a step. Before drafting, by what each request has accepted so far: is a draft worth its own cost, how
+deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from specdec.draft.acceptance import TrackRecord
+from specdec.draft.costs import Samples, StepCosts, bucket
+from specdec.draft.proposal import Proposal, Shape
+
+PROBE_SHARE = 0.008
+"""Part of the time that may go into drafts that are not expected to pay, to learn whether they would."""
+MARGIN = 1.02
+"""How much better than none a draft must look: an estimate that is off by less must not cost anything."""
+WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+"""Numbers of nodes that are tried: few, so that the cost of each is known soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step does whatever is drafted."""
+
+    rows: int
+    """Rows that decode."""
+    tokens: int
+    """One for each of them, and those of the rows that read a prompt."""
+
+
+class Policy:
+    """Choose shapes within `bounds`; where it is not adaptive, always the bounds."""
+
+    def __init__(self, bounds: Shape, *, adaptive: bool) -> None:
+        self.bounds, self.adaptive = bounds, adaptive
+        self.steps = StepCosts()
+        self.drafts = Samples()
+        self._owed_s = 0.0
+        """Time that probes have cost and the steps since have not made up for; below 0 one may be made."""
+        deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
+        chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
+        self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
+
+    def observe_draft(self, shape: Shape, rows: int, seconds: float) -> None:
+        """Note what drafting a shape for so many rows took."""
+        self.drafts.add((shape, bucket(rows)), seconds)
+        self.drafts.add(shape, seconds)
+
+    def plan(self, batch: Batch, rows: Sequence[TrackRecord], room: Sequence[int]) -> list[Shape | None]:
+        """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go."""
+        if not self.adaptive:
+            return [_within(self.bounds, deep) for deep in room]
+        none_s = self.steps.predict(batch.rows, batch.tokens)
+        self._owed_s = max(self._owed_s - PROBE_SHARE * none_s, -none_s)
+        if self._draft_s(self.bounds, len(rows)) <= PROBE_SHARE * none_s:
+            return [_within(self.bounds, deep) for deep in room]
+        best, chosen, shape = MARGIN * _rate(batch.rows, none_s), 0, self.shapes[0]
+        for candidate in self.shapes:
+            gains = sorted(_gains(candidate, rows, room), reverse=True)
+            for count, gain in enumerate(accumulate(gains), start=1):
+                tokens = batch.tokens + count * (candidate.num_draft_tokens - 1)
+                seconds = self.steps.predict(batch.rows, tokens) + self._draft_s(candidate, count)
+                if (rate := _rate(batch.rows + gain, seconds)) > best:
+                    best, chosen, shape = rate, count, candidate
+        if not chosen and self._owed_s < 0:
+            chosen = 1
+            self._owed_s += self._draft_s(shape, 1)
+        drafting = _highest(_gains(shape, rows, room), chosen)
+        return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
+
+    def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
+        """Keep what is worth verifying: the same number of nodes for every row that keeps any."""
+        if not self.adaptive or not any(map(len, proposals)):
+            return list(proposals)
+        none_s = self.steps.predict(batch.rows, batch.tokens)
+        best, chosen, width = MARGIN * _rate(batch.rows, none_s), 0, 0
+        sums = [list(accumulate(sorted(p.scores, reverse=True), initial=0.0)) for p in proposals]
+        widest = max(map(len, proposals))
+        for nodes in sorted({widest, *(n for n in WIDTHS if n < widest)}):
+            gains = sorted((own[min(nodes, len(own) - 1)] for own in sums), reverse=True)
+            for count, gain in enumerate(accumulate(gains), start=1):
+                seconds = self.steps.predict(batch.rows, batch.tokens + count * nodes)
+                if (rate := _rate(batch.rows + gain, seconds)) > best:
+                    best, chosen, width = rate, count, nodes
+        if not chosen and self._owed_s < 0:
+            chosen, width = 1, min(widest, 3)
+            self._owed_s += self.steps.predict(batch.rows, batch.tokens + width) - none_s
+        kept = _highest([own[min(width, len(own) - 1)] for own in sums], chosen)
+        return [p.best(width) if i in kept else Proposal.EMPTY for i, p in enumerate(proposals)]
+
+    def _draft_s(self, shape: Shape, rows: int) -> float:
+        """Predict what drafting takes; for a number of rows that was never measured, as for any other."""
+        known = self.drafts.get((shape, bucket(rows)))
+        return known if known is not None else self.drafts.get(shape) or 0.0
+
+
+def _within(shape: Shape, deep: int) -> Shape | None:
+    """Shorten a shape to the depth that the output has room for."""
+    if deep < 1:
+        return None
+    return shape if shape.num_steps <= deep else replace(shape, num_steps=deep)
+
+
+def _gains(shape: Shape, rows: Sequence[TrackRecord], room: Sequence[int]) -> list[float]:
+    """Say how many drafted tokens each row is expected to accept in this shape."""
+    return [
+        row.expected(shape, min(shape.num_steps, deep)) if deep > 0 else 0.0
+        for row, deep in zip(rows, room, strict=True)
+    ]
+
+
+def _highest(gains: Sequence[float], count: int) -> set[int]:
+    return set(sorted(range(len(gains)), key=lambda i: -gains[i])[:count])
+
+
+def _rate(tokens: float, seconds: float) -> float:
+    return tokens / max(seconds, 1e-9)

@@ -1,0 +1,110 @@
+"""Suffix decoding (Oliaro et al.): propose what most often followed the longest match, here and elsewhere."""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from specdec.draft.calibration import Calibrator
+from specdec.draft.continuations import grow_tree
+from specdec.draft.history import END, History
+from specdec.draft.proposal import Proposal, Shape
+
+NGRAMS = (1, 2, 4, 8, 16)
+"""The lengths that are indexed; a match may have any length."""
+MAX_PLACES = 128
+"""How many places are counted, the latest first."""
+
+
+class SuffixDrafter:
+    """Draft by how often tokens followed the longest match in a request and in the outputs of earlier ones.
+
+    The suffix tree is implicit: its node for a context is the list of places where that context ended, found
+    by an index of n-grams, and its children are what followed there. So a token costs some 100 bytes
+    instead of a path of nodes, an old output is evicted by cutting off the front of a list, and only
+    nodes that are looked at are ever made. Counts are of the latest `MAX_PLACES` places.
+
+    The outputs of finished requests are kept up to `max_shared_tokens`; the oldest are evicted whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_depth: int = 64,
+        max_shared_tokens: int = 1 << 17,
+        length_factor: float = 2.0,
+        calibrator: Calibrator | None = None,
+    ) -> None:
+        assert max_depth >= max(NGRAMS) and max_shared_tokens >= 2 and length_factor > 0
+        self.calibrator = calibrator or Calibrator()
+        self.max_depth = max_depth
+        self.max_shared_tokens = max_shared_tokens
+        self.length_factor = length_factor
+        """How deep to draft at most, in lengths of the match."""
+        self._texts: dict[Hashable, History] = {}
+        self._prompt_lengths: dict[Hashable, int] = {}
+        self._shared = History(NGRAMS, max_depth)
+        self._shared_lengths: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """How many tokens of finished outputs are kept, one that ends each included."""
+        return len(self._shared)
+
+    def begin(self, key: Hashable, tokens: Sequence[int]) -> None:
+        """Take a request in, with its prompt. It stays until `end`, preempted or not."""
+        assert key not in self._texts
+        self._texts[key] = History(NGRAMS, self.max_depth)
+        self._texts[key].extend(tokens)
+        self._prompt_lengths[key] = len(tokens)
+
+    def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
+        """Append what a request gained."""
+        self._texts[key].extend(tokens)
+
+    def end(self, key: Hashable, *, finished: bool) -> None:
+        """Forget a request; the output of one that finished serves later ones, a cancelled one's does not."""
+        output = self._texts.pop(key).tokens[self._prompt_lengths.pop(key) :]
+        if finished and output:
+            self._share(output)
+
+    def _share(self, output: list[int]) -> None:
+        """Keep an output, and evict the oldest to make room; of one too long for all, keep its last part."""
+        kept = [*output[1 - self.max_shared_tokens :], END]
+        while len(self._shared) + len(kept) > self.max_shared_tokens:
+            self._shared.forget(self._shared_lengths.popleft())
+        self._shared.extend(kept)
+        self._shared_lengths.append(len(kept))
+
+    def propose(self, key: Hashable, shape: Shape) -> Proposal:
+        """Propose the likeliest continuations of the longest match, of the request's own and of others'."""
+        own = self._texts[key]
+        context = own.tokens[-self.max_depth :]
+        found = [(text, *text.search(context, MAX_PLACES)) for text in (own, self._shared)]
+        matched = max(length for _, length, _ in found)
+        num_steps = min(shape.num_steps, max(int(self.length_factor * matched), 1))
+        continuations = [
+            text.continuation(place, num_steps)
+            for text, length, places in found
+            if length == matched
+            for place in places
+        ]
+        return grow_tree(
+            continuations,
+            matched=matched,
+            shape=replace(shape, num_steps=num_steps),
+            believe=believe_the_counts,
+            calibrator=self.calibrator,
+        )
+
+
+def believe_the_counts(counts: Sequence[int], matched: int) -> list[float]:
+    """Divide as the counts do, with room for what never followed: PPM's escape, method C.
+
+    Each token that was seen to follow says that new ones do; the less the longer the match. The constants
+    were fitted to source code and prose, where they beat the bare quotient and every escape tried.
+    """
+    total = sum(counts) + len(counts) * min(1.0, 3 / matched)
+    return [count / total for count in counts]

@@ -1,0 +1,167 @@
+"""What stands between the loop and those who draft: whom to ask, for what, and what came of it."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.draft.acceptance import TrackRecord
+from specdec.draft.drafter import Drafter, Want
+from specdec.draft.head import HeadDrafter, Place
+from specdec.draft.policy import Batch, Policy
+from specdec.draft.proposal import Proposal, Shape, merge
+from specdec.kernels.table import Kernels
+from specdec.parts import Part
+from specdec.request import Request
+from specdec.scheduler import Scheduler, Share
+from specdec.state_slots.backing import Backing, Draft
+from specdec.verify.choose import Node
+from specdec.verify.rank import Ranked, rank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one row's drafters proposed, and what was made of it before it was cut."""
+
+    shape: Shape
+    parts: tuple[tuple[Drafter, Proposal], ...]
+    merged: Proposal
+
+
+class Speculation:
+    """Owns the drafters, the choice of shape, and every request's track record."""
+
+    def __init__(self, policy: Policy, backing: Backing, scheduler: Scheduler, kernels: Kernels) -> None:
+        self.policy, self.backing, self.scheduler, self.kernels = policy, backing, scheduler, kernels
+        self.drafters: list[Drafter] = []
+        self.head: HeadDrafter | None = None
+        """The drafter that reads the target's hidden states, if there is one."""
+        self.track = TrackRecord()
+        self._tracks: dict[int, TrackRecord] = {}
+        self._requests: dict[int, Request] = {}
+        self._asked: dict[int, Asked] = {}
+
+    def enlist(self, drafter: Drafter) -> None:
+        """Ask this one too from now on."""
+        self.drafters.append(drafter)
+        if isinstance(drafter, HeadDrafter):
+            self.head = drafter
+
+    def draft(self, shares: Sequence[Share]) -> list[Draft | None]:
+        """Return each share's tree and its slots, or None where nothing was drafted that pays."""
+        self._asked.clear()
+        decoding = [i for i, share in enumerate(shares) if share.request.decodes]
+        drafts: list[Draft | None] = [None] * len(shares)
+        if not self.drafters or not decoding:
+            self._catch_up(shares)
+            return drafts
+        requests = [shares[i].request for i in decoding]
+        batch = Batch(len(decoding), sum(share.count for share in shares))
+        tracks = [self._track(request) for request in requests]
+        shapes = self.policy.plan(batch, tracks, [request.room - 1 for request in requests])
+        shapes = [
+            shape if shape and self._reserve(request, shape) else None
+            for request, shape in zip(requests, shapes, strict=True)
+        ]
+        self._catch_up([share for share in shares if not share.request.decodes])
+        merged = self._propose(requests, shapes)
+        for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, merged), strict=True):
+            drafts[i] = self._borrow(request, proposal)
+        return drafts
+
+    def _propose(self, requests: Sequence[Request], shapes: Sequence[Shape | None]) -> list[Proposal]:
+        """Ask every drafter about all requests, and make one proposal of theirs for each."""
+        wanted = [i for i, shape in enumerate(shapes) if shape or self._is_full(requests[i])]
+        merged = [Proposal.EMPTY] * len(requests)
+        if not wanted:
+            return merged
+        wants = [Want(r.number, r.tokens, r.table_N, shapes[i]) for i in wanted if (r := requests[i])]
+        self._requests = {request.number: request for request in requests}
+        start_s = time.perf_counter()
+        answers = [drafter.propose(wants) for drafter in self.drafters]
+        took_s = time.perf_counter() - start_s
+        if len(own := {shapes[i] for i in wanted}) == 1 and (shape := own.pop()):
+            self.policy.observe_draft(shape, len(wanted), took_s)
+        for i, proposals in zip(wanted, zip(*answers, strict=True), strict=True):
+            if shape := shapes[i]:
+                limit = shape.num_draft_tokens - 1
+                merged[i] = proposals[0] if len(proposals) == 1 else merge(proposals, limit)
+                parts = tuple(zip(self.drafters, proposals, strict=True))
+                self._asked[requests[i].number] = Asked(shape, parts, merged[i])
+        return merged
+
+    def _catch_up(self, shares: Sequence[Share]) -> None:
+        """Let the head read what it has of requests that draft nothing, before that grows too large."""
+        full = [share.request for share in shares if self._is_full(share.request)]
+        if self.head and full:
+            self.head.propose([Want(r.number, r.tokens[: r.computed + 1], r.table_N, None) for r in full])
+
+    def _is_full(self, request: Request) -> bool:
+        return self.head is not None and self.head.is_full(request.number)
+
+    def _reserve(self, request: Request, shape: Shape) -> bool:
+        """Get KV blocks for the window and for all that a head reads while it drafts."""
+        positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
+        return self.scheduler.reserve(request, request.computed + positions)
+
+    def _borrow(self, request: Request, proposal: Proposal) -> Draft | None:
+        """Take a slot for each node; where there are too few, shrink the draft before anyone must wait."""
+        while len(proposal):
+            slots = self.backing.begin(request.number, 1 + len(proposal))
+            if slots is not None:
+                return Draft(proposal.tree(request.tokens[-1]), slots)
+            self.scheduler.limited_by["draft slots"] += 1
+            proposal = proposal.best(len(proposal) // 2)
+        return None
+
+    def rank(self, logits_NV: Tensor, places: Sequence[Place], count: int) -> list[Ranked]:
+        """Rank a head's guesses by the rule and the noise by which their request will choose."""
+        nodes = [
+            Node(request.chooser, len(request.tokens) + len(place.path), place.path)
+            for place in places
+            if (request := self._requests[place.key])  # type: ignore[index]
+        ]
+        return rank(logits_NV, nodes, self.kernels, count)
+
+    def learn(self, request: Request, emitted: Sequence[int]) -> None:
+        """Compare what was proposed, verified or not, with the tokens that came."""
+        asked = self._asked.get(request.number)
+        if asked is None:
+            return
+        for drafter, proposal in asked.parts:
+            drafter.calibrator.observe(proposal.above(len(emitted)), proposal.follow(emitted))
+        depth = min(max(asked.merged.depths, default=0), len(emitted))
+        self._track(request).observe(asked.shape, depth, len(asked.merged.follow(emitted)))
+
+    def observe_step(self, parts: Sequence[Part], seconds: Mapping[str, float]) -> None:
+        """Learn what a step of rows that only decode costs; drafting has its own clock."""
+        if all(part.decodes for part in parts):
+            tokens = sum(len(part.tree) for part in parts)
+            self.policy.steps.observe(len(parts), tokens, sum(seconds.values()) - seconds["draft"])
+
+    def forget_experience(self) -> None:
+        """Forget what was accepted so far, and of whom."""
+        self.track = TrackRecord()
+        for drafter in self.drafters:
+            drafter.calibrator.forget()
+
+    def lose(self, request: Request) -> None:
+        """Hear that a request's memory went back to the arena."""
+        for drafter in self.drafters:
+            drafter.lose(request.number)
+
+    def end(self, request: Request) -> None:
+        """Hear that a request is over."""
+        self._tracks.pop(request.number, None)
+        output = request.tokens[request.prompt_length :] if request.finish_reason else None
+        for drafter in self.drafters:
+            drafter.end(request.number, request.tokens[: request.prompt_length], output)
+
+    def _track(self, request: Request) -> TrackRecord:
+        if request.number not in self._tracks:
+            self._tracks[request.number] = TrackRecord(self.track)
+        return self._tracks[request.number]

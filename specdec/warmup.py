@@ -1,0 +1,91 @@
+"""Step a made-up request through every width and shape before anyone waits, to learn what each costs."""
+
+import itertools
+import logging
+from collections.abc import Hashable, Sequence
+
+from specdec.config import SamplingParams
+from specdec.counts import Counts
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Drafter, Want
+from specdec.draft.policy import WIDTHS, Policy
+from specdec.draft.proposal import Proposal, Shape
+from specdec.loop import DecodeLoop
+from specdec.request import Request
+from specdec.verify.choose import Chooser
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 3
+PROMPT = 8
+NUMBER = 0
+"""Callers' requests count from 1."""
+
+
+class Filler:
+    """Draft as many tokens as are asked for, whatever they are."""
+
+    def __init__(self) -> None:
+        self.calibrator = Calibrator()
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Propose chains of the root's own token."""
+        return [self._chain(want) for want in wants]
+
+    def _chain(self, want: Want) -> Proposal:
+        count = want.shape.num_steps if want.shape else 0
+        return Proposal.chain([want.tokens[-1]] * count, [0.5] * count)
+
+    def lose(self, key: Hashable) -> None:
+        """Keep nothing."""
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+        """Keep nothing."""
+
+
+def warm_up(loop: DecodeLoop, max_length: int) -> None:
+    """Teach the policy what steps and drafts cost, and leave nothing else behind."""
+    speculation, policy = loop.speculation, loop.speculation.policy
+    drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
+    heads: list[Drafter] = [speculation.head] if speculation.head else []
+    widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
+    plans: list[tuple[list[Drafter], Shape | None]] = [([], None)]
+    plans += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
+    plans += [(heads, shape) for shape in policy.shapes if heads]
+    request = None
+    for (own, shape), _ in itertools.product(plans, range(ROUNDS)):
+        if request is None or request.finish_reason:
+            request = _request(loop, max_length)
+            loop.scheduler.submit(request)
+            while request.finish_reason is None and not request.decodes:
+                loop.step()
+        speculation.drafters = own
+        speculation.policy = Policy(shape or policy.bounds, adaptive=False)
+        speculation.policy.steps, speculation.policy.drafts = policy.steps, policy.drafts
+        if request.finish_reason is None:
+            loop.step()
+        speculation.drafters = drafters
+    speculation.policy = policy
+    if request is not None and request.finish_reason is None:
+        loop.scheduler.release(request)
+    speculation.forget_experience()
+    loop.counts = Counts()
+    loop.scheduler.limited_by.clear()
+    costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
+    logger.info("a step of one row takes, in ms by width: %s", costs)
+
+
+def _request(loop: DecodeLoop, max_length: int) -> Request:
+    params = SamplingParams(max_tokens=max_length, temperature=0.0)
+    vocab = loop.network.spec.vocab
+    prompt = [token % vocab for token in range(min(PROMPT, max_length - 1))]
+    return Request(
+        NUMBER,
+        prompt,
+        params,
+        chooser=Chooser(params, seed=0, prompt=prompt, vocab=vocab),
+        text=None,
+        stop_ids=frozenset(),
+        max_length=max_length,
+        emit=lambda _: None,
+    )

@@ -1,0 +1,140 @@
+"""Small random models of every family whose multi-token head agrees with them in part.
+
+The output matrices of all layers are small, so that the next token depends mostly on the last one, which the
+head reads as the target does; what the layers add, and some noise in the head, makes them disagree at times.
+"""
+
+import string
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+from tests.models.random_checkpoints import Sample, add_tensors, head_tensors
+
+VOCAB, HIDDEN, MAX_LENGTH = 64, 32, 256
+END = VOCAB - 1
+LAYERS = ("linear_attention", "linear_attention", "full_attention")
+OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.15,
+    "max_position_embeddings": MAX_LENGTH,
+    "tie_word_embeddings": False,
+    "eos_token_id": END,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_DELTA_NETS: Mapping[str, Any] = {
+    **_COMMON,
+    "num_hidden_layers": len(LAYERS),
+    "layer_types": list(LAYERS),
+    "intermediate_size": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mtp_num_hidden_layers": 1,
+}
+_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+
+
+def _nemotron_h() -> PreTrainedConfig:
+    return transformers.NemotronHConfig(
+        **_COMMON,
+        hybrid_override_pattern="ME*M-",
+        intermediate_size=24,
+        ssm_state_size=8,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=8,
+        num_nextn_predict_layers=1,
+        mtp_layers_block_type=["full_attention", "mlp"],
+    )
+
+
+CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, num_hidden_layers=2, intermediate_size=24),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**_DELTA_NETS, **_EXPERTS),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_DELTA_NETS),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**_DELTA_NETS, **_EXPERTS),
+    "nemotron_h": _nemotron_h,
+}
+STRENGTH: Mapping[str, float] = {
+    "qwen3": 1.0,
+    "qwen3_next": 1.0,
+    "qwen3_5": 1.0,
+    "qwen3_5_moe": 1.0,
+    "nemotron_h": 1.0,
+}
+"""How much of a layer's output is left: tuned so that a head's chain of 4 is followed at most depths in part."""
+NOISE = 0.05
+"""Of the head's own reading: it adds a little of everything to the last token."""
+
+
+def write_agreeing(folder: Path, family: str, *, seed: int = 1) -> None:
+    """Write a model of this family with such a head, and a tokenizer of single characters."""
+    config = CONFIGS[family]()
+    sample = Sample(family, seed, config, family != "qwen3", fused=True, sharded=False, multimodal=False)
+    transformers.utils.logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, experts_implementation="eager"
+        )
+        with torch.no_grad():
+            own = dict(model.named_parameters())
+            next(x for name, x in own.items() if "embed" in name).normal_()
+            own["lm_head.weight"].normal_(std=0.5)
+            _weaken(own, STRENGTH[family])
+        model.save_pretrained(folder, save_original_format=False)
+        if sample.mtp:
+            head = head_tensors(sample)
+            _weaken(head, STRENGTH[family])
+            for name, value in head.items():
+                if name.endswith(("fc.weight", "eh_proj.weight")):
+                    head[name] = torch.eye(HIDDEN, 2 * HIDDEN) + NOISE * torch.randn(value.shape)
+                elif "norm" in name:
+                    head[name] = torch.full_like(value, float(family == "nemotron_h"))
+            add_tensors(folder, head)
+    _characters().save_pretrained(folder)
+
+
+def _weaken(tensors: Mapping[str, Tensor], strength: float) -> None:
+    for name, value in tensors.items():
+        if name.endswith(OUTPUTS):
+            value.mul_(strength)
+
+
+def _characters() -> PreTrainedTokenizerFast:
+    """Make a tokenizer in which each token but the last is one letter, digit or full stop."""
+    letters = [*string.ascii_letters, *string.digits, "."]
+    assert len(letters) == END
+    bpe = models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")

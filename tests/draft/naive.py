@@ -1,0 +1,106 @@
+"""What the drafters promise, written the slow way: look everywhere, build every candidate, sort."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from specdec.draft.proposal import Proposal, Shape
+
+END = -1
+
+
+@dataclass
+class Candidate:
+    """A node of the full tree of candidates."""
+
+    path: tuple[int, ...]
+    score: float
+
+
+def tokens(vocabulary: int = 3, max_size: int = 60) -> st.SearchStrategy[list[int]]:
+    """Draw texts over few tokens, so that contexts come again."""
+    return st.lists(st.integers(0, vocabulary - 1), max_size=max_size)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    return Shape(draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 12)))
+
+
+@st.composite
+def proposals(draw: st.DrawFn, vocabulary: int = 4, max_size: int = 12) -> Proposal:
+    """Draw trees whose scores often tie."""
+    edges: dict[tuple[int, int], float] = {}
+    for _ in range(draw(st.integers(0, max_size))):
+        edge = (draw(st.integers(-1, len(edges) - 1)), draw(st.integers(0, vocabulary - 1)))
+        edges.setdefault(edge, draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])))
+    scores: list[float] = []
+    for (parent, _), chance in edges.items():
+        scores.append(chance * (scores[parent] if parent >= 0 else 1.0))
+    return Proposal(tuple(token for _, token in edges), tuple(parent for parent, _ in edges), tuple(scores))
+
+
+def paths(proposal: Proposal) -> list[tuple[int, ...]]:
+    """Return the tokens from the root's child to each node."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        found.append(((*found[parent], token)) if parent >= 0 else (token,))
+    return found
+
+
+def longest_match(
+    texts: Sequence[Sequence[int]], context: Sequence[int], lengths: range
+) -> tuple[int, list[tuple[int, int]]]:
+    """Return the length of the longest end of `context` that something follows, and each (text, place).
+
+    Texts come in the order in which they are asked, and places latest first.
+    """
+    for length in reversed(lengths):
+        if length <= len(context):
+            wanted = list(context[len(context) - length :])
+            places = [
+                (i, place)
+                for i, text in enumerate(texts)
+                for place in range(len(text) - 1, length - 1, -1)
+                if list(text[place - length : place]) == wanted and text[place] != END
+            ]
+            if places:
+                return length, places
+    return 0, []
+
+
+def continuation(text: Sequence[int], place: int, limit: int, *, open_ended: bool) -> tuple[int, ...]:
+    """Read on from `place`, in an open-ended text into what was read, until its end or that of an output."""
+    longer = list(text)
+    for i in range(place, place + limit):
+        if i == len(longer):
+            if not open_ended:
+                break
+            longer.append(longer[place + (i - place) % (len(text) - place)])
+    read = longer[place : place + limit]
+    return tuple(read[: read.index(END)] if END in read else read)
+
+
+def full_tree(
+    continuations: Sequence[tuple[int, ...]],
+    matched: int,
+    topk: int,
+    believe: Callable[[Sequence[int], int], list[float]],
+) -> list[Candidate]:
+    """Return every node that may be drafted, with its score."""
+    candidates: list[Candidate] = []
+
+    def visit(path: tuple[int, ...], score: float) -> None:
+        depth = len(path)
+        after = [c[depth] for c in continuations if len(c) > depth and c[:depth] == path]
+        followers = list(dict.fromkeys(after))
+        chances = believe([after.count(token) for token in followers], matched + depth) if followers else []
+        ranked = sorted(zip(chances, followers, strict=True), key=lambda child: -child[0])[:topk]
+        for chance, token in ranked:
+            below = score * min(max(chance, 0.001), 0.999)
+            candidates.append(Candidate((*path, token), below))
+            visit((*path, token), below)
+
+    visit((), 1.0)
+    return candidates

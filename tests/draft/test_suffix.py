@@ -1,0 +1,174 @@
+"""Suffix drafting proposes by the counts of what followed the longest match, in bounded memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.suffix import NGRAMS, SuffixDrafter, believe_the_counts
+from tests.draft.naive import END, Candidate, continuation, full_tree, longest_match, paths, shapes, tokens
+
+
+def finish(drafter: SuffixDrafter, output: list[int], prompt: Sequence[int] = ()) -> None:
+    drafter.begin("other", prompt)
+    drafter.extend("other", output)
+    drafter.end("other", finished=True)
+
+
+def by_counting(outputs: Sequence[Sequence[int]], text: Sequence[int], shape: Shape) -> list[Candidate]:
+    """Return what may be proposed, from all occurrences in the request and in the outputs."""
+    shared = [token for output in outputs for token in (*output, END)]
+    length, places = longest_match([text, shared], text, range(1, 65))
+    num_steps = min(shape.num_steps, 2 * length)
+    read = [continuation((text, shared)[i], place, num_steps, open_ended=i == 0) for i, place in places]
+    return full_tree(read, length, shape.topk, believe_the_counts)
+
+
+def assert_is_best_of(proposal: Proposal, candidates: list[Candidate], shape: Shape) -> None:
+    expected = {candidate.path: candidate.score for candidate in candidates}
+    best = sorted(expected.values(), reverse=True)[: shape.num_draft_tokens - 1]
+    assert sorted(proposal.scores, reverse=True) == pytest.approx(best)
+    assert [expected[path] for path in paths(proposal)] == pytest.approx(list(proposal.scores))
+
+
+@given(st.lists(tokens(max_size=25).filter(bool), max_size=4), tokens(max_size=50), shapes())
+def test_a_proposal_is_the_best_of_what_counting_everywhere_finds(
+    outputs: list[list[int]], text: list[int], shape: Shape
+) -> None:
+    drafter = SuffixDrafter()
+    for output in outputs:
+        finish(drafter, output)
+    drafter.begin("request", text[:10])
+    for token in text[10:]:
+        drafter.extend("request", [token])
+    assert_is_best_of(drafter.propose("request", shape), by_counting(outputs, text, shape), shape)
+
+
+@given(st.lists(tokens(max_size=25).filter(bool), min_size=1, max_size=12), tokens(max_size=20), shapes())
+def test_evicting_leaves_the_latest_outputs_whole(
+    outputs: list[list[int]], text: list[int], shape: Shape
+) -> None:
+    limit = 40
+    drafter = SuffixDrafter(max_shared_tokens=limit)
+    kept: list[list[int]] = []
+    for output in outputs:
+        finish(drafter, output)
+        kept.append(output)
+        while sum(len(each) + 1 for each in kept) > limit:
+            kept.pop(0)
+        assert drafter.num_shared_tokens == sum(len(each) + 1 for each in kept)
+    drafter.begin("request", text)
+    assert_is_best_of(drafter.propose("request", shape), by_counting(kept, text, shape), shape)
+
+
+def test_what_followed_more_often_scores_higher() -> None:
+    drafter = SuffixDrafter()
+    for follower in (7, 8, 8, 9, 8):
+        finish(drafter, [1, 2, 3, follower])
+    drafter.begin("request", [1, 2, 3])
+    proposal = drafter.propose("request", Shape(1, 4, 8))
+    assert proposal.tokens == (8, 9, 7), "of equals the latest comes first"
+    assert proposal.beliefs == (3 / 8, 1 / 8, 1 / 8)
+    assert drafter.propose("request", Shape(1, 1, 2)).tokens == (8,)
+
+
+def test_the_longest_match_decides_wherever_it_is() -> None:
+    drafter = SuffixDrafter()
+    finish(drafter, [1, 2, 3, 4, 50])
+    drafter.begin("request", [3, 4, 60, 1, 2, 3, 4])
+    assert drafter.propose("request", Shape(1, 4, 8)).tokens == (50,)
+    drafter.begin("second", [9, 1, 2, 3, 4, 60, 9, 1, 2, 3, 4])
+    assert drafter.propose("second", Shape(1, 4, 8)).tokens == (60,)
+
+
+def test_matches_of_one_length_are_counted_together() -> None:
+    drafter = SuffixDrafter()
+    finish(drafter, [3, 4, 50])
+    finish(drafter, [3, 4, 50])
+    drafter.begin("request", [3, 4, 60, 3, 4])
+    proposal = drafter.propose("request", Shape(1, 4, 8))
+    assert proposal.tokens == (50, 60) and proposal.beliefs == (2 / 5, 1 / 5)
+
+
+def test_counts_are_of_the_latest_places() -> None:
+    drafter = SuffixDrafter()
+    for follower in [7] * 200 + [8] * 100:
+        finish(drafter, [1, follower])
+    drafter.begin("request", [1])
+    proposal = drafter.propose("request", Shape(1, 4, 8))
+    assert proposal.tokens == (8, 7) and proposal.beliefs == (100 / 130, 28 / 130)
+
+
+@pytest.mark.parametrize(("length", "drafted"), [(1, 2), (2, 4), (3, 6), (20, 16)])
+def test_a_longer_match_allows_a_longer_draft(length: int, drafted: int) -> None:
+    drafter = SuffixDrafter()
+    finish(drafter, list(range(100)))
+    drafter.begin("request", list(range(length)))
+    proposal = drafter.propose("request", Shape(16, 1, 17))
+    assert proposal.tokens == tuple(range(length, length + drafted))
+
+
+@given(tokens(max_size=50), shapes())
+def test_one_child_per_node_makes_a_chain(text: list[int], shape: Shape) -> None:
+    drafter = SuffixDrafter()
+    drafter.begin("request", text)
+    proposal = drafter.propose("request", replace(shape, topk=1))
+    assert proposal.tree(0).is_chain and len(proposal) <= min(shape.num_steps, shape.num_draft_tokens - 1)
+
+
+def test_only_the_outputs_of_finished_requests_are_shared() -> None:
+    drafter = SuffixDrafter()
+    drafter.begin("cancelled", [1, 2])
+    drafter.extend("cancelled", [3, 4])
+    drafter.end("cancelled", finished=False)
+    finish(drafter, [5, 6], prompt=[1, 2, 3])
+    finish(drafter, [], prompt=[1, 2, 3])
+    assert drafter.num_shared_tokens == 3
+    drafter.begin("request", [1, 2, 3])
+    assert drafter.propose("request", Shape(2, 2, 8)) == Proposal.EMPTY
+    drafter.extend("request", [5])
+    assert drafter.propose("request", Shape(2, 2, 8)).tokens == (6,)
+
+
+def test_ending_forgets_a_request_wholly() -> None:
+    drafter = SuffixDrafter()
+    for key in range(5):
+        drafter.begin(key, [key, key])
+        drafter.end(key, finished=False)
+    assert len(drafter) == drafter.num_shared_tokens == 0
+    drafter.begin(3, [3])
+    assert drafter.propose(3, Shape(1, 1, 2)) == Proposal.EMPTY
+    with pytest.raises(KeyError):
+        drafter.propose(4, Shape(1, 1, 2))
+
+
+def test_memory_is_bounded_under_long_random_streams() -> None:
+    """Entries of the index and buckets, as many as the limit allows and no more, however long it runs."""
+    limit, random = 3000, Random(5)
+    drafter = SuffixDrafter(max_shared_tokens=limit)
+    for key in range(400):
+        drafter.begin(key, [random.randrange(1000) for _ in range(random.randrange(20))])
+        for _ in range(random.randrange(8)):
+            drafter.extend(key, [random.randrange(1000) for _ in range(random.randrange(40))])
+        if key >= 5:
+            drafter.end(key - 5, finished=random.random() < 0.9)
+        assert drafter.num_shared_tokens <= limit and len(drafter) <= 6
+        assert sum(len(table.earlier) for table in drafter._shared.tables) <= len(NGRAMS) * limit
+        assert sum(len(table.heads) for table in drafter._shared.tables) <= len(NGRAMS) * 4 * limit
+        assert sum(drafter._shared_lengths) == drafter.num_shared_tokens
+    assert drafter.num_shared_tokens > limit - 300, "the limit was reached"
+
+
+def test_an_output_longer_than_the_limit_keeps_its_last_part() -> None:
+    drafter = SuffixDrafter(max_shared_tokens=10)
+    finish(drafter, [90, 91])
+    finish(drafter, list(range(30)))
+    assert drafter.num_shared_tokens == 10
+    drafter.begin("request", [21])
+    assert drafter.propose("request", Shape(2, 1, 3)).tokens == (22, 23)
+    drafter.begin("second", [20])
+    assert drafter.propose("second", Shape(2, 1, 3)) == Proposal.EMPTY
