@@ -136,9 +136,22 @@ async def _print_deltas(
 def _figures(stats: RequestStats) -> str:
     decode_s = stats.total_s - stats.first_token_s
     rate = f"{(stats.output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
-    return (
+    line = (
         f"{stats.prompt_tokens} tokens read, {stats.output_tokens} written in {stats.total_s:.2f} s: "
         f"first token after {stats.first_token_s * 1e3:.0f} ms, {rate}"
+    )
+    return f"{line}\n{_earned(stats)}" if stats.drafted else line
+
+
+def _earned(stats: RequestStats) -> str:
+    """Say what drafts gave and took."""
+    depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
+    spent = ", ".join(f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items())
+    warning = "SYNTHETIC ACCEPTANCE: drafts were taken at given rates, and the text is not the model's\n"
+    return (
+        f"{warning if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
+        f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps, by depth {depths}; "
+        f"ms a step: {spent}"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Self, cast
 from specdec.build import build
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import RequestError, SpecdecError
-from specdec.outputs import Completion, Delta
+from specdec.outputs import Completion, Delta, EngineStats
 from specdec.request import Emit, Request
 from specdec.text import TextStream
 from specdec.verify.choose import Chooser, choice_seed
@@ -85,6 +85,27 @@ class SpecEngine:
                 yield delta
         finally:
             self._cancel(requests)
+
+    def stats(self) -> EngineStats:
+        """Return what the engine's steps have done since it started, and what it holds now."""
+        loop = self.model.loop
+        counts, scheduler = loop.counts, loop.scheduler
+        return EngineStats(
+            steps=counts.steps,
+            tokens=counts.tokens,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            acceptance_length=counts.acceptance_length,
+            per_depth=counts.per_depth,
+            histogram=dict(sorted(counts.histogram.copy().items())),
+            seconds=dict(counts.seconds),
+            synthetic=self.model.settings.synthetic is not None,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            limited_by=dict(scheduler.limited_by),
+            arena=loop.arena.usage(),
+        )
 
     def close(self) -> None:
         """End every request with an error and stop the thread; a second call does nothing.
@@ -174,6 +195,7 @@ class SpecEngine:
                 max_length=self.model.settings.max_model_len,
                 emit=emit,
                 index=index,
+                synthetic=self.model.settings.synthetic is not None,
             )
             for index in range(params.n)
         ]

@@ -144,6 +144,8 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "read_bytes_per_token": round(footprint.step_bytes(1)),
         "kv_bytes_per_token": figures.token_bytes,
         "state_bytes": figures.state_bytes,
+        "draft": ", ".join(settings.drafters) or "none",
+        "draft_slot": settings.slots,
         "record_bytes": figures.record_bytes,
         "record_share": figures.record_share,
         "slab_bytes": figures.slab_bytes,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from specdec.state_slots.arena import ArenaUsage
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -48,6 +50,30 @@ class RequestStats:
     def acceptance_length(self) -> float:
         """Output tokens per verify step, the bonus token included; 1 without drafts."""
         return self.verified_tokens / self.steps if self.steps else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine's steps have done since it started, and what it holds now.
+
+    `steps` counts each request's verify steps; requests that shared a step count it each.
+    """
+
+    steps: int
+    tokens: int
+    drafted: int
+    accepted: int
+    acceptance_length: float
+    per_depth: tuple[float, ...]
+    histogram: dict[int, int]
+    seconds: dict[str, float]
+    synthetic: bool
+    running: int
+    waiting: int
+    preemptions: int
+    limited_by: dict[str, int]
+    """How many steps something was short, by what it was."""
+    arena: ArenaUsage
 
 
 @dataclass(frozen=True, slots=True)

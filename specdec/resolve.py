@@ -128,12 +128,12 @@ def _bounds(config: EngineConfig) -> Shape:
 
 
 def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
-    """Count what every running request may borrow for a draft and keep of it until the next step."""
-    blocks = layout.blocks_for(bounds.topk * bounds.num_steps + layout.block_tokens) * layout.block_bytes
-    slots = bounds.num_draft_tokens * (
-        layout.record_bytes if config.slots == "record" else layout.states_per_slab * layout.slab_bytes
-    )
-    return config.max_running * (blocks + 2 * slots)
+    """Count what every running request may borrow for a draft and keep of it for a step, in whole slabs."""
+    blocks = config.max_running * layout.blocks_for(bounds.topk * bounds.num_steps + layout.block_tokens)
+    slots = config.max_running * 2 * bounds.num_draft_tokens
+    per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
+    slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
+    return (slabs + (-(-slots // per_slab) if per_slab else 0)) * layout.slab_bytes
 
 
 def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:

@@ -79,7 +79,7 @@ class Speculation:
         merged = [Proposal.EMPTY] * len(requests)
         if not wanted:
             return merged
-        wants = [Want(r.number, r.tokens, r.table_N, shapes[i]) for i in wanted if (r := requests[i])]
+        wants = [_want(requests[i], shapes[i]) for i in wanted]
         self._requests = {request.number: request for request in requests}
         start_s = time.perf_counter()
         answers = [drafter.propose(wants) for drafter in self.drafters]
@@ -98,7 +98,7 @@ class Speculation:
         """Let the head read what it has of requests that draft nothing, before that grows too large."""
         full = [share.request for share in shares if self._is_full(share.request)]
         if self.head and full:
-            self.head.propose([Want(r.number, r.tokens[: r.computed + 1], r.table_N, None) for r in full])
+            self.head.propose([_want(request, None) for request in full])
 
     def _is_full(self, request: Request) -> bool:
         return self.head is not None and self.head.is_full(request.number)
@@ -165,3 +165,9 @@ class Speculation:
         if request.number not in self._tracks:
             self._tracks[request.number] = TrackRecord(self.track)
         return self._tracks[request.number]
+
+
+def _want(request: Request, shape: Shape | None) -> Want:
+    """Say what a drafter may know of a request: up to the token behind what the target has read."""
+    tokens = request.tokens if request.owed == 1 else request.tokens[: request.computed + 1]
+    return Want(request.number, request.prompt_length, tokens, request.table_N, shape)

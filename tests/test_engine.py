@@ -48,8 +48,10 @@ def test_text_is_what_the_tokenizer_makes_of_the_tokens(engine: SpecEngine) -> N
     assert done.text == engine.tokenizer.decode(done.token_ids)
 
 
-def test_stats_count_plain_decoding(engine: SpecEngine) -> None:
-    stats = engine.generate([1, 2, 3], GREEDY)[0].stats
+def test_stats_count_plain_decoding(hybrid: Path) -> None:
+    with SpecEngine(hybrid, draft="none") as engine:
+        stats = engine.generate([1, 2, 3], GREEDY)[0].stats
+        assert engine.stats().steps == stats.steps
     # The first token came of reading the prompt, which verified nothing.
     assert (stats.prompt_tokens, stats.output_tokens, stats.steps) == (3, 12, 11)
     assert (stats.acceptance_length, stats.drafted, stats.accepted) == (1.0, 0, 0)

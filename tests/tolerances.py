@@ -17,7 +17,7 @@ BFLOAT16_UNIT = 2**-8
 """How far two bfloat16 readings may lie apart where the reference's own two coincide, relative to a token's
 logits: one step of their 8 bits. transformers' logits are themselves rounded by up to half of it."""
 BFLOAT16_ASTRAY = 1
-"""Models, of the eight of a family, that may lie further off. Most seen: 1."""
+"""Models, of the eight of a family, that may lie further off. Most seen: none, and 1 of the next sixteen."""
 
 BFLOAT16_EQUAL = 0.99
 """Entries of an operation that are those of transformers in bfloat16, bit for bit; a sum in another order may

@@ -65,7 +65,7 @@ class EngineRunner:
             row + 1,
             prompt,
             params,
-            chooser=Chooser(params, seed=0, prompt=prompt, vocab=vocab),
+            chooser=Chooser(params, seed=row, prompt=prompt, vocab=vocab),
             text=None,
             stop_ids=frozenset(),
             max_length=self.model.settings.max_model_len,

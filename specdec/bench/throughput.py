@@ -259,10 +259,13 @@ def _window_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for figures in report["windows"]:
         step = figures["step_s"]
         yield {
+            "slots": figures["slots"],
             "window": str(figures["width"]),
             "ms/step": f"{step['median'] * 1e3:.2f}",
             "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
             "x window of 1": f"{figures['ratio']['median']:.2f}",
+            "borrows MB": f"{figures['borrowed_bytes'] / 1e6:.2f}",
+            "writes MB": f"{figures['written_bytes'] / 1e6:.2f}",
         }
 
 

@@ -1,4 +1,4 @@
-"""What a window of several tokens costs beside a window of one: the price of verifying a draft."""
+"""What a window of several tokens costs beside a window of one: what verifying a draft costs."""
 
 import time
 from collections.abc import Sequence
@@ -11,8 +11,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from specdec.bench.report import Summary, summarise
 from specdec.build import Model
 from specdec.errors import EngineError
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import BACKINGS, Committed
+from specdec.state_slots.layout import Layout
 from specdec.state_slots.tree import TokenTree
-from specdec.state_slots.window import RecordSlot, Row, build_window
+from specdec.state_slots.window import Row, build_window
 
 PROMPT = 64
 WARMUP = 3
@@ -21,85 +24,102 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch
 
 
 class Probe:
-    """One sequence that has read a prompt, and windows behind it that it never keeps."""
+    """One sequence that has read a prompt, and windows behind it; a step promotes the first token alone."""
 
-    def __init__(self, model: Model, widths: Sequence[int]) -> None:
-        self.model, self.arena, self.owner = model, model.loop.arena, 0
-        self.widest = max(widths)
-        self.tokens = [token % model.network.spec.vocab for token in range(1, PROMPT + self.widest + 1)]
+    def __init__(self, model: Model, arena: Arena, slots: str, widest: int) -> None:
+        self.model, self.arena, self.owner = model, arena, slots
+        self.backing = BACKINGS[slots](self.arena)
+        self.tokens = [token % model.network.spec.vocab for token in range(1, PROMPT + widest + 1)]
         layout = self.arena.layout
         blocks = self.arena.take_blocks(self.owner, layout.blocks_for(len(self.tokens))) or []
         self.table_N = torch.tensor(blocks, dtype=torch.int64)
-        self.state = self.arena.take_state(self.owner) if layout.states else 0
-        records = [(0, 0)] * (self.widest + 1)
-        if layout.states:
-            records = self.arena.take_records(self.owner, len(records)) or []
-        if self.state is None or not records:
-            raise EngineError("the arena cannot hold a window; raise memory_bytes", field="memory_bytes")
-        *self.records, self.accepted = records
-        """One record per node, and one that stands for a token accepted before."""
-        self.run(Row(TokenTree.chain(self.tokens[:PROMPT]), 0, self.table_N, self.state))
-        self.run(self.window(1, records=[self.accepted]))
+        state = self.arena.take_state(self.owner) if layout.states else 0
+        assert state is not None
+        self.committed = Committed(state)
+        self.run(Row(TokenTree.chain(self.tokens[:PROMPT]), 0, self.table_N, state))
 
     @torch.inference_mode()
     def run(self, row: Row) -> Tensor:
+        """Return the logits of every token of a window."""
         loop, network = self.model.loop, self.model.network
         window = build_window([row], loop.conv_width, loop.device)
         return network.logits(network.forward(window, self.arena))
 
-    def window(
-        self, width: int, *, start: int = 0, path: Sequence[RecordSlot] = (), records: Sequence[RecordSlot]
-    ) -> Row:
-        """Return a chain of tokens that may all be taken back, behind an accepted path."""
-        at = PROMPT + start
-        tree = TokenTree.chain(self.tokens[at : at + width])
-        return Row(tree, at, self.table_N, self.state or 0, path, records)
+    def step(self, width: int, start: int = 0) -> tuple[Tensor, float]:
+        """Verify a chain of `width` tokens and keep its first; return the logits and the seconds it took.
 
-    def check(self) -> None:
-        """Compare the widest window with its tokens read one by one; a difference ends the benchmark."""
-        found_TV = self.run(self.window(self.widest, records=self.records))
-        expected_TV = torch.cat(
-            [
-                self.run(
-                    self.window(1, start=i, path=self.records[i - 1 : i], records=self.records[i : i + 1])
-                )
-                for i in range(self.widest)
-            ]
-        )
-        error = float((found_TV - expected_TV).norm() / expected_TV.norm())
-        if not error <= ROUNDING[self.model.settings.dtype]:
-            raise EngineError(
-                f"a window's logits are off by {error:.2g}; no figure is shown for a wrong result"
-            )
-
-    def time(self, width: int) -> float:
-        """Time one step that folds an accepted token and verifies `width` others."""
-        row = self.window(width, path=[self.accepted], records=self.records[:width])
+        The KV of what is kept is written over by the next window, so every step costs the same.
+        """
+        tree = TokenTree.chain(self.tokens[PROMPT + start :][:width])
         start_s = time.perf_counter()
-        self.run(row)
-        return time.perf_counter() - start_s
+        slots = self.backing.begin(self.owner, width)
+        assert slots is not None
+        row = Row(tree, PROMPT + start, self.table_N, self.committed.state, self.committed.path)
+        logits_TV = self.run(self.backing.dress(row, slots))
+        self.committed = self.backing.promote(self.owner, self.committed, slots, [0])
+        return logits_TV, time.perf_counter() - start_s
+
+    def release(self) -> None:
+        """Give everything back."""
+        self.arena.release_owner(self.owner)
+
+
+def room_for(layout: Layout, widest: int, device: torch.device) -> Arena:
+    """Make an arena for one probe of each backing: its prompt, its state, and two windows' slots."""
+    blocks = layout.blocks_for(PROMPT + widest) * layout.block_bytes
+    slabs = 2 + -(-blocks // layout.slab_bytes)
+    records = 2 + 2 * widest * layout.record_bytes // layout.slab_bytes
+    return Arena(layout, (1 + 2 * slabs + records + 2 * widest) * layout.slab_bytes, device)
+
+
+def check(model: Model, arena: Arena, slots: str, widest: int) -> None:
+    """Compare the widest window with its tokens read one by one; a difference ends the benchmark."""
+    whole = Probe(model, arena, slots, widest)
+    found_TV, _ = whole.step(widest)
+    whole.release()
+    single = Probe(model, arena, slots, widest)
+    expected_TV = torch.cat([single.step(1, start)[0] for start in range(widest)])
+    single.release()
+    error = float((found_TV - expected_TV).norm() / expected_TV.norm())
+    if not error <= ROUNDING[model.settings.dtype]:
+        raise EngineError(f"a window's logits are off by {error:.2g}; no figure is shown for a wrong result")
 
 
 def window_costs(model: Model, widths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Time windows of each width in turn, and divide by the width-1 step of the same round."""
-    probe = Probe(model, widths)
-    probe.check()
+    """Time windows of each width and backing in turn, beside the width-1 step of its backing and round."""
     widths = sorted({1, *widths})
-    samples: dict[int, list[float]] = {width: [] for width in widths}
+    layout = model.loop.arena.layout
+    arena = room_for(layout, widths[-1], model.loop.device)
+    backings = tuple(BACKINGS) if layout.states else ("record",)
+    for slots in backings:
+        check(model, arena, slots, widths[-1])
+    probes = {slots: Probe(model, arena, slots, widths[-1]) for slots in backings}
+    samples: dict[tuple[str, int], list[float]] = {(slots, width): [] for slots in probes for width in widths}
     for round_ in tqdm(range(-WARMUP, repeats), desc="windows", leave=False, disable=None):
-        for width in widths:
-            took_s = probe.time(width)
+        for slots, width in samples:
+            _, took_s = probes[slots].step(width)
             if round_ >= 0:
-                samples[width].append(took_s)
-    probe.arena.release_owner(probe.owner)
+                samples[slots, width].append(took_s)
+    for probe in probes.values():
+        probe.release()
     return [
         {
+            "slots": slots,
             "width": width,
             "step_s": summarise(own)._asdict(),
-            "ratio": _ratio(own, samples[1])._asdict(),
+            "ratio": _ratio(own, samples[slots, 1])._asdict(),
+            "borrowed_bytes": probes[slots].backing.bytes_per_token() * width,
+            "written_bytes": written_bytes(layout, slots, width),
         }
-        for width, own in samples.items()
+        for (slots, width), own in samples.items()
     ]
+
+
+def written_bytes(layout: Layout, slots: str, width: int) -> int:
+    """Count what a step writes of states and records: records are folded once, snapshots written whole."""
+    if slots == "snapshot":
+        return width * layout.state_bytes
+    return layout.state_bytes + width * layout.record_bytes
 
 
 def _ratio(own: Sequence[float], ones: Sequence[float]) -> Summary:

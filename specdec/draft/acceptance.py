@@ -1,7 +1,6 @@
 """How deep drafts are accepted: one record for the engine, one for each request that starts from it."""
 
 import operator
-from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from specdec.draft.proposal import Shape
@@ -21,9 +20,13 @@ class Acceptance:
 
     def __init__(self, start: "Acceptance | float") -> None:
         self.start = start
+        self.version = 0
+        """Changes with every observation, here or where this one started from."""
         self._memory = MEMORY if isinstance(start, Acceptance) else ENGINE_MEMORY
         self._reached = [0.0] * DEEPEST
         self._accepted = [0.0] * DEEPEST
+        self._expected: list[float] = []
+        self._expected_version = -1
 
     def observe(self, drafted_depth: int, accepted_depth: int) -> None:
         """Note one draft: how deep it went, and how deep the target followed. Depths count from 1.
@@ -36,23 +39,27 @@ class Acceptance:
         for depth in range(min(max(drafted_depth, 1), accepted_depth + 1, DEEPEST)):
             self._reached[depth] += 1
             self._accepted[depth] += depth < accepted_depth
+        self.version += 1
         if isinstance(self.start, Acceptance):
             self.start.observe(drafted_depth, accepted_depth)
 
-    def rates(self, depth: int) -> Sequence[float]:
-        """Return the estimates for depths 1 to `depth`."""
+    @property
+    def rates(self) -> list[float]:
+        """Return the estimates for depths from 1 on."""
         start = self.start
-        base = start.rates(depth) if isinstance(start, Acceptance) else [start] * depth
-        at = [min(i, DEEPEST - 1) for i in range(depth)]
+        base = start.rates if isinstance(start, Acceptance) else [start] * DEEPEST
         return [
-            (self._accepted[i] + PRIOR * hope) / (self._reached[i] + PRIOR)
-            for i, hope in zip(at, base, strict=True)
+            (accepted + PRIOR * hope) / (reached + PRIOR)
+            for accepted, reached, hope in zip(self._accepted, self._reached, base, strict=True)
         ]
 
     def expected(self, depth: int) -> float:
         """Return how many tokens of a draft of `depth` steps will be accepted."""
-        reached: Iterable[float] = accumulate(self.rates(depth), operator.mul)
-        return sum(reached)
+        version = self.version + (self.start.version if isinstance(self.start, Acceptance) else 0)
+        if version != self._expected_version:
+            self._expected = list(accumulate(accumulate(self.rates, operator.mul), initial=0.0))
+            self._expected_version = version
+        return self._expected[min(depth, DEEPEST)]
 
 
 class TrackRecord:

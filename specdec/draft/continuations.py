@@ -21,7 +21,8 @@ def grow_tree(
     """Descend the trie of the continuations, given latest first, taking the best node by score each time.
 
     The trie is never built: a node is the list of the continuations that pass it, and only nodes that are
-    taken get children. No child scores above its parent, so these are the best nodes of the whole trie.
+    taken get children. No child scores above its parent, so these are the best nodes of the whole trie. It
+    is as deep as the continuations are long; how long they may be is their reader's to say.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -55,6 +56,5 @@ def grow_tree(
         scores.append(-negative)
         beliefs.append(belief)
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        if depths[-1] < shape.num_steps:
-            open_node(len(tokens) - 1, -negative, depths[-1], passing)
+        open_node(len(tokens) - 1, -negative, depths[-1], passing)
     return Proposal(tuple(tokens), tuple(parents), tuple(scores), tuple(beliefs))

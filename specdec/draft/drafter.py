@@ -18,6 +18,7 @@ class Want:
     """
 
     key: Hashable
+    prompt_length: int
     tokens: Sequence[int]
     table_N: Tensor
     shape: Shape | None

@@ -19,8 +19,8 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
 
-MOST_UNREAD = 256
-"""Hidden states kept for a head that is not asked to draft; beyond, it reads them to free their memory."""
+MOST_UNREAD = 4 << 20
+"""Bytes of hidden states kept of a sequence that drafts nothing; beyond, the head reads them to free them."""
 
 
 class Head(Protocol):
@@ -87,7 +87,8 @@ class HeadDrafter:
 
     def is_full(self, key: Hashable) -> bool:
         """Tell whether a sequence's hidden states should be read even if no draft is wanted."""
-        return key in self._unread and self._unread[key].count > MOST_UNREAD
+        unread = self._unread.get(key)
+        return bool(unread and unread.count and unread.count * unread.hidden[0][0].nbytes > MOST_UNREAD)
 
     def lose(self, key: Hashable) -> None:
         """Drop what was to be read: the head's KV is gone with the sequence's blocks."""

@@ -34,9 +34,9 @@ class Lookup:
     def _propose(self, want: Want, shape: Shape) -> Proposal:
         fed = self._fed.get(want.key)
         if fed is None:
-            self.index.begin(want.key, want.tokens)
-        else:
-            self.index.extend(want.key, want.tokens[fed:])
+            fed = want.prompt_length
+            self.index.begin(want.key, want.tokens[:fed])
+        self.index.extend(want.key, want.tokens[fed:])
         self._fed[want.key] = len(want.tokens)
         return self.index.propose(want.key, shape)
 

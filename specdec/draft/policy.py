@@ -4,7 +4,7 @@ Twice a step. Before drafting, by what each request has accepted so far: is a dr
 deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -39,17 +39,21 @@ class Policy:
         self.drafts = Samples()
         self._owed_s = 0.0
         """Time that probes have cost and the steps since have not made up for; below 0 one may be made."""
+        self._probing = False
         deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
     def observe_draft(self, shape: Shape, rows: int, seconds: float) -> None:
         """Note what drafting a shape for so many rows took."""
+        if self._probing:
+            self._owed_s += seconds
         self.drafts.add((shape, bucket(rows)), seconds)
         self.drafts.add(shape, seconds)
 
     def plan(self, batch: Batch, rows: Sequence[TrackRecord], room: Sequence[int]) -> list[Shape | None]:
         """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go."""
+        self._probing = False
         if not self.adaptive:
             return [_within(self.bounds, deep) for deep in room]
         none_s = self.steps.predict(batch.rows, batch.tokens)
@@ -59,14 +63,13 @@ class Policy:
         best, chosen, shape = MARGIN * _rate(batch.rows, none_s), 0, self.shapes[0]
         for candidate in self.shapes:
             gains = sorted(_gains(candidate, rows, room), reverse=True)
-            for count, gain in enumerate(accumulate(gains), start=1):
+            for count, gain in _prefixes(gains):
                 tokens = batch.tokens + count * (candidate.num_draft_tokens - 1)
                 seconds = self.steps.predict(batch.rows, tokens) + self._draft_s(candidate, count)
                 if (rate := _rate(batch.rows + gain, seconds)) > best:
                     best, chosen, shape = rate, count, candidate
-        if not chosen and self._owed_s < 0:
-            chosen = 1
-            self._owed_s += self._draft_s(shape, 1)
+        self._probing = not chosen and self._owed_s < 0
+        chosen += self._probing
         drafting = _highest(_gains(shape, rows, room), chosen)
         return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
@@ -80,11 +83,11 @@ class Policy:
         widest = max(map(len, proposals))
         for nodes in sorted({widest, *(n for n in WIDTHS if n < widest)}):
             gains = sorted((own[min(nodes, len(own) - 1)] for own in sums), reverse=True)
-            for count, gain in enumerate(accumulate(gains), start=1):
+            for count, gain in _prefixes(gains):
                 seconds = self.steps.predict(batch.rows, batch.tokens + count * nodes)
                 if (rate := _rate(batch.rows + gain, seconds)) > best:
                     best, chosen, width = rate, count, nodes
-        if not chosen and self._owed_s < 0:
+        if not chosen and (self._probing or self._owed_s < 0):
             chosen, width = 1, min(widest, 3)
             self._owed_s += self.steps.predict(batch.rows, batch.tokens + width) - none_s
         kept = _highest([own[min(width, len(own) - 1)] for own in sums], chosen)
@@ -109,6 +112,16 @@ def _gains(shape: Shape, rows: Sequence[TrackRecord], room: Sequence[int]) -> li
         row.expected(shape, min(shape.num_steps, deep)) if deep > 0 else 0.0
         for row, deep in zip(rows, room, strict=True)
     ]
+
+
+def _prefixes(gains: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """Yield the sums of the first 1, 2, 4 … gains, and of all."""
+    sums = list(accumulate(gains))
+    count = 1
+    while count < len(sums):
+        yield count, sums[count - 1]
+        count *= 2
+    yield len(sums), sums[-1]
 
 
 def _highest(gains: Sequence[float], count: int) -> set[int]:

@@ -44,7 +44,7 @@ def test_report_has_every_case_and_contestant(
     assert [(case["batch"], case["prompt_tokens"]) for case in report["cases"]] == CASES
     for case in report["cases"]:
         assert case["agreement"]["tokens"] == case["batch"] * 5
-        assert set(case["figures"]) == {"specdec", "transformers"}
+        assert set(case["figures"]) == {"specdec", "specdec, draft none", "transformers"}
         own = case["figures"]["specdec"]
         assert own["decode_ratio"]["median"] == own["prefill_ratio"]["median"] == 1
         assert own["bandwidth_share"] > 0
@@ -96,8 +96,10 @@ def test_bandwidth_probe_reads_what_it_says() -> None:
 def test_windows_are_checked_and_timed(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(hybrid, "--window", "2,8") == 0
     windows = report_of(capsys.readouterr().out)["windows"]
-    assert [figures["width"] for figures in windows] == [1, 2, 8]
+    shown = [(figures["slots"], figures["width"]) for figures in windows]
+    assert shown == [(slots, width) for slots in ("record", "snapshot") for width in (1, 2, 8)]
     assert windows[0]["ratio"]["median"] == 1
+    assert windows[2]["borrowed_bytes"] < windows[5]["borrowed_bytes"]
 
 
 def test_a_wrong_window_shows_no_figure(

@@ -84,6 +84,7 @@ def test_what_is_long_past_is_forgotten() -> None:
         for _ in range(1000):
             calibrator.observe(Proposal.chain([1], [0.5]), accepted)
         assert abs(calibrator.calibrated(0.5, 1, 0) - rate) <= 0.1
+        assert calibrator.tallies[0][0].seen <= 100
 
 
 def test_only_nodes_whose_parent_was_accepted_count() -> None:

@@ -71,6 +71,12 @@ def test_a_search_follows_a_chain_only_so_far() -> None:
     assert MAX_STEPS - 8 <= len(places) <= MAX_STEPS
 
 
+def test_a_long_match_is_found_however_often_its_end_came_since() -> None:
+    history = History([1, 2, 4], depth=8)
+    history.extend([1, 2, 3, 4, 9] + [4, 5] * MAX_STEPS)
+    assert history.search([1, 2, 3, 4], most=10) == (4, [4])
+
+
 def test_a_match_that_nothing_follows_does_not_hide_a_shorter_one() -> None:
     history = History([1, 2, 4], depth=8)
     history.extend([1, 2, 3, 4, END, 9, 4, 5, END])

@@ -122,12 +122,6 @@ def _output_unrounded(x_TD: Tensor, gate_TD: Tensor, weight_RD: Tensor, eps: flo
     return (F.silu(gate_TD.float()) * y_TD).to(gate_TD.dtype)
 
 
-def _rounded_before_the_weight(x_TD: Tensor, gate_TD: Tensor, weight_RD: Tensor, eps: float) -> Tensor:
-    gated_TD = F.silu(gate_TD.float()) * x_TD
-    run_TRD = torch.rms_norm(gated_TD.view(len(x_TD), -1, weight_RD.shape[1]), weight_RD.shape[1:], None, eps)
-    return (run_TRD.to(gate_TD.dtype) * weight_RD).flatten(-2)
-
-
 def _wide_norm(x_D: Tensor, weight_D: Tensor, eps: float, rms_norm: Any = norm.rms_norm) -> Tensor:
     return rms_norm(x_D, weight_D.float(), eps)
 
@@ -141,7 +135,6 @@ MUTANTS = {
     "silu of a convolution before rounding": ("qwen3_5", conv, "_finish", _silu_unrounded),
     "product of silu before rounding": ("qwen3_5", ffn, "swiglu", _swiglu_unrounded),
     "norm of an output before rounding": ("qwen3_5", norm, "_gated_norm", _output_unrounded),
-    "rounding before a wide weight": ("nemotron_h", norm, "_norm_of_gated", _rounded_before_the_weight),
     "narrow weight before rounding": ("qwen3", norm, "rms_norm", _wide_norm),
     "answers of experts before rounding": ("qwen3_next", moe, "route_softmax", _wide_weights),
 }
