@@ -68,10 +68,16 @@ def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> Deco
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     scheduler = Scheduler(arena, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens)
     policy = Policy(settings.bounds, adaptive=settings.adaptive)
-    speculation = Speculation(policy, BACKINGS[settings.slots](arena), scheduler, network.kernels)
+    speculation = Speculation(
+        policy,
+        BACKINGS[settings.slots](arena),
+        scheduler,
+        network.kernels,
+        synthetic=settings.synthetic,
+    )
     for name in settings.drafters:
         speculation.enlist(_drafter(name, head, arena, speculation))
-    loop = DecodeLoop(network, arena, scheduler, speculation, settings.device, synthetic=settings.synthetic)
+    loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
     if settings.drafters and settings.adaptive:
         warm_up(loop, settings.max_model_len)
     return loop

@@ -30,11 +30,9 @@ class DecodeLoop:
         scheduler: Scheduler,
         speculation: Speculation,
         device: torch.device,
-        *,
-        synthetic: Sequence[float] | None = None,
     ) -> None:
         self.network, self.arena, self.scheduler, self.device = network, arena, scheduler, device
-        self.speculation, self.synthetic = speculation, synthetic
+        self.speculation = speculation
         self.conv_width = max((s.conv_inputs + 1 for s in arena.layout.states), default=1)
         self.counts = Counts()
         scheduler.reclaim, scheduler.on_lose, scheduler.on_end = self.fold, speculation.lose, speculation.end
@@ -84,11 +82,11 @@ class DecodeLoop:
         if not part.draft:
             return AcceptedPath(tuple(range(len(part.tree))), tuple(c.token for c in choices.values()))
         chosen = [choices[node].token for node in range(len(part.tree))]
-        if self.synthetic is None:
+        rates, request = self.speculation.synthetic, part.request
+        if rates is None:
             return walk(chosen, part.tree)
-        request = part.request
         seed, position = request.chooser.seed, len(request.tokens)
-        return synthetic_walk(chosen, part.tree, self.synthetic, seed=seed, position=position)
+        return synthetic_walk(chosen, part.tree, rates, seed=seed, position=position)
 
     def _commit(
         self, parts: Sequence[Part], paths: Sequence[AcceptedPath], window: Window, hidden_TD: Tensor

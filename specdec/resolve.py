@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights are computed in float32 on a CPU: they stay in the cache, where it is faster."""
-DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 4, 4, 16
-"""The largest draft where nothing is said of it; the choice of shape stays within."""
+DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 3, 4, 8
+"""The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
 AUTO_MEMORY_SHARE = 0.4
 """Part of the free memory that the arena takes when nothing says how much."""
 

@@ -35,11 +35,21 @@ class Asked:
 class Speculation:
     """Owns the drafters, the choice of shape, and every request's track record."""
 
-    def __init__(self, policy: Policy, backing: Backing, scheduler: Scheduler, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        backing: Backing,
+        scheduler: Scheduler,
+        kernels: Kernels,
+        *,
+        synthetic: Sequence[float] | None = None,
+    ) -> None:
         self.policy, self.backing, self.scheduler, self.kernels = policy, backing, scheduler, kernels
         self.drafters: list[Drafter] = []
         self.head: HeadDrafter | None = None
         """The drafter that reads the target's hidden states, if there is one."""
+        self.synthetic = synthetic
+        """Rates by depth at which drafts are accepted whatever they say."""
         self.track = TrackRecord()
         self._tracks: dict[int, TrackRecord] = {}
         self._requests: dict[int, Request] = {}
@@ -71,6 +81,8 @@ class Speculation:
         merged = self._propose(requests, shapes)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, merged), strict=True):
             drafts[i] = self._borrow(request, proposal)
+            if self.synthetic and drafts[i] is None:
+                self._asked.pop(request.number, None)  # it was not put to the test
         return drafts
 
     def _propose(self, requests: Sequence[Request], shapes: Sequence[Shape | None]) -> list[Proposal]:
@@ -90,6 +102,8 @@ class Speculation:
             if shape := shapes[i]:
                 limit = shape.num_draft_tokens - 1
                 merged[i] = proposals[0] if len(proposals) == 1 else merge(proposals, limit)
+                if self.synthetic:
+                    merged[i] = merged[i].assume(self.synthetic)
                 parts = tuple(zip(self.drafters, proposals, strict=True))
                 self._asked[requests[i].number] = Asked(shape, parts, merged[i])
         return merged

@@ -1,7 +1,7 @@
 """What a drafter hands over: a tree of guessed tokens, each with its chance of being accepted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specdec.state_slots.tree import TokenTree
@@ -99,6 +99,16 @@ class Proposal:
             scores=tuple(self.scores[node] for node in kept),
             beliefs=tuple(self.beliefs[node] for node in kept) if self.beliefs else (),
         )
+
+    def assume(self, rates: Sequence[float]) -> "Proposal":
+        """Score the first branch by given rates of acceptance by depth, and what leaves it by nothing."""
+        scores, seen = list[float](), set[int]()
+        for parent, depth in zip(self.parents, self.depths, strict=True):
+            first = parent not in seen
+            seen.add(parent)
+            above = scores[parent] if parent >= 0 else 1.0
+            scores.append(above * rates[depth - 1] if first and depth <= len(rates) else 0.0)
+        return replace(self, scores=tuple(scores))
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes that a text would pass, from the root's child on, until none has its token."""
