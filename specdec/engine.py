@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from specdec.build import build
+from specdec.capabilities import check_request
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import RequestError, SpecdecError
 from specdec.outputs import Completion, Delta, EngineStats
@@ -154,6 +155,7 @@ class SpecEngine:
                 field="prompt",
             )
         self._check_ids(params, vocab)
+        check_request(params, synthetic=self.model.settings.synthetic is not None)
         return ids
 
     def _tokenize(self, prompt: str) -> list[int]:

@@ -160,6 +160,9 @@ class Speculation:
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""
         self.track = TrackRecord()
+        self._tracks.clear()
+        self._requests.clear()
+        self._asked.clear()
         for drafter in self.drafters:
             drafter.calibrator.forget()
 

@@ -54,18 +54,19 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     plans += [(heads, shape) for shape in policy.shapes if heads]
     request = None
     for (own, shape), _ in itertools.product(plans, range(ROUNDS)):
+        speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
         if request is None or request.finish_reason:
             request = _request(loop, max_length)
             loop.scheduler.submit(request)
             while request.finish_reason is None and not request.decodes:
                 loop.step()
-        speculation.drafters = own
         speculation.policy = Policy(shape or policy.bounds, adaptive=False)
         speculation.policy.steps, speculation.policy.drafts = policy.steps, policy.drafts
         if request.finish_reason is None:
             loop.step()
-        speculation.drafters = drafters
-    speculation.policy = policy
+        if request.finish_reason and speculation.head:
+            speculation.head.lose(NUMBER)  # it was read to, and may not have been among those who heard
+    speculation.drafters, speculation.policy = drafters, policy
     if request is not None and request.finish_reason is None:
         loop.scheduler.release(request)
     speculation.forget_experience()

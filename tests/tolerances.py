@@ -30,3 +30,6 @@ FLOAT64_LOGITS = 1e-6
 
 DRIFT_FLOAT32 = 1e-4
 """Of a float32 state after 4,000 tokens in windows of drafts, against the same tokens fed, as a norm."""
+
+FLOAT32_GAP = 1e-4
+"""Of two tokens' perturbed logits in float64: closer, float32 may take either, by the window's width."""

@@ -1,0 +1,69 @@
+"""A drafter that knows the texts to come and spoils some of what it says."""
+
+from collections.abc import Hashable, Sequence
+from random import Random
+
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Want
+from specdec.draft.proposal import Proposal, Shape
+
+DECAY = 0.9
+"""A node's score over its parent's."""
+SILENT = 0.15
+"""How often nothing is proposed, so that rows with and without a draft take turns."""
+
+
+class Oracle:
+    """Propose how a text really goes on, each token with a chance of `rate`; in a tree, among decoys.
+
+    What it says depends on the sequence alone. The true token stands anywhere among its siblings, and decoys
+    have children of their own, so that accepted paths wind through the tree.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], *, vocab: int, rate: float = 0.7) -> None:
+        self.calibrator = Calibrator()
+        self.texts, self.vocab, self.rate = [tuple(text) for text in texts], vocab, rate
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Propose for each sequence; one that is no known text gets decoys only."""
+        return [self._propose(w.tokens, w.shape) if w.shape else Proposal.EMPTY for w in wants]
+
+    def lose(self, key: Hashable) -> None:
+        """Keep nothing."""
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+        """Keep nothing."""
+
+    def _propose(self, said: Sequence[int], shape: Shape) -> Proposal:
+        said = tuple(said)
+        rng = Random(repr(said[-6:]) + str(len(said)))
+        if rng.random() < SILENT:
+            return Proposal.EMPTY
+        known = next((text for text in self.texts if text[: len(said)] == said), ())
+        truth = known[len(said) : len(said) + shape.num_steps]
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        level, spine = [-1], -1
+        for depth in range(shape.num_steps):
+            right = truth[depth] if depth < len(truth) and rng.random() < self.rate else None
+            below: list[int] = []
+            on_spine = None
+            for parent in level:
+                if len(tokens) >= shape.num_draft_tokens - 1:
+                    break
+                children = rng.sample(range(self.vocab), shape.topk if parent == spine else 1)
+                if parent == spine and right is not None and right not in children:
+                    children[rng.randrange(len(children))] = right
+                for token in children[: shape.num_draft_tokens - 1 - len(tokens)]:
+                    if parent == spine and token == right:
+                        on_spine = len(tokens)
+                    below.append(len(tokens))
+                    scores.append((scores[parent] if parent >= 0 else 1.0) * DECAY)
+                    tokens.append(token)
+                    parents.append(parent)
+            # A spoilt spine goes on below its last node, which no text reaches.
+            spine = on_spine if on_spine is not None else (below[-1] if below else spine)
+            others = [node for node in below if node != spine][: shape.topk - 1]
+            level = sorted([spine, *others]) if below else []
+        return Proposal(tuple(tokens), tuple(parents), tuple(scores))

@@ -1,0 +1,96 @@
+"""With one seed the text is the same whoever drafts, in whatever shape, backing, batch and memory.
+
+The cells of the capability table are visited one by one, in float64, where rounding decides nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specdec import Completion
+from specdec.capabilities import AXES, Cell, cells, refusal
+from tests.agreeing import write_agreeing
+from tests.lossless import (
+    LOGPROBS,
+    SHAPES,
+    Case,
+    differences,
+    drafting_engine,
+    generate,
+    memory_for,
+    plain_cases,
+    preempt_each,
+)
+from tests.tolerances import FLOAT64_LOGITS
+
+Cases = Callable[[str], tuple[Path, list[Case]]]
+Group = tuple[str, str, str, str]
+BATCHES = AXES["batch"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Return a family's checkpoint and what plain decoding says to every request."""
+    made: dict[str, tuple[Path, list[Case]]] = {}
+
+    def make(family: str) -> tuple[Path, list[Case]]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            write_agreeing(folder, family)
+            made[family] = folder, plain_cases(folder)
+        return made[family]
+
+    return make
+
+
+def groups() -> Mapping[Group, list[Cell]]:
+    """Put the cells together that one engine's settings serve; the oracle drafts wherever ngram does."""
+    found: dict[Group, list[Cell]] = {}
+    for cell in cells():
+        if not refusal(cell):
+            key = cell.family, cell.drafter, cell.shape, cell.backing
+            found.setdefault(key, []).append(cell)
+    oracles = {
+        (family, "oracle", shape, backing): [replace(cell, drafter="oracle") for cell in own]
+        for (family, drafter, shape, backing), own in found.items()
+        if drafter == "ngram"
+    }
+    return found | oracles
+
+
+GROUPS = groups()
+
+
+@pytest.mark.parametrize("group", GROUPS, ids="-".join)
+def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group: Group) -> None:
+    family, drafter, shape, backing = group
+    folder, cases = plain(family)
+    by_length = sorted(cases, key=lambda case: len(case.said[0].token_ids))
+    longest = list({case.feature: case for case in by_length}.values())
+    fields = {**SHAPES[shape], "slots": backing}
+    found: dict[str, tuple[Sequence[Case], Sequence[Sequence[Completion]]]] = {}
+    with drafting_engine(folder, drafter, cases, chunk_tokens=512, **fields) as (engine, _):
+        found["alone"] = longest, [own for case in longest for own in generate(engine, [case])]
+        layout = engine.model.settings.layout
+    with drafting_engine(folder, drafter, cases, chunk_tokens=5, **fields) as (engine, seen):
+        found["mixed"] = cases, generate(engine, cases)
+        assert seen.mixed > 0 or drafter == "none"
+    # Room for three, and even they must give their memory back once.
+    memory = memory_for(layout, sequences=3, blocks=10)
+    with drafting_engine(folder, drafter, cases, chunk_tokens=64, memory_bytes=memory, **fields) as (
+        engine,
+        _,
+    ):
+        preempt_each(engine)
+        found["preempted"] = longest, generate(engine, longest)
+    visited = set()
+    for batch, (asked, own) in found.items():
+        assert differences(asked, own, within=LOGPROBS if family != "nemotron_h" else FLOAT64_LOGITS) == []
+        visited |= {
+            Cell(drafter, shape, backing, family, case.feature, batch)
+            for case, done in zip(asked, own, strict=True)
+            if batch != "preempted" or any(c.stats.preemptions for c in done)
+        }
+    assert visited == set(GROUPS[group])
