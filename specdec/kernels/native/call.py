@@ -28,7 +28,6 @@ ARGUMENTS = {
     "path_conv": "nnn nn pp p n p p nn ppp n p p",
     "append": "pp nnn nn p nn n p n p",
     "recur": "ppppp p nnnnnn p n p p p ppp n ppp p",
-    "delta_inputs": "p nn nnnn n ppp p n p p nn ppp n ppp p p pppppp",
     "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
     "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f pp p",
 }

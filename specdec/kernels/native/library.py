@@ -16,12 +16,19 @@ logger = logging.getLogger(__name__)
 SOURCES = ("narrow.c", "narrow.inc")
 MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
+SHARED_FROM = 1 << 15
+"""Entries of the states that a call works on from which torch's threads share them."""
 FLAGS = (
-    *("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", f"-DMOST={MOST}"),
+    *("-O3", "-march=native", "-fPIC", "-std=gnu11"),
+    *(f"-DMOST={MOST}", f"-DSHARED_FROM={SHARED_FROM}"),
     # Sums may be reordered, as the vector units need; infinities and NaN keep their meaning.
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
 COMPILE_SECONDS = 120
+
+
+THREADS = ("-fopenmp", "-fopenmp-simd")
+"""With torch's threads, or where they cannot be reached, with the caller's alone."""
 
 
 @functools.cache
@@ -31,46 +38,50 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         logger.warning("no C compiler was found: narrow windows run in plain torch, which is slower")
         return None
-    try:
-        loaded = ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        logger.warning(
-            "the C forms could not be made (%s%s): narrow windows run in plain torch, which is slower",
-            error,
-            f"; {said.decode(errors='replace').strip()}" if said else "",
-        )
-        return None
-    logger.info("narrow windows run in C (%s)", compiler)
-    return loaded
+    for threads in THREADS:
+        try:
+            loaded = ctypes.CDLL(str(_compiled(compiler, threads)))
+        except (OSError, subprocess.SubprocessError) as error:
+            failure = error
+        else:
+            logger.info("narrow windows run in C (%s, %s)", compiler, threads)
+            return loaded
+    said = getattr(failure, "stderr", None) or b""
+    logger.warning(
+        "the C forms could not be made (%s%s): narrow windows run in plain torch, which is slower",
+        failure,
+        f"; {said.decode(errors='replace').strip()}" if said else "",
+    )
+    return None
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: str, threads: str) -> Path:
     """Find the library in the user's cache or make it there; without one, in a folder of this process."""
     folder = Path(__file__).parent
     text = b"".join((folder / name).read_bytes() for name in SOURCES)
-    recipe = "\n".join((compiler, *FLAGS, platform.machine(), _processor())).encode()
+    recipe = "\n".join((compiler, *FLAGS, threads, platform.machine(), _processor())).encode()
     name = f"{hashlib.sha256(recipe + text).hexdigest()[:20]}.so"
     try:
         target = _cache_folder() / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() or os.access(target.parent, os.W_OK):
-            return target if target.exists() else _compile(compiler, folder / SOURCES[0], target)
+            return target if target.exists() else _compile(compiler, threads, target)
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
         logger.info("the C forms cannot be kept for the next start: %s", error)
-    return _compile(compiler, folder / SOURCES[0], Path(tempfile.mkdtemp(prefix="specdec-")) / name)
+    return _compile(compiler, threads, Path(tempfile.mkdtemp(prefix="specdec-")) / name)
 
 
-def _compile(compiler: str, source: Path, target: Path) -> Path:
-    # Written beside its place and moved there whole, so that processes starting together see no half of it.
-    handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(handle)
-    try:
-        command = [*compiler.split(), *FLAGS, str(source), "-o", draft, "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-        os.replace(draft, target)
-    finally:
-        Path(draft).unlink(missing_ok=True)
+def _compile(compiler: str, threads: str, target: Path) -> Path:
+    """Compile for OpenMP, but link none: what is missing is found in the one that torch brought along."""
+    source = Path(__file__).parent / SOURCES[0]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as folder:
+        # Made beside its place and moved there whole, so that processes starting together see no half of it.
+        part, whole = f"{folder}/part.o", f"{folder}/whole.so"
+        steps = ([*FLAGS, threads, "-c", str(source), "-o", part], ["-shared", part, "-o", whole, "-lm"])
+        for step in steps:
+            command = [*compiler.split(), *step]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+        os.replace(whole, target)
     return target
 
 

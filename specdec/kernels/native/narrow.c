@@ -45,14 +45,45 @@ static inline uint16_t to_bf16(float x) {  // round to nearest, ties to even
     return nan ? nan : (uint16_t)((u.i + 0x7fffu + ((u.i >> 16) & 1u)) >> 16);
 }
 
-// S <- scale S + sum_n k_n u_n, each record weighted.
-static void fold_state(float *S, ix K, ix W, float scale, ix count, const float *const *k, const float *const *u,
-                       const float *weight) {
-    for (ix i = 0; i < K * W; i++) S[i] *= scale;
-    for (ix n = 0; n < count; n++)
-        for (ix i = 0; i < K; i++) {
-            float ki = k[n][i] * weight[n];
-            for (ix w = 0; w < W; w++) S[i * W + w] += ki * u[n][w];
+#define TILE 4
+
+// to <- scale from + sum_n k_n u_n, each weighted; `to` may be `from`. Rows stay in the cache from tile to tile.
+static void fold_state(const float *from, float *to, ix K, ix W, float scale, ix count, const float *const *k,
+                       const float *const *u, const float *weight) {
+    for (ix i = 0; i < K; i++)
+        for (ix n = 0; n < count; n += TILE) {
+            const float *x = (n ? to : from) + i * W, *rows[TILE];
+            float *y = to + i * W, own = n ? 1.0f : scale, c[TILE];
+            for (ix j = 0; j < TILE; j++) {
+                rows[j] = u[n + j < count ? n + j : n];
+                c[j] = n + j < count ? k[n + j][i] * weight[n + j] : 0.0f;
+            }
+            const float *u0 = rows[0], *u1 = rows[1], *u2 = rows[2], *u3 = rows[3];
+            if (n + 1 == count)
+                #pragma omp simd
+                for (ix w = 0; w < W; w++) y[w] = own * x[w] + c[0] * u0[w];
+            else
+                #pragma omp simd
+                for (ix w = 0; w < W; w++)
+                    y[w] = own * x[w] + (c[0] * u0[w] + c[1] * u1[w]) + (c[2] * u2[w] + c[3] * u3[w]);
+        }
+}
+
+// y_n <- x_n S.
+static void read_state(const float *S, ix K, ix W, ix count, const float *const *x, float *const *y) {
+    for (ix n = 0; n < count; n++) memset(y[n], 0, W * sizeof *y[n]);
+    for (ix i = 0; i < K; i += TILE)
+        for (ix n = 0; n < count; n++) {
+            const float *s = S + i * W, *c = x[n] + i;
+            float *out = y[n];
+            if (i + TILE <= K)
+                #pragma omp simd
+                for (ix w = 0; w < W; w++)
+                    out[w] += (c[0] * s[w] + c[1] * s[W + w]) + (c[2] * s[2 * W + w] + c[3] * s[3 * W + w]);
+            else
+                for (ix j = 0; j < K - i; j++)
+                    #pragma omp simd
+                    for (ix w = 0; w < W; w++) out[w] += c[j] * s[j * W + w];
         }
 }
 
@@ -66,7 +97,7 @@ typedef struct {
 
 // Each record holds its own log-decay; what follows a record on the path is summed from the path's end. keys
 // [count, G, K].
-static void fold_head(float *S, const records *r, const float *keys, ix G, ix H, ix K, ix W, ix h, const ix *slab,
+static void fold_path(float *S, const records *r, const float *keys, ix G, ix H, ix K, ix W, ix h, const ix *slab,
                       const ix *place, ix count) {
     const float *k[MOST], *u[MOST];
     float weight[MOST], after = 0;
@@ -76,7 +107,7 @@ static void fold_head(float *S, const records *r, const float *keys, ix G, ix H,
         weight[n] = expf(after);
         after += r->decay[slab[n] * r->decay_slab + place[n] * r->decay_place + h];
     }
-    fold_state(S, K, W, expf(after), count, k, u, weight);
+    fold_state(S, S, K, W, expf(after), count, k, u, weight);
 }
 
 static inline float dot(const float *a, const float *b, ix n) {
@@ -85,100 +116,110 @@ static inline float dot(const float *a, const float *b, ix n) {
     return sum;
 }
 
-// One token of one head: the state behind `from` goes to `to`, which may be the same; beta null is Mamba-2. Inlined,
-// so that the compiler sees where they are the same and need not ask whether they overlap.
-static inline __attribute__((always_inline)) void advance(const float *from, float *to, const float *q,
-                                                          const float *k, const float *v, float decay,
-                                                          const float *beta, float *o, ix K, ix W) {
-    float a = expf(decay), u[W];
-    if (beta) {
-        memset(u, 0, sizeof u);
-        for (ix i = 0; i < K; i++)
-            for (ix w = 0; w < W; w++) u[w] += k[i] * from[i * W + w];
-        for (ix w = 0; w < W; w++) u[w] = *beta * (v[w] - a * u[w]);
-    } else
-        memcpy(u, v, sizeof u);
-    memset(o, 0, W * sizeof *o);
-    for (ix i = 0; i < K; i++)
-        for (ix w = 0; w < W; w++) {
-            float s = a * from[i * W + w] + k[i] * u[w];
-            to[i * W + w] = s;
-            o[w] += q[i] * s;
+// What M nodes of one head read from the state above them all, and add to it: o_m and u_m, both of W. The entries of
+// one token are qk and v apart from the next token's, those of decay and beta H. above null is a chain, beta null
+// Mamba-2.
+typedef struct {
+    const float *q, *k, *v, *decay, *beta;
+    ix qk, by_v, H, K, W;
+} head;
+
+static void solve(const float *S, const head *x, ix M, const uint8_t *above, float *const *o, float *const *u) {
+    ix K = x->K, W = x->W, count = 0;
+    const float *reader[2 * MOST];
+    float *found[2 * MOST];
+    double path[MOST];
+    for (ix m = 0; m < M; m++) {
+        reader[count] = x->q + m * x->qk, found[count++] = o[m];
+        if (x->beta) reader[count] = x->k + m * x->qk, found[count++] = u[m];
+    }
+    read_state(S, K, W, count, reader, found);
+    for (ix m = 0; m < M; m++) {
+        const float *k = x->k + m * x->qk, *q = x->q + m * x->qk, *v = x->v + m * x->by_v;
+        const uint8_t *row = above ? above + m * M : 0;
+        float *out = o[m], *own = u[m];
+        path[m] = 0;
+        for (ix j = 0; j <= m; j++)
+            if (!row || row[j]) path[m] += x->decay[j * x->H];
+        float a = expf((float)path[m]), beta = x->beta ? x->beta[m * x->H] : 1.0f;
+        for (ix w = 0; w < W; w++) out[w] *= a;
+        if (x->beta)
+            for (ix w = 0; w < W; w++) own[w] *= a;
+        for (ix j = 0; j < m; j++) {
+            if (row && !row[j]) continue;
+            const float *kj = x->k + j * x->qk, *uj = u[j];
+            float between = expf((float)(path[m] - path[j]));
+            float read = between * dot(q, kj, K);
+            #pragma omp simd
+            for (ix w = 0; w < W; w++) out[w] += read * uj[w];
+            if (!x->beta) continue;
+            float error = between * dot(k, kj, K);
+            #pragma omp simd
+            for (ix w = 0; w < W; w++) own[w] += error * uj[w];
         }
+        if (x->beta)
+            for (ix w = 0; w < W; w++) own[w] = beta * (v[w] - own[w]);
+        else
+            memcpy(own, v, W * sizeof *own);
+        float self = dot(q, k, K);
+        #pragma omp simd
+        for (ix w = 0; w < W; w++) out[w] += self * own[w];
+    }
+}
+
+// The state after M certain tokens, of which `solve` has made the updates; `to` may be `from`.
+static void advance(const float *from, float *to, const head *x, ix M, float *const *u) {
+    const float *k[MOST];
+    float weight[MOST], after = 0;
+    for (ix m = M - 1; m >= 0; m--) {
+        k[m] = x->k + m * x->qk;
+        weight[m] = expf(after);
+        after += x->decay[m * x->H];
+    }
+    fold_state(from, to, x->K, x->W, expf(after), M, k, (const float *const *)u, weight);
 }
 
 // The gated delta rule (beta given) or Mamba-2 (beta null) over a window of M tokens of each of B rows.
 // q, k [B*M, G, K], v and out [B*M, H, W], decay and beta [B*M, H], keys [B, P, G, K] of the pending path. place and
 // snapshot null: the tokens are certain and the states move on. Otherwise each leaves a record, or the state after
-// it in a slot of its own; above[b, i, j] says whether j is above i or i itself.
+// it in a slot of its own; above[b, i, j] says whether j is above i or i itself. Heads are independent: they are
+// shared out between torch's own threads where there is enough to do.
 void recur(const float *q, const float *k, const float *v, const float *decay, const float *beta, float *out, ix B,
            ix M, ix G, ix H, ix K, ix W, float *state, ix state_stride, const ix *slot, const records *r,
            const float *keys, const ix *path_slab, const ix *path_place, const ix *path_length, ix P,
            const ix *slab, const ix *place, const ix *snapshot, const uint8_t *above) {
+    #pragma omp parallel for collapse(2) schedule(static) if (B * H * K * W >= SHARED_FROM)
     for (ix b = 0; b < B; b++)
         for (ix h = 0; h < H; h++) {
-            ix g = h / (H / G);
+            ix g = h / (H / G), first = b * M;
             float *S = state + slot[b] * state_stride + h * K * W;
+            float *o[MOST], *u[MOST], own[place ? 1 : M * W];
+            head x = {q + (first * G + g) * K, k + (first * G + g) * K, v + (first * H + h) * W, decay + first * H + h,
+                      beta ? beta + first * H + h : 0, G * K, H * W, H, K, W};
+            // Before this window's records, which may take the places of those that end here.
             if (path_length && path_length[b])
-                fold_head(S, r, keys + b * P * G * K, G, H, K, W, h, path_slab + b * P, path_place + b * P,
+                fold_path(S, r, keys + b * P * G * K, G, H, K, W, h, path_slab + b * P, path_place + b * P,
                           path_length[b]);
-            if (!place) {
-                for (ix m = 0; m < M; m++) {
-                    ix t = b * M + m, parent = m - 1;
-                    const float *kt = k + (t * G + g) * K, *qt = q + (t * G + g) * K, *vt = v + (t * H + h) * W;
-                    const float *strength = beta ? beta + t * H + h : 0;
-                    float *o = out + (t * H + h) * W;
-                    if (!snapshot) {
-                        advance(S, S, qt, kt, vt, decay[t * H + h], strength, o, K, W);
-                        continue;
-                    }
-                    while (above && parent >= 0 && !above[t * M + parent]) parent--;
-                    const float *from = parent < 0 ? S : state + snapshot[b * M + parent] * state_stride + h * K * W;
-                    advance(from, state + snapshot[t] * state_stride + h * K * W, qt, kt, vt, decay[t * H + h],
-                            strength, o, K, W);
-                }
+            for (ix m = 0; m < M; m++) {
+                ix t = first + m;
+                o[m] = out + (t * H + h) * W;
+                u[m] = place ? r->update + slab[t] * r->update_slab + place[t] * r->update_place + h * W : own + m * W;
+                if (place) r->decay[slab[t] * r->decay_slab + place[t] * r->decay_place + h] = decay[t * H + h];
+            }
+            if (!snapshot) {
+                solve(S, &x, M, above ? above + first * M : 0, o, u);
+                if (!place) advance(S, S, &x, M, u);
                 continue;
             }
-            double path[MOST];
             for (ix m = 0; m < M; m++) {
-                ix t = b * M + m, at = slab[t] * r->update_slab + place[t] * r->update_place + h * W;
-                const float *kt = k + (t * G + g) * K, *qt = q + (t * G + g) * K, *vt = v + (t * H + h) * W;
-                const uint8_t *row = above ? above + t * M : 0;
-                float *o = out + (t * H + h) * W, *u = r->update + at;
-                path[m] = 0;
-                for (ix j = 0; j <= m; j++)
-                    if (!row || row[j]) path[m] += decay[(b * M + j) * H + h];
-                float a = expf((float)path[m]);
-                memset(o, 0, W * sizeof *o);
-                memset(u, 0, W * sizeof *u);
-                for (ix i = 0; i < K; i++)
-                    for (ix w = 0; w < W; w++) {
-                        o[w] += qt[i] * S[i * W + w];
-                        u[w] += kt[i] * S[i * W + w];
-                    }
-                for (ix w = 0; w < W; w++) {
-                    o[w] *= a;
-                    u[w] *= a;
-                }
-                for (ix j = 0; j < m; j++) {
-                    if (row && !row[j]) continue;
-                    ix s = b * M + j;
-                    const float *kj = k + (s * G + g) * K;
-                    const float *uj = r->update + slab[s] * r->update_slab + place[s] * r->update_place + h * W;
-                    float between = expf((float)(path[m] - path[j]));
-                    float read = between * dot(qt, kj, K), error = between * dot(kt, kj, K);
-                    for (ix w = 0; w < W; w++) {
-                        o[w] += read * uj[w];
-                        u[w] += error * uj[w];
-                    }
-                }
-                if (beta)
-                    for (ix w = 0; w < W; w++) u[w] = beta[t * H + h] * (vt[w] - u[w]);
-                else
-                    memcpy(u, vt, W * sizeof *u);
-                float own = dot(qt, kt, K);
-                for (ix w = 0; w < W; w++) o[w] += own * u[w];
-                r->decay[slab[t] * r->decay_slab + place[t] * r->decay_place + h] = decay[t * H + h];
+                ix parent = m - 1;
+                while (above && parent >= 0 && !above[(first + m) * M + parent]) parent--;
+                const float *from = parent < 0 ? S : state + snapshot[first + parent] * state_stride + h * K * W;
+                head node = x;
+                node.q += m * x.qk, node.k += m * x.qk, node.v += m * x.by_v, node.decay += m * H;
+                if (beta) node.beta += m * H;
+                solve(from, &node, 1, 0, o + m, u + m);
+                advance(from, state + snapshot[first + m] * state_stride + h * K * W, &node, 1, u + m);
             }
         }
 }

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.conv import cpu as conv
-from specdec.kernels.delta_net import cpu as plain_delta_net
 from specdec.kernels.delta_net import layer as delta_layer
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.gates.cpu import delta_gates, l2_normalise
@@ -15,9 +14,6 @@ from specdec.kernels.native.call import SUFFIX, TOKENS, function, ids, path_widt
 from specdec.kernels.native.library import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.recurrence import cpu as recurrence
-
-STATE_BYTES = 1 << 17
-"""A larger state is better worked on by all threads than by one."""
 
 
 def causal_conv(
@@ -91,10 +87,10 @@ def recur(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Run the recurrence over a narrow window in float32, where one thread is enough for the states."""
+    """Run the recurrence over narrow windows of any number of rows, in float32."""
     state = memory.state_SHKW
-    fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32
-    if not fits or not serves(q_TGK) or not _is_small(memory) or not _has_room(group):
+    fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32 and state.is_cpu
+    if not fits or group.width > TOKENS or not _has_room(group):
         return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
     records = records_of(memory)
@@ -123,12 +119,9 @@ def recur(
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
-    """Run a gated delta net between its projections, in one call where one thread is enough for the states.
-
-    Otherwise one call makes what feeds the recurrence, which then runs on all threads.
-    """
+    """Run a gated delta net between its projections, in one call where the step is narrow."""
     if not serves(projected_TN) or memory.state_SHKW.dtype != torch.float32 or not _has_room(group):
-        return plain_delta_net.delta_net(projected_TN, layer, memory, group)
+        return delta_layer.run(OPERATIONS, projected_TN, layer, memory, group)
     tokens = projected_TN.shape[0]
     weight_KC = layer.conv_CK.t()
     assert projected_TN.is_contiguous() and weight_KC.is_contiguous() and weight_KC.dtype == torch.float32
@@ -138,9 +131,10 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     scratch = projected_TN.new_empty((known + max(tokens, paths)) * channels)
     groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
     sizes = [tokens * n for n in (groups * key, groups * key, heads * value, heads, heads, heads * value)]
-    sizes.append(paths * groups * key)
-    inputs = torch.empty(sum(sizes), dtype=torch.float32)
-    common = (
+    inputs = torch.empty(sum(sizes) + paths * groups * key, dtype=torch.float32)
+    out_TV = projected_TN.new_empty((tokens, heads * value))
+    records = records_of(memory)
+    function("delta_net", projected_TN.dtype)(
         projected_TN.data_ptr(),
         group.rows,
         group.width,
@@ -154,38 +148,16 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         layer.dt_bias_H.data_ptr(),
         *_conv_memory(memory, group),
         scratch.data_ptr(),
+        inputs.data_ptr(),
+        memory.state_SHKW.data_ptr(),
+        memory.state_SHKW.stride(0),
+        ctypes.addressof(records),
+        pointer(group.ancestors_BMM),
+        layer.norm_W.data_ptr(),
+        layer.eps,
+        out_TV.data_ptr(),
     )
-    if _is_small(memory):
-        out_TV = projected_TN.new_empty((tokens, heads * value))
-        records = records_of(memory)
-        function("delta_net", projected_TN.dtype)(
-            *common,
-            inputs.data_ptr(),
-            memory.state_SHKW.data_ptr(),
-            memory.state_SHKW.stride(0),
-            ctypes.addressof(records),
-            pointer(group.ancestors_BMM),
-            layer.norm_W.data_ptr(),
-            layer.eps,
-            out_TV.data_ptr(),
-        )
-        return out_TV
-    q_N, k_N, v_N, decay_N, beta_N, _, k_path_N = inputs.split_with_sizes(sizes)
-    function("delta_inputs", projected_TN.dtype)(
-        *common, *(part.data_ptr() for part in (q_N, k_N, v_N, decay_N, beta_N, k_path_N))
-    )
-    o_THW = recurrence.recur(
-        q_N.view(tokens, groups, key),
-        k_N.view(tokens, groups, key),
-        v_N.view(tokens, heads, value),
-        decay_N.view(tokens, heads),
-        beta_N.view(tokens, heads),
-        memory,
-        group,
-        k_path_N.view(group.rows, path_width(group), groups, key),
-    )
-    z_TV = projected_TN[:, channels : channels + heads * value]
-    return gated_norm(o_THW.reshape(tokens, -1), z_TV, layer.norm_W, layer.eps, value, gate_first=False)
+    return out_TV
 
 
 OPERATIONS = delta_layer.Operations(causal_conv, path_conv, l2_normalise, delta_gates, recur, gated_norm)
@@ -214,9 +186,3 @@ def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
 
 def _has_room(group: Group) -> bool:
     return path_width(group) <= MOST
-
-
-def _is_small(memory: RecurrentMemory) -> bool:
-    """Tell whether one thread is enough for a state."""
-    _, heads, key, value = memory.state_SHKW.shape
-    return heads * key * value * memory.state_SHKW.itemsize <= STATE_BYTES
