@@ -76,18 +76,20 @@ def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> Deco
         synthetic=settings.synthetic,
     )
     for name in settings.drafters:
-        speculation.enlist(_drafter(name, head, arena, speculation))
+        speculation.enlist(_drafter(name, head, arena, speculation, settings.chunk_tokens))
     loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
     if settings.drafters and settings.adaptive:
         warm_up(loop, settings.max_model_len)
     return loop
 
 
-def _drafter(name: str, head: MTPHead | None, arena: Arena, speculation: Speculation) -> Drafter:
+def _drafter(
+    name: str, head: MTPHead | None, arena: Arena, speculation: Speculation, chunk_tokens: int
+) -> Drafter:
     match name:
         case "mtp":
             assert head is not None
-            return HeadDrafter(head, arena, speculation.rank, arena.data.device)
+            return HeadDrafter(head, arena, speculation.rank, arena.data.device, chunk_tokens)
         case "ngram":
             return Lookup(NgramDrafter())
         case "suffix":

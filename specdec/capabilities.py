@@ -71,6 +71,11 @@ NO_HEAD = Refusal(
 )
 NO_EAGLE = Refusal("draft", "'eagle' is not supported yet", "use 'auto', 'mtp' or 'suffix'")
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
+SYNTHETIC_LOOKUP = Refusal(
+    "synthetic_acceptance",
+    "look-ups draft only where the text repeats itself, so no length can be promised of them",
+    "use draft='mtp', on a model that has a multi-token head",
+)
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",
     "with synthetic_acceptance drafts are accepted whatever the model thinks of them",
@@ -97,9 +102,16 @@ def refusal(cell: Cell) -> Refusal | None:
     return next((why for where, why in RULES if where.items() <= own.items()), None)
 
 
-def resolve_drafters(draft: str, network: spec.Network) -> tuple[str, ...]:
-    """Say who drafts. `auto` asks the model's own head, where there is one, and looks text up."""
+def resolve_drafters(draft: str, network: spec.Network, *, synthetic: bool = False) -> tuple[str, ...]:
+    """Say who drafts. `auto` asks the model's own head, where there is one, and looks text up.
+
+    Where drafts are accepted at given rates it is the head alone, which always has some to offer.
+    """
     has_head = bool(network.mtp)
+    if synthetic and (draft in ("ngram", "suffix") or (draft == "auto" and not has_head)):
+        raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
+    if synthetic and draft == "auto":
+        return ("mtp",)
     if draft == "none":
         return ()
     if draft == "auto":

@@ -20,6 +20,9 @@ from specdec.outputs import RequestStats
 USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
 DEMO_PROMPT = "def fibonacci(n):"
 DEMO_TOKENS = 96
+SYNTHETIC = (
+    "SYNTHETIC ACCEPTANCE: drafts are taken at given rates, whatever they say; this text is no model's"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,7 +84,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     prompt, params = _prompt(args), settings_from(args, SamplingParams)
-    with SpecEngine(args.model, settings_from(args, EngineConfig)) as engine:
+    config = settings_from(args, EngineConfig)
+    if config.synthetic_acceptance is not None:
+        print(SYNTHETIC, file=sys.stderr)
+    with SpecEngine(args.model, config) as engine:
         if params.n == 1 and not args.json:
             _stream(engine, prompt, params)
             return
@@ -147,9 +153,8 @@ def _earned(stats: RequestStats) -> str:
     """Say what drafts gave and took."""
     depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
     spent = ", ".join(f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items())
-    warning = "SYNTHETIC ACCEPTANCE: drafts were taken at given rates, and the text is not the model's\n"
     return (
-        f"{warning if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
+        f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
         f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps, by depth {depths}; "
         f"ms a step: {spent}"
     )

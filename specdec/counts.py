@@ -55,7 +55,8 @@ class Counts:
     @property
     def per_depth(self) -> tuple[float, ...]:
         """The share accepted at each depth, of the drafts that reached it."""
-        return tuple(f / r if r else 0.0 for f, r in zip(self.followed, self.reached, strict=True))
+        # Not strict: another thread may read between the growth of one and that of the other.
+        return tuple(f / r if r else 0.0 for f, r in zip(self.followed, self.reached, strict=False))
 
 
 class Clock:

@@ -19,6 +19,9 @@ from specdec.verify.choose import NO_TOKEN, Choice, choose
 from specdec.verify.synthetic import synthetic_walk
 from specdec.verify.walk import AcceptedPath, walk
 
+LOGITS = 256
+"""Nodes whose logits are held at once: with a large vocabulary, choosing takes several times their memory."""
+
 
 class DecodeLoop:
     """Owns the network, the arena, the scheduler and the drafters; one thread steps it."""
@@ -72,9 +75,11 @@ class DecodeLoop:
         if places != list(range(len(hidden_TD))):
             hidden_TD = hidden_TD[torch.tensor(places, device=self.device)]
         nodes = [parts[i].node(node) for i, node in at]
-        chosen = choose(self.network.logits(hidden_TD), nodes, self.network.kernels)
-        for (i, node), choice in zip(at, chosen, strict=True):
-            choices[i][node] = choice
+        for start in range(0, len(at), LOGITS):
+            some = slice(start, start + LOGITS)
+            chosen = choose(self.network.logits(hidden_TD[some]), nodes[some], self.network.kernels)
+            for (i, node), choice in zip(at[some], chosen, strict=True):
+                choices[i][node] = choice
         return choices
 
     def _walk(self, part: Part, choices: dict[int, Choice]) -> AcceptedPath:
@@ -84,9 +89,15 @@ class DecodeLoop:
         chosen = [choices[node].token for node in range(len(part.tree))]
         rates, request = self.speculation.synthetic, part.request
         if rates is None:
-            return walk(chosen, part.tree)
-        seed, position = request.chooser.seed, len(request.tokens)
-        return synthetic_walk(chosen, part.tree, rates, seed=seed, position=position)
+            path = walk(chosen, part.tree)
+        else:
+            seed, position = request.chooser.seed, len(request.tokens)
+            path = synthetic_walk(chosen, part.tree, rates, seed=seed, position=position)
+        if path.emitted[-1] != NO_TOKEN:
+            return path
+        # A masked product lets NaN through: it may be a rejected branch's. The token is tried again alone.
+        self.speculation.distrust(request)
+        return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
     def _commit(
         self, parts: Sequence[Part], paths: Sequence[AcceptedPath], window: Window, hidden_TD: Tensor
@@ -101,17 +112,17 @@ class DecodeLoop:
             elif request.committed:
                 request.committed = settle(self.arena, request.number, request.committed)
             request.computed += len(nodes)
-            if self.speculation.head:
-                kept = slice(first, first + len(nodes))
+            if self.speculation.head and nodes:
                 straight = nodes[-1] == len(nodes) - 1
-                self.speculation.head.read(
-                    request.number, hidden_TD[kept] if straight else hidden_TD[[first + n for n in nodes]]
-                )
+                kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
+                self.speculation.head.read(request.number, hidden_TD[kept])
 
     def _move(self, parts: Sequence[Part], paths: Sequence[AcceptedPath]) -> None:
         """Bring the keys and values of a path that left the first branch to where the text goes on."""
         rows = [
-            (p.request, a.nodes) for p, a in zip(parts, paths, strict=True) if a.nodes[-1] >= len(a.nodes)
+            (p.request, a.nodes)
+            for p, a in zip(parts, paths, strict=True)
+            if a.nodes and a.nodes[-1] >= len(a.nodes)
         ]
         if not rows:
             return

@@ -45,7 +45,7 @@ class Part:
         deeper = bool(self.draft) and path.nodes[-1] in self.tree.parents
         counts.note(
             drafted=len(self.tree) - 1,
-            depth=accepted + deeper,
+            depth=min(accepted + deeper, tokens),
             accepted=min(accepted, tokens),
             tokens=tokens,
         )

@@ -57,7 +57,7 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, stored, stored_bytes)
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    drafters = resolve_drafters(config.draft, network)
+    drafters = resolve_drafters(config.draft, network, synthetic=config.synthetic_acceptance is not None)
     layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype)
     bounds = _bounds(config)
     longest = config.max_model_len or network.max_length
@@ -118,13 +118,22 @@ def _bounds(config: EngineConfig) -> Shape:
         return Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
     steps, topk, tokens = given
     if topk is None:
-        topk = DEFAULT_TOPK if steps and tokens and tokens > steps + 1 else 1
+        widest = (MAX_WINDOW - 1) // max((steps or 1) - 1, 1)
+        topk = min(DEFAULT_TOPK, widest) if steps and tokens and tokens > steps + 1 else 1
     if steps is None:
         steps = tokens - 1 if tokens and topk == 1 else DEFAULT_STEPS
     most = 1 + topk + topk**2 * (steps - 1)
     if tokens is None:
         tokens = min(most, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)
-    return Shape(min(steps, tokens - 1), topk, min(tokens, most))
+    bounds = Shape(min(steps, tokens - 1), topk, min(tokens, most))
+    # Before it expands the last level, a head has the nodes of all above it before it at once.
+    if (nodes := 1 + bounds.topk * (bounds.num_steps - 1)) > MAX_WINDOW:
+        raise ConfigError(
+            f"topk: {topk} for {bounds.num_steps} steps makes a tree of {nodes} nodes while it grows, and "
+            f"{MAX_WINDOW} is the most; lower topk or num_steps.",
+            field="topk",
+        )
+    return bounds
 
 
 def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
@@ -140,12 +149,21 @@ def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
     wanted = config.synthetic_acceptance
     if wanted is None:
         return None
+    deepest = bounds.num_steps
     if isinstance(wanted, list):
+        if not 0 < len(wanted) <= deepest:
+            raise ConfigError(
+                f"synthetic_acceptance: {len(wanted)} rates were given for drafts of {deepest} steps; "
+                "give one to each depth that may be accepted.",
+                field="synthetic_acceptance",
+            )
         return tuple(wanted)
-    if wanted > bounds.num_steps + 1:
+    if wanted > deepest + 1:
+        steps = math.ceil(wanted) - 1
         raise ConfigError(
-            f"synthetic_acceptance: drafts of {bounds.num_steps} steps cannot reach a length of {wanted}; "
-            f"raise num_steps to at least {math.ceil(wanted) - 1} or ask for less.",
+            f"synthetic_acceptance: drafts of {deepest} steps cannot reach a length of {wanted}; "
+            f"raise num_steps to at least {steps}, and num_draft_tokens, if it is given, to {steps + 1}; "
+            "or ask for less.",
             field="synthetic_acceptance",
         )
     return rates_for(wanted, bounds.num_steps)

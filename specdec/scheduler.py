@@ -165,6 +165,7 @@ class Scheduler:
         if limit and not self.running:
             # Nothing that runs will ever make room for it.
             self.waiting.popleft()
+            self.on_end(request)
             request.fail(CapacityError(f"The arena has no room for this request: it needs {limit}."))
             return False
         if limit:

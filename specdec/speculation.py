@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec.draft.acceptance import TrackRecord
+from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.head import HeadDrafter, Place
 from specdec.draft.policy import Batch, Policy
@@ -21,6 +22,9 @@ from specdec.verify.choose import Node
 from specdec.verify.rank import Ranked, rank
 
 logger = logging.getLogger(__name__)
+
+CLOSE = 64
+"""Tokens that drafters can catch up with while their time still is that of a draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,15 @@ class Speculation:
         self._tracks: dict[int, TrackRecord] = {}
         self._requests: dict[int, Request] = {}
         self._asked: dict[int, Asked] = {}
+        self._told: dict[int, int] = {}
+        """How many of a request's tokens its drafters have heard of."""
+        self._distrusted: set[int] = set()
 
     def enlist(self, drafter: Drafter) -> None:
         """Ask this one too from now on."""
         self.drafters.append(drafter)
+        if self.synthetic:
+            drafter.calibrator = Assumed(self.synthetic)
         if isinstance(drafter, HeadDrafter):
             self.head = drafter
 
@@ -72,11 +81,9 @@ class Speculation:
         requests = [shares[i].request for i in decoding]
         batch = Batch(len(decoding), sum(share.count for share in shares))
         tracks = [self._track(request) for request in requests]
-        shapes = self.policy.plan(batch, tracks, [request.room - 1 for request in requests])
-        shapes = [
-            shape if shape and self._reserve(request, shape) else None
-            for request, shape in zip(requests, shapes, strict=True)
-        ]
+        rooms = [0 if r.number in self._distrusted else r.room - 1 for r in requests]
+        self._distrusted.difference_update(request.number for request in requests)
+        shapes = self._fitting(requests, self.policy.plan(batch, tracks, rooms))
         self._catch_up([share for share in shares if not share.request.decodes])
         merged = self._propose(requests, shapes)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, merged), strict=True):
@@ -93,17 +100,21 @@ class Speculation:
             return merged
         wants = [_want(requests[i], shapes[i]) for i in wanted]
         self._requests = {request.number: request for request in requests}
+        behind = max(
+            len(want.tokens) - self._told.get(requests[i].number, 0)
+            for i, want in zip(wanted, wants, strict=True)
+        )
+        self._told |= {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
         start_s = time.perf_counter()
         answers = [drafter.propose(wants) for drafter in self.drafters]
         took_s = time.perf_counter() - start_s
+        self._requests.clear()
         if len(own := {shapes[i] for i in wanted}) == 1 and (shape := own.pop()):
-            self.policy.observe_draft(shape, len(wanted), took_s)
+            self.policy.observe_draft(shape, len(wanted), took_s, steady=behind <= CLOSE)
         for i, proposals in zip(wanted, zip(*answers, strict=True), strict=True):
             if shape := shapes[i]:
                 limit = shape.num_draft_tokens - 1
                 merged[i] = proposals[0] if len(proposals) == 1 else merge(proposals, limit)
-                if self.synthetic:
-                    merged[i] = merged[i].assume(self.synthetic)
                 parts = tuple(zip(self.drafters, proposals, strict=True))
                 self._asked[requests[i].number] = Asked(shape, parts, merged[i])
         return merged
@@ -116,6 +127,18 @@ class Speculation:
 
     def _is_full(self, request: Request) -> bool:
         return self.head is not None and self.head.is_full(request.number)
+
+    def _fitting(self, requests: Sequence[Request], shapes: Sequence[Shape | None]) -> list[Shape | None]:
+        """Lower what is asked for to the memory there is, before anyone drafts for slots that nobody gets."""
+        fitting: list[Shape | None] = []
+        nodes = 0
+        for request, shape in zip(requests, shapes, strict=True):
+            while shape and not self.backing.has_room(nodes + shape.num_draft_tokens):
+                self.scheduler.limited_by["draft slots"] += 1
+                shape = shape.within(shape.num_draft_tokens // 2)
+            fitting.append(shape if shape and self._reserve(request, shape) else None)
+            nodes += shape.num_draft_tokens if fitting[-1] and shape else 0
+        return fitting
 
     def _reserve(self, request: Request, shape: Shape) -> bool:
         """Get KV blocks for the window and for all that a head reads while it drafts."""
@@ -147,15 +170,16 @@ class Speculation:
         if asked is None:
             return
         for drafter, proposal in asked.parts:
-            drafter.calibrator.observe(proposal.above(len(emitted)), proposal.follow(emitted))
+            judged = proposal.above(len(emitted))
+            drafter.calibrator.observe(judged, judged.follow(emitted))
         depth = min(max(asked.merged.depths, default=0), len(emitted))
         self._track(request).observe(asked.shape, depth, len(asked.merged.follow(emitted)))
 
     def observe_step(self, parts: Sequence[Part], seconds: Mapping[str, float]) -> None:
-        """Learn what a step of rows that only decode costs; drafting has its own clock."""
-        if all(part.decodes for part in parts):
+        """Learn what a step in which anyone decodes costs; drafting has its own clock."""
+        if rows := sum(part.decodes for part in parts):
             tokens = sum(len(part.tree) for part in parts)
-            self.policy.steps.observe(len(parts), tokens, sum(seconds.values()) - seconds["draft"])
+            self.policy.steps.observe(rows, tokens, sum(seconds.values()) - seconds["draft"])
 
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""
@@ -166,14 +190,21 @@ class Speculation:
         for drafter in self.drafters:
             drafter.calibrator.forget()
 
+    def distrust(self, request: Request) -> None:
+        """Let a request decode by itself in the next step: its last draft made the target's numbers NaN."""
+        self._distrusted.add(request.number)
+
     def lose(self, request: Request) -> None:
         """Hear that a request's memory went back to the arena."""
+        self._told.pop(request.number, None)
         for drafter in self.drafters:
             drafter.lose(request.number)
 
     def end(self, request: Request) -> None:
         """Hear that a request is over."""
         self._tracks.pop(request.number, None)
+        self._told.pop(request.number, None)
+        self._distrusted.discard(request.number)
         output = request.tokens[request.prompt_length :] if request.finish_reason else None
         for drafter in self.drafters:
             drafter.end(request.number, request.tokens[: request.prompt_length], output)

@@ -61,7 +61,9 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
             while request.finish_reason is None and not request.decodes:
                 loop.step()
         speculation.policy = Policy(shape or policy.bounds, adaptive=False)
-        speculation.policy.steps, speculation.policy.drafts = policy.steps, policy.drafts
+        speculation.policy.steps = policy.steps
+        if own is heads:
+            speculation.policy.drafts = policy.drafts
         if request.finish_reason is None:
             loop.step()
         if request.finish_reason and speculation.head:

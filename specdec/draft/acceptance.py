@@ -68,6 +68,8 @@ class TrackRecord:
     def __init__(self, engine: "TrackRecord | None" = None) -> None:
         self.chain: Acceptance = Acceptance(engine.chain if engine else CHAIN_HOPE)
         self.tree: Acceptance = Acceptance(engine.tree if engine else TREE_HOPE)
+        self.planned = 0
+        """The policy's last plan in which this one was to draft: who rested longest is tried next."""
 
     def observe(self, shape: Shape, drafted_depth: int, accepted_depth: int) -> None:
         """Note one draft that was asked for in this shape."""

@@ -85,6 +85,19 @@ class Calibrator:
         return row[min(rank, len(row) - 1)]
 
 
+class Assumed(Calibrator):
+    """Give the likeliest child the rate of its depth and the others nothing, whatever comes of them."""
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        super().__init__()
+        self.rates = rates
+
+    def siblings(self, beliefs: Sequence[float], depth: int) -> list[float]:
+        """Return the rate, then zeros."""
+        rate = self.rates[depth - 1] if depth <= len(self.rates) else 0.0
+        return [rate, *[0.0] * (len(beliefs) - 1)][: len(beliefs)]
+
+
 def _belief(proposal: Proposal, node: int) -> float:
     """Return what its drafter believed of a node; where it did not say, what the scores imply."""
     if proposal.beliefs:

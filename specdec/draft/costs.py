@@ -9,6 +9,12 @@ from statistics import median
 KEPT = 7
 """Samples of a cell whose median counts: enough to ignore a hiccup, few enough to follow the machine."""
 
+STALE = 200
+"""Steps after which an older time says nothing of the machine as it is."""
+
+LEAP = 4.0
+"""By how much one step may say that the machine's pace has changed: a hiccup says more."""
+
 
 class Samples:
     """Remember the last times of each cell."""
@@ -31,55 +37,93 @@ class Samples:
 class StepCosts:
     """Predict the seconds of a verify step from its rows and its tokens.
 
-    What was never measured is guessed from steps of one row, which are measured at start: what so many tokens
-    cost there, plus what so many rows were found to cost beyond it.
+    Steps of about as many rows share a line through what each width was found to take. Where none were made,
+    the line of the nearest number of rows serves; a line of one point has the slope of the nearest with two.
+
+    Machines get busy and quiet again, and contexts grow. What moves the width at hand moves all: times are
+    kept as multiples of a pace, so that widths which were last tried in a slow hour are not held to be slow.
     """
 
     def __init__(self) -> None:
-        self._cells = Samples()
-        self._alone = Samples()
-        self._alone_widths: list[int] = []
-        self._beyond = Samples()
+        self._lines: dict[int, Line] = {}
+        self._steps = 0
+        self._pace = 1.0
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Note what a step took."""
-        if rows == 1:
-            if tokens not in self._alone_widths:
-                self._alone_widths.insert(bisect_left(self._alone_widths, tokens), tokens)
-            self._alone.add(tokens, seconds)
-            return
-        self._cells.add((bucket(rows), bucket(tokens)), seconds)
-        if self._alone_widths:
-            self._beyond.add(bucket(rows), seconds - self._one_row(tokens))
+        self._steps += 1
+        line = self._lines.setdefault(bucket(rows), Line())
+        if known := line.settled(tokens):
+            self._pace *= min(max(seconds / (self._pace * known), 1 / LEAP), LEAP) ** 0.5
+        line.add(tokens, seconds / self._pace, self._steps)
 
     def predict(self, rows: int, tokens: int) -> float:
         """Return seconds; 0 while nothing is known."""
-        if not self._alone_widths:
-            return self._cells.get((bucket(rows), bucket(tokens))) or 0.0
-        if rows == 1:
-            return self._one_row(tokens)
-        found = self._cells.get((bucket(rows), bucket(tokens)))
-        if found is not None:
-            return found
-        return self._one_row(tokens) + max(self._beyond.get(bucket(rows)) or 0.0, 0.0)
+        return self._pace * self._multiple(rows, tokens)
 
-    def _one_row(self, tokens: int) -> float:
-        """Interpolate between the widths measured; beyond the widest, cost grows with the tokens."""
-        widths = self._alone_widths
-        at = bisect_left(widths, tokens)
-        if at == len(widths):
-            return self._median(widths[-1]) * tokens / widths[-1]
-        high = widths[at]
-        if at == 0 or high == tokens:
-            return self._median(high)
-        low = widths[at - 1]
-        part = (tokens - low) / (high - low)
-        return self._median(low) * (1 - part) + self._median(high) * part
+    def _multiple(self, rows: int, tokens: int) -> float:
+        if not self._lines:
+            return 0.0
+        key = bucket(rows)
+        line = self._lines.get(key) or self._lines[min(self._lines, key=lambda known: abs(known - key))]
+        slope = line.slope
+        if slope is None:
+            sloped = [known for known, other in self._lines.items() if other.slope is not None]
+            nearest = min(sloped, key=lambda known: abs(known - key), default=None)
+            slope = None if nearest is None else self._lines[nearest].slope
+        return line.at(tokens, slope or 0.0)
 
-    def _median(self, width: int) -> float:
-        found = self._alone.get(width)
-        assert found is not None
-        return found
+
+class Line:
+    """Seconds by tokens: straight between the widths that were measured, with one slope beyond them."""
+
+    def __init__(self) -> None:
+        self._keys: list[int] = []
+        self._kept: list[deque[tuple[int, float]]] = []
+        self._last: list[int] = []
+        self._points: list[tuple[float, float]] = []
+
+    def add(self, tokens: int, seconds: float, step: int) -> None:
+        """Note one time. Widths of one bucket share a point, where their own medians lie.
+
+        What a point has from long before is forgotten.
+        """
+        key = bucket(tokens)
+        i = bisect_left(self._keys, key)
+        if i == len(self._keys) or self._keys[i] != key:
+            self._keys.insert(i, key)
+            self._kept.insert(i, deque(maxlen=KEPT))
+            self._points.insert(i, (tokens, seconds))
+            self._last.insert(i, step)
+        if step - self._last[i] > STALE:
+            self._kept[i].clear()
+        self._last[i] = step
+        self._kept[i].append((tokens, seconds))
+        self._points[i] = median(n for n, _ in self._kept[i]), median(s for _, s in self._kept[i])
+
+    def settled(self, tokens: int) -> float | None:
+        """Return the median at a width that was tried often enough to be trusted, and lately."""
+        i = bisect_left(self._keys, bucket(tokens))
+        known = i < len(self._keys) and self._keys[i] == bucket(tokens) and len(self._kept[i]) > KEPT // 2
+        return self._points[i][1] if known else None
+
+    @property
+    def slope(self) -> float | None:
+        """Return what a token adds, from the narrowest width to the widest; None with fewer than two."""
+        if len(self._points) < 2:
+            return None
+        (low, low_s), (high, high_s) = self._points[0], self._points[-1]
+        return max((high_s - low_s) / (high - low), 0.0)
+
+    def at(self, tokens: int, slope: float) -> float:
+        """Return the seconds at a width."""
+        points = self._points
+        i = bisect_left(points, (tokens, 0.0))
+        if 0 < i < len(points):
+            (low, low_s), (high, high_s) = points[i - 1], points[i]
+            return low_s + (high_s - low_s) * (tokens - low) / (high - low)
+        nearest, seconds = points[0 if i == 0 else -1]
+        return max(seconds + slope * (tokens - nearest), 0.0)
 
 
 def bucket(count: int) -> int:

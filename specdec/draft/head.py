@@ -50,18 +50,27 @@ class Unread:
     read: int = 0
     hidden: list[Tensor] = field(default_factory=list)
     count: int = 0
+    nbytes: int = 0
+
+    def take(self, count: int) -> Tensor:
+        """Cut the first `count` hidden states off."""
+        whole_MD = self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden)
+        self.nbytes -= count * self.nbytes // self.count
+        self.hidden = [whole_MD[count:].clone()] if count < self.count else []
+        self.count, self.read = self.count - count, self.read + count
+        return whole_MD[:count]
 
 
 @dataclass(slots=True)
-class Draft:
+class Growth:
     """One row's draft while it grows: which nodes the head has read, and what it wrote after each."""
 
     want: Want
     grower: Grower
     root_D: Tensor
     """The hidden state that is read with the root token."""
+    after: dict[int, Tensor]
     ran: list[int] = field(default_factory=lambda: [ROOT])
-    after: dict[int, Tensor] = field(default_factory=dict)
 
     def path(self, node: int) -> tuple[int, ...]:
         tokens: list[int] = []
@@ -72,23 +81,30 @@ class Draft:
 
 
 class HeadDrafter:
-    """Owns what each sequence's head has yet to read. `arena` holds the KV it writes."""
+    """Owns what each sequence's head has yet to read. `arena` holds the KV it writes.
 
-    def __init__(self, head: Head, arena: Arena, rank: Rank, device: torch.device) -> None:
+    A step has the head read `chunk_tokens` of what is behind, all sequences together, or one token of each.
+    """
+
+    def __init__(self, head: Head, arena: Arena, rank: Rank, device: torch.device, chunk_tokens: int) -> None:
         self.head, self.arena, self.rank, self.device = head, arena, rank, device
+        self.chunk_tokens = chunk_tokens
         self.calibrator = Calibrator()
         self._unread: dict[Hashable, Unread] = {}
 
     def read(self, key: Hashable, hidden_MD: Tensor) -> None:
         """Take the target's hidden states of the next positions that a sequence has committed."""
         unread = self._unread.setdefault(key, Unread())
-        unread.hidden.append(hidden_MD)
+        # A view would keep the hidden states of the whole step alive.
+        whole = hidden_MD.untyped_storage().nbytes() == hidden_MD.nbytes
+        unread.hidden.append(hidden_MD if whole else hidden_MD.clone())
         unread.count += len(hidden_MD)
+        unread.nbytes += hidden_MD.nbytes
 
     def is_full(self, key: Hashable) -> bool:
         """Tell whether a sequence's hidden states should be read even if no draft is wanted."""
         unread = self._unread.get(key)
-        return bool(unread and unread.count and unread.count * unread.hidden[0][0].nbytes > MOST_UNREAD)
+        return unread is not None and unread.nbytes > MOST_UNREAD
 
     def lose(self, key: Hashable) -> None:
         """Drop what was to be read: the head's KV is gone with the sequence's blocks."""
@@ -102,32 +118,41 @@ class HeadDrafter:
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         """Read what is new of each sequence, then grow all drafts together, level by level."""
         last = self._catch_up(wants)
-        drafts = [
-            Draft(want, Grower(want.shape, self.calibrator), root_D, after={ROOT: after_D})
-            for want, (root_D, after_D) in zip(wants, last, strict=True)
-            if want.shape is not None
+        grown = [
+            Growth(want, Grower(want.shape, self.calibrator), *at_root) if want.shape and at_root else None
+            for want, at_root in zip(wants, last, strict=True)
         ]
+        drafts = [growth for growth in grown if growth]
         growing = drafts
         while growing := [draft for draft in growing if draft.grower.frontier]:
             if growing[0].grower.depth > 0:
                 self._run(growing)
             self._expand(growing)
-        done = iter(drafts)
-        return [Proposal.EMPTY if want.shape is None else next(done).grower.finish() for want in wants]
+        return [growth.grower.finish() if growth else Proposal.EMPTY for growth in grown]
 
-    def _catch_up(self, wants: Sequence[Want]) -> list[tuple[Tensor, Tensor]]:
-        """Read each sequence up to its root; return the last hidden state read there and the head's own."""
-        rows, inputs = [], []
-        for want in wants:
-            unread = self._unread[want.key]
+    def _catch_up(self, wants: Sequence[Want]) -> list[tuple[Tensor, dict[int, Tensor]] | None]:
+        """Read each sequence up to its root; return the last hidden state read there and the head's own.
+
+        Those that are nearest come first; of one that is too far behind a part is read, and it gets None.
+        """
+        spare = self.chunk_tokens
+        rows, inputs, reached = [], [], {}
+        for i in sorted(range(len(wants)), key=lambda i: self._unread[wants[i].key].count):
+            want, unread = wants[i], self._unread[wants[i].key]
             assert unread.count and unread.read + unread.count == len(want.tokens) - 1
-            rows.append(Row(TokenTree.chain(want.tokens[unread.read + 1 :]), unread.read, want.table_N, 0))
-            inputs.append(unread.hidden[0] if len(unread.hidden) == 1 else torch.cat(unread.hidden))
-            self._unread[want.key] = Unread(read=unread.read + unread.count)
+            count, start = min(unread.count, max(spare, 1)), unread.read
+            spare -= count
+            rows.append(Row(TokenTree.chain(want.tokens[start + 1 :][:count]), start, want.table_N, 0))
+            inputs.append(unread.take(count))
+            if not unread.count:
+                reached[i] = len(rows) - 1
         outputs = self._forward(rows, inputs)
-        return [(in_MD[-1], out_MD[-1]) for in_MD, out_MD in zip(inputs, outputs, strict=True)]
+        return [
+            (inputs[reached[i]][-1], {ROOT: outputs[reached[i]][-1]}) if i in reached else None
+            for i in range(len(wants))
+        ]
 
-    def _run(self, drafts: Sequence[Draft]) -> None:
+    def _run(self, drafts: Sequence[Growth]) -> None:
         """Read each draft's frontier. A chain goes on where it ended; a tree is read again from its root."""
         rows, inputs, nodes = [], [], []
         for draft in drafts:
@@ -148,7 +173,7 @@ class HeadDrafter:
         for draft, ran, out_MD in zip(drafts, nodes, self._forward(rows, inputs), strict=True):
             draft.after.update(zip(ran, out_MD, strict=True))
 
-    def _expand(self, drafts: Sequence[Draft]) -> None:
+    def _expand(self, drafts: Sequence[Growth]) -> None:
         """Ask for the children of every frontier node at once."""
         at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
         logits_NV = self.head.logits(torch.stack([draft.after[node] for draft, node in at]))

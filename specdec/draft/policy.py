@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.costs import Samples, StepCosts, bucket
+from specdec.draft.costs import STALE, Samples, StepCosts, bucket
 from specdec.draft.proposal import Proposal, Shape
 
 PROBE_SHARE = 0.008
@@ -18,6 +18,11 @@ MARGIN = 1.02
 """How much better than none a draft must look: an estimate that is off by less must not cost anything."""
 WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Numbers of nodes that are tried: few, so that the cost of each is known soon."""
+
+REFRESH, TIMES = STALE + 50, 3
+"""After so many steps with drafts, some without: what these cost must be known as it is now."""
+LONGEST_SLEEP = 16
+"""While nothing pays, plans are made this seldom: not drafting is to cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +44,43 @@ class Policy:
         self.drafts = Samples()
         self._owed_s = 0.0
         """Time that probes have cost and the steps since have not made up for; below 0 one may be made."""
-        self._probing = False
+        self._probe = 0.0
+        """Part of this step's drafting that is a probe."""
+        self._aside: int | None = None
+        """The row that is probed beside others that draft: its first guess is judged, not verified."""
+        self._plans = 0
+        self._drafted = 0
+        """Steps since the last without a draft."""
+        self._nap = self._slept = 0
+        """How many plans are left out when nothing pays, and how many were."""
+        self._rows = 0
         deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
-    def observe_draft(self, shape: Shape, rows: int, seconds: float) -> None:
-        """Note what drafting a shape for so many rows took."""
-        if self._probing:
-            self._owed_s += seconds
+    def observe_draft(self, shape: Shape, rows: int, seconds: float, *, steady: bool = True) -> None:
+        """Note what drafting a shape for so many rows took; not steady: some of it was catching up."""
+        self._owed_s += self._probe * seconds
+        if not steady:
+            return
         self.drafts.add((shape, bucket(rows)), seconds)
         self.drafts.add(shape, seconds)
 
     def plan(self, batch: Batch, rows: Sequence[TrackRecord], room: Sequence[int]) -> list[Shape | None]:
         """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go."""
-        self._probing = False
+        self._probe, self._aside = 0.0, None
+        self._plans += 1
         if not self.adaptive:
             return [_within(self.bounds, deep) for deep in room]
+        if self._drafted >= REFRESH:
+            self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
+            return [None] * len(room)
+        if self._slept < self._nap and batch.rows == self._rows:
+            self._slept += 1
+            return [None] * len(room)
         none_s = self.steps.predict(batch.rows, batch.tokens)
-        self._owed_s = max(self._owed_s - PROBE_SHARE * none_s, -none_s)
+        self._owed_s = max(self._owed_s - PROBE_SHARE * none_s * (1 + self._slept), -none_s)
+        self._slept, self._rows = 0, batch.rows
         if self._draft_s(self.bounds, len(rows)) <= PROBE_SHARE * none_s:
             return [_within(self.bounds, deep) for deep in room]
         best, chosen, shape = MARGIN * _rate(batch.rows, none_s), 0, self.shapes[0]
@@ -68,18 +91,28 @@ class Policy:
                 seconds = self.steps.predict(batch.rows, tokens) + self._draft_s(candidate, count)
                 if (rate := _rate(batch.rows + gain, seconds)) > best:
                     best, chosen, shape = rate, count, candidate
-        self._probing = not chosen and self._owed_s < 0
-        chosen += self._probing
         drafting = _highest(_gains(shape, rows, room), chosen)
+        resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
+        if resting and self._owed_s < 0:
+            probed = min(resting, key=lambda i: rows[i].planned)
+            self._probe, self._aside = 1 / (1 + len(drafting)), probed if drafting else None
+            drafting.add(probed)
+        self._nap = 0 if drafting else min(2 * self._nap + 1, LONGEST_SLEEP)
+        for i in drafting:
+            rows[i].planned = self._plans
         return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Keep what is worth verifying: the same number of nodes for every row that keeps any."""
         if not self.adaptive or not any(map(len, proposals)):
+            self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
         none_s = self.steps.predict(batch.rows, batch.tokens)
         best, chosen, width = MARGIN * _rate(batch.rows, none_s), 0, 0
-        sums = [list(accumulate(sorted(p.scores, reverse=True), initial=0.0)) for p in proposals]
+        sums = [
+            [0.0] if i == self._aside else list(accumulate(sorted(p.scores, reverse=True), initial=0.0))
+            for i, p in enumerate(proposals)
+        ]
         widest = max(map(len, proposals))
         for nodes in sorted({widest, *(n for n in WIDTHS if n < widest)}):
             gains = sorted((own[min(nodes, len(own) - 1)] for own in sums), reverse=True)
@@ -87,9 +120,10 @@ class Policy:
                 seconds = self.steps.predict(batch.rows, batch.tokens + count * nodes)
                 if (rate := _rate(batch.rows + gain, seconds)) > best:
                     best, chosen, width = rate, count, nodes
-        if not chosen and (self._probing or self._owed_s < 0):
+        if not chosen and (self._probe or self._owed_s < 0):
             chosen, width = 1, min(widest, 3)
             self._owed_s += self.steps.predict(batch.rows, batch.tokens + width) - none_s
+        self._drafted = self._drafted + 1 if chosen else 0
         kept = _highest([own[min(width, len(own) - 1)] for own in sums], chosen)
         return [p.best(width) if i in kept else Proposal.EMPTY for i, p in enumerate(proposals)]
 

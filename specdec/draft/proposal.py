@@ -1,7 +1,7 @@
 """What a drafter hands over: a tree of guessed tokens, each with its chance of being accepted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from specdec.state_slots.tree import TokenTree
@@ -18,6 +18,12 @@ class Shape:
 
     def __post_init__(self) -> None:
         assert self.num_steps >= 1 and self.topk >= 1 and self.num_draft_tokens >= 1
+
+    def within(self, num_draft_tokens: int) -> "Shape | None":
+        """Return the same with so many nodes; None where no draft is left."""
+        if num_draft_tokens < 2:
+            return None
+        return Shape(min(self.num_steps, num_draft_tokens - 1), self.topk, num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +75,6 @@ class Proposal:
             seen[self.parents[node]] = ranks[node] + 1
         return tuple(ranks)
 
-    @property
-    def expected(self) -> float:
-        """How many drafted tokens should be accepted."""
-        return sum(self.scores)
-
     def best(self, limit: int) -> "Proposal":
         """Keep the `limit` best nodes by score, in their order; of equals the earlier is better.
 
@@ -99,16 +100,6 @@ class Proposal:
             scores=tuple(self.scores[node] for node in kept),
             beliefs=tuple(self.beliefs[node] for node in kept) if self.beliefs else (),
         )
-
-    def assume(self, rates: Sequence[float]) -> "Proposal":
-        """Score the first branch by given rates of acceptance by depth, and what leaves it by nothing."""
-        scores, seen = list[float](), set[int]()
-        for parent, depth in zip(self.parents, self.depths, strict=True):
-            first = parent not in seen
-            seen.add(parent)
-            above = scores[parent] if parent >= 0 else 1.0
-            scores.append(above * rates[depth - 1] if first and depth <= len(rates) else 0.0)
-        return replace(self, scores=tuple(scores))
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes that a text would pass, from the root's child on, until none has its token."""

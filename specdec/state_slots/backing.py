@@ -35,6 +35,10 @@ class Backing(Protocol):
         """Say what one node of a window borrows."""
         ...
 
+    def has_room(self, nodes: int) -> bool:
+        """Say whether so many slots could be borrowed now."""
+        ...
+
     def begin(self, owner: Owner, nodes: int) -> Sequence[Any] | None:
         """Borrow one slot per node; None when they do not fit. A model without states needs none."""
         ...
@@ -46,7 +50,7 @@ class Backing(Protocol):
     def promote(
         self, owner: Owner, before: Committed, slots: Sequence[Any], nodes: Sequence[int]
     ) -> Committed:
-        """Keep what the accepted nodes wrote, give the rest back. `nodes` is a path from the root."""
+        """Keep what the accepted nodes wrote, give the rest back. `nodes` is a path from the root, if any."""
         ...
 
 
@@ -59,6 +63,10 @@ class RecordBacking:
     def bytes_per_token(self) -> int:
         """Say what one node of a window borrows."""
         return self.arena.layout.record_bytes
+
+    def has_room(self, nodes: int) -> bool:
+        """Say whether so many records could be borrowed now."""
+        return not self.arena.layout.states or self.arena.can_take(records=nodes)
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[RecordSlot] | None:
         """Borrow one record per node."""
@@ -87,6 +95,10 @@ class SnapshotBacking:
         """Say what one node of a window borrows: a state has a slab to itself."""
         return self.arena.layout.states_per_slab * self.arena.layout.slab_bytes
 
+    def has_room(self, nodes: int) -> bool:
+        """Say whether so many states could be borrowed now."""
+        return not self.arena.layout.states or self.arena.can_take(states=nodes)
+
     def begin(self, owner: Owner, nodes: int) -> Sequence[int] | None:
         """Borrow one state slot per node."""
         return self.arena.take_snapshots(owner, nodes) if self.arena.layout.states else ()
@@ -100,7 +112,7 @@ class SnapshotBacking:
     ) -> Committed:
         """Swap the last accepted node's slot for the sequence's state."""
         assert not before.path
-        last = slots[nodes[-1]] if slots else before.state
+        last = slots[nodes[-1]] if slots and nodes else before.state
         for slot in (before.state, *slots):
             if slot != last:
                 self.arena.release_state(owner, slot)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.calibration import HIGHEST, LOWEST, Calibrator
+from specdec.draft.calibration import HIGHEST, LOWEST, Assumed, Calibrator
 from specdec.draft.grow import Grower
 from specdec.draft.proposal import Proposal, Shape
 from tests.draft.naive import proposals
@@ -52,7 +52,7 @@ def test_scores_become_the_rates_that_are_observed() -> None:
         proposal = draft(random, calibrator)
         nodes = accept(random, proposal, bias)
         if step >= 4000:
-            expected += proposal.expected
+            expected += sum(proposal.scores)
             accepted += len(nodes)
             places = list(zip(proposal.depths, proposal.ranks, strict=True))
             for node, place in enumerate(places):
@@ -120,3 +120,14 @@ def test_probabilities_stay_within_bounds_and_in_order(
     siblings = calibrator.siblings(sorted(beliefs, reverse=True), depth)
     assert all(0 < chance < 1 for chance in siblings) and sum(siblings) <= 1 + 1e-9
     assert siblings == sorted(siblings, reverse=True)
+
+
+def test_assumed_rates_keep_the_first_branch_whole() -> None:
+    grower = Grower(Shape(3, 4, 6), Assumed((0.9, 0.8)))
+    while grower.frontier:
+        for node in grower.frontier:
+            grower.add(node, [4, 3, 2, 1], [0.3, 0.3, 0.2, 0.1])
+    proposal = grower.finish()
+    assert proposal.follow([4, 4, 4]) and proposal.scores[0] == pytest.approx(0.9)
+    assert max(proposal.depths) >= 2 and len(proposal) == 5
+    assert sum(proposal.scores) == pytest.approx(0.9 + 0.9 * 0.8)

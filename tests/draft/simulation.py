@@ -1,0 +1,142 @@
+"""A world in which steps take known times and drafts are accepted at known rates, for a policy to learn."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from specdec.draft.acceptance import TrackRecord
+from specdec.draft.calibration import Calibrator
+from specdec.draft.grow import Grower
+from specdec.draft.policy import WIDTHS, Batch, Policy
+from specdec.draft.proposal import Proposal, Shape
+
+OTHER = 999
+"""A token that is never drafted."""
+SECOND = 0.5
+"""How often a further sibling is right where those before it are not, as a part of the first one's rate."""
+JITTER = 0.02
+ROOM = 100
+ROUNDS = 3
+"""How often the warm-up measures each width and each shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Milliseconds: of a step at all, of each token in it, of each level drafted."""
+
+    step: float
+    token: float
+    level: float
+
+    def verify(self, tokens: int) -> float:
+        return self.step + self.token * tokens
+
+    def draft(self, shape: Shape) -> float:
+        return self.level * shape.num_steps
+
+
+Rate = Callable[[int, int], float]
+"""How often the first choice of a draft is right, of a row and a step."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    tokens: int = 0
+    total_ms: float = 0.0
+    wasted_ms: float = 0.0
+    """Spent beyond what the same steps without any draft would have taken."""
+    asked: Counter[int] = field(default_factory=Counter)
+    """Rows by how deep they were asked to draft in a step; 0: not at all."""
+    verified: Counter[int] = field(default_factory=Counter)
+    """Drafted tokens that were verified, by row."""
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.total_ms
+
+    @property
+    def waste(self) -> float:
+        return self.wasted_ms / self.total_ms
+
+
+class World:
+    """Rows that decode for ever under one policy."""
+
+    def __init__(self, policy: Policy, costs: Costs, rate: Rate, rows: int = 1, *, seed: int = 0) -> None:
+        self.policy, self.costs, self.rate = policy, costs, rate
+        self.rng, self.calibrator = Random(seed), Calibrator()
+        self.track = TrackRecord()
+        self.tracks: list[TrackRecord] = []
+        self.resize(rows)
+        self.steps = 0
+        widest = policy.bounds.num_draft_tokens
+        for _ in range(ROUNDS):
+            for width in (1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest):
+                policy.steps.observe(1, width, self._jitter(costs.verify(width)))
+            for shape in policy.shapes:
+                policy.observe_draft(shape, 1, self._jitter(costs.draft(shape)))
+
+    def resize(self, rows: int) -> None:
+        """Let requests come, or the last ones go."""
+        self.tracks = [*self.tracks, *(TrackRecord(self.track) for _ in range(rows - len(self.tracks)))]
+        del self.tracks[rows:]
+
+    def run(self, steps: int) -> Outcome:
+        outcome = Outcome()
+        for _ in range(steps):
+            self._step(outcome)
+        return outcome
+
+    def _step(self, outcome: Outcome) -> None:
+        rows = len(self.tracks)
+        batch = Batch(rows, rows)
+        shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows)
+        draft_ms = 0.0
+        if asked := [shape for shape in shapes if shape]:
+            draft_ms = self._jitter(self.costs.draft(asked[0]))
+            self.policy.observe_draft(asked[0], len(asked), draft_ms)
+        proposals = [self._draft(shape) if shape else Proposal.EMPTY for shape in shapes]
+        kept = self.policy.cut(batch, proposals)
+        width = rows + sum(map(len, kept))
+        verify_ms = self._jitter(self.costs.verify(width))
+        self.policy.steps.observe(rows, width, verify_ms)
+        for row, (shape, proposal, own) in enumerate(zip(shapes, proposals, kept, strict=True)):
+            emitted = self._emit(proposal, own, self.rate(row, self.steps))
+            outcome.tokens += len(emitted)
+            outcome.asked[shape.num_steps if shape else 0] += 1
+            outcome.verified[row] += len(own)
+            if shape:
+                nodes = proposal.follow(emitted)
+                self.calibrator.observe(proposal.above(len(emitted)), nodes)
+                depth = min(max(proposal.depths, default=0), len(emitted))
+                self.tracks[row].observe(shape, depth, len(nodes))
+        outcome.total_ms += draft_ms + verify_ms
+        outcome.wasted_ms += draft_ms + self.costs.verify(width) - self.costs.verify(rows)
+        self.steps += 1
+
+    def _draft(self, shape: Shape) -> Proposal:
+        """Grow a draft whose drafter always says the same: what that is worth, its calibrator finds out."""
+        grower = Grower(shape, self.calibrator)
+        beliefs = [0.5**rank for rank in range(1, shape.topk + 1)]
+        while grower.frontier:
+            for node in grower.frontier:
+                grower.add(node, range(shape.topk), beliefs)
+        return grower.finish()
+
+    def _emit(self, proposal: Proposal, kept: Proposal, rate: float) -> Sequence[int]:
+        """Say what the target says, as far as the verified nodes let it out."""
+        text: list[int] = []
+        while len(proposal.follow(text)) == len(text):
+            text.append(self._say(rate))
+        return text[: len(kept.follow(text)) + 1]
+
+    def _say(self, rate: float) -> int:
+        """Draw the target's token: 0 at the rate, and else each further one at a part of it."""
+        for token in range(4):
+            if self.rng.random() < (rate * SECOND if token else rate):
+                return token
+        return OTHER
+
+    def _jitter(self, ms: float) -> float:
+        return ms * (1 + JITTER * self.rng.uniform(-1, 1))

@@ -1,0 +1,127 @@
+"""Track records: how deep drafts are accepted, by request and by engine, by chain and by tree."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.draft.acceptance import CHAIN_HOPE, DEEPEST, TREE_HOPE, Acceptance, TrackRecord
+from specdec.draft.proposal import Shape
+
+CHAIN, TREE = Shape(4, 1, 5), Shape(4, 3, 9)
+
+
+def accepted(rng: Random, rates: list[float], depth: int) -> int:
+    """Draw how deep the target follows a draft of so many steps."""
+    reached = 0
+    while reached < depth and rng.random() < rates[reached]:
+        reached += 1
+    return reached
+
+
+def test_without_experience_the_hope_holds() -> None:
+    track = TrackRecord()
+    assert track.expected(CHAIN, 2) == pytest.approx(CHAIN_HOPE + CHAIN_HOPE**2)
+    assert track.expected(TREE, 1) == pytest.approx(TREE_HOPE)
+    assert track.expected(CHAIN, 0) == 0.0
+
+
+def test_rates_by_depth_are_what_was_observed() -> None:
+    rng, rates, engine = Random(1), [0.9, 0.4, 0.7, 0.2], Acceptance(0.6)
+    found, mean = [0.0] * 4, 0.0
+    for step in range(6000):
+        engine.observe(4, accepted(rng, rates, 4))
+        if step >= 3000:
+            found = [a + b / 3000 for a, b in zip(found, engine.rates, strict=False)]
+            mean += engine.expected(4) / 3000
+    assert found == pytest.approx(rates, abs=0.05)
+    assert mean == pytest.approx(0.9 + 0.36 + 0.252 + 0.0504, abs=0.1)
+
+
+def test_a_depth_counts_only_where_the_one_above_was_accepted() -> None:
+    one, other = Acceptance(0.5), Acceptance(0.5)
+    for _ in range(10):
+        one.observe(4, 1)
+        other.observe(2, 1)
+    assert one.rates == other.rates
+    assert one.rates[0] > 0.8 and one.rates[1] < 0.3 and one.rates[2] == 0.5
+
+
+def test_a_draft_that_was_followed_to_its_end_says_nothing_of_what_is_deeper() -> None:
+    track = Acceptance(0.5)
+    for _ in range(10):
+        track.observe(2, 2)
+    assert min(track.rates[:2]) > 0.8 and track.rates[2] == 0.5
+
+
+def test_finding_nothing_to_draft_counts_as_a_rejected_draft() -> None:
+    nothing, rejected = Acceptance(0.5), Acceptance(0.5)
+    nothing.observe(0, 0)
+    rejected.observe(1, 0)
+    assert nothing.rates == rejected.rates and nothing.rates[0] < 0.5
+
+
+def test_a_request_starts_from_the_engines_experience_and_adds_to_it() -> None:
+    engine = TrackRecord()
+    first = TrackRecord(engine)
+    for _ in range(100):
+        first.observe(CHAIN, 1, 0)
+    assert engine.expected(CHAIN, 1) < 0.05
+    second = TrackRecord(engine)
+    assert second.expected(CHAIN, 1) == pytest.approx(engine.expected(CHAIN, 1))
+    for _ in range(6):
+        second.observe(CHAIN, 1, 1)
+    assert second.expected(CHAIN, 1) > 0.5 > first.expected(CHAIN, 1)
+
+
+def test_what_one_request_learns_reaches_another_at_once() -> None:
+    """Expectations are kept; they must not outlive what they were made of."""
+    engine = TrackRecord()
+    one, other = TrackRecord(engine), TrackRecord(engine)
+    before = other.expected(CHAIN, 3)
+    for _ in range(20):
+        one.observe(CHAIN, 3, 0)
+    assert other.expected(CHAIN, 3) < before
+
+
+def test_chains_and_trees_are_judged_apart() -> None:
+    track = TrackRecord()
+    for _ in range(20):
+        track.observe(CHAIN, 4, 0)
+        track.observe(TREE, 4, 4)
+    assert track.expected(CHAIN, 4) < 0.5 and track.expected(TREE, 4) > 3
+    assert track.expected(Shape(2, 1, 3), 2) < 0.5 < track.expected(Shape(4, 2, 5), 4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0)])
+def test_a_request_follows_its_last_drafts_sooner_than_the_engine(before: int, after: int) -> None:
+    engine = TrackRecord()
+    for request in (TrackRecord(engine), own := TrackRecord(engine)):
+        for _ in range(150):
+            request.observe(CHAIN, 3, before)
+    for _ in range(25):
+        own.observe(CHAIN, 3, after)
+    assert (own.expected(CHAIN, 1) > 0.6) == (after > 0)
+    assert (engine.expected(CHAIN, 1) > 0.6) == (before > 0)
+
+
+def test_deeper_than_is_told_apart_is_no_mistake() -> None:
+    track = Acceptance(0.5)
+    for _ in range(50):
+        track.observe(3 * DEEPEST, 3 * DEEPEST)
+    assert min(track.rates) > 0.9
+    assert track.expected(3 * DEEPEST) >= track.expected(DEEPEST) > 0.9 * DEEPEST / 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=40), st.integers(0, 19))
+def test_an_expectation_grows_with_the_depth_and_never_exceeds_it(
+    history: list[tuple[int, int]], depth: int
+) -> None:
+    engine = TrackRecord()
+    track = TrackRecord(engine)
+    for drafted, followed in history:
+        track.observe(CHAIN, drafted, min(drafted, followed))
+    for record in (engine, track):
+        assert 0 <= record.expected(CHAIN, depth) <= record.expected(CHAIN, depth + 1)
+        assert record.expected(CHAIN, depth) <= depth

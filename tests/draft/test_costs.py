@@ -1,0 +1,146 @@
+"""What a step is said to cost: as measured where it was, and a guess that is no surprise where it was not."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.draft.costs import KEPT, Samples, StepCosts, bucket
+
+APART = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Widths that no two of are taken for one."""
+
+
+def alone(times: dict[int, float]) -> StepCosts:
+    """Return costs of which steps of one row are known, by their tokens."""
+    costs = StepCosts()
+    for tokens, seconds in times.items():
+        costs.observe(1, tokens, seconds)
+    return costs
+
+
+def test_a_cell_answers_with_the_median_of_what_it_saw_last() -> None:
+    samples = Samples()
+    assert samples.get("cell") is None
+    for seconds in [9.0] * 50 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0][:KEPT]:
+        samples.add("cell", seconds)
+    assert samples.get("cell") == 4.0
+    assert samples.get("other") is None
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_hiccup_says_nothing_of_its_width_and_a_slower_machine_of_all(rows: int) -> None:
+    costs = StepCosts()
+    for _ in range(KEPT):
+        costs.observe(rows, 8, 1.0)
+        costs.observe(rows, 16, 1.5)
+    for _ in range(KEPT // 2):
+        costs.observe(rows, 8, 50.0)
+    assert costs.predict(rows, 16) == pytest.approx(1.5 * costs.predict(rows, 8), rel=0.01)
+    for _ in range(2 * KEPT):
+        costs.observe(rows, 8, 2.0)
+    assert costs.predict(rows, 8) == pytest.approx(2.0, rel=0.01)
+    assert costs.predict(rows, 16) == pytest.approx(3.0, rel=0.15)
+
+
+def test_nothing_known_costs_nothing() -> None:
+    assert StepCosts().predict(1, 4) == StepCosts().predict(6, 20) == 0.0
+
+
+def test_steps_of_many_rows_are_known_without_any_of_one() -> None:
+    costs = StepCosts()
+    costs.observe(6, 20, 3.0)
+    assert costs.predict(6, 20) == 3.0
+
+
+@given(
+    st.dictionaries(st.sampled_from(APART), st.floats(0.001, 1.0), min_size=1, max_size=8),
+    st.integers(1, 64),
+)
+def test_a_width_between_two_that_were_measured_costs_between_them(
+    times: dict[int, float], tokens: int
+) -> None:
+    costs = alone(times)
+    found = costs.predict(1, tokens)
+    if tokens in times:
+        assert found == pytest.approx(times[tokens])
+    elif min(times) < tokens < max(times):
+        below = max(width for width in times if width < tokens)
+        above = min(width for width in times if width > tokens)
+        low, high = sorted((times[below], times[above]))
+        assert low - 1e-12 <= found <= high + 1e-12
+
+
+def test_a_width_half_way_costs_half_of_both() -> None:
+    assert alone({4: 1.0, 8: 2.0}).predict(1, 6) == pytest.approx(1.5)
+
+
+def test_the_order_in_which_widths_are_measured_is_no_matter() -> None:
+    times = {1: 1.0, 2: 1.5, 8: 2.0, 16: 6.0}
+    forwards, backwards = alone(times), alone(dict(reversed(times.items())))
+    assert [forwards.predict(1, n) for n in range(1, 30)] == [backwards.predict(1, n) for n in range(1, 30)]
+
+
+@given(st.floats(0, 10), st.floats(0, 1), st.integers(2, 64), st.integers(1, 64))
+def test_beyond_the_widest_a_step_costs_more_but_not_out_of_proportion(
+    step: float, token: float, widest: int, further: int
+) -> None:
+    costs = alone({width: step + token * width for width in (1, widest)})
+    at = costs.predict(1, widest)
+    assert at <= costs.predict(1, widest + further) <= at * (widest + further) / widest + 1e-9
+
+
+@pytest.mark.parametrize(("step", "token"), [(20.0, 0.02), (50.0, 1.5), (1.0, 4.0)])
+@pytest.mark.parametrize("rows", [2, 8, 32])
+def test_steps_of_many_rows_are_guessed_from_one_of_theirs(rows: int, step: float, token: float) -> None:
+    """Where a token always costs the same, one step of so many rows tells what wider ones cost."""
+    costs = alone({width: step + token * width for width in (1, 2, 4, 8)})
+    costs.observe(rows, rows, step + token * rows)
+    for nodes in (1, 2, 4):
+        tokens = rows * (1 + nodes)
+        assert costs.predict(rows, tokens) == pytest.approx(step + token * tokens, rel=0.05), tokens
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_each_further_token_is_told_to_cost_something(rows: int) -> None:
+    """A draft must not look free because its step is as good as one without it."""
+    costs = alone({width: 1.0 + 4.0 * width for width in (1, 2, 4, 8)})
+    for tokens in (rows, rows + 1, rows + 2, rows + 3):
+        for _ in range(KEPT):
+            costs.observe(rows, tokens, 1.0 + 4.0 * tokens)
+    predicted = [costs.predict(rows, rows + more) for more in range(4)]
+    assert predicted == sorted(set(predicted))
+
+
+def test_what_rows_cost_beyond_their_tokens_is_learnt_and_kept_apart_by_their_number() -> None:
+    costs = alone({1: 10.0, 8: 10.0, 64: 10.0})
+    costs.observe(8, 8, 14.0)
+    costs.observe(32, 32, 20.0)
+    assert costs.predict(8, 32) == pytest.approx(14.0)
+    assert costs.predict(32, 64) == pytest.approx(20.0)
+    assert costs.predict(1, 32) == pytest.approx(10.0)
+
+
+def test_what_was_measured_is_believed_over_any_guess() -> None:
+    costs = alone({1: 10.0, 8: 10.0})
+    costs.observe(8, 8, 14.0)
+    costs.observe(8, 32, 30.0)
+    assert costs.predict(8, 32) == pytest.approx(30.0)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_counts_of_one_bucket_lie_within_a_fifth(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    assert bucket(low) <= bucket(high)
+    if bucket(low) == bucket(high):
+        assert high <= 1.2 * low
+
+
+def buckets(counts: Sequence[int]) -> int:
+    return len({bucket(count) for count in counts})
+
+
+def test_few_counts_are_told_apart_and_many_need_few_buckets() -> None:
+    assert buckets(range(1, 8)) == 7
+    assert buckets(range(1, 1000)) < 45

@@ -1,0 +1,137 @@
+"""An index is told every token of a sequence once, in order, however rarely it is asked."""
+
+from collections.abc import Hashable, Sequence
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Want
+from specdec.draft.lookup import Lookup, TextIndex
+from specdec.draft.ngram import NgramDrafter
+from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.suffix import SuffixDrafter
+from tests.draft.naive import tokens
+
+SHAPE = Shape(3, 2, 6)
+NO_BLOCKS = torch.empty(0, dtype=torch.int64)
+
+
+class Spy:
+    """An index that remembers its texts, and refuses what the real ones refuse."""
+
+    def __init__(self) -> None:
+        self.calibrator = Calibrator()
+        self.texts: dict[Hashable, list[int]] = {}
+        self.prompts: dict[Hashable, int] = {}
+        self.ended: list[tuple[Hashable, list[int], list[int], bool]] = []
+        """Keys, prompts, outputs, and whether they finished."""
+
+    def begin(self, key: Hashable, tokens: Sequence[int]) -> None:
+        assert key not in self.texts
+        self.texts[key], self.prompts[key] = list(tokens), len(tokens)
+
+    def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
+        self.texts[key] += tokens
+
+    def propose(self, key: Hashable, shape: Shape) -> Proposal:
+        latest = self.texts[key][-shape.num_steps :]
+        return Proposal.chain(latest, [0.5**n for n in range(len(latest))])
+
+    def end(self, key: Hashable, *, finished: bool) -> None:
+        text, length = self.texts.pop(key), self.prompts.pop(key)
+        self.ended.append((key, text[:length], text[length:], finished))
+
+
+def want(text: Sequence[int], prompt_length: int, shape: Shape | None = SHAPE, key: Hashable = "a") -> Want:
+    return Want(key, prompt_length, text, NO_BLOCKS, shape)
+
+
+def test_what_was_said_since_the_last_question_is_told_once() -> None:
+    index = Spy()
+    lookup, text = Lookup(index), list(range(30))
+    for length in (6, 7, 7, 12, 30):
+        proposal = lookup.propose([want(text[:length], 5)])[0]
+        assert index.texts["a"] == text[:length]
+        assert proposal.tokens == tuple(text[length - SHAPE.num_steps : length])
+    assert index.prompts == {"a": 5}
+
+
+def test_who_wants_nothing_is_no_trouble_to_the_index() -> None:
+    index = Spy()
+    lookup = Lookup(index)
+    found = lookup.propose([want([1, 2, 3], 2, None), want([4, 5, 6, 7], 2, key="b")])
+    assert found[0] == Proposal.EMPTY and found[1].tokens == (5, 6, 7)
+    assert list(index.texts) == ["b"]
+
+
+def test_lost_memory_is_no_reason_to_forget_a_text() -> None:
+    index = Spy()
+    lookup = Lookup(index)
+    lookup.propose([want([1, 2, 3], 2)])
+    lookup.lose("a")
+    lookup.lose("nobody")
+    lookup.propose([want([1, 2, 3, 4], 2)])
+    assert index.texts["a"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("asked", "output", "ended"),
+    [
+        pytest.param(True, [3, 4, 5], [("a", [1, 2], [3, 4, 5], True)], id="asked and finished"),
+        pytest.param(True, None, [("a", [1, 2], [3], False)], id="asked and cancelled"),
+        pytest.param(False, [3, 4, 5], [("a", [], [3, 4, 5], True)], id="never asked, finished"),
+        pytest.param(False, None, [], id="never asked, cancelled"),
+        pytest.param(False, [], [], id="never asked, finished without a word"),
+    ],
+)
+def test_an_end_hands_the_output_over_and_forgets_the_sequence(
+    asked: bool, output: list[int] | None, ended: list[object]
+) -> None:
+    index = Spy()
+    lookup = Lookup(index)
+    if asked:
+        lookup.propose([want([1, 2, 3], 2)])
+    lookup.end("a", [1, 2], output)
+    assert index.ended == ended and not index.texts
+    # The same key may come again, as another sequence.
+    lookup.propose([want([7, 8], 1)])
+    assert index.texts == {"a": [7, 8]}
+
+
+def test_it_learns_what_its_index_learns() -> None:
+    index = NgramDrafter()
+    assert Lookup(index).calibrator is index.calibrator
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
+@given(st.data())
+def test_being_asked_now_and_then_changes_no_proposal(make: type[TextIndex], data: st.DataObject) -> None:
+    """Sequences that come, are asked at any time, and end: as if the index had been told all at once."""
+    lookup, other, rng = Lookup(make()), Lookup(make()), Random(data.draw(st.integers(0, 99)))
+    for key, text in enumerate(data.draw(st.lists(tokens(max_size=40).filter(bool), max_size=4))):
+        prompt_length = rng.randint(1, len(text))
+        for length in range(prompt_length, len(text)):
+            if rng.random() < 0.3:
+                lookup.propose([want(text[:length], prompt_length, rng.choice([None, SHAPE]), key)])
+        asked = [each.propose([want(text, prompt_length, SHAPE, key)])[0] for each in (lookup, other)]
+        assert asked[0] == asked[1]
+        if rng.random() < 0.7:
+            for each in (lookup, other):
+                each.end(key, text[:prompt_length], [*text[prompt_length:], 1, 2])
+
+
+def test_an_output_serves_the_next_request_whether_it_was_asked_about_or_not() -> None:
+    for asked in (True, False):
+        lookup = Lookup(SuffixDrafter())
+        if asked:
+            lookup.propose([want([1, 2, 3], 2)])
+        lookup.end("a", [1, 2], [3, 4, 5, 6])
+        assert lookup.propose([want([9, 3, 4], 1, Shape(2, 1, 3), "b")])[0].tokens == (5, 6)
+        # What a cancelled request was told serves nobody.
+        lookup.propose([want([30, 31, 32, 33], 1, SHAPE, "c")])
+        lookup.end("c", [30], None)
+        assert lookup.propose([want([9, 31, 32], 1, SHAPE, "d")])[0] == Proposal.EMPTY

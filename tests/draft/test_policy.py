@@ -1,0 +1,223 @@
+"""The policy finds what pays: no drafts, deep ones or some between, for whom, and again when that changes."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.draft.acceptance import TrackRecord
+from specdec.draft.policy import Batch, Policy
+from specdec.draft.proposal import Proposal, Shape
+from tests.draft.naive import paths, proposals
+from tests.draft.simulation import Costs, Outcome, Rate, World
+
+CHAIN, TREE = Shape(7, 1, 8), Shape(3, 4, 8)
+TOKENS_DOMINATE = Costs(step=1, token=4, level=1)
+WIDTH_IS_CHEAP = Costs(step=20, token=0.02, level=0.5)
+BETWEEN = Costs(step=50, token=1.5, level=4)
+SETTLED, MEASURED = 400, 1000
+"""Steps until what was learnt counts, and over which it is judged."""
+NEARLY = 0.93
+"""Of what the best fixed shape earns: the rest pays for learning."""
+
+
+def always(rate: float) -> Rate:
+    return lambda row, step: rate
+
+
+def world(bounds: Shape, costs: Costs, rate: Rate, rows: int = 1, *, adaptive: bool = True) -> World:
+    return World(Policy(bounds, adaptive=adaptive), costs, rate, rows)
+
+
+def settled(bounds: Shape, costs: Costs, rate: Rate, rows: int = 1) -> Outcome:
+    learning = world(bounds, costs, rate, rows)
+    shorter = 1 if rows == 1 else 5
+    learning.run(SETTLED // shorter)
+    return learning.run(MEASURED // shorter)
+
+
+def chain_rate(costs: Costs, rate: float, depth: int, *, drafting: int = 1, rows: int = 1) -> float:
+    """Say how fast rows are of which some always draft a chain of one depth."""
+    tokens = rows + drafting * sum(rate**level for level in range(1, depth + 1))
+    return tokens / (costs.verify(rows + drafting * depth) + costs.level * depth * bool(drafting))
+
+
+def best_rate(costs: Costs, rate: float, deepest: int, *, drafting: int = 1, rows: int = 1) -> float:
+    depths = range(deepest + 1)
+    return max(chain_rate(costs, rate, depth, drafting=drafting, rows=rows) for depth in depths)
+
+
+def mean_depth(outcome: Outcome) -> float:
+    return sum(depth * count for depth, count in outcome.asked.items()) / outcome.asked.total()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("rate", [0.02, 0.6])
+def test_where_tokens_cost_and_few_are_accepted_nothing_is_wasted(rate: float, rows: int) -> None:
+    found = settled(CHAIN, TOKENS_DOMINATE, always(rate), rows)
+    assert found.waste <= 0.02
+    assert found.rate >= 0.98 * chain_rate(TOKENS_DOMINATE, rate, 0, rows=rows)
+    assert sum(found.asked.values()) > found.asked[0] > 0.9 * found.asked.total()
+
+
+@pytest.mark.parametrize("costs", [WIDTH_IS_CHEAP, BETWEEN])
+@pytest.mark.parametrize("rate", [0.02, 0.2, 0.5, 0.7, 0.95])
+def test_one_row_earns_what_the_best_fixed_depth_would(rate: float, costs: Costs) -> None:
+    found = settled(CHAIN, costs, always(rate))
+    assert found.rate >= NEARLY * best_rate(costs, rate, CHAIN.num_steps)
+
+
+def test_the_better_drafts_are_the_deeper_they_go() -> None:
+    depths = [mean_depth(settled(CHAIN, BETWEEN, always(rate))) for rate in (0.02, 0.5, 0.98)]
+    assert depths[0] < 0.3 and 1 < depths[1] < 4 and depths[2] > 6
+
+
+@pytest.mark.parametrize(
+    ("rate", "costs", "pays"),
+    [(0.05, BETWEEN, False), (0.4, WIDTH_IS_CHEAP, True), (0.8, WIDTH_IS_CHEAP, True)],
+)
+def test_a_tree_is_grown_where_it_pays(rate: float, costs: Costs, pays: bool) -> None:
+    found = settled(TREE, costs, always(rate))
+    fixed = world(TREE, costs, always(rate), adaptive=False).run(MEASURED)
+    assert found.rate >= NEARLY * max(fixed.rate, best_rate(costs, rate, TREE.num_steps))
+    # A chain of three has three nodes at most; more say that trees are verified.
+    assert (found.verified[0] > 3.5 * MEASURED) == pays
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.05, 0.85), (0.5, 0.95), (0.85, 0.3)])
+def test_drafts_follow_when_acceptance_changes(before: float, after: float) -> None:
+    changing = world(CHAIN, BETWEEN, lambda row, step: before if step < 1000 else after)
+    changing.run(1000 + SETTLED)
+    assert changing.run(MEASURED).rate >= NEARLY * best_rate(BETWEEN, after, CHAIN.num_steps)
+
+
+def test_drafting_stops_when_drafts_stop_being_accepted() -> None:
+    changing = world(CHAIN, BETWEEN, lambda row, step: 0.9 if step < 1000 else 0.02)
+    assert changing.run(1000).asked[0] < 20  # what a step takes without a draft is looked up now and then
+    changing.run(SETTLED)
+    assert changing.run(MEASURED).waste <= 0.03
+
+
+def test_a_draft_that_costs_nothing_is_always_asked_for_and_verified_where_it_pays() -> None:
+    free = Costs(step=50, token=1.5, level=0)
+    for rate, pays in ((0.02, False), (0.8, True)):
+        found = settled(CHAIN, free, always(rate))
+        assert found.asked[CHAIN.num_steps] > 0.98 * found.asked.total()
+        assert (found.verified[0] > MEASURED) == pays
+        assert found.rate >= NEARLY * best_rate(free, rate, CHAIN.num_steps)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 16])
+def test_a_batch_drafts_for_every_row_where_width_is_cheap(rows: int) -> None:
+    """What was measured of one row must not make a wider step than that look dearer than it is."""
+    found = settled(Shape(5, 1, 6), WIDTH_IS_CHEAP, always(0.8), rows)
+    assert found.rate >= NEARLY * best_rate(WIDTH_IS_CHEAP, 0.8, 5, drafting=rows, rows=rows)
+
+
+def test_drafting_stops_as_a_batch_grows_where_width_costs() -> None:
+    costs, rate = Costs(step=10, token=1, level=0.5), 0.6
+    growing = world(CHAIN, costs, always(rate))
+    for rows, pays in ((1, True), (64, False), (1, True)):
+        growing.resize(rows)
+        growing.run(100)
+        found = growing.run(150)
+        share = 1 - found.asked[0] / found.asked.total()
+        assert share > 0.95 if pays else share < 0.1
+        assert found.rate >= (0.9 * best_rate(costs, rate, 7) if pays else 0.97 * rows / costs.verify(rows))
+
+
+def test_rows_of_good_and_of_bad_drafts_are_told_apart() -> None:
+    costs, rows = Costs(step=10, token=1, level=0.2), 4
+    mixed = world(CHAIN, costs, lambda row, step: 0.9 if row % 2 else 0.03, rows)
+    mixed.run(SETTLED)
+    found = mixed.run(MEASURED)
+    good, bad = (found.verified[1] + found.verified[3]), (found.verified[0] + found.verified[2])
+    assert good > 8 * bad
+    assert found.rate >= 0.9 * best_rate(costs, 0.9, 5, drafting=2, rows=rows)
+
+
+def test_a_row_comes_back_beside_one_that_drafts_all_the_time() -> None:
+    """What one row accepts must not keep the policy from trying another again."""
+    costs = Costs(step=10, token=1, level=0.2)
+    mixed = world(CHAIN, costs, lambda row, step: 0.9 if row or step >= 600 else 0.03, rows=2)
+    assert mixed.run(600).verified[1] > 600
+    mixed.run(SETTLED)
+    assert mixed.run(MEASURED).verified[0] > MEASURED
+
+
+shapes = st.builds(
+    Shape, num_steps=st.integers(1, 9), topk=st.integers(1, 4), num_draft_tokens=st.integers(2, 16)
+)
+
+
+def experienced(rng: Random, shape: Shape, rows: int) -> tuple[Policy, list[TrackRecord]]:
+    """Return a policy and rows that have lived through something."""
+    policy = Policy(shape, adaptive=True)
+    for _ in range(rng.randrange(12)):
+        policy.steps.observe(rng.choice([1, 1, rows]), rng.randint(rows, 64), rng.uniform(0.001, 0.1))
+        policy.observe_draft(rng.choice(policy.shapes), rng.randint(1, rows), rng.uniform(0, 0.02))
+    track = TrackRecord()
+    tracks = [TrackRecord(track) for _ in range(rows)]
+    for own in tracks:
+        for _ in range(rng.randrange(8)):
+            own.observe(rng.choice(policy.shapes), depth := rng.randint(1, 9), rng.randint(0, depth))
+    return policy, tracks
+
+
+@given(shapes, st.lists(st.integers(-1, 12), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_what_is_planned_keeps_to_the_bounds_and_to_the_room(
+    bounds: Shape, room: Sequence[int], rng: Random
+) -> None:
+    policy, tracks = experienced(rng, bounds, len(room))
+    for _ in range(5):
+        for shape, deep in zip(policy.plan(Batch(len(room), len(room)), tracks, room), room, strict=True):
+            if shape:
+                assert shape.num_steps <= min(bounds.num_steps, deep)
+                assert shape.topk <= bounds.topk and shape.num_draft_tokens <= bounds.num_draft_tokens
+
+
+@given(shapes, st.lists(proposals(), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_a_cut_keeps_the_best_part_of_each_proposal(
+    bounds: Shape, offered: Sequence[Proposal], rng: Random
+) -> None:
+    policy, _ = experienced(rng, bounds, len(offered))
+    kept = policy.cut(Batch(len(offered), len(offered)), offered)
+    for own, whole in zip(kept, offered, strict=True):
+        assert set(paths(own)) <= set(paths(whole))
+        assert sorted(own.scores) == sorted(whole.scores)[len(whole) - len(own) :]
+
+
+@given(shapes, st.lists(proposals(), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_what_is_not_adaptive_is_always_the_bounds(
+    bounds: Shape, offered: Sequence[Proposal], rng: Random
+) -> None:
+    policy, tracks = experienced(rng, bounds, len(offered))
+    policy.adaptive = False
+    batch, rows = Batch(len(offered), len(offered)), len(offered)
+    assert policy.plan(batch, tracks, [bounds.num_steps] * rows) == [bounds] * rows
+    assert policy.cut(batch, offered) == list(offered)
+    shortened = policy.plan(batch, tracks, [1] * rows)
+    assert [shape and shape.num_steps for shape in shortened] == [1] * rows
+    assert policy.plan(batch, tracks, [0] * rows) == [None] * rows
+
+
+def test_a_policy_that_knows_no_costs_drafts() -> None:
+    policy, chain = Policy(CHAIN, adaptive=True), Proposal.chain([1, 2], [0.5, 0.4])
+    assert policy.plan(Batch(1, 1), [TrackRecord()], [9]) == [CHAIN]
+    assert policy.cut(Batch(1, 1), [chain]) == [chain]
+
+
+def test_a_slow_hour_is_forgotten() -> None:
+    """Steps without a draft were slow once; believing it still would make any draft look cheap."""
+    costs = Costs(step=10, token=2, level=2)
+    learning = world(CHAIN, costs, always(0.05))
+    learning.costs = Costs(step=60, token=2, level=2)
+    learning.run(60)
+    learning.costs = costs
+    learning.rate = always(0.9)
+    learning.run(300)
+    learning.rate = always(0.05)
+    learning.run(600)
+    assert learning.run(MEASURED).rate >= 0.97 * chain_rate(costs, 0.05, 0)

@@ -1,0 +1,80 @@
+"""Counts of drafts: sums, shares by depth of what reached it, and a step's time by phase."""
+
+from collections import Counter
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.counts import PHASES, Clock, Counts
+
+steps = st.integers(0, 8).flatmap(
+    lambda depth: st.tuples(st.just(depth), st.integers(0, depth), st.integers(depth, depth + 5))
+)
+"""A draft's depth, how deep it was accepted, and its nodes."""
+
+
+def test_nothing_counted_is_nothing() -> None:
+    counts = Counts()
+    assert (counts.acceptance_length, counts.per_depth, counts.steps) == (0.0, (), 0)
+
+
+def test_counts_by_hand() -> None:
+    """A chain of 3 of which 1 is accepted, a tree that is followed to its end, a step without a draft."""
+    counts = Counts()
+    counts.note(drafted=3, depth=2, accepted=1, tokens=2)
+    counts.note(drafted=7, depth=2, accepted=2, tokens=3)
+    counts.note(drafted=0, depth=0, accepted=0, tokens=1)
+    counts.note(drafted=4, depth=1, accepted=0, tokens=1)
+    assert (counts.steps, counts.tokens, counts.drafted, counts.accepted) == (4, 7, 14, 3)
+    assert counts.acceptance_length == 7 / 4
+    assert counts.per_depth == (2 / 3, 1 / 2)
+    assert counts.histogram == Counter({0: 2, 1: 1, 2: 1})
+
+
+@given(st.lists(steps, max_size=30))
+def test_sums_agree_with_each_other(drafts: list[tuple[int, int, int]]) -> None:
+    counts = Counts()
+    for depth, accepted, drafted in drafts:
+        counts.note(drafted=drafted, depth=depth, accepted=accepted, tokens=accepted + 1)
+    assert counts.steps == len(drafts) == counts.histogram.total()
+    assert counts.accepted == sum(n * times for n, times in counts.histogram.items()) == sum(counts.followed)
+    assert counts.tokens == counts.accepted + counts.steps
+    if drafts:
+        assert counts.acceptance_length == pytest.approx(1 + counts.accepted / counts.steps)
+    for i, rate in enumerate(counts.per_depth):
+        reached = [d for d in drafts if d[0] > i and d[1] >= i]
+        assert rate == pytest.approx(sum(d[1] > i for d in reached) / len(reached) if reached else 0.0)
+    # Whoever reached a depth had reached those above it.
+    assert list(counts.reached) == sorted(counts.reached, reverse=True)
+
+
+@given(st.lists(steps, min_size=1, max_size=20), st.integers(1, 4))
+def test_the_engines_counts_are_the_sum_of_its_requests(
+    drafts: list[tuple[int, int, int]], requests: int
+) -> None:
+    whole, parts = Counts(), [Counts() for _ in range(requests)]
+    for i, (depth, accepted, drafted) in enumerate(drafts):
+        for counts in (whole, parts[i % requests]):
+            counts.note(drafted=drafted, depth=depth, accepted=accepted, tokens=accepted + 1)
+    for name in ("steps", "tokens", "drafted", "accepted"):
+        assert getattr(whole, name) == sum(getattr(own, name) for own in parts)
+    assert whole.histogram == sum((own.histogram for own in parts), Counter[int]())
+    for i, reached in enumerate(whole.reached):
+        assert reached == sum(own.reached[i] for own in parts if i < len(own.reached))
+
+
+def test_a_clock_puts_all_of_a_step_down_to_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    laps = [("rest", 1.0), ("draft", 2.0), ("verify", 5.0), ("commit", 0.5), ("rest", 0.25)]
+    times = accumulate((took_s for _, took_s in laps), initial=100.0)
+    monkeypatch.setattr("specdec.counts.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    clock = Clock()
+    for phase, _ in laps:
+        clock.lap(phase)
+    assert clock.seconds == {"draft": 2.0, "verify": 5.0, "commit": 0.5, "rest": 1.25}
+    counts = Counts()
+    counts.spend(clock.seconds)
+    counts.spend(clock.seconds)
+    assert counts.seconds == {phase: 2 * clock.seconds[phase] for phase in PHASES}

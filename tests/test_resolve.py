@@ -1,0 +1,191 @@
+"""What "auto" and numbers left out become, and which numbers are refused, by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.config import MAX_WINDOW, EngineConfig
+from specdec.draft.proposal import Shape
+from specdec.errors import CapacityError, ConfigError
+from specdec.models import spec
+from specdec.models.families import network
+from specdec.models.shapes import SHAPES
+from specdec.resolve import Resolved, resolve
+
+SMALL = {
+    **SHAPES["tiny"],
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "vocab_size": 65,
+    "max_position_embeddings": 512,
+    "mtp_num_hidden_layers": 1,
+}
+WITH_HEAD, WITHOUT_HEAD = network(SMALL), network({**SMALL, "mtp_num_hidden_layers": 0})
+PLENTY = 1 << 30
+steps, topks = st.integers(1, 70), st.integers(1, 9)
+windows = st.integers(2, MAX_WINDOW)
+
+
+def settle(model: spec.Network = WITH_HEAD, /, **fields: Any) -> Resolved:
+    config = EngineConfig.of(None, {"device": "cpu", "memory_bytes": PLENTY, **fields})
+    return resolve(config, model, torch.float32, stored_bytes=1 << 20)
+
+
+def most_tokens(num_steps: int, topk: int) -> int:
+    """Count what a tree grows to, the root included: the root's children, then the best of each level's."""
+    return 1 + topk + (num_steps - 1) * topk * topk
+
+
+@pytest.mark.parametrize(
+    ("given_numbers", "bounds"),
+    [
+        ({}, Shape(3, 4, 8)),
+        ({"num_steps": 5}, Shape(5, 1, 6)),
+        ({"num_steps": 1}, Shape(1, 1, 2)),
+        ({"num_steps": 500}, Shape(63, 1, 64)),
+        ({"topk": 1}, Shape(3, 1, 4)),
+        ({"topk": 2}, Shape(3, 2, 8)),
+        ({"num_draft_tokens": 6}, Shape(5, 1, 6)),
+        ({"num_draft_tokens": 2}, Shape(1, 1, 2)),
+        ({"num_steps": 3, "topk": 1}, Shape(3, 1, 4)),
+        ({"num_steps": 9, "topk": 2}, Shape(9, 2, 10)),
+        ({"num_steps": 1, "topk": 4}, Shape(1, 4, 5)),
+        ({"num_steps": 3, "num_draft_tokens": 4}, Shape(3, 1, 4)),
+        ({"num_steps": 3, "num_draft_tokens": 16}, Shape(3, 4, 16)),
+        ({"num_steps": 5, "num_draft_tokens": 3}, Shape(2, 1, 3)),
+        ({"topk": 1, "num_draft_tokens": 8}, Shape(7, 1, 8)),
+        ({"topk": 3, "num_draft_tokens": 12}, Shape(3, 3, 12)),
+        ({"num_steps": 4, "topk": 4, "num_draft_tokens": 16}, Shape(4, 4, 16)),
+        ({"num_steps": 4, "topk": 4, "num_draft_tokens": 3}, Shape(2, 4, 3)),
+    ],
+)
+def test_numbers_left_out_follow_from_those_given(given_numbers: dict[str, int], bounds: Shape) -> None:
+    assert settle(**given_numbers).bounds == bounds
+
+
+@given(st.none() | steps, st.none() | topks, st.none() | windows)
+def test_what_is_given_bounds_every_draft(
+    num_steps: int | None, topk: int | None, num_draft_tokens: int | None
+) -> None:
+    if num_steps and topk and num_draft_tokens:
+        num_draft_tokens = min(num_draft_tokens, most_tokens(num_steps, topk))
+    deepest = min(num_steps or 1, (num_draft_tokens or MAX_WINDOW) - 1)
+    if topk and 1 + topk * (deepest - 1) > MAX_WINDOW:
+        return  # refused, see below
+    bounds = settle(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens).bounds
+    assert bounds.num_steps <= (num_steps or MAX_WINDOW)
+    assert bounds.topk == (topk or bounds.topk)
+    assert 2 <= bounds.num_draft_tokens <= (num_draft_tokens or MAX_WINDOW)
+    # A draft can be as deep as it may, and as wide.
+    assert bounds.num_steps < bounds.num_draft_tokens <= most_tokens(bounds.num_steps, bounds.topk)
+
+
+@pytest.mark.parametrize("numbers", [(10, 8, 16), (3, 40, 64), (2, 100, 8)])
+def test_a_tree_that_grows_too_wide_for_a_window_is_refused_by_name(numbers: tuple[int, int, int]) -> None:
+    num_steps, topk, num_draft_tokens = numbers
+    with pytest.raises(ConfigError, match="lower topk or num_steps") as caught:
+        settle(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
+    assert caught.value.field == "topk"
+
+
+@given(st.integers(1, 8), st.integers(1, 4))
+def test_more_tokens_than_a_tree_can_grow_are_refused_by_name(num_steps: int, topk: int) -> None:
+    most = most_tokens(num_steps, topk)
+    if most < MAX_WINDOW:
+        numbers = {"num_steps": num_steps, "topk": topk}
+        assert settle(**numbers, num_draft_tokens=most).bounds == Shape(num_steps, topk, most)
+        with pytest.raises(ConfigError, match=f"at most {most} tokens") as caught:
+            settle(**numbers, num_draft_tokens=most + 1)
+        assert caught.value.field == "num_draft_tokens"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "most"),
+    [({}, 4), ({"num_steps": 2}, 3), ({"topk": 1, "num_draft_tokens": 6}, 6), ({"num_draft_tokens": 2}, 2)],
+)
+def test_synthetic_acceptance_reaches_as_far_as_drafts_do(numbers: dict[str, int], most: int) -> None:
+    rates = settle(**numbers, synthetic_acceptance=most).synthetic
+    assert rates == pytest.approx((1.0,) * (most - 1))
+    with pytest.raises(ConfigError, match=f"num_steps to at least {most}") as caught:
+        settle(**numbers, synthetic_acceptance=most + 0.5)
+    assert caught.value.field == "synthetic_acceptance"
+    assert settle(synthetic_acceptance=[0.9, 0.2]).synthetic == (0.9, 0.2)
+    assert settle().synthetic is None
+
+
+@pytest.mark.parametrize(
+    ("draft", "with_head", "without"),
+    [
+        ("auto", ("mtp", "suffix"), ("suffix",)),
+        ("none", (), ()),
+        ("mtp", ("mtp",), None),
+        ("ngram", ("ngram",), ("ngram",)),
+        ("suffix", ("suffix",), ("suffix",)),
+        ("eagle", None, None),
+    ],
+)
+def test_who_drafts_is_what_the_checkpoint_has(
+    draft: str, with_head: tuple[str, ...] | None, without: tuple[str, ...] | None
+) -> None:
+    for model, expected in ((WITH_HEAD, with_head), (WITHOUT_HEAD, without)):
+        if expected is None:
+            with pytest.raises(ConfigError) as caught:
+                settle(model, draft=draft)
+            assert caught.value.field == "draft"
+        else:
+            assert settle(model, draft=draft).drafters == expected
+
+
+def test_only_a_head_that_drafts_gets_keys_and_values() -> None:
+    with_head, without = settle(draft="mtp").layout, settle(draft="suffix").layout
+    assert len(with_head.kv) == len(without.kv) + 1
+
+
+@pytest.mark.parametrize("slots", ["record", "snapshot"])
+def test_memory_for_drafts_is_asked_for_where_anyone_drafts(slots: str) -> None:
+    """Two drafts a row at most: the one that was accepted, and the one that is verified."""
+    numbers = {"max_running": 4, "max_model_len": 64, "memory_bytes": None, "slots": slots}
+    plain, drafting = settle(draft="none", **numbers), settle(draft="suffix", **numbers)
+    layout = drafting.layout
+    per_slab = layout.records_per_slab if slots == "record" else layout.states_per_slab
+    more = drafting.memory_bytes - plain.memory_bytes
+    assert more >= 2 * 4 * drafting.bounds.num_draft_tokens // per_slab * layout.slab_bytes
+    assert more % layout.slab_bytes == 0
+
+
+def test_the_longest_sequence_is_what_the_arena_holds() -> None:
+    layout = settle().layout
+    sequence = layout.slab_bytes * (1 + 1 + -(-layout.blocks_for(64) // layout.blocks_per_slab))
+    assert settle(memory_bytes=sequence, max_model_len=64).max_model_len == 64
+    assert 64 <= settle(memory_bytes=sequence).max_model_len < 512
+    with pytest.raises(CapacityError) as caught:
+        settle(memory_bytes=sequence - 1, max_model_len=64)
+    assert caught.value.field == "memory_bytes"
+    assert settle().max_model_len == 512
+    with pytest.raises(ConfigError) as refused:
+        settle(max_model_len=513)
+    assert refused.value.field == "max_model_len"
+
+
+def test_a_state_is_as_exact_as_the_model_and_never_less_than_float32() -> None:
+    for dtype, state in (("float64", torch.float64), ("float32", torch.float32), ("bfloat16", torch.float32)):
+        layout = settle(dtype=dtype).layout
+        assert (layout.dtype, layout.state_dtype) == (getattr(torch, dtype), state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"kernels": "triton"}, "kernels"),
+        ({"kernels": "native", "dtype": "float64"}, "kernels"),
+        ({"prefix_cache": True}, "prefix_cache"),
+        ({"draft": "auto", "draft_model": "head"}, "draft_model"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        settle(**fields)
+    assert caught.value.field == field

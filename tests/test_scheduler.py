@@ -1,0 +1,291 @@
+"""Who takes part, whose memory gives way, and who is told: the scheduler without a model."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.config import SamplingParams
+from specdec.draft.policy import Policy
+from specdec.draft.proposal import Shape
+from specdec.errors import CapacityError, SpecdecError
+from specdec.kernels.table import load_kernels
+from specdec.outputs import Delta
+from specdec.request import Request
+from specdec.scheduler import Scheduler
+from specdec.speculation import Speculation
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import BACKINGS, settle
+from specdec.state_slots.layout import KVShape, Layout, StateShape
+from specdec.verify.choose import Chooser
+from specdec.warmup import Filler
+
+LAYOUT = Layout((KVShape(1, 16),), (StateShape(2, 8, 16, 3, 40),), torch.float32, block_tokens=4)
+LONGEST = 64
+TOKEN = 7
+"""What every step says."""
+
+
+@dataclass
+class Bench:
+    """A scheduler over so many slabs, and what it told of whom."""
+
+    slabs: int = 12
+    max_running: int = 8
+    chunk_tokens: int = 64
+    lost: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    told: dict[int, list[Delta | SpecdecError]] = field(default_factory=dict)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.arena = Arena(LAYOUT, (self.slabs + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
+        self.scheduler = Scheduler(self.arena, max_running=self.max_running, chunk_tokens=self.chunk_tokens)
+        self.scheduler.on_lose = lambda request: self.lost.append(request.number)
+        self.scheduler.on_end = lambda request: self.ended.append(request.number)
+
+    def submit(self, number: int, prompt: int, max_tokens: int = 8) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        tokens, self.told[number] = [TOKEN] * prompt, []
+        request = Request(
+            number,
+            tokens,
+            params,
+            chooser=Chooser(params, seed=0, prompt=tokens, vocab=10),
+            text=None,
+            stop_ids=frozenset(),
+            max_length=LONGEST,
+            emit=self.told[number].append,
+        )
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> list[tuple[int, int]]:
+        """Plan, read what was planned, say a token where nothing is owed; return who read how much."""
+        plan, self.steps = self.scheduler.plan(), self.steps + 1
+        for share in plan.shares:
+            request = share.request
+            request.computed += share.count
+            # What a share reads has its place.
+            assert len(request.table_N) >= LAYOUT.blocks_for(request.computed) and request.committed
+            if not request.owed:
+                request.accept([(TOKEN, None)])
+            if request.finish_reason:
+                self.scheduler.release(request)
+                request.send(request.take_delta())
+        self.arena.check_integrity()
+        return [(share.request.number, share.count) for share in plan.shares]
+
+    def is_empty(self) -> bool:
+        return self.arena.usage().free_slabs == self.arena.usage().slabs
+
+
+def fill(bench: Bench) -> None:
+    """Let a stranger take every block and state that is left."""
+    while bench.arena.take_blocks("stranger", 1) is not None:
+        pass
+
+
+def test_rows_that_decode_take_part_and_prompts_share_the_budget_in_order() -> None:
+    bench = Bench(chunk_tokens=10)
+    bench.submit(1, prompt=3)
+    assert bench.step() == [(1, 3)]
+    for number in (2, 3, 4):
+        bench.submit(number, prompt=8)
+    assert bench.step() == [(1, 1), (2, 8), (3, 2)]
+    assert bench.step() == [(1, 1), (2, 1), (3, 6), (4, 4)]
+
+
+def test_reserving_gets_only_what_is_missing() -> None:
+    bench = Bench()
+    request = bench.submit(1, prompt=6)
+    bench.step()
+    before = request.table_N.tolist()
+    assert len(before) == 2
+    assert bench.scheduler.reserve(request, 8) and request.table_N.tolist() == before
+    assert bench.scheduler.reserve(request, 13)
+    assert request.table_N.tolist()[:2] == before and len(request.table_N) == 4
+    bench.arena.check_integrity()
+
+
+def test_what_cannot_be_reserved_whole_is_not_reserved_in_part() -> None:
+    bench = Bench()
+    request = bench.submit(1, prompt=6)
+    bench.step()
+    fill(bench)
+    usage, before = bench.arena.usage(), request.table_N.tolist()
+    assert not bench.scheduler.reserve(request, 9)
+    assert bench.scheduler.reserve(request, 8)
+    assert request.table_N.tolist() == before and bench.arena.usage() == usage
+    assert bench.scheduler.limited_by["draft blocks"] == 1 and bench.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("reserved", [0, 1, 9, 30])
+def test_trimming_leaves_the_blocks_of_the_tokens(reserved: int) -> None:
+    bench = Bench()
+    request = bench.submit(1, prompt=7)
+    bench.step()
+    bench.scheduler.reserve(request, len(request.tokens) + reserved)
+    before, needed = request.table_N.tolist(), LAYOUT.blocks_for(8)
+    assert bench.scheduler.trim(request) == (len(before) > needed)
+    assert request.table_N.tolist() == before[:needed]
+    assert bench.arena.usage().block_bytes == needed * LAYOUT.block_bytes
+    assert not bench.scheduler.trim(request)
+    bench.arena.check_integrity()
+
+
+def test_what_drafts_hold_is_reclaimed_before_anyone_is_preempted() -> None:
+    bench = Bench()
+    first, second = bench.submit(1, prompt=4, max_tokens=20), bench.submit(2, prompt=4, max_tokens=20)
+    bench.step()
+    bench.scheduler.reserve(second, LONGEST)
+    fill(bench)
+    reclaimed = []
+
+    def reclaim() -> bool:
+        reclaimed.append(bench.scheduler.trim(second))
+        return reclaimed[-1]
+
+    bench.scheduler.reclaim = reclaim
+    while first.output_length < 12:
+        bench.step()
+    assert reclaimed == [True] and bench.scheduler.preemptions == 0 and not bench.lost
+
+
+def test_what_drafts_hold_is_reclaimed_before_anyone_waits() -> None:
+    bench = Bench(slabs=4)
+    first = bench.submit(1, prompt=4)
+    bench.step()
+    bench.scheduler.reserve(first, 3 * LAYOUT.blocks_per_slab * LAYOUT.block_tokens)
+    assert bench.arena.usage().free_slabs == 0
+    bench.scheduler.reclaim = lambda: bench.scheduler.trim(first)
+    bench.submit(2, prompt=4)
+    assert [number for number, _ in bench.step()] == [1, 2]
+    assert not bench.scheduler.limited_by
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    bench = Bench(slabs=6)
+    for number in (1, 2, 3):
+        bench.submit(number, prompt=4, max_tokens=30)
+    bench.step()
+    bench.submit(4, prompt=4)
+    fill(bench)
+    while not bench.scheduler.preemptions:
+        bench.step()
+    assert bench.lost == [3] and not bench.ended
+    assert [request.number for request in bench.scheduler.waiting] == [3, 4]
+    assert [request.number for request in bench.scheduler.running] == [1, 2]
+    bench.arena.release_owner("stranger")
+    again = dict(bench.step())
+    assert again[3] > 4, "it reads its prompt and what it had said"
+
+
+def cancel(bench: Bench, request: Request) -> None:
+    request.cancelled = True
+
+
+def preempt_and_cancel(bench: Bench, request: Request) -> None:
+    bench.scheduler._preempt(request)
+    request.cancelled = True
+
+
+ENDS: dict[str, Callable[[Bench, Request], None]] = {
+    "it has said all": lambda bench, request: None,
+    "it is cancelled while it runs": cancel,
+    "it is cancelled after it was preempted": preempt_and_cancel,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_whoever_ends_is_told_of_once(end: str) -> None:
+    bench = Bench()
+    request, other = bench.submit(1, prompt=4, max_tokens=3), bench.submit(2, prompt=4, max_tokens=20)
+    bench.step()
+    ENDS[end](bench, request)
+    for _ in range(6):
+        bench.step()
+    assert bench.ended == [1] and bench.lost[-1] == 1
+    assert request.finish_reason == ("length" if end == "it has said all" else "abort")
+    last = bench.told[1][-1]
+    assert isinstance(last, Delta) and last.finish_reason == request.finish_reason
+    assert other.finish_reason is None and bench.lost.count(2) == 0
+
+
+def test_who_is_cancelled_before_it_ran_is_told_of_once() -> None:
+    bench = Bench(max_running=1)
+    bench.submit(1, prompt=4)
+    bench.step()
+    bench.submit(2, prompt=4).cancelled = True
+    for _ in range(3):
+        bench.step()
+    assert bench.ended == [2] and not bench.scheduler.waiting
+
+
+def test_what_can_never_fit_is_refused_and_told_of_once() -> None:
+    bench = Bench(slabs=2)
+    bench.submit(1, prompt=40)
+    bench.submit(2, prompt=4, max_tokens=3)
+    while bench.scheduler.has_work:
+        bench.step()
+    assert isinstance(bench.told[1][0], CapacityError) and len(bench.told[1]) == 1
+    assert bench.is_empty() and bench.ended == [1, 2]
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_every_request_ends_once_and_nothing_stays(seed: int) -> None:
+    rng = Random(seed)
+    bench = Bench(slabs=rng.randint(4, 12), max_running=rng.randint(1, 5), chunk_tokens=rng.randint(1, 40))
+    bench.scheduler.reclaim = lambda: any([bench.scheduler.trim(r) for r in bench.scheduler.running])
+    requests: list[Request] = []
+    fitting = (bench.slabs - 1) * LAYOUT.blocks_per_slab * LAYOUT.block_tokens
+    while len(requests) < 12 or bench.scheduler.has_work:
+        assert bench.steps < 5000
+        if len(requests) < 12 and rng.random() < 0.4:
+            requests.append(bench.submit(len(requests), rng.randint(1, min(fitting, 40) - 9)))
+        for request in bench.scheduler.running:
+            if rng.random() < 0.2:
+                bench.scheduler.reserve(request, len(request.tokens) + rng.randint(0, 20))
+        if requests and rng.random() < 0.05:
+            requests[rng.randrange(len(requests))].cancelled = True
+        bench.step()
+    assert bench.is_empty()
+    assert sorted(bench.ended) == [request.number for request in requests]
+    assert bench.scheduler.preemptions == sum(request.preemptions for request in requests)
+    assert Counter(bench.lost) == Counter({r.number: 1 + r.preemptions for r in requests})
+
+
+@pytest.mark.parametrize("backing", ["record", "snapshot"])
+def test_draft_slots_shrink_before_anyone_waits(backing: str) -> None:
+    """However few slots are free: a draft takes what there is, and no row loses anything by it."""
+    shape, sizes = Shape(8, 1, 9), set[int]()
+    per_slab = LAYOUT.records_per_slab if backing == "record" else 1
+    for spare in range(14):
+        bench = Bench(slabs=24)
+        slots = BACKINGS[backing](bench.arena)
+        speculation = Speculation(Policy(shape, adaptive=False), slots, bench.scheduler, load_kernels("cpu"))
+        speculation.enlist(Filler())
+        rows = [bench.submit(number, prompt=4, max_tokens=40) for number in (1, 2)]
+        bench.step()
+        for request in rows:
+            assert bench.scheduler.reserve(request, 20)
+        while bench.arena.usage().free_slabs > spare // per_slab:
+            assert bench.arena.take_state("stranger") is not None
+        drafts = speculation.draft(bench.scheduler.plan().shares)
+        own = [len(draft.tree) if draft else 0 for draft in drafts]
+        sizes.update(own)
+        assert (own == [9, 9]) == (bench.scheduler.limited_by["draft slots"] == 0)
+        assert bench.scheduler.running == rows and bench.scheduler.preemptions == 0
+        for request, draft in zip(rows, drafts, strict=True):
+            if draft and request.committed:
+                assert draft.tree.parents == tuple(range(-1, len(draft.tree) - 1))
+                held = slots.promote(request.number, request.committed, draft.slots, [0])
+                request.committed = settle(bench.arena, request.number, held)
+        bench.arena.check_integrity()
+    assert {0, 9} < sizes and len(sizes) > 3

@@ -1,0 +1,169 @@
+"""A warm engine knows what its steps and drafts cost, and has kept nothing else of how it learnt that."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec import build as builder
+from specdec.draft.acceptance import TrackRecord
+from specdec.draft.costs import StepCosts
+from specdec.draft.drafter import Want
+from specdec.draft.head import HeadDrafter
+from specdec.draft.policy import WIDTHS
+from specdec.draft.proposal import Proposal, Shape
+from specdec.loop import DecodeLoop
+from tests.agreeing import write_agreeing
+from tests.lossless import memory_for
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+PROMPTS = [[0, 1, 2, 3], [5], [7, 3, 7, 3, 7]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3_5")
+    write_agreeing(made, "qwen3_5")
+    return made
+
+
+Open = Callable[..., SpecEngine]
+
+
+@pytest.fixture
+def engine(folder: Path) -> Open:
+    def make(draft: str = "auto", **fields: Any) -> SpecEngine:
+        return SpecEngine(folder, **{"dtype": "float64", "max_model_len": 64, "draft": draft, **fields})
+
+    return make
+
+
+def texts(done: list[Completion]) -> list[tuple[int, ...]]:
+    return [own.token_ids for own in done]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """Count the steps that are measured, by rows and tokens."""
+    counts, inner = Counter[tuple[int, int]](), StepCosts.observe
+
+    def observe(self: StepCosts, rows: int, tokens: int, seconds: float) -> None:
+        counts[rows, tokens] += 1
+        inner(self, rows, tokens, seconds)
+
+    monkeypatch.setattr(StepCosts, "observe", observe)
+    return counts
+
+
+@pytest.mark.parametrize("draft", ["auto", "mtp", "ngram"])
+@pytest.mark.parametrize("slots", ["record", "snapshot"])
+def test_every_width_is_measured_several_times(
+    engine: Open, seen: Counter[tuple[int, int]], draft: str, slots: str
+) -> None:
+    with engine(draft, slots=slots, num_steps=4, topk=3, num_draft_tokens=13) as warm:
+        policy = warm.model.loop.speculation.policy
+        assert policy.bounds == warm.model.settings.bounds and policy.adaptive
+        for width in (*(1 + nodes for nodes in WIDTHS if nodes < 12), 1, 13):
+            assert seen[1, width] >= 3 and policy.steps.predict(1, width) > 0
+    assert {rows for rows, _ in seen} == {1}
+
+
+def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the head takes time: a second a level, which nothing else may blur."""
+    now_s, inner = [0.0], HeadDrafter.propose
+
+    def propose(self: HeadDrafter, wants: Sequence[Want]) -> list[Proposal]:
+        now_s[0] += max((want.shape.num_steps for want in wants if want.shape), default=0)
+        return inner(self, wants)
+
+    monkeypatch.setattr(HeadDrafter, "propose", propose)
+    monkeypatch.setattr("specdec.speculation.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    with engine("mtp", num_steps=4, topk=3, num_draft_tokens=13) as warm:
+        policy = warm.model.loop.speculation.policy
+        found = {shape: policy.drafts.get(shape) for shape in policy.shapes}
+    assert found == {shape: shape.num_steps for shape in found} and len(found) == 5
+
+
+@pytest.mark.parametrize("draft", ["none", "auto", "mtp", "ngram", "suffix"])
+def test_nothing_is_held_or_counted(engine: Open, draft: str) -> None:
+    with engine(draft) as warm:
+        loop, stats = warm.model.loop, warm.stats()
+        loop.arena.check_integrity()
+        assert stats.arena.free_slabs == stats.arena.slabs
+        assert (stats.steps, stats.tokens, stats.drafted, stats.accepted) == (0, 0, 0, 0)
+        assert (stats.running, stats.waiting, stats.preemptions) == (0, 0, 0)
+        assert not stats.limited_by and not stats.histogram and not any(stats.seconds.values())
+
+
+def test_what_was_made_up_is_no_experience(engine: Open) -> None:
+    """Neither of acceptance, nor of beliefs, nor of text that a look-up could serve others with."""
+    shape = Shape(3, 1, 4)
+    with engine("auto") as warm:
+        own = warm.model.loop.speculation
+        assert own.track.expected(shape, 3) == TrackRecord().expected(shape, 3)
+        assert own.drafters[0] is own.head and len(own.drafters) == 2
+        for drafter in own.drafters:
+            assert drafter.calibrator.calibrated(0.4, 1, 0) == 0.4
+        lookup = own.drafters[1]
+        made_up = [token % 64 for token in range(8)]
+        want = Want("own", 1, [63, *made_up[:3]], torch.empty(0, dtype=torch.int64), shape)
+        assert lookup.propose([want]) == [Proposal.EMPTY]
+        lookup.end("own", (), None)
+
+
+@pytest.mark.parametrize("draft", ["mtp", "auto"])
+def test_a_warm_engine_says_what_a_cold_one_does(
+    engine: Open, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine("none") as plain:
+        expected = texts(plain.generate(PROMPTS, GREEDY))
+    with engine(draft) as warm:
+        assert texts(warm.generate(PROMPTS, GREEDY)) == expected
+    monkeypatch.setattr(builder, "warm_up", lambda *_: None)
+    with engine(draft) as cold:
+        assert texts(cold.generate(PROMPTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 9, 11, 16])
+@pytest.mark.parametrize("draft", ["auto", "suffix"])
+def test_texts_that_end_while_it_learns_are_begun_anew(
+    engine: Open, seen: Counter[tuple[int, int]], draft: str, max_model_len: int
+) -> None:
+    params = GREEDY.model_copy(update={"max_tokens": 1})
+    with engine(draft, max_model_len=max_model_len) as warm:
+        usage = warm.stats().arena
+        assert usage.free_slabs == usage.slabs and warm.stats().steps == 0
+        # Behind the made-up prompt there is room for a step or two, or for none.
+        assert seen.total() >= 18 if max_model_len > 9 else not seen
+        assert len(warm.generate([1], params)[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("slots", ["record", "snapshot"])
+def test_too_little_memory_for_a_draft_is_no_hindrance(engine: Open, slots: str) -> None:
+    with engine("none") as plain:
+        expected = texts(plain.generate(PROMPTS, GREEDY))
+    with engine("suffix") as roomy:
+        layout = roomy.model.settings.layout
+    memory = memory_for(layout, sequences=1, blocks=layout.blocks_for(32))
+    with engine("suffix", slots=slots, max_model_len=32, memory_bytes=memory) as warm:
+        usage = warm.stats().arena
+        assert usage.free_slabs == usage.slabs and not warm.stats().limited_by
+        assert texts(warm.generate(PROMPTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "learns"),
+    [({"draft": "none"}, False), ({"draft": "mtp", "adaptive": False}, False), ({"draft": "mtp"}, True)],
+)
+def test_who_always_drafts_alike_learns_nothing_beforehand(
+    engine: Open, fields: dict[str, Any], learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[DecodeLoop] = []
+    monkeypatch.setattr(builder, "warm_up", lambda loop, _: calls.append(loop))
+    with engine(**fields) as made:
+        assert calls == [made.model.loop] * learns
