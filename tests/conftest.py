@@ -4,9 +4,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from specdec.bench.random_model import write_random_checkpoint
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("specdec", deadline=None)
+hypothesis.settings.load_profile("specdec")
 
 HYBRID: Mapping[str, Any] = {
     "model_type": "qwen3_5_text",

@@ -19,6 +19,10 @@ class TextIndex(Protocol):
 
     def end(self, key: Hashable, *, finished: bool) -> None: ...
 
+    def share(self, output: Sequence[int]) -> None:
+        """Take the output of a sequence that it was never told of."""
+        ...
+
 
 class Lookup:
     """Feed an index what each sequence has said since it was last asked. Memory that is lost is no matter."""
@@ -46,10 +50,10 @@ class Lookup:
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
         """Forget a sequence; an output that came to its end serves others, where the index wants it."""
         fed = self._fed.pop(key, None)
-        if fed is None and output:
-            self.index.begin(key, ())
-            self.index.extend(key, output)
-        elif fed is not None and output:
+        if fed is None:
+            if output:
+                self.index.share(output)
+            return
+        if output:
             self.index.extend(key, output[fed - len(prompt) :])
-        if fed is not None or output:
-            self.index.end(key, finished=bool(output))
+        self.index.end(key, finished=bool(output))

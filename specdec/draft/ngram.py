@@ -45,6 +45,9 @@ class NgramDrafter:
         """Forget a request; whether it finished or was cancelled is no matter here."""
         del self._texts[key]
 
+    def share(self, output: Sequence[int]) -> None:
+        """Keep nothing: each request is drafted for from its own tokens."""
+
     def propose(self, key: Hashable, shape: Shape) -> Proposal:
         """Propose what followed the latest earlier place, and with `topk` above 1 the others' branches."""
         text = self._texts[key]

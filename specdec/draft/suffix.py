@@ -67,9 +67,9 @@ class SuffixDrafter:
         """Forget a request; the output of one that finished serves later ones, a cancelled one's does not."""
         output = self._texts.pop(key).tokens[self._prompt_lengths.pop(key) :]
         if finished and output:
-            self._share(output)
+            self.share(output)
 
-    def _share(self, output: list[int]) -> None:
+    def share(self, output: Sequence[int]) -> None:
         """Keep an output, and evict the oldest to make room; of one too long for all, keep its last part."""
         kept = [*output[1 - self.max_shared_tokens :], END]
         while len(self._shared) + len(kept) > self.max_shared_tokens:

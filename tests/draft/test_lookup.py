@@ -27,7 +27,7 @@ class Spy:
         self.calibrator = Calibrator()
         self.texts: dict[Hashable, list[int]] = {}
         self.prompts: dict[Hashable, int] = {}
-        self.ended: list[tuple[Hashable, list[int], list[int], bool]] = []
+        self.ended: list[tuple[Hashable | None, list[int], list[int], bool]] = []
         """Keys, prompts, outputs, and whether they finished."""
 
     def begin(self, key: Hashable, tokens: Sequence[int]) -> None:
@@ -44,6 +44,9 @@ class Spy:
     def end(self, key: Hashable, *, finished: bool) -> None:
         text, length = self.texts.pop(key), self.prompts.pop(key)
         self.ended.append((key, text[:length], text[length:], finished))
+
+    def share(self, output: Sequence[int]) -> None:
+        self.ended.append((None, [], list(output), True))
 
 
 def want(text: Sequence[int], prompt_length: int, shape: Shape | None = SHAPE, key: Hashable = "a") -> Want:
@@ -83,7 +86,7 @@ def test_lost_memory_is_no_reason_to_forget_a_text() -> None:
     [
         pytest.param(True, [3, 4, 5], [("a", [1, 2], [3, 4, 5], True)], id="asked and finished"),
         pytest.param(True, None, [("a", [1, 2], [3], False)], id="asked and cancelled"),
-        pytest.param(False, [3, 4, 5], [("a", [], [3, 4, 5], True)], id="never asked, finished"),
+        pytest.param(False, [3, 4, 5], [(None, [], [3, 4, 5], True)], id="never asked, finished"),
         pytest.param(False, None, [], id="never asked, cancelled"),
         pytest.param(False, [], [], id="never asked, finished without a word"),
     ],
