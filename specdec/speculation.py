@@ -179,7 +179,7 @@ class Speculation:
         """Learn what a step in which anyone decodes costs; drafting has its own clock."""
         if rows := sum(part.decodes for part in parts):
             tokens = sum(len(part.tree) for part in parts)
-            self.policy.steps.observe(rows, tokens, sum(seconds.values()) - seconds["draft"])
+            self.policy.observe_step(rows, tokens, sum(seconds.values()) - seconds["draft"])
 
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""

@@ -9,6 +9,7 @@ from statistics import median
 KEPT = 7
 """Samples of a cell whose median counts: enough to ignore a hiccup, few enough to follow the machine."""
 
+EXACT = 64
 STALE = 200
 """Steps after which an older time says nothing of the machine as it is."""
 
@@ -84,11 +85,11 @@ class Line:
         self._points: list[tuple[float, float]] = []
 
     def add(self, tokens: int, seconds: float, step: int) -> None:
-        """Note one time. Widths of one bucket share a point, where their own medians lie.
+        """Note one time. Widths of one key share a point, where their own medians lie.
 
         What a point has from long before is forgotten.
         """
-        key = bucket(tokens)
+        key = _width_key(tokens)
         i = bisect_left(self._keys, key)
         if i == len(self._keys) or self._keys[i] != key:
             self._keys.insert(i, key)
@@ -103,8 +104,9 @@ class Line:
 
     def settled(self, tokens: int) -> float | None:
         """Return the median at a width that was tried often enough to be trusted, and lately."""
-        i = bisect_left(self._keys, bucket(tokens))
-        known = i < len(self._keys) and self._keys[i] == bucket(tokens) and len(self._kept[i]) > KEPT // 2
+        key = _width_key(tokens)
+        i = bisect_left(self._keys, key)
+        known = i < len(self._keys) and self._keys[i] == key and len(self._kept[i]) > KEPT // 2
         return self._points[i][1] if known else None
 
     @property
@@ -129,3 +131,8 @@ class Line:
 def bucket(count: int) -> int:
     """Put counts within a fifth of each other together."""
     return round(4 * log2(count))
+
+
+def _width_key(tokens: int) -> int:
+    """Tell narrow widths apart, for one token more may cost a tile more; put wide ones together."""
+    return tokens if tokens <= EXACT else EXACT + bucket(tokens)

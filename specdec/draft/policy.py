@@ -48,6 +48,8 @@ class Policy:
         """Part of this step's drafting that is a probe."""
         self._aside: int | None = None
         """The row that is probed beside others that draft: its first guess is judged, not verified."""
+        self._tried_s: float | None = None
+        """What this step would have taken without the nodes that are verified as a probe."""
         self._plans = 0
         self._drafted = 0
         """Steps since the last without a draft."""
@@ -66,9 +68,15 @@ class Policy:
         self.drafts.add((shape, bucket(rows)), seconds)
         self.drafts.add(shape, seconds)
 
+    def observe_step(self, rows: int, tokens: int, seconds: float) -> None:
+        """Note what a step took beside its drafting."""
+        if self._tried_s is not None:
+            self._owed_s += max(seconds - self._tried_s, 0.0)
+        self.steps.observe(rows, tokens, seconds)
+
     def plan(self, batch: Batch, rows: Sequence[TrackRecord], room: Sequence[int]) -> list[Shape | None]:
         """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go."""
-        self._probe, self._aside = 0.0, None
+        self._probe, self._aside, self._tried_s = 0.0, None, None
         self._plans += 1
         if not self.adaptive:
             return [_within(self.bounds, deep) for deep in room]
@@ -122,7 +130,7 @@ class Policy:
                     best, chosen, width = rate, count, nodes
         if not chosen and (self._probe or self._owed_s < 0):
             chosen, width = 1, min(widest, 3)
-            self._owed_s += self.steps.predict(batch.rows, batch.tokens + width) - none_s
+            self._tried_s = none_s
         self._drafted = self._drafted + 1 if chosen else 0
         kept = _highest([own[min(width, len(own) - 1)] for own in sums], chosen)
         return [p.best(width) if i in kept else Proposal.EMPTY for i, p in enumerate(proposals)]

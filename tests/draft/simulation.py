@@ -100,7 +100,7 @@ class World:
         kept = self.policy.cut(batch, proposals)
         width = rows + sum(map(len, kept))
         verify_ms = self._jitter(self.costs.verify(width))
-        self.policy.steps.observe(rows, width, verify_ms)
+        self.policy.observe_step(rows, width, verify_ms)
         for row, (shape, proposal, own) in enumerate(zip(shapes, proposals, kept, strict=True)):
             emitted = self._emit(proposal, own, self.rate(row, self.steps))
             outcome.tokens += len(emitted)
