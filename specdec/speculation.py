@@ -200,12 +200,12 @@ class Speculation:
         for drafter in self.drafters:
             drafter.lose(request.number)
 
-    def end(self, request: Request) -> None:
-        """Hear that a request is over."""
+    def end(self, request: Request, *, shared: bool = True) -> None:
+        """Hear that a request is over; what it said serves later ones, unless it is not to be shared."""
         self._tracks.pop(request.number, None)
         self._told.pop(request.number, None)
         self._distrusted.discard(request.number)
-        output = request.tokens[request.prompt_length :] if request.finish_reason else None
+        output = request.tokens[request.prompt_length :] if request.finish_reason and shared else None
         for drafter in self.drafters:
             drafter.end(request.number, request.tokens[: request.prompt_length], output)
 

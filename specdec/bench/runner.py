@@ -4,12 +4,14 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specdec.bench.peers import Sample
 from specdec.build import assemble, build
 from specdec.config import EngineConfig, SamplingParams
+from specdec.errors import ConfigError
 from specdec.outputs import Delta
 from specdec.request import Request
 from specdec.verify.choose import Chooser
@@ -38,6 +40,8 @@ class EngineRunner:
         decoding while every row takes part in them.
         """
         loop = self.model.loop
+        # Each run reads the same prompts: drafting what the last one said would measure its replay.
+        loop.scheduler.on_end = partial(loop.speculation.end, shared=False)
         requests = [self._request(row, prompt, 1 + new_tokens) for row, prompt in enumerate(prompts)]
         for request in requests:
             loop.scheduler.submit(request)
@@ -54,8 +58,14 @@ class EngineRunner:
             elif decoding:
                 step_s.append(took_s)
                 tokens += sum(request.output_length for request in requests) - before
+        if not step_s:
+            raise ConfigError(
+                f"batch: no step had all {len(prompts)} rows decoding, for the first ended before the last "
+                "had been read; lower batch, or raise new_tokens or memory_bytes.",
+                field="batch",
+            )
         outputs = (tuple(request.tokens[request.prompt_length :]) for request in requests)
-        per_step = tokens / (len(step_s) * len(requests)) if step_s else 1.0
+        per_step = tokens / (len(step_s) * len(requests))
         return Sample(prefill_s, tuple(step_s), tuple(outputs), per_step)
 
     def _request(self, row: int, prompt: Sequence[int], max_tokens: int) -> Request:

@@ -9,11 +9,13 @@ import torch
 from specdec.bench import throughput
 from specdec.bench.bandwidth import BandwidthProbe
 from specdec.bench.peers import Sample
+from specdec.bench.random_model import shape_config, write_random_checkpoint
 from specdec.bench.runner import EngineRunner
 from specdec.bench.throughput import EXCUSED_GAP
 from specdec.bench.windows import Probe
 from specdec.cli import main
 from specdec.config import EngineConfig
+from specdec.errors import ConfigError
 
 SIZES = ["--batch", "1,3", "--prompt-tokens", "5,33", "--new-tokens", "4"]
 CASES = [(1, 5), (1, 33), (3, 5), (3, 33)]
@@ -110,3 +112,18 @@ def test_a_wrong_window_shows_no_figure(
     assert run(hybrid, "--window", "8") == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "off by" in captured.err
+
+
+def test_a_run_does_not_draft_what_the_last_one_said(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, shape_config("tiny"), seed=0)
+    runner = EngineRunner(tmp_path, EngineConfig(draft="suffix", adaptive=False, max_model_len=64))
+    lengths = [runner.run([[5, 6, 7]], 24).tokens_per_step for _ in range(3)]
+    assert lengths[0] == lengths[1] == lengths[2] < 2
+
+
+def test_a_batch_that_never_decodes_together_is_refused_by_name(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, shape_config("tiny"), seed=0)
+    runner = EngineRunner(tmp_path, EngineConfig(draft="none", chunk_tokens=4, max_model_len=64))
+    with pytest.raises(ConfigError, match="lower batch") as caught:
+        runner.run([[5, 6, 7]] * 12, 2)
+    assert caught.value.field == "batch"
