@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -98,7 +99,6 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
 def _refuse_unbuilt(config: EngineConfig) -> None:
     """Refuse by name what the configuration can say and this version cannot do."""
     for field, supported in (
-        ("kernels", ("auto", "native", "cpu", "reference")),
         ("prefix_cache", (False,)),
         ("draft_model", (None,)),
     ):
@@ -182,17 +182,20 @@ def _device(name: str) -> torch.device:
 
 
 def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Prefer the C forms where they can serve; a name that is given is taken at its word."""
-    if name not in ("auto", "native"):
-        return name
-    can_serve = device.type == "cpu" and dtype in SUFFIX and library() is not None
-    if name == "native" and not can_serve:
-        raise ConfigError(
-            "kernels: 'native' needs a CPU, float32 or bfloat16, and a C compiler (cc, gcc, clang or $CC); "
-            "use kernels='cpu'.",
-            field="kernels",
-        )
-    return "native" if can_serve else "cpu"
+    """Prefer the C forms on a CPU and Triton's on a GPU; a name that is given is taken at its word."""
+    preferred = ("native" if device.type == "cpu" else "triton") if name == "auto" else name
+    if preferred == "native":
+        serves = device.type == "cpu" and dtype in SUFFIX and library() is not None
+        needs = "a CPU, float32 or bfloat16, and a C compiler (cc, gcc, clang or $CC)"
+    elif preferred == "triton":
+        runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+        serves = runs and dtype != torch.float64 and find_spec("triton") is not None
+        needs = "a CUDA device, the triton package, and another dtype than float64"
+    else:
+        return preferred
+    if name != "auto" and not serves:
+        raise ConfigError(f"kernels: {name!r} needs {needs}; use kernels='cpu'.", field="kernels")
+    return preferred if serves else "cpu"
 
 
 def _dtype(name: str, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:

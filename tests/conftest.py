@@ -6,8 +6,14 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 from specdec.bench.random_model import write_random_checkpoint
+from tests.kernels import interpreter
+
+if not torch.cuda.is_available():
+    # Before any kernel is defined: they are made for the interpreter, or for a GPU.
+    interpreter.install()
 
 # How long an example takes says more of the machine than of the code.
 hypothesis.settings.register_profile("specdec", deadline=None)

@@ -23,12 +23,17 @@ OPERATIONS = {
 }
 """Every operation's folder and the functions that each of its implementations must have."""
 
-NATIVE = {
-    "pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
-    "recurrent": ("causal_conv", "path_conv", "recur", "delta_net", "path_keys"),
-    "attention": ("self_attention",),
+SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
+    "native": {
+        "native.pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
+        "native.recurrent": ("causal_conv", "path_conv", "recur", "delta_net", "path_keys"),
+        "native.attention": ("self_attention",),
+    },
+    "triton": {
+        "norm.triton": ("rms_norm", "add_rms_norm", "gated_norm"),
+    },
 }
-"""What `native` does in C for narrow windows; the rest of it is `cpu`."""
+"""What `native` does in C for narrow windows, and `triton` on a GPU; the rest of both is `cpu`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +66,12 @@ class Kernels:
 
 
 def load_kernels(name: str) -> Kernels:
-    """Collect the functions of one implementation: `reference`, `cpu` or `native`."""
+    """Collect the functions of one implementation: `reference`, `cpu`, `native` or `triton`."""
+    special = SPECIAL.get(name, {})
+    folders = {f"{operation}.{'cpu' if special else name}": own for operation, own in OPERATIONS.items()}
     found: dict[str, Any] = {}
-    for operation, functions in OPERATIONS.items():
-        module = import_module(f"specdec.kernels.{operation}.{'cpu' if name == 'native' else name}")
+    for file, functions in (folders | special).items():
+        module = import_module(f"specdec.kernels.{file}")
         found |= {function: getattr(module, function) for function in functions}
-    if name == "native":
-        for name_of_file, functions in NATIVE.items():
-            module = import_module(f"specdec.kernels.native.{name_of_file}")
-            found |= {function: getattr(module, function) for function in functions}
     assert found.keys() == {field.name for field in fields(Kernels)} - {"name"}
     return Kernels(name, **found)

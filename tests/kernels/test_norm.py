@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from specdec.kernels.native import pointwise
-from specdec.kernels.norm import cpu, reference
+from specdec.kernels.norm import cpu, reference, triton
 from tests.tolerances import BFLOAT16_EQUAL, KERNEL
 
 EPS = 1e-6
@@ -35,17 +35,19 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def test_rms_norm_equals_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = draw(*shape, dtype=dtype)
     for weight_D in (draw(shape[-1], dtype=own, seed=1) for own in (torch.float32, dtype)):
-        actual = cpu.rms_norm(x, weight_D, EPS)
-        assert_close(actual, reference.rms_norm(x, weight_D, EPS))
+        expected = reference.rms_norm(x, weight_D, EPS)
+        assert_close(cpu.rms_norm(x, weight_D, EPS), expected)
+        if dtype != torch.float64:
+            assert_close(triton.rms_norm(x, weight_D, EPS), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 513])
 def test_rms_norm_reads_strided_heads(tokens: int) -> None:
     query_THD, _ = draw(tokens, 3, 130, dtype=torch.float32).chunk(2, dim=-1)
     weight_D = draw(65, dtype=torch.float32, seed=1)
-    assert_close(
-        cpu.rms_norm(query_THD, weight_D, EPS), reference.rms_norm(query_THD.contiguous(), weight_D, EPS)
-    )
+    expected = reference.rms_norm(query_THD.contiguous(), weight_D, EPS)
+    for ops in (cpu, triton):
+        assert_close(ops.rms_norm(query_THD, weight_D, EPS), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -68,14 +70,15 @@ def test_gated_norm_equals_reference(
     gate_TD = draw(tokens, runs * size + 9, dtype=dtype, seed=1)[:, 9:]
     weight_D = draw(size if shared else runs * size, dtype=dtype, seed=2)
     expected = reference.gated_norm(x_TD, gate_TD, weight_D, EPS, size, gate_first=gate_first)
-    actual = cpu.gated_norm(x_TD, gate_TD, weight_D, EPS, size, gate_first=gate_first)
-    assert actual.dtype == dtype
-    assert_close(actual, expected)
+    for ops in (cpu, triton) if dtype != torch.float64 else (cpu,):
+        actual = ops.gated_norm(x_TD, gate_TD, weight_D, EPS, size, gate_first=gate_first)
+        assert actual.dtype == dtype
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ops", [cpu, pointwise, reference])
+@pytest.mark.parametrize("ops", [cpu, pointwise, reference, triton])
 def test_norms_equal_transformers(ops: ModuleType, dtype: torch.dtype, tokens: int) -> None:
     x_TD, gate_TD = (draw(tokens, 4 * 32, dtype=dtype, seed=seed) for seed in (1, 2))
     wide_TD = draw(tokens, 4 * 32, dtype=torch.float32, seed=4)

@@ -1,0 +1,76 @@
+"""Triton's interpreter, with bfloat16 put right: it takes the bits of that type for whole numbers.
+
+Importing this must come before any kernel is defined; conftest does it where there is no GPU.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def install() -> None:
+    """Run kernels on CPU tensors from now on."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+    from triton.runtime.interpreter import TensorHandle
+
+    def is_narrow(handle: Any) -> bool:
+        return bool(handle.dtype.scalar == tl.bfloat16)
+
+    def widen(handle: Any) -> Any:
+        return TensorHandle(_wide(handle.data), tl.float32) if is_narrow(handle) else handle
+
+    compare = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
+    dot, binary, unary = Builder.create_dot, Builder.binary_op, Builder.unary_op
+    cast, to_float = Builder.cast_impl, Builder.create_fp_to_fp
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widen(a), widen(b), *rest)
+
+    def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
+        if not is_narrow(left):
+            return binary(self, left, right, op)
+        result = op(_wide(left.data), _wide(right.data))
+        return TensorHandle(result, tl.int1) if op in compare else TensorHandle(_narrow(result), tl.bfloat16)
+
+    def unary_op(self: Any, value: Any, op: Any) -> Any:
+        if not is_narrow(value):
+            return unary(self, value, op)
+        return TensorHandle(_narrow(op(_wide(value.data))), tl.bfloat16)
+
+    def cast_impl(self: Any, value: Any, to: Any) -> Any:
+        if to.scalar == tl.bfloat16 and value.dtype.scalar == tl.float32:
+            return TensorHandle(_narrow(value.data), tl.bfloat16)
+        if not is_narrow(value) or to.scalar == tl.bfloat16:
+            return cast(self, value, to)
+        return widen(value) if to.scalar == tl.float32 else cast(self, widen(value), to)
+
+    def create_fp_to_fp(self: Any, value: Any, to: Any, rounding: Any) -> Any:
+        if value.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16 and rounding is None:
+            return TensorHandle(_narrow(value.data), tl.bfloat16)
+        return to_float(self, value, to, rounding)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return TensorHandle(_narrow(np.array([value], np.float32)), tl.bfloat16)
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # A number is an array of one entry here, which NumPy no longer takes for an index.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch_tensor
+    Builder.create_dot, Builder.binary_op, Builder.unary_op = create_dot, binary_op, unary_op
+    Builder.cast_impl, Builder.create_fp_to_fp, Builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
+
+
+def _wide(bits: Any) -> Any:
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(values: Any) -> Any:
+    wide = torch.from_numpy(np.ascontiguousarray(np.asarray(values, np.float32)))
+    return wide.to(torch.bfloat16).view(torch.uint16).numpy()
