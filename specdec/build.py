@@ -2,15 +2,20 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from specdec.config import EngineConfig
+from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter
 from specdec.draft.head import HeadDrafter
 from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.policy import Policy
 from specdec.draft.suffix import SuffixDrafter
+from specdec.draft.uniform import UniformPolicy
 from specdec.kernels.linear.cpu import describe
 from specdec.kernels.table import load_kernels
 from specdec.loop import DecodeLoop
@@ -22,6 +27,14 @@ from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
+from specdec.streak.drafting import DeviceDrafter
+from specdec.streak.form import Form
+from specdec.streak.graphs import Graphs
+from specdec.streak.pack import Packer
+from specdec.streak.rows import Extent, Rows
+from specdec.streak.runner import Runner
+from specdec.streak.step import DeviceStep
+from specdec.streak.streak import IN_FLIGHT, Run, Streak, run_as_it_stands
 from specdec.text import Tokenizer, load_tokenizer
 from specdec.warmup import warm_up
 
@@ -45,6 +58,8 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
     tokenizer = load_tokenizer(checkpoint.folder)
     num_bytes = sum(checkpoint.info(name).bytes for name in checkpoint.names())
     settings = resolve(config, network_spec, stored_dtype(checkpoint.config), num_bytes)
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
     wants_head = "mtp" in settings.drafters
     weights = open_weights(
         checkpoint, network_spec, dtype=settings.dtype, device=settings.device, mtp=wants_head
@@ -80,7 +95,32 @@ def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> Deco
     loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
     if settings.drafters and settings.adaptive:
         warm_up(loop, settings.max_model_len)
+    if settings.graphs:
+        loop.runner = _runner(loop, network, settings)
     return loop
+
+
+def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
+    """Make what decides steps on the device."""
+    head, bounds = loop.speculation.head, settings.bounds if settings.drafters else None
+    on_host = settings.device.type == "cpu"
+    pack = Packer(network.kernels, loop.conv_width, settings.max_model_len, on_host)
+    drafter = DeviceDrafter(head.head, network.kernels, loop.arena, pack) if head else None
+    snapshots = settings.slots == "snapshot"
+    step = DeviceStep(network, drafter, loop.arena, pack, snapshots=snapshots, rates=settings.synthetic)
+    nodes, path = (bounds.num_draft_tokens, bounds.num_steps + 1) if bounds else (1, 1)
+    ahead = (IN_FLIGHT + 2) * nodes + (max(nodes, bounds.topk * bounds.num_steps) if bounds else 0)
+    blocks = settings.layout.blocks_for(settings.max_model_len + ahead)
+    extent = Extent(settings.max_running, nodes, path, max(blocks, 1), network.spec.hidden)
+    table = (head.calibrator if head else Calibrator()).table()
+    make_rows = partial(Rows.empty, extent, settings.dtype, table, settings.device)
+    rows, policy = make_rows(), UniformPolicy(bounds, adaptive=settings.adaptive)
+    run: Run = partial(run_as_it_stands, step, rows)
+    if settings.device.type == "cuda":
+        run = graphs = Graphs(step, rows, make_rows)
+        graphs.capture([Form(shape, greedy=False) for shape in policy.shapes])
+    streak = Streak(step, rows, extent, run, loop.arena, loop.scheduler, head)
+    return Runner(streak, policy, loop.scheduler, loop.speculation, loop.counts, loop.emit_whole)
 
 
 def _drafter(

@@ -19,6 +19,7 @@ class Cell:
     drafter: str
     shape: str
     backing: str
+    steps: str
     family: str
     sampling: str
     batch: str
@@ -28,12 +29,16 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "drafter": ("none", "mtp", "ngram", "suffix", "auto", "eagle"),
     "shape": ("chain", "tree"),
     "backing": ("record", "snapshot"),
+    "steps": ("host", "device"),
     "family": ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
     "sampling": ("greedy", "temperature", "filters", "penalties", "logit_bias", "logprobs", "stop"),
     "batch": ("alone", "mixed", "preempted"),
 }
-"""`filters` are top-k, top-p and min-p; a `mixed` step reads prompts beside decoding rows."""
+"""`filters` are top-k, top-p and min-p; a `mixed` step reads prompts beside decoding rows. With graphs, the
+`device` decides the steps in which it can."""
 TITLES: Mapping[str, str] = {
+    "host": "no graphs",
+    "device": "graphs",
     "qwen3": "Qwen3",
     "qwen3_next": "Qwen3-Next",
     "qwen3_5": "Qwen3.5",
@@ -76,6 +81,11 @@ SYNTHETIC_LOOKUP = Refusal(
     "look-ups draft only where the text repeats itself, so no length can be promised of them",
     "use draft='mtp', on a model that has a multi-token head",
 )
+GRAPHS_LOOKUP = Refusal(
+    "graphs",
+    "steps that the device decides alone cannot look text up, which the host does",
+    "use draft='mtp' or 'none', or leave it out",
+)
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",
     "with synthetic_acceptance drafts are accepted whatever the model thinks of them",
@@ -83,10 +93,14 @@ SYNTHETIC_LOGPROBS = Refusal(
 )
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
 
+GRAPHED: tuple[tuple[str, ...], ...] = ((), ("mtp",))
+"""Who may draft in steps that the device decides alone."""
+
 RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
     ({"drafter": "eagle"}, NO_EAGLE),
     ({"drafter": "mtp", "family": "qwen3"}, NO_HEAD),
     ({"drafter": "none", "shape": "tree"}, NO_DRAFT),
+    *(({"drafter": drafter, "steps": "device"}, GRAPHS_LOOKUP) for drafter in ("ngram", "suffix", "auto")),
 )
 """Cells that have all of these values are refused."""
 
@@ -102,15 +116,18 @@ def refusal(cell: Cell) -> Refusal | None:
     return next((why for where, why in RULES if where.items() <= own.items()), None)
 
 
-def resolve_drafters(draft: str, network: spec.Network, *, synthetic: bool = False) -> tuple[str, ...]:
+def resolve_drafters(
+    draft: str, network: spec.Network, *, synthetic: bool = False, graphs: bool = False
+) -> tuple[str, ...]:
     """Say who drafts. `auto` asks the model's own head, where there is one, and looks text up.
 
-    Where drafts are accepted at given rates it is the head alone, which always has some to offer.
+    Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
+    the engine chose that the device decides steps alone, for it cannot look anything up.
     """
     has_head = bool(network.mtp)
     if synthetic and (draft in ("ngram", "suffix") or (draft == "auto" and not has_head)):
         raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
-    if synthetic and draft == "auto":
+    if draft == "auto" and has_head and (synthetic or graphs):
         return ("mtp",)
     if draft == "none":
         return ()
@@ -131,14 +148,17 @@ def check_request(params: SamplingParams, *, synthetic: bool) -> None:
 def readme_table() -> str:
     """Render what is supported as the README shows it; drafters that can do the same share a row."""
     heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
-    marked = [(axis, value) for axis in ("shape", "backing") for value in AXES[axis]]
+    marked = [(axis, value) for axis in ("shape", "backing", "steps") for value in AXES[axis]]
     sharing: dict[tuple[str, ...], list[str]] = {}
     for drafter in AXES["drafter"]:
         found = [cell for cell in cells() if cell.drafter == drafter and not refusal(cell)]
         marks = ["yes" if any(getattr(c, axis) == v for c in found) else "–" for axis, v in marked]
         lists = [_listed(axis, {getattr(cell, axis) for cell in found}) for axis in LISTED]
         sharing.setdefault((*marks, *lists), []).append(f"`{drafter}`")
-    rows = [["drafter", *(value for _, value in marked), *heads], ["---"] * (1 + len(marked) + len(heads))]
+    rows = [
+        ["drafter", *(TITLES.get(value, value) for _, value in marked), *heads],
+        ["---"] * (1 + len(marked) + len(heads)),
+    ]
     rows += [[", ".join(drafters), *own] for own, drafters in sharing.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -152,7 +152,9 @@ def _figures(stats: RequestStats) -> str:
 def _earned(stats: RequestStats) -> str:
     """Say what drafts gave and took."""
     depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
-    spent = ", ".join(f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items())
+    spent = ", ".join(
+        f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
+    )
     return (
         f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
         f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps, by depth {depths}; "

@@ -183,6 +183,7 @@ class EngineConfig(Settings):
     kernels: Literal["auto", "reference", "cpu", "native", "triton"] = Field(
         "auto", description="auto, reference, cpu, native or triton"
     )
+    graphs: bool | None = Field(None, description="True, False, or None (on a GPU)")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="a whole number of 64 bits, or None")
     synthetic_acceptance: Annotated[float, Field(ge=1)] | list[Rate] | None = Field(
         None, description="an acceptance length of at least 1, a list of rates by depth from 0 to 1, or None"

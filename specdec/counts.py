@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-PHASES = ("draft", "verify", "commit", "rest")
+PHASES = ("draft", "verify", "commit", "rest", "whole")
+"""Of a step; `whole` is the time of those that the device ran from end to end."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The decode loop: plan, draft, run the network over one window, choose, walk, commit, emit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import settle
 from specdec.state_slots.window import Window, build_window, record_ids
+from specdec.streak.runner import Runner
 from specdec.verify.choose import NO_TOKEN, Choice, choose
 from specdec.verify.synthetic import synthetic_walk
 from specdec.verify.walk import AcceptedPath, walk
@@ -38,14 +39,18 @@ class DecodeLoop:
         self.speculation = speculation
         self.conv_width = max((s.conv_inputs + 1 for s in arena.layout.states), default=1)
         self.counts = Counts()
+        self.runner: Runner | None = None
+        """Takes over the steps that the device can decide, if any may."""
         scheduler.reclaim, scheduler.on_lose, scheduler.on_end = self.fold, speculation.lose, speculation.end
 
     @torch.inference_mode()
     def step(self) -> None:
         """Advance every request that takes part by one window."""
+        if self.runner and self.runner.go_on():
+            return
         clock = Clock()
         plan = self.scheduler.plan()
-        if not plan.shares:
+        if not plan.shares or (self.runner and self.runner.begin(plan.shares)):
             return
         clock.lap("rest")
         parts = build_parts(plan.shares, self.speculation.draft(plan.shares))
@@ -59,7 +64,7 @@ class DecodeLoop:
         self._commit(parts, paths, window, hidden_TD)
         clock.lap("commit")
         for part, path, own in zip(parts, paths, choices, strict=True):
-            self._emit(part, path, own, clock)
+            self._emit(part, path, own, clock.seconds)
         clock.lap("rest")
         if any(part.decodes for part in parts):
             self.counts.spend(clock.seconds)
@@ -134,7 +139,13 @@ class DecodeLoop:
         to_BP = length_B1 + torch.arange(longest)
         self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
 
-    def _emit(self, part: Part, path: AcceptedPath, choices: dict[int, Choice], clock: Clock) -> None:
+    def emit_whole(self, part: Part, path: AcceptedPath, took_s: float) -> None:
+        """Give a request the tokens of a step that the device ran from end to end."""
+        self._emit(part, path, {}, {"whole": took_s})
+
+    def _emit(
+        self, part: Part, path: AcceptedPath, choices: dict[int, Choice], seconds: Mapping[str, float]
+    ) -> None:
         """Give a request its tokens and its caller what they make."""
         request = part.request
         if not path.emitted:
@@ -144,12 +155,12 @@ class DecodeLoop:
             request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
             return
         self.speculation.learn(request, path.emitted)
-        logprobs = [_logprob(choices[node]) for node in path.nodes if node in choices]
+        logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
         kept = request.accept(list(zip(path.emitted, logprobs, strict=True)))
         if part.decodes:
             part.count(request.counts, path, kept)
             part.count(self.counts, path, kept)
-            request.counts.spend(clock.seconds)
+            request.counts.spend(seconds)
         if request.finish_reason:
             # What has ended gives its memory back before anyone hears of it.
             self.scheduler.release(request)
@@ -169,7 +180,7 @@ class DecodeLoop:
         return bool(held) or any(trimmed)
 
 
-def _logprob(choice: Choice) -> TokenLogprob | None:
-    if choice.logprob is None:
+def _logprob(choice: Choice | None) -> TokenLogprob | None:
+    if choice is None or choice.logprob is None:
         return None
     return TokenLogprob(choice.token, choice.logprob.chosen, choice.logprob.top)

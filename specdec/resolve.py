@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.capabilities import resolve_drafters
+from specdec.capabilities import GRAPHED, GRAPHS_LOOKUP, resolve_drafters
 from specdec.config import MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
@@ -50,6 +50,8 @@ class Resolved:
     slots: str
     synthetic: tuple[float, ...] | None
     """Rates by depth at which drafts are accepted whatever they say."""
+    graphs: bool = False
+    """Whether steps in which every row decodes are the device's to decide, captured where it is a GPU."""
 
 
 def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, stored_bytes: int) -> Resolved:
@@ -58,7 +60,15 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, stored, stored_bytes)
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    drafters = resolve_drafters(config.draft, network, synthetic=config.synthetic_acceptance is not None)
+    graphs = device.type == "cuda" if config.graphs is None else config.graphs
+    synthetic = config.synthetic_acceptance is not None
+    drafters = resolve_drafters(
+        config.draft, network, synthetic=synthetic, graphs=graphs and config.graphs is None
+    )
+    if drafters not in GRAPHED:
+        if config.graphs:
+            raise ConfigError(str(GRAPHS_LOOKUP), field=GRAPHS_LOOKUP.field)
+        graphs = False
     layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype)
     bounds = _bounds(config)
     longest = config.max_model_len or network.max_length
@@ -91,6 +101,7 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         adaptive=config.adaptive,
         slots=config.slots,
         synthetic=_synthetic(config, bounds),
+        graphs=graphs,
     )
     logger.info("settings: %s", settings)
     return settings

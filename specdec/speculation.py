@@ -80,7 +80,7 @@ class Speculation:
             return drafts
         requests = [shares[i].request for i in decoding]
         batch = Batch(len(decoding), sum(share.count for share in shares))
-        tracks = [self._track(request) for request in requests]
+        tracks = [self.track_of(request) for request in requests]
         rooms = [0 if r.number in self._distrusted else r.room - 1 for r in requests]
         self._distrusted.difference_update(request.number for request in requests)
         shapes = self._fitting(requests, self.policy.plan(batch, tracks, rooms))
@@ -98,7 +98,7 @@ class Speculation:
         merged = [Proposal.EMPTY] * len(requests)
         if not wanted:
             return merged
-        wants = [_want(requests[i], shapes[i]) for i in wanted]
+        wants = [want_of(requests[i], shapes[i]) for i in wanted]
         self._requests = {request.number: request for request in requests}
         behind = max(
             len(want.tokens) - self._told.get(requests[i].number, 0)
@@ -123,7 +123,7 @@ class Speculation:
         """Let the head read what it has of requests that draft nothing, before that grows too large."""
         full = [share.request for share in shares if self._is_full(share.request)]
         if self.head and full:
-            self.head.propose([_want(request, None) for request in full])
+            self.head.propose([want_of(request, None) for request in full])
 
     def _is_full(self, request: Request) -> bool:
         return self.head is not None and self.head.is_full(request.number)
@@ -173,7 +173,7 @@ class Speculation:
             judged = proposal.above(len(emitted))
             drafter.calibrator.observe(judged, judged.follow(emitted))
         depth = min(max(asked.merged.depths, default=0), len(emitted))
-        self._track(request).observe(asked.shape, depth, len(asked.merged.follow(emitted)))
+        self.track_of(request).observe(asked.shape, depth, len(asked.merged.follow(emitted)))
 
     def observe_step(self, parts: Sequence[Part], seconds: Mapping[str, float]) -> None:
         """Learn what a step in which anyone decodes costs; drafting has its own clock."""
@@ -194,6 +194,16 @@ class Speculation:
         """Let a request decode by itself in the next step: its last draft made the target's numbers NaN."""
         self._distrusted.add(request.number)
 
+    def is_distrusted(self, request: Request) -> bool:
+        """Tell whether its next token is to be tried without a draft."""
+        return request.number in self._distrusted
+
+    def propose(self, request: Request, shape: Shape | None, proposal: Proposal) -> None:
+        """Hear what was drafted elsewhere for a request, and verified; None: nothing to learn from."""
+        self._asked.pop(request.number, None)
+        if shape and self.head:
+            self._asked[request.number] = Asked(shape, ((self.head, proposal),), proposal)
+
     def lose(self, request: Request) -> None:
         """Hear that a request's memory went back to the arena."""
         self._told.pop(request.number, None)
@@ -209,13 +219,14 @@ class Speculation:
         for drafter in self.drafters:
             drafter.end(request.number, request.tokens[: request.prompt_length], output)
 
-    def _track(self, request: Request) -> TrackRecord:
+    def track_of(self, request: Request) -> TrackRecord:
+        """Return what drafts have earned for a request."""
         if request.number not in self._tracks:
             self._tracks[request.number] = TrackRecord(self.track)
         return self._tracks[request.number]
 
 
-def _want(request: Request, shape: Shape | None) -> Want:
+def want_of(request: Request, shape: Shape | None) -> Want:
     """Say what a drafter may know of a request: up to the token behind what the target has read."""
     tokens = request.tokens if request.owed == 1 else request.tokens[: request.computed + 1]
     return Want(request.number, request.prompt_length, tokens, request.table_N, shape)

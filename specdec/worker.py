@@ -5,6 +5,8 @@ import queue
 import threading
 from collections.abc import Iterable
 
+import torch
+
 from specdec.errors import EngineError
 from specdec.loop import DecodeLoop
 from specdec.request import Request
@@ -45,6 +47,8 @@ class Worker:
 
     def _run(self) -> None:
         error = EngineError("The engine was closed while this request ran.")
+        if self._loop.device.type == "cuda":
+            torch.cuda.set_device(self._loop.device)  # kernels go to the thread's device, not to the tensors'
         try:
             while not self._closing:
                 self._receive(wait=not self._loop.scheduler.has_work)

@@ -47,11 +47,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_every_refused_cell_is_refused_in_the_tables_words(folders: dict[str, Path]) -> None:
-    refused = {(c.family, c.drafter, c.shape, c.backing): why for c in cells() if (why := refusal(c))}
+    refused = {
+        (c.family, c.drafter, c.shape, c.backing, c.steps): why for c in cells() if (why := refusal(c))
+    }
     assert len(refused) > 20
-    for (family, drafter, shape, backing), why in refused.items():
+    for (family, drafter, shape, backing, steps), why in refused.items():
+        fields = {"topk": SHAPES[shape]["topk"], "graphs": steps == "device"}
         with pytest.raises(ConfigError) as caught:
-            SpecEngine(folders[family], draft=drafter, slots=backing, topk=SHAPES[shape]["topk"])
+            SpecEngine(folders[family], draft=drafter, slots=backing, **fields)
         assert caught.value.field == why.field
         assert str(caught.value) == str(why)
 

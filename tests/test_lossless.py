@@ -26,7 +26,7 @@ from tests.lossless import (
 from tests.tolerances import FLOAT64_LOGITS
 
 Cases = Callable[[str], tuple[Path, list[Case]]]
-Group = tuple[str, str, str, str]
+Group = tuple[str, str, str, str, str]
 BATCHES = AXES["batch"]
 
 
@@ -50,11 +50,11 @@ def groups() -> Mapping[Group, list[Cell]]:
     found: dict[Group, list[Cell]] = {}
     for cell in cells():
         if not refusal(cell):
-            key = cell.family, cell.drafter, cell.shape, cell.backing
+            key = cell.family, cell.drafter, cell.shape, cell.backing, cell.steps
             found.setdefault(key, []).append(cell)
     oracles = {
-        (family, "oracle", shape, backing): [replace(cell, drafter="oracle") for cell in own]
-        for (family, drafter, shape, backing), own in found.items()
+        (family, "oracle", *rest): [replace(cell, drafter="oracle") for cell in own]
+        for (family, drafter, *rest), own in found.items()
         if drafter == "ngram"
     }
     return found | oracles
@@ -65,11 +65,11 @@ GROUPS = groups()
 
 @pytest.mark.parametrize("group", GROUPS, ids="-".join)
 def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group: Group) -> None:
-    family, drafter, shape, backing = group
+    family, drafter, shape, backing, steps = group
     folder, cases = plain(family)
     by_length = sorted(cases, key=lambda case: len(case.said[0].token_ids))
     longest = list({case.feature: case for case in by_length}.values())
-    fields = {**SHAPES[shape], "slots": backing}
+    fields = {**SHAPES[shape], "slots": backing, "graphs": steps == "device"}
     found: dict[str, tuple[Sequence[Case], Sequence[Sequence[Completion]]]] = {}
     with drafting_engine(folder, drafter, cases, chunk_tokens=512, **fields) as (engine, _):
         found["alone"] = longest, [own for case in longest for own in generate(engine, [case])]
@@ -77,6 +77,8 @@ def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group:
     with drafting_engine(folder, drafter, cases, chunk_tokens=5, **fields) as (engine, seen):
         found["mixed"] = cases, generate(engine, cases)
         assert seen.mixed > 0 or drafter == "none"
+        runner = engine.model.loop.runner
+        assert (runner.steps if runner else 0) > 0 or steps == "host"
     # Room for three, and even they must give their memory back once.
     memory = memory_for(layout, sequences=3, blocks=10)
     with drafting_engine(folder, drafter, cases, chunk_tokens=64, memory_bytes=memory, **fields) as (
@@ -89,7 +91,7 @@ def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group:
     for batch, (asked, own) in found.items():
         assert differences(asked, own, within=LOGPROBS if family != "nemotron_h" else FLOAT64_LOGITS) == []
         visited |= {
-            Cell(drafter, shape, backing, family, case.feature, batch)
+            Cell(drafter, shape, backing, steps, family, case.feature, batch)
             for case, done in zip(asked, own, strict=True)
             if batch != "preempted" or any(c.stats.preemptions for c in done)
         }

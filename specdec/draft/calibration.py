@@ -60,12 +60,21 @@ class Calibrator:
         score under which a node is observed is the rank under which it was calibrated.
         """
         probabilities: list[float] = []
-        bound = HIGHEST
+        bound, total = HIGHEST, 0.0
         for rank, belief in enumerate(beliefs):
             bound = min(bound, self.calibrated(belief, depth, rank))
             probabilities.append(bound)
-        total = sum(probabilities)
+            # One after the other, as a device adds: some Pythons' `sum` rounds otherwise.
+            total += bound
         return probabilities if total <= 1 else [p / total for p in probabilities]
+
+    def table(self) -> list[list[list[float]]]:
+        """Return by depth and rank what a belief is multiplied by, and the bounds of the product.
+
+        The last depth and the last rank stand for all beyond. With it, a device does what `siblings` does.
+        """
+        ratios = [[tally.ratio(self.prior) for tally in row] for row in self.tallies]
+        return [ratios, *([[bound] * len(row) for row in ratios] for bound in (LOWEST, HIGHEST))]
 
     def observe(self, proposal: Proposal, accepted_nodes: Collection[int]) -> None:
         """Learn from one verified proposal; `accepted_nodes` are those on the accepted path.
@@ -96,6 +105,11 @@ class Assumed(Calibrator):
         """Return the rate, then zeros."""
         rate = self.rates[depth - 1] if depth <= len(self.rates) else 0.0
         return [rate, *[0.0] * (len(beliefs) - 1)][: len(beliefs)]
+
+    def table(self) -> list[list[list[float]]]:
+        """Let the belief count for nothing: both bounds are the rate."""
+        chances = [[rate, 0.0] for rate in (*self.rates, 0.0)]
+        return [[[0.0, 0.0] for _ in chances], chances, chances]
 
 
 def _belief(proposal: Proposal, node: int) -> float:

@@ -106,6 +106,25 @@ class HeadDrafter:
         unread = self._unread.get(key)
         return unread is not None and unread.nbytes > MOST_UNREAD
 
+    @torch.inference_mode()
+    def settle(self, wants: Sequence[Want], *, most: int) -> bool:
+        """Read on where more than `most` hidden states wait, up to the last; tell if all are near now."""
+        behind = [want for want in wants if self._unread[want.key].count > most]
+        if behind:
+            self._catch_up(behind, keep=1)
+        return all(self._unread[want.key].count <= most for want in behind)
+
+    def hand_over(self, key: Hashable) -> tuple[int, Tensor]:
+        """Let somebody else read what waits: from which position on, and the hidden states."""
+        unread = self._unread.pop(key)
+        start = unread.read
+        return start, unread.take(unread.count)
+
+    def resume(self, key: Hashable, start: int, hidden_MD: Tensor) -> None:
+        """Take over again: all before position `start` has been read, and these hidden states wait."""
+        self._unread[key] = Unread(read=start)
+        self.read(key, hidden_MD)
+
     def lose(self, key: Hashable) -> None:
         """Drop what was to be read: the head's KV is gone with the sequence's blocks."""
         self._unread.pop(key, None)
@@ -130,17 +149,20 @@ class HeadDrafter:
             self._expand(growing)
         return [growth.grower.finish() if growth else Proposal.EMPTY for growth in grown]
 
-    def _catch_up(self, wants: Sequence[Want]) -> list[tuple[Tensor, dict[int, Tensor]] | None]:
+    def _catch_up(
+        self, wants: Sequence[Want], *, keep: int = 0
+    ) -> list[tuple[Tensor, dict[int, Tensor]] | None]:
         """Read each sequence up to its root; return the last hidden state read there and the head's own.
 
-        Those that are nearest come first; of one that is too far behind a part is read, and it gets None.
+        Those that are nearest come first; of one that is too far behind a part is read, and it gets None. So
+        does one of which the last `keep` hidden states are left to be read.
         """
         spare = self.chunk_tokens
         rows, inputs, reached = [], [], {}
         for i in sorted(range(len(wants)), key=lambda i: self._unread[wants[i].key].count):
             want, unread = wants[i], self._unread[wants[i].key]
             assert unread.count and unread.read + unread.count == len(want.tokens) - 1
-            count, start = min(unread.count, max(spare, 1)), unread.read
+            count, start = min(unread.count - keep, max(spare, 1)), unread.read
             spare -= count
             rows.append(Row(TokenTree.chain(want.tokens[start + 1 :][:count]), start, want.table_N, 0))
             inputs.append(unread.take(count))

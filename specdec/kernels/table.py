@@ -19,7 +19,11 @@ OPERATIONS = {
     "delta_net": ("delta_net", "path_keys"),
     "ffn": ("swiglu", "relu2"),
     "moe": ("route_softmax", "route_sigmoid", "experts"),
-    "sampling": ("gumbel", "process"),
+    "sampling": ("gumbel", "process", "pick", "best"),
+    "tree": (
+        *("relations", "walk", "synthetic_walk", "promote"),
+        *("children", "frontier", "prune", "hang"),
+    ),
 }
 """Every operation's folder and the functions that each of its implementations must have."""
 
@@ -63,6 +67,16 @@ class Kernels:
     experts: Callable[..., Tensor]
     gumbel: Callable[..., Tensor]
     process: Callable[..., Tensor]
+    pick: Callable[..., Tensor]
+    best: Callable[..., tuple[Tensor, Tensor]]
+    relations: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    walk: Callable[..., tuple[Tensor, Tensor]]
+    synthetic_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    promote: Callable[..., None]
+    children: Callable[..., Tensor]
+    frontier: Callable[..., Tensor]
+    prune: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    hang: Callable[..., tuple[Tensor, Tensor]]
 
 
 def load_kernels(name: str) -> Kernels:

@@ -35,6 +35,11 @@ class Chooser:
         if self.is_penalised:
             self.seen_V[torch.tensor(prompt, dtype=torch.int64)] = True
 
+    @property
+    def is_static(self) -> bool:
+        """Whether what it compares hangs on the logits and the place alone, and only a token is asked for."""
+        return not (self.is_penalised or self.params.logit_bias) and self.params.logprobs is None
+
     def observe(self, token: int) -> None:
         """Count a token that the request has accepted."""
         if self.is_penalised:

@@ -9,6 +9,8 @@ LARGEST = 1 - 2.0**-24
 """As in reference.py."""
 CACHED = 1 << 16
 """Words of noise that are worked on at once: every pass over them then finds them in the cache."""
+NO_TOKEN = -1
+"""What is picked of a row that holds what is no number."""
 GUESS = 256
 """How many tokens are ranked first where only top_p bounds them; rarely does it take more."""
 
@@ -43,6 +45,51 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     return scores_NV
 
 
+def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+    """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
+
+    -1 where something of what is compared is no number.
+    """
+    best_N = _perturb(logits_NV, rules, seed_N, position_N).max(-1)  # of equals the first, as `max` promises
+    return best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN)
+
+
+def best(
+    logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it."""
+    return top(_perturb(logits_NV, rules, seed_N, position_N), count)
+
+
+def top(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` best tokens, of equals the smaller id first, and their shares.
+
+    What is no number counts as the best; its share, and all shares beside it, are 0.
+    """
+    count = min(count, scores_NV.shape[1])
+    value_NC, token_NC = scores_NV.topk(min(count + 1, scores_NV.shape[1]))
+    # Which of equals `topk` takes is left open, and what is no number is above nothing.
+    ties_N = ~(value_NC[:, :-1] > value_NC[:, 1:]).all(-1)
+    value_NC, token_NC = value_NC[:, :count], token_NC[:, :count].clone()
+    for n in ties_N.nonzero()[:, 0].tolist():
+        id_C = (~(scores_NV[n] < value_NC[n, -1])).nonzero()[:, 0]
+        token_NC[n] = id_C[scores_NV[n, id_C].sort(dim=-1, descending=True, stable=True).indices[:count]]
+    share_NC = (value_NC - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
+    return token_NC, share_NC
+
+
+def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+    """Return what is compared; the logits themselves where no row has rules."""
+    row_R = rules.temperature_N.nonzero()[:, 0]
+    if not len(row_R) and rules.bias is None and rules.penalties is None:
+        return logits_NV
+    scores_NV = process(logits_NV, rules)
+    noise_RV = gumbel(seed_N[row_R], position_N[row_R], scores_NV.shape[1])
+    if len(row_R) == len(scores_NV):
+        return scores_NV.add_(noise_RV)
+    return scores_NV.index_add_(0, row_R, noise_RV.to(scores_NV.dtype))
+
+
 def _penalise(scores_RV: Tensor, penalties: Penalties) -> Tensor:
     _, seen_RV, count_RV, repetition_R, presence_R, frequency_R = penalties
     factor_RV = torch.where(seen_RV, repetition_R[:, None], 1)
@@ -66,15 +113,18 @@ def _cut_tail(scores_NV: Tensor, rules: Rules, warm_N: Tensor) -> None:
         asks_N |= top_p_N < 1
     row_R = (warm_N & asks_N).nonzero()[:, 0]
     if len(row_R) == len(scores_NV):
-        scores_NV.masked_fill_(~_kept(scores_NV, top_k_N, top_p_N), -torch.inf)
+        scores_NV.masked_fill_(_cut(scores_NV, top_k_N, top_p_N), -torch.inf)
     elif len(row_R):
         scores_RV = scores_NV[row_R]
-        kept_RV = _kept(scores_RV, top_k_N[row_R], None if top_p_N is None else top_p_N[row_R])
-        scores_NV[row_R] = scores_RV.masked_fill_(~kept_RV, -torch.inf)
+        cut_RV = _cut(scores_RV, top_k_N[row_R], None if top_p_N is None else top_p_N[row_R])
+        scores_NV[row_R] = scores_RV.masked_fill_(cut_RV, -torch.inf)
 
 
-def _kept(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
-    """Tell which tokens of each row stay: those above the last score that does, and its first few equals."""
+def _cut(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
+    """Tell which tokens of each row go: those below the last score that stays, and all but its first equals.
+
+    What is no number is neither, and stays for the choice to see.
+    """
     if top_p_R is None:
         best_RC, count_R = scores_RV.topk(int(top_k_R.max())).values, top_k_R
     else:
@@ -84,7 +134,7 @@ def _kept(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
     least_R1 = best_RC.gather(-1, count_R[:, None] - 1)
     equal_RV = scores_RV == least_R1
     room_R1 = count_R[:, None] - (best_RC > least_R1).sum(-1, keepdim=True)
-    return (scores_RV > least_R1) | (equal_RV & (equal_RV.cumsum(-1, dtype=torch.int32) <= room_R1))
+    return (scores_RV < least_R1) | (equal_RV & (equal_RV.cumsum(-1, dtype=torch.int32) > room_R1))
 
 
 def _nucleus(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +169,7 @@ def _noise(h_NV: Tensor) -> Tensor:
 
 def keys(seed_N: Tensor, position_N: Tensor) -> Tensor:
     """Mix seed and position into 64 bits: the key below, the tweak above."""
-    return _splitmix64(_splitmix64(seed_N + 1) ^ position_N)
+    return splitmix64(splitmix64(seed_N + 1) ^ position_N)
 
 
 def words(key_N: Tensor, vocab: int) -> Tensor:
@@ -149,7 +199,7 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def _splitmix64(x_N: Tensor) -> Tensor:
+def splitmix64(x_N: Tensor) -> Tensor:
     x_N = x_N + (0x9E3779B97F4A7C15 - (1 << 64))
     x_N = (x_N ^ _shift64(x_N, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x_N = (x_N ^ _shift64(x_N, 27)) * (0x94D049BB133111EB - (1 << 64))

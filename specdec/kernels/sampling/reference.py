@@ -43,6 +43,30 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     return scores_NV
 
 
+def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+    """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
+
+    -1 where something of what is compared is no number.
+    """
+    scores_NV = _perturb(logits_NV, rules, seed_N, position_N)
+    tokens = [-1 if any(map(math.isnan, row)) else _ranked(row)[0] for row in scores_NV.tolist()]
+    return torch.tensor(tokens, dtype=torch.int64, device=logits_NV.device)
+
+
+def best(
+    logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it.
+
+    Of equals the smaller id is first. What is no number counts as the best; its share, and all shares beside
+    it, are 0.
+    """
+    scores_NV = _perturb(logits_NV, rules, seed_N, position_N)
+    tokens = [_ranked(row)[:count] for row in scores_NV.tolist()]
+    token_NC = torch.tensor(tokens, dtype=torch.int64, device=logits_NV.device)
+    return token_NC, scores_NV.softmax(-1).nan_to_num(0.0).gather(-1, token_NC)
+
+
 def splitmix64(x: int) -> int:
     """Mix 64 bits."""
     x = (x + 0x9E3779B97F4A7C15) & MASK64
@@ -71,8 +95,20 @@ def _noise(h: int) -> float:
     return -math.log(-math.log1p(-w))
 
 
+def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+    scores_NV = process(logits_NV, rules)
+    noise_NV = gumbel(seed_N, position_N, scores_NV.shape[1])
+    return scores_NV + torch.where(rules.temperature_N[:, None] > 0, noise_NV, 0.0)
+
+
+def _ranked(scores: list[float]) -> list[int]:
+    """Order the tokens by score, what is no number before all others."""
+    keys = [(0, 0.0) if math.isnan(score) else (1, -score) for score in scores]
+    return sorted(range(len(scores)), key=lambda v: (*keys[v], v))
+
+
 def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
-    """Process row n in place."""
+    """Process row n in place. The filters leave a row alone that holds what is no number."""
     if rules.bias is not None:
         for row, token, value in zip(*(part.tolist() for part in rules.bias), strict=True):
             scores_V[token] += value if row == n else 0.0
@@ -84,7 +120,9 @@ def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
     scores_V /= rules.temperature_N[n]
     if rules.min_p_N is not None and rules.min_p_N[n] > 0:
         scores_V[scores_V < scores_V.max() + rules.min_p_N[n].log()] = -torch.inf
-    order = sorted(range(len(scores_V)), key=lambda v: (-float(scores_V[v]), v))
+    if scores_V.isnan().any():
+        return
+    order = _ranked(scores_V.tolist())
     if rules.top_k_N is not None and rules.top_k_N[n] > 0:
         scores_V[order[int(rules.top_k_N[n]) :]] = -torch.inf
     if rules.top_p_N is not None and rules.top_p_N[n] < 1:

@@ -1,0 +1,193 @@
+"""Trees as tensors, all rows at once, on any device: no result is ever asked for by the host.
+
+A captured step may hold all of it. What reference.py counts along a path is found here by doubling: each
+round looks twice as far up as the one before.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.group import RecordIds
+from specdec.kernels.sampling.cpu import splitmix64
+
+NO_TOKEN = -1
+
+
+def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each node's depth, its ancestors with itself, and the `taps` inputs of its convolution.
+
+    Those are indices into the taps-1 inputs before the window followed by the window's own, oldest first.
+    """
+    node_M = _arange(parent_BM)
+    up_BM = parent_BM.clamp(min=0)
+    ancestors_BMM = (node_M[:, None] == node_M).expand(len(parent_BM), -1, -1)
+    for _ in range(_rounds(parent_BM)):
+        above_BMM = ancestors_BMM.gather(1, up_BM[..., None].expand_as(ancestors_BMM))
+        ancestors_BMM = ancestors_BMM | above_BMM
+        up_BM = up_BM.gather(1, up_BM)
+    depth_BM = ancestors_BMM.sum(-1) - 1
+    before, at_BM, taps_BM = taps - 1, node_M.expand_as(parent_BM), []
+    for up in range(taps):
+        # Above the root the path goes on into what came before the window.
+        taps_BM.append(before + torch.where(depth_BM >= up, at_BM, depth_BM - up))
+        at_BM = parent_BM.gather(1, at_BM).clamp(min=0)
+    return depth_BM, ancestors_BMM, torch.stack(taps_BM[::-1], -1)
+
+
+def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow the chosen token from the root on to the child that drafted it, until no child did.
+
+    Return the nodes that are kept, the root first, and how many they are; from there on every entry is its
+    own index, so that moving what the nodes wrote to where the text goes on leaves the rest in place. A node
+    at which no token was chosen is not kept: the walk ends at it, and may keep nothing.
+    """
+    wanted_BM = chosen_BM.gather(1, parent_BM.clamp(min=0))
+    agrees_BM = (token_BM == wanted_BM) & (token_BM != NO_TOKEN)
+    node_BM, length_B = _follow(agrees_BM, parent_BM)
+    return _keep(chosen_BM, node_BM, length_B)
+
+
+def synthetic_walk(
+    chosen_BM: Tensor,
+    token_BM: Tensor,
+    parent_BM: Tensor,
+    rate_N: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Go to a node's first child with the rate of that depth (float64), drawn from seed and position.
+
+    `position` is that of the token to be chosen at the root. Return nodes and counts as `walk` does, and what
+    the row gains: the followed children's tokens, then the one chosen at the last node; -1 beyond.
+    """
+    goes_BN = _goes(rate_N, seed_B, position_B)
+    deep_BN = F.pad(goes_BN, (0, max(token_BM.shape[1] - goes_BN.shape[1], 1)))
+    node_M, is_real_BM = _arange(token_BM), token_BM != NO_TOKEN
+    siblings_BMM = (parent_BM[..., None] == parent_BM[:, None]) & is_real_BM[:, None]
+    is_first_BM = ~(siblings_BMM & (node_M < node_M[:, None])).any(-1) & is_real_BM
+    depth_BM = relations(parent_BM, 1)[0]
+    goes_BM = is_first_BM & deep_BN.gather(1, (depth_BM - 1).clamp(min=0))
+    node_BM, length_B = _follow(goes_BM, parent_BM)
+    kept_BM, count_B = _keep(chosen_BM, node_BM, length_B)
+    # The token of each node's follower; the last node's is its choice.
+    next_BM = F.pad(token_BM.gather(1, node_BM)[:, 1:], (0, 1))
+    own_BM = chosen_BM.gather(1, node_BM)
+    emitted_BM = torch.where(node_M == length_B[:, None] - 1, own_BM, next_BM)
+    return kept_BM, count_B, emitted_BM.masked_fill(node_M >= count_B[:, None], NO_TOKEN)
+
+
+def promote(
+    node_BM: Tensor,
+    count_B: Tensor,
+    record: RecordIds,
+    path: RecordIds,
+    path_length_B: Tensor,
+    length_B: Tensor,
+) -> None:
+    """Make the kept nodes' records the row's path and its committed length by so much longer, in place.
+
+    What lies behind a path in its table is not touched. A row of length 0 is padding, and stays as it is.
+    """
+    is_live_B = length_B > 0
+    is_kept_BM = (_arange(node_BM) < count_B[:, None]) & is_live_B[:, None]
+    for to_BP, from_BM in zip(path, record, strict=True):
+        to_BM = to_BP[:, : node_BM.shape[1]]
+        to_BM.copy_(torch.where(is_kept_BM, from_BM.gather(1, node_BM), to_BM))
+    path_length_B.copy_(torch.where(is_live_B, count_B, path_length_B))
+    length_B.add_(torch.where(is_live_B, count_B, 0))
+
+
+def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
+    """Return the scores [B, F, K] of the children of F nodes, whose own scores are given, in float64.
+
+    A child's chance is the drafter's share of it, at most 1, times the gain of its depth (1: the root's
+    children) and rank, held between the least and the greatest chance there: the table's three parts. The
+    last depth and the last rank stand for all beyond. At most one child is accepted and their order stays: no
+    chance is above the one before it, and together they come to 1 at most.
+    """
+    _, depths, ranks = table_3DR.shape
+    row_3R = table_3DR[:, min(depth, depths) - 1]
+    total_BF, chances = torch.zeros_like(score_BF), list[Tensor]()
+    for rank, share_BF in enumerate(share_BFK.double().clamp(max=1.0).unbind(-1)):
+        gain, least, most = row_3R[:, min(rank, ranks - 1)].unbind()
+        chance_BF = (share_BF * gain).maximum(least).minimum(most)
+        chances.append(chance_BF.minimum(chances[-1]) if chances else chance_BF)
+        # One after the other, as the host adds: a sum in another order may round otherwise.
+        total_BF = total_BF + chances[-1]
+    chance_BFK = torch.stack(chances, -1)
+    chance_BFK = torch.where(total_BF[..., None] <= 1, chance_BFK, chance_BFK / total_BF[..., None])
+    return score_BF[..., None] * chance_BFK
+
+
+def frontier(score_BN: Tensor, count: int) -> Tensor:
+    """Return the `count` best of a level by score, the best first; of equals the earlier is better."""
+    return score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def prune(
+    token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
+
+    Here the root is no node: parents of -1 hang on it, as in a proposal, and `hang` makes a window of what is
+    kept. A parent scores no less than its children and comes before them, so that it is kept where they are.
+    """
+    kept_BM = frontier(score_BN, count).sort(-1).values
+    place_BN = torch.zeros_like(parent_BN).scatter(1, kept_BM, _arange(kept_BM).expand_as(kept_BM))
+    parent_BM = parent_BN.gather(1, kept_BM)
+    parent_BM = torch.where(parent_BM < 0, parent_BM, place_BN.gather(1, parent_BM.clamp(min=0)))
+    token_BM, score_BM, belief_BM = (x.gather(1, kept_BM) for x in (token_BN, score_BN, belief_BN))
+    return token_BM, parent_BM, score_BM, belief_BM
+
+
+def hang(root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Hang a proposal's nodes on the root tokens, which become node 0; return tokens and parents."""
+    return torch.cat((root_B[:, None], token_BN), 1), F.pad(parent_BN + 1, (1, 0), value=-1)
+
+
+def _follow(agrees_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the one path from the root along nodes that agree [B, M], each entry beyond its own index."""
+    node_M, up_BM = _arange(parent_BM), parent_BM.clamp(min=0)
+    on_BM, depth_BM = agrees_BM | (parent_BM < 0), (parent_BM >= 0).long()
+    for _ in range(_rounds(parent_BM)):
+        on_BM = on_BM & on_BM.gather(1, up_BM)
+        depth_BM = depth_BM + depth_BM.gather(1, up_BM)
+        up_BM = up_BM.gather(1, up_BM)
+    # Nodes off the path go to a place of their own, which is cut off.
+    to_BM = torch.where(on_BM, depth_BM, len(node_M))
+    places = F.pad(node_M, (0, 1)).expand(len(parent_BM), -1)
+    return places.scatter(1, to_BM, node_M.expand_as(to_BM))[:, :-1], on_BM.sum(-1)
+
+
+def _keep(chosen_BM: Tensor, node_BM: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave the path's last node out where no token was chosen at it; return the path and its length."""
+    last_B1 = chosen_BM.gather(1, node_BM.gather(1, length_B[:, None] - 1))
+    count_B = length_B - (last_B1[:, 0] == NO_TOKEN).long()
+    node_M = _arange(node_BM)
+    return torch.where(node_M < count_B[:, None], node_BM, node_M), count_B
+
+
+def _goes(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """Tell at each depth whether 64 drawn bits, taken for a whole number, lie below rate times 2^64.
+
+    int64 has no place for such a number: its halves are compared with those of the bound, rounded up. Each
+    step of their computation is exact.
+    """
+    depth_N = torch.arange(len(rate_N), device=rate_N.device)
+    drawn_BN = splitmix64(splitmix64(seed_B)[:, None] ^ (position_B[:, None] + depth_N))
+    high_BN, low_BN = (drawn_BN >> 32) & 0xFFFFFFFF, drawn_BN & 0xFFFFFFFF
+    scaled_N = rate_N * 2.0**32
+    whole_N = scaled_N.floor()
+    rest_N = ((scaled_N - whole_N) * 2.0**32).ceil().long()
+    bound_N = whole_N.long()
+    return (high_BN < bound_N) | ((high_BN == bound_N) & (low_BN < rest_N))
+
+
+def _rounds(parent_BM: Tensor) -> int:
+    """Count the doublings that reach the root from any node."""
+    return (parent_BM.shape[1] - 1).bit_length()
+
+
+def _arange(x_BM: Tensor) -> Tensor:
+    return torch.arange(x_BM.shape[1], device=x_BM.device)

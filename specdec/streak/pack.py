@@ -1,0 +1,84 @@
+"""A window of every row on the device, as the network reads it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import Group, RecordIds
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.table import Kernels
+from specdec.state_slots.window import Window
+from specdec.streak.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What the nodes of a window start from and where they leave what they add; a head's need none."""
+
+    state_B: Tensor
+    path: RecordIds | None
+    path_length_B: Tensor | None
+    record: RecordIds | None
+    snapshot_BM: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Puts all rows into one group; their windows are equally wide."""
+
+    kernels: Kernels
+    conv_width: int
+    max_length: int
+    on_host: bool
+    """Whether a tensor's content is the host's for the asking; else lengths are bounded by the longest."""
+
+    def __call__(
+        self,
+        rows: Rows,
+        token_BM: Tensor,
+        parent_BM: Tensor | None,
+        length_B: Tensor,
+        slots: Slots | None = None,
+    ) -> Window:
+        """Make a window behind so many tokens of each row; without parents it is a chain.
+
+        What lies beyond the model's length belongs to texts that have ended.
+        """
+        b, m = token_BM.shape
+        ancestors_BMM = tap_BMC = None
+        depth_BM = torch.arange(m, device=token_BM.device).expand(b, m)
+        if parent_BM is not None:
+            depth_BM, ancestors_BMM, tap_BMC = self.kernels.relations(parent_BM, self.conv_width)
+        group = Group(
+            start=0,
+            rows=b,
+            width=m,
+            state_B=slots.state_B if slots else torch.zeros_like(length_B),
+            path=slots.path if slots else None,
+            path_length_B=slots.path_length_B if slots else None,
+            record=slots.record if slots else None,
+            snapshot_BM=slots.snapshot_BM if slots else None,
+            ancestors_BMM=ancestors_BMM,
+            tap_BMC=tap_BMC,
+            table_BN=rows.table_BN,
+            length_B=length_B,
+            max_length=int(length_B.max()) if self.on_host else self.max_length,
+        )
+        position_BM = (length_B[:, None] + depth_BM).clamp(max=self.max_length - 1)
+        token_T = token_BM.clamp(min=0).reshape(-1)
+        return Window(token_T, position_BM.reshape(-1), (group,), tuple(range(0, b * m, m)))
+
+
+def spread(x_B: Tensor, count: int) -> Tensor:
+    """Give each of a row's nodes what is the row's."""
+    return x_B[:, None].expand(-1, count).reshape(-1)
+
+
+def rules(rows: Rows, count: int, *, greedy: bool) -> Rules:
+    """Say how each of a row's nodes chooses; nothing is filtered where no row has a temperature."""
+    temperature_N = spread(rows.temperature_B, count)
+    if greedy:
+        return Rules(temperature_N)
+    top_k_N, top_p_N, min_p_N = (spread(x, count) for x in (rows.top_k_B, rows.top_p_B, rows.min_p_B))
+    return Rules(temperature_N, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N)

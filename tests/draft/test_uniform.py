@@ -1,0 +1,81 @@
+"""The choice of one shape for a batch: it finds what pays, looks again, and loses little otherwise."""
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from specdec.draft.acceptance import TrackRecord
+from specdec.draft.proposal import Shape
+from specdec.draft.uniform import UniformPolicy
+
+TREE = Shape(3, 4, 8)
+Cost = Callable[[Shape | None], float]
+
+
+def run(
+    policy: UniformPolicy, rows: int, steps: int, rate: float, cost: Cost, seed: int = 0
+) -> tuple[float, Counter]:
+    """Decode so many steps in a world of these costs and this rate at every depth; return seconds a token."""
+    rng, tracks = Random(seed), [TrackRecord() for _ in range(rows)]
+    seconds, tokens, chosen, before = 0.0, 0, Counter[Shape | None](), None
+    for _ in range(steps):
+        shape = policy.choose(tracks)
+        chosen[shape] += 1
+        took_s = cost(shape)
+        if shape == before:
+            policy.observe(shape, rows, took_s)
+        seconds, tokens, as_drafted, before = seconds + took_s, tokens + rows, shape == before, shape
+        for track in tracks:
+            depth = 0
+            while shape and as_drafted and depth < shape.num_steps and rng.random() < rate:
+                depth += 1
+            tokens += depth
+            if shape and as_drafted:
+                track.observe(shape, shape.num_steps, depth)
+    return seconds / tokens, chosen
+
+
+def bound_by_weights(shape: Shape | None) -> float:
+    return 1.0 + (0.1 * shape.num_steps + 0.02 * shape.num_draft_tokens if shape else 0.0)
+
+
+def bound_by_work(shape: Shape | None) -> float:
+    return float(shape.num_draft_tokens) if shape else 1.0
+
+
+def test_what_is_often_accepted_is_drafted_deep() -> None:
+    per_token, chosen = run(UniformPolicy(TREE, adaptive=True), 4, 2000, 0.9, bound_by_weights)
+    assert chosen.most_common(1)[0][0] in (TREE, Shape(3, 1, 4))
+    assert per_token < 1 / 2.2
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_where_nothing_pays_little_is_lost(rows: int) -> None:
+    for rate, cost in ((0.02, bound_by_weights), (0.6, bound_by_work)):
+        per_token, chosen = run(UniformPolicy(TREE, adaptive=True), rows, 4000, rate, cost)
+        assert chosen.most_common(1)[0][0] is None
+        assert per_token < 1.04
+
+
+def test_a_shape_that_has_become_cheap_is_found_again() -> None:
+    policy = UniformPolicy(TREE, adaptive=True)
+    run(policy, 2, 500, 0.9, bound_by_work)
+    _, chosen = run(policy, 2, 3000, 0.9, bound_by_weights)
+    assert chosen[None] < 1500
+
+
+def test_batches_of_other_sizes_are_learnt_apart() -> None:
+    policy = UniformPolicy(TREE, adaptive=True)
+    run(policy, 1, 500, 0.8, bound_by_weights)
+    _, many = run(policy, 64, 500, 0.8, bound_by_work)
+    _, one = run(policy, 1, 500, 0.8, bound_by_weights)
+    assert many.most_common(1)[0][0] is None and one.most_common(1)[0][0] is not None
+
+
+def test_without_adapting_it_is_always_the_bounds() -> None:
+    assert UniformPolicy(TREE, adaptive=False).choose([TrackRecord()]) == TREE
+    assert UniformPolicy(TREE, adaptive=False).shapes == (TREE,)
+    nobody = UniformPolicy(None, adaptive=True)
+    assert nobody.choose([TrackRecord()]) is None and nobody.shapes == (None,)
