@@ -1,12 +1,58 @@
 """specdec: an inference engine for hybrid language models whose core loop is speculative decoding."""
 
+import importlib
 import os
+from typing import TYPE_CHECKING
 
 # A CPU reads weights in huge pages a fifth faster. Torch looks at this once, at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from specdec.config import EngineConfig, SamplingParams
-from specdec.engine import SpecEngine
-from specdec.outputs import Completion, Delta
+from specdec.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    RequestError,
+    SpecdecError,
+)
 
-__all__ = ["Completion", "Delta", "EngineConfig", "SamplingParams", "SpecEngine"]
+__version__ = "0.1.0"
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "Delta",
+    "EngineConfig",
+    "EngineError",
+    "RequestError",
+    "RequestStats",
+    "SamplingParams",
+    "SpecEngine",
+    "SpecdecError",
+]
+
+if TYPE_CHECKING:
+    from specdec.config import EngineConfig, SamplingParams
+    from specdec.engine import SpecEngine
+    from specdec.outputs import Completion, Delta, RequestStats
+else:
+    _HOMES = {
+        "Completion": "outputs",
+        "Delta": "outputs",
+        "EngineConfig": "config",
+        "RequestStats": "outputs",
+        "SamplingParams": "config",
+        "SpecEngine": "engine",
+    }
+
+    def __getattr__(name):
+        """Import a public name when it is first asked for: the command is light until it knows what to do."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"specdec.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

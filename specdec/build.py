@@ -103,8 +103,8 @@ def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> Deco
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     """Make what decides steps on the device."""
     head, bounds = loop.speculation.head, settings.bounds if settings.drafters else None
-    on_host = settings.device.type == "cpu"
-    pack = Packer(network.kernels, loop.conv_width, settings.max_model_len, on_host)
+    is_free = settings.kernels == "triton"
+    pack = Packer(network.kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
     drafter = DeviceDrafter(head.head, network.kernels, loop.arena, pack) if head else None
     snapshots = settings.slots == "snapshot"
     step = DeviceStep(network, drafter, loop.arena, pack, snapshots=snapshots, rates=settings.synthetic)
@@ -116,7 +116,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     make_rows = partial(Rows.empty, extent, settings.dtype, table, settings.device)
     rows, policy = make_rows(), UniformPolicy(bounds, adaptive=settings.adaptive)
     run: Run = partial(run_as_it_stands, step, rows)
-    if settings.device.type == "cuda":
+    if is_free and settings.device.type == "cuda":
         run = graphs = Graphs(step, rows, make_rows)
         graphs.capture([Form(shape, greedy=False) for shape in policy.shapes])
     streak = Streak(step, rows, extent, run, loop.arena, loop.scheduler, head)

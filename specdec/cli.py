@@ -1,21 +1,21 @@
 """The `specdec` command: generate, info, bench, demo. What a user gets wrong is one line and exit code 2."""
 
 import argparse
-import asyncio
-import dataclasses
 import json
 import logging
 import os
+import re
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
+from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
-from specdec.outputs import RequestStats
+from specdec.terminal import print_choices, stream_text
 
 USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
 DEMO_PROMPT = "def fibonacci(n):"
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="specdec", description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine chooses and does")
+    parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="complete a prompt, streamed to the terminal"))
     _add_info(commands.add_parser("info", help="what a model is made of and what memory it needs"))
@@ -89,83 +90,36 @@ def _generate(args: argparse.Namespace) -> None:
         print(SYNTHETIC, file=sys.stderr)
     with SpecEngine(args.model, config) as engine:
         if params.n == 1 and not args.json:
-            _stream(engine, prompt, params)
-            return
-        for completion in engine.generate([prompt], params):
-            print(
-                _as_json(completion) if args.json else f"[{completion.index}] {completion.text}", flush=True
-            )
+            stream_text(engine, prompt, params)
+        else:
+            print_choices(engine, prompt, params, as_json=args.json)
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:
     if args.prompt is not None:
         return str(args.prompt)
     if args.prompt_file is not None:
-        return _read(None if args.prompt_file == "-" else Path(args.prompt_file))
-    ids = sys.stdin.read() if args.prompt_ids == "-" else args.prompt_ids
-    try:
-        return [int(word) for word in ids.replace(",", " ").split()]
-    except ValueError as error:
-        raise RequestError(f"--prompt-ids: {error}; give whole numbers", field="prompt") from None
-
-
-def _read(path: Path | None) -> str:
-    """Read a file, or standard input, as UTF-8 whatever the terminal's own encoding is."""
-    try:
-        return path.read_text("utf-8") if path else sys.stdin.buffer.read().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return _read(None if args.prompt_file == "-" else Path(args.prompt_file), "--prompt-file")
+    ids = _read(None, "--prompt-ids") if args.prompt_ids == "-" else args.prompt_ids
+    words = ids.replace(",", " ").split()
+    if wrong := [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]:
         raise RequestError(
-            f"--prompt-file: {path or '-'} cannot be read as text ({error})", field="prompt"
-        ) from None
+            f'--prompt-ids: {reprlib.repr(wrong[0])} is no token id; give whole numbers, as in "12 7 9"',
+            field="prompt",
+        )
+    return [int(word) for word in words]
 
 
-def _stream(engine: SpecEngine, prompt: str | list[int], params: SamplingParams) -> None:
-    """Print a completion as it comes, and its figures on stderr at the end."""
-    stats = asyncio.run(_print_deltas(engine, prompt, params))
-    if stats is not None:
-        print(f"\n{_figures(stats)}", file=sys.stderr)
-
-
-async def _print_deltas(
-    engine: SpecEngine, prompt: str | list[int], params: SamplingParams
-) -> RequestStats | None:
-    stats = None
-    async for delta in engine.stream(prompt, params):
-        # Without a tokenizer there is no text; the ids are what can be shown.
-        shown = delta.text if engine.tokenizer else "".join(f"{token} " for token in delta.token_ids)
-        print(shown, end="", flush=True)
-        stats = delta.stats
-    print(flush=True)
-    return stats
-
-
-def _figures(stats: RequestStats) -> str:
-    decode_s = stats.total_s - stats.first_token_s
-    rate = f"{(stats.output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
-    line = (
-        f"{stats.prompt_tokens} tokens read, {stats.output_tokens} written in {stats.total_s:.2f} s: "
-        f"first token after {stats.first_token_s * 1e3:.0f} ms, {rate}"
-    )
-    return f"{line}\n{_earned(stats)}" if stats.drafted else line
-
-
-def _earned(stats: RequestStats) -> str:
-    """Say what drafts gave and took."""
-    depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
-    spent = ", ".join(
-        f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
-    )
-    return (
-        f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
-        f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps, by depth {depths}; "
-        f"ms a step: {spent}"
-    )
-
-
-def _as_json(completion: Completion) -> str:
-    fields = dataclasses.asdict(completion)
-    fields["stats"]["acceptance_length"] = completion.stats.acceptance_length
-    return json.dumps(fields, ensure_ascii=False)
+def _read(path: Path | None, option: str) -> str:
+    """Read a file, or standard input, as UTF-8 whatever the terminal's own encoding is."""
+    source = path or "standard input"
+    try:
+        return (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
+    except OSError as error:
+        reason = f"{source} cannot be read: {error.strerror}"
+    except UnicodeDecodeError as error:
+        reason = f"{source} is not UTF-8 text from byte {error.start} on; convert it first"
+    raise RequestError(f"{option}: {reason}", field="prompt")
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
@@ -219,11 +173,29 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
     add, counts = parser.add_argument, listed(at_least(1))
     add("model", metavar="MODEL", nargs="?", type=Path, help="folder of a Hugging Face checkpoint")
     add("--shape", default="tiny", help="without MODEL: random weights of a named size (default: tiny)")
-    add("--batch", metavar="ROWS", type=counts, default=[1, 4, 16], help="(default: 1,4,16)")
-    add("--prompt-tokens", metavar="TOKENS", type=counts, default=[32, 512], help="(default: 32,512)")
+    add("--batch", metavar="ROWS", type=counts, default=[1, 4, 16], help="with commas (default: 1,4,16)")
+    add(
+        "--prompt-tokens",
+        metavar="TOKENS",
+        type=counts,
+        default=[32, 512],
+        help="with commas (default: 32,512)",
+    )
     add("--new-tokens", metavar="TOKENS", type=at_least(1), default=32, help="decode steps (default: 32)")
-    add("--window", metavar="TOKENS", type=counts, default=[], help="also time windows of these widths")
-    add("--peers", metavar="PEER", type=listed(str), default=[], help="transformers, or URLs of servers")
+    add(
+        "--window",
+        metavar="TOKENS",
+        type=counts,
+        default=[],
+        help="also time windows of these widths, as in 4,8",
+    )
+    add(
+        "--peers",
+        metavar="PEER",
+        type=listed(str),
+        default=[],
+        help="transformers, URLs of servers, or both, with commas",
+    )
     add("--repeats", metavar="TIMES", type=at_least(1), default=5, help="counted runs (default: 5)")
     add("--warmup", metavar="TIMES", type=at_least(0), default=1, help="uncounted runs (default: 1)")
     add("--out", metavar="FILE", type=Path, help="write the JSON line there too")
@@ -235,8 +207,8 @@ def _throughput(args: argparse.Namespace) -> None:
     from specdec.bench.throughput import Options, run
 
     config = settings_from(args, EngineConfig)
-    if args.out is not None and not args.out.parent.is_dir():
-        raise ConfigError(f"--out: {args.out.parent} is not a folder; name one that exists", field="out")
+    if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
+        raise ConfigError(f"--out: {args.out} is no file in a folder that exists; name one", field="out")
     options = Options(
         model=args.model,
         shape=args.shape,
@@ -264,7 +236,7 @@ def _demo(_: argparse.Namespace) -> None:
     params = SamplingParams(max_tokens=DEMO_TOKENS, temperature=0.8, seed=0, ignore_eos=True)
     with SpecEngine(folder) as engine:
         print(DEMO_PROMPT, end="", flush=True)
-        _stream(engine, DEMO_PROMPT, params)
+        stream_text(engine, DEMO_PROMPT, params)
     print(f"The model is kept in {folder}: give that folder to the other commands.", file=sys.stderr)
 
 

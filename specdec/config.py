@@ -26,9 +26,18 @@ MAX_WINDOW = 64
 
 
 class Settings(BaseModel):
-    """Refuse what is unknown, of a wrong type or out of range; each field's description says what fits."""
+    """Refuse what is unknown, of a wrong type or out of range.
+
+    Each field's description says what fits, its title what it does; --help and docs/settings.md show both.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __new__(cls, *values: object, **fields: object) -> Self:
+        """Meet what is not given by name with our own words; pydantic reads the rest."""
+        if values:
+            raise cls._refusal({"": ""}, {})
+        return super().__new__(cls)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -62,7 +71,8 @@ class Settings(BaseModel):
     @classmethod
     def _unfit(cls, name: str, value: object) -> str:
         if name not in cls.model_fields:
-            return f"{cls.__name__} takes settings by name, not {name or 'a bare value'}."
+            example = next(iter(cls.model_fields))
+            return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."
         shown = repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         return f"{cls.__name__}.{name} cannot be {shown}; give {cls.model_fields[name].description}."
@@ -102,36 +112,101 @@ class SamplingParams(Settings):
     `top_p` are allowed at temperature 0, where they change nothing, because clients send them always.
     """
 
-    max_tokens: int = Field(16, ge=1, description="a whole number of at least 1")
+    max_tokens: int = Field(
+        16,
+        ge=1,
+        title="how many tokens are written at most; fewer where max_model_len ends the sequence",
+        description="a whole number of at least 1",
+    )
     temperature: Annotated[float, BeforeValidator(_round_to_greedy)] = Field(
-        1.0, ge=0, description="a number of at least 0; 0 always takes the likeliest token"
+        1.0,
+        ge=0,
+        title="what logits are divided by before a token is drawn",
+        description="a number of at least 0; 0 always takes the likeliest token",
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1; 1 switches it off")
-    top_k: int = Field(0, ge=-1, description="a whole number of at least 1, or 0 or -1 to switch it off")
-    min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1; 0 switches it off")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        title="draw from the fewest likeliest tokens that have this probability together",
+        description="a number above 0 and at most 1; 1 switches it off",
+    )
+    top_k: int = Field(
+        0,
+        ge=-1,
+        title="draw from so many of the likeliest tokens",
+        description="a whole number of at least 1, or 0 or -1 to switch it off",
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        title="drop tokens less likely than this part of the likeliest one's probability",
+        description="a number from 0 to 1; 0 switches it off",
+    )
     repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100, description="a number from 0.01 to 100; 1 switches it off"
+        1.0,
+        ge=0.01,
+        le=100,
+        title="positive logits of tokens in the prompt or output are divided by it, negative ones multiplied",
+        description="a number from 0.01 to 100; 1 switches it off",
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2; 0 switches it off")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2; 0 switches it off")
+    presence_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        title="taken from the logit of each token that stands in the output",
+        description="a number from -2 to 2; 0 switches it off",
+    )
+    frequency_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        title="taken from a token's logit once for each time that it stands in the output",
+        description="a number from -2 to 2; 0 switches it off",
+    )
     stop: NonEmpty | list[NonEmpty] | None = Field(
-        None, description="a string or a list of strings, none of them empty"
+        None,
+        title="texts that end the output; it ends before the first of them",
+        description="a string or a list of strings, none of them empty",
     )
     stop_token_ids: list[TokenId] | None = Field(
-        None, description="a list of token ids (whole numbers from 0)"
+        None,
+        title="tokens that end the output, beside the model's own end; they have no text",
+        description="a list of token ids (whole numbers from 0)",
     )
-    ignore_eos: bool = Field(False, description="True or False")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="a whole number of 64 bits, or None")
+    ignore_eos: bool = Field(
+        False,
+        title="write on past the model's own end tokens, up to max_tokens",
+        description="True or False",
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        title="the same seed draws the same text, with drafts and without; None draws one for the request",
+        description="a whole number of 64 bits, or None",
+    )
     logprobs: int | None = Field(
         None,
         ge=0,
         le=20,
+        title="log-probabilities of the chosen token and of the likeliest, of the model's raw logits: before "
+        "bias, penalties, temperature and filters",
         description="how many alternatives to show beside the chosen token, 0 to 20, or None",
     )
     logit_bias: dict[TokenId, Bias] | None = Field(
-        None, description="a mapping from token ids to numbers from -100 to 100"
+        None,
+        title="added to the logits of these tokens",
+        description="a mapping from token ids to numbers from -100 to 100",
     )
-    n: int = Field(1, ge=1, le=128, description="a whole number from 1 to 128")
+    n: int = Field(
+        1,
+        ge=1,
+        le=128,
+        title="how many choices are written, each with a seed of its own that follows from `seed`",
+        description="a whole number from 1 to 128",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -154,39 +229,114 @@ class EngineConfig(Settings):
     """
 
     device: str = Field(
-        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:<number>"
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        title="where the model runs; auto: the GPU where torch finds one, else the CPU",
+        description="auto, cpu, cuda or cuda:<number>",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
-        "auto", description="auto, float32, bfloat16, float16 or float64"
+        "auto",
+        title="what is computed in; auto: as the checkpoint is stored, but on a CPU float32 for float16, for "
+        "bfloat16 without instructions for it, and for up to 64 MiB of weights",
+        description="auto, float32, bfloat16, float16 or float64",
     )
-    draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field("auto", description=DRAFTERS)
-    draft_model: NonEmpty | None = Field(None, description="the folder of a draft head, or None")
-    num_steps: int | None = Field(None, ge=1, description="a whole number of at least 1, or None")
+    draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
+        "auto",
+        title="who drafts; auto: the model's multi-token head, where it has one, with suffixes on a CPU",
+        description=DRAFTERS,
+    )
+    draft_model: NonEmpty | None = Field(
+        None,
+        title="weights of a draft head, for eagle; not supported yet",
+        description="the folder of a draft head, or None",
+    )
+    num_steps: int | None = Field(
+        None,
+        ge=1,
+        title="how deep a draft is at most; None: 3, or what num_draft_tokens implies",
+        description="a whole number of at least 1, or None",
+    )
     topk: int | None = Field(
-        None, ge=1, description="a whole number of at least 1 (1 drafts a chain), or None"
+        None,
+        ge=1,
+        title="children of a drafted token at most; None: 4, but 1 where num_steps or num_draft_tokens are "
+        "given and leave no room for a tree",
+        description="a whole number of at least 1 (1 drafts a chain), or None",
     )
     num_draft_tokens: int | None = Field(
         None,
         ge=2,
         le=MAX_WINDOW,
+        title="tokens verified in a step at most, the last certain one counted; None: 8, or num_steps + 1 "
+        "for a chain and for a deeper tree",
         description=f"a whole number from 2 (the root and one draft) to {MAX_WINDOW}, or None",
     )
-    adaptive: bool = Field(True, description="True or False")
-    slots: Literal["record", "snapshot"] = Field("record", description="record or snapshot")
+    adaptive: bool = Field(
+        True,
+        title="measure, and draft each step what pays, nothing included; False: always the largest draft",
+        description="True or False",
+    )
+    slots: Literal["record", "snapshot"] = Field(
+        "record",
+        title="what a draft token keeps: the record of what it adds to the state, or the whole state",
+        description="record or snapshot",
+    )
     memory_bytes: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
-        None, ge=1, le=MAX_BYTES, description='a number of bytes such as 2147483648 or "2GiB", or None'
+        None,
+        ge=1,
+        le=MAX_BYTES,
+        title="memory for sequences and drafts, beside the weights; None: what max_running sequences of "
+        "max_model_len need, at most 40 % of what is free once the weights are loaded",
+        description='a number of bytes such as 2147483648 or "2GiB", or None',
     )
-    max_running: int = Field(256, ge=1, description="a whole number of at least 1")
-    max_model_len: int | None = Field(None, ge=2, description="a whole number of at least 2, or None")
-    chunk_tokens: int = Field(512, ge=1, description="a whole number of at least 1")
-    prefix_cache: bool = Field(False, description="True or False")
+    max_running: int = Field(
+        256,
+        ge=1,
+        title="sequences that take part in a step at most; others wait",
+        description="a whole number of at least 1",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        title="tokens of a sequence at most, prompt and output; None: the model's own limit, or what "
+        "memory_bytes holds where that is less",
+        description="a whole number of at least 2, or None",
+    )
+    chunk_tokens: int = Field(
+        512,
+        ge=1,
+        title="tokens of prompts that one step reads at most, beside the sequences that write",
+        description="a whole number of at least 1",
+    )
+    prefix_cache: bool = Field(
+        False,
+        title="share what prompts have in common; not supported yet",
+        description="True or False",
+    )
     kernels: Literal["auto", "reference", "cpu", "native", "triton"] = Field(
-        "auto", description="auto, reference, cpu, native or triton"
+        "auto",
+        title="how operations are computed; auto: on a CPU native (C) in float32 and bfloat16 where there is "
+        "a C compiler, on a GPU triton, else cpu (plain torch); reference is the slow specification",
+        description="auto, reference, cpu, native or triton",
     )
-    graphs: bool | None = Field(None, description="True, False, or None (on a GPU)")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="a whole number of 64 bits, or None")
+    graphs: bool | None = Field(
+        None,
+        title="let the device decide the steps in which every row decodes, captured as graphs on a GPU; "
+        "None: on a GPU",
+        description="True, False, or None",
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        title="what the seeds of requests that give none are drawn from; None: from the system",
+        description="a whole number of 64 bits, or None",
+    )
     synthetic_acceptance: Annotated[float, Field(ge=1)] | list[Rate] | None = Field(
-        None, description="an acceptance length of at least 1, a list of rates by depth from 0 to 1, or None"
+        None,
+        title="for benchmarks on random weights: accept drafts at this length or these rates, whatever they "
+        "say; the text is then no model's",
+        description="an acceptance length of at least 1, a list of rates by depth from 0 to 1, or None",
     )
 
     @classmethod

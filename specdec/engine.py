@@ -50,8 +50,12 @@ class SpecEngine:
         batch = _as_batch(prompts)
         each = _broadcast(params, len(batch))
         runs: list[tuple[list[int], list[Request], queue.SimpleQueue[Delta | SpecdecError]]] = []
-        for prompt, own in zip(batch, each, strict=True):
-            ids, inbox = self._encode(prompt, own), queue.SimpleQueue[Delta | SpecdecError]()
+        for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
+            inbox = queue.SimpleQueue[Delta | SpecdecError]()
+            try:
+                ids = self._encode(prompt, own)
+            except RequestError as error:
+                raise error if len(batch) == 1 else _of_prompt(index, error) from None
             runs.append((ids, self._requests(ids, own, inbox.put), inbox))
         try:
             for _, requests, _ in runs:
@@ -151,20 +155,33 @@ class SpecEngine:
         if len(ids) >= longest:
             raise RequestError(
                 f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which must also hold the "
-                "output; shorten the prompt or raise max_model_len.",
+                f"output; {self._longer()}.",
                 field="prompt",
             )
         self._check_ids(params, vocab)
         check_request(params, synthetic=self.model.settings.synthetic is not None)
         return ids
 
+    def _longer(self) -> str:
+        """Say what would let a longer prompt in, by what bounds it: the model, the setting or the memory."""
+        settings, most = self.model.settings, self.model.network.spec.max_length
+        if settings.max_model_len == most:
+            return "the model was made for no more: shorten the prompt"
+        if self.config.max_model_len is not None:
+            return f"shorten the prompt or raise max_model_len, up to {most}"
+        return (
+            f"the {settings.memory_bytes:,} bytes of memory_bytes hold no more: shorten the prompt or raise "
+            "memory_bytes"
+        )
+
     def _tokenize(self, prompt: str) -> list[int]:
         assert self.tokenizer is not None
         try:
             return self.tokenizer.encode(prompt)
-        except (UnicodeError, TypeError) as error:
+        except (UnicodeError, TypeError):
             raise RequestError(
-                f"prompt: it is no valid Unicode text ({error}); mend it.", field="prompt"
+                "prompt: it is no valid Unicode text; give bytes decoded as UTF-8, without surrogates.",
+                field="prompt",
             ) from None
 
     def _check_ids(self, params: SamplingParams, vocab: int) -> None:
@@ -236,6 +253,11 @@ def _as_ids(prompt: object) -> list[int]:
         raise _no_prompt(prompt) from None
 
 
+def _of_prompt(index: int, error: RequestError) -> RequestError:
+    """Say which of several prompts an error is about."""
+    return RequestError(f"prompts[{index}]: {str(error).removeprefix('prompt: ')}", field=error.field)
+
+
 def _no_prompt(prompt: object) -> RequestError:
     return RequestError(
         f"prompt: {reprlib.repr(prompt)} is neither text nor token ids; give a string or whole numbers.",
@@ -273,20 +295,4 @@ def _collect(
             raise delta
         deltas[delta.index].append(delta)
         unfinished -= delta.finish_reason is not None
-    return [_completion(prompt, own) for own in deltas]
-
-
-def _completion(prompt: Sequence[int], deltas: Sequence[Delta]) -> Completion:
-    last = deltas[-1]
-    assert last.finish_reason and last.stats
-    return Completion(
-        prompt_token_ids=tuple(prompt),
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finish_reason=last.finish_reason,
-        stats=last.stats,
-        index=last.index,
-        logprobs=None
-        if last.logprobs is None
-        else tuple(logprob for delta in deltas for logprob in delta.logprobs or ()),
-    )
+    return [Completion.of(prompt, index, own) for index, own in enumerate(deltas)]

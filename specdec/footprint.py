@@ -125,8 +125,8 @@ def _kinds(layers: tuple[spec.Layer, ...]) -> Iterator[str]:
 def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:
     """Say what a checkpoint is made of and what an engine with this configuration would need for it.
 
-    `sequences` counts how many of each length fit in the arena; `record_share` is a draft token's record
-    over a state.
+    `sequences` counts how many of each length fit in the arena, of those that the engine would take, or of
+    its longest. `record_share` is a draft token's record over a state; who drafts in records has it.
     """
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
@@ -134,6 +134,12 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     settings = resolve(config, network, stored_dtype(checkpoint.config), stored_bytes)
     footprint = measure(network, settings.dtype)
     layout, figures = settings.layout, settings.layout.describe()
+    lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
+    draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
+    if settings.drafters:
+        draft["draft_slot"] = settings.slots
+        if settings.slots == "record":
+            draft |= {"record_bytes": figures.record_bytes, "record_share": figures.record_share}
     return {
         "family": network.family,
         "layers": footprint.kinds(),
@@ -144,10 +150,9 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "read_bytes_per_token": round(footprint.step_bytes(1)),
         "kv_bytes_per_token": figures.token_bytes,
         "state_bytes": figures.state_bytes,
-        "draft": ", ".join(settings.drafters) or "none",
-        "draft_slot": settings.slots,
-        "record_bytes": figures.record_bytes,
-        "record_share": figures.record_share,
+        **draft,
+        "max_model_len": settings.max_model_len,
+        "max_running": settings.max_running,
         "slab_bytes": figures.slab_bytes,
         "slab_padding": figures.padding,
         "arena_bytes": settings.memory_bytes,

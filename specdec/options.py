@@ -1,7 +1,7 @@
 """Settings as command-line options: one `--dashed-name` for each field, made from the settings class."""
 
 import argparse
-import json
+import re
 import types
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -26,7 +26,16 @@ def add_settings(
 def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
     """Build the settings from the options that were given; what they refuse is a ConfigError."""
     given = {name: value for name, value in vars(args).items() if name in settings.model_fields}
-    return settings.model_validate(given)
+    # A list that was given once, as None, is not given.
+    return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
+
+
+def settings_table(settings: type[Settings]) -> str:
+    """Render the fields as docs/settings.md shows them."""
+    rows = [["field", "what it does", "values", "default"], ["---"] * 4]
+    for name, field in settings.model_fields.items():
+        rows.append([f"`{name}`", field.title or "", field.description or "", f"`{field.default!r}`"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
 
 
 def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
@@ -41,17 +50,32 @@ def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> N
         option,
         dest=name,
         metavar=name.rsplit("_", 1)[-1].upper(),
-        type=_text if str in kinds else _number,
+        type=_reader(kinds),
         action="append" if is_list else "store",
         default=absent,
-        help=f"{says}; may be repeated" if is_list else says,
+        help=says,
     )
 
 
 def _help(field: FieldInfo) -> str:
-    described = field.description or ""
+    kinds = _kinds(field.annotation)
+    notation = ""
+    if list in kinds:
+        notation = "; a list is written 0.9,0.5" if float in kinds else "; one each time, may be repeated"
     default = "" if field.default is None else f" (default: {field.default})"
-    return f"{described}{default}".replace("%", "%%")
+    return f"{field.title}: {field.description}{notation}{default}".replace("%", "%%")
+
+
+def _reader(kinds: set[type]) -> Callable[[str], object]:
+    """Choose how an option's text is read. `None` may be one of several texts, such as those that stop."""
+    may_be_none = types.NoneType in kinds and not {str, list} <= kinds
+
+    def read(value: str) -> object:
+        if may_be_none and value.lower() == "none":
+            return None
+        return value if str in kinds else _number(value)
+
+    return read
 
 
 def _kinds(annotation: Any) -> set[type]:
@@ -66,23 +90,29 @@ def _kinds(annotation: Any) -> set[type]:
     return {origin or annotation}
 
 
-def _text(value: str) -> str:
-    return value
-
-
 def _number(value: str) -> object:
     """Read a number or a list of them; the rest stays text, for the settings to refuse in their words."""
-    try:
-        return json.loads(value, parse_constant=_text)
-    except ValueError:
-        return value
+    inner = value.strip().removeprefix("[").removesuffix("]")
+    if inner == value.strip() and "," not in inner:
+        return _decimal(inner)
+    numbers = [_decimal(part.strip()) for part in inner.split(",")]
+    return value if any(isinstance(number, str) for number in numbers) else numbers
+
+
+def _decimal(text: str) -> int | float | str:
+    """Read a number as people write it, .5 and 1. too; what is none stays text."""
+    if re.fullmatch(r"[+-]?\d{1,30}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
     """Make a type of option that reads a whole number and bounds it below."""
 
     def read(value: str) -> int:
-        number = int(value)
+        number = _decimal(value)
+        if not isinstance(number, int):
+            raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
         if number < smallest:
             raise argparse.ArgumentTypeError(f"{value} is less than {smallest}")
         return number
@@ -96,7 +126,7 @@ def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def read(value: str) -> list[Any]:
         try:
             return [parse(part.strip()) for part in value.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{value!r} is no list of values between commas") from None
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; write values between commas") from None
 
     return read

@@ -1,7 +1,8 @@
 """What a request gives back: pieces while it runs, a completion at the end."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from specdec.state_slots.arena import ArenaUsage
 
@@ -103,3 +104,19 @@ class Completion:
     stats: RequestStats
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], index: int, deltas: Sequence[Delta]) -> Self:
+        """Put a choice together from its deltas; one that was left before its end has counts alone."""
+        token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+        last = deltas[-1] if deltas else Delta("", ())
+        logprobs = tuple(logprob for delta in deltas for logprob in delta.logprobs or ())
+        return cls(
+            prompt_token_ids=tuple(prompt),
+            text="".join(delta.text for delta in deltas),
+            token_ids=token_ids,
+            finish_reason=last.finish_reason or "abort",
+            stats=last.stats or RequestStats(prompt_tokens=len(prompt), output_tokens=len(token_ids)),
+            index=index,
+            logprobs=None if last.logprobs is None else logprobs,
+        )

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +53,16 @@ class Resolved:
     graphs: bool = False
     """Whether steps in which every row decodes are the device's to decide, captured where it is a GPU."""
 
+    def __str__(self) -> str:
+        """Show one setting a line."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named["layout"] = ", ".join(
+            f"{name} {value:,}" for name, value in asdict(self.layout.describe()).items()
+        )
+        named["memory_bytes"] = f"{self.memory_bytes:,}"
+        named["drafters"] = ", ".join(self.drafters) or "none"
+        return "".join(f"\n  {name}: {value}" for name, value in named.items())
+
 
 def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, stored_bytes: int) -> Resolved:
     """Turn a configuration into settings, given the checkpoint's dtype and size."""
@@ -83,7 +93,7 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         if drafters:
             wanted += _draft_bytes(config, layout, bounds)
         weight_bytes = stored_bytes * dtype.itemsize // stored.itemsize
-        memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * max(_free_memory(device) - weight_bytes, 0)))
+        memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * max(free_memory(device) - weight_bytes, 0)))
     else:
         memory_bytes = config.memory_bytes
     longest = _fit(config, layout, memory_bytes, longest)
@@ -103,7 +113,7 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         synthetic=_synthetic(config, bounds),
         graphs=graphs,
     )
-    logger.info("settings: %s", settings)
+    logger.info("settings:%s", settings)
     return settings
 
 
@@ -220,7 +230,7 @@ def _dtype(name: str, device: torch.device, stored: torch.dtype, stored_bytes: i
     return stored
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Return what the device can still give; on a CPU within the limit of the process's control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -247,14 +257,18 @@ def _fit(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) 
 
     if needed(longest) <= memory_bytes:
         return longest
-    if config.max_model_len is not None or needed(layout.block_tokens) > memory_bytes:
+    smallest = needed(layout.block_tokens)
+    if config.max_model_len is not None or smallest > memory_bytes:
         asked = longest if config.max_model_len is not None else layout.block_tokens
+        given = "raise it" if config.memory_bytes is not None else "free some memory, or set memory_bytes"
         raise CapacityError(
             f"memory_bytes: one sequence of {asked} tokens needs {needed(asked):,} bytes and the arena has "
-            f"{memory_bytes:,}; raise memory_bytes or lower max_model_len.",
+            f"{memory_bytes:,}; {given}{' or lower max_model_len' if smallest <= memory_bytes else ''}.",
             field="memory_bytes",
         )
     spare_slabs = memory_bytes // layout.slab_bytes - 1 - layout.states_per_slab
     fitting = spare_slabs * layout.blocks_per_slab * layout.block_tokens
-    logger.warning("max_model_len is %d instead of %d: the arena holds no more", fitting, longest)
+    logger.warning(
+        "max_model_len is %d instead of %d: memory_bytes, %d, holds no more", fitting, longest, memory_bytes
+    )
     return fitting

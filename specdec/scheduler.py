@@ -166,7 +166,12 @@ class Scheduler:
             # Nothing that runs will ever make room for it.
             self.waiting.popleft()
             self.on_end(request)
-            request.fail(CapacityError(f"The arena has no room for this request: it needs {limit}."))
+            request.fail(
+                CapacityError(
+                    f"memory_bytes: the arena has no room for this request, which needs {limit}; raise it.",
+                    field="memory_bytes",
+                )
+            )
             return False
         if limit:
             self._note_limit(limit)

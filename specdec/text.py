@@ -6,6 +6,7 @@ from pathlib import Path
 import tokenizers
 
 from specdec.errors import CheckpointError
+from specdec.models.checkpoint import anew
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What decoding shows for bytes that are no character, or not yet."""
@@ -49,7 +50,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(
-            f"{path} is not a tokenizer ({error}); download it again, or remove it to pass token ids only",
+            f"{path} is not a tokenizer ({error}); "
+            + anew(folder, "download it again, or remove it to pass token ids only"),
             field="tokenizer.json",
         ) from error
 

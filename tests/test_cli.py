@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def test_generate_reads_ids_from_standard_input(
     with SpecEngine(hybrid) as engine:
         assert engine.tokenizer
         ids = engine.tokenizer.encode(PROMPT)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(str, ids))))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(map(str, ids)).encode())))
     assert main(["generate", str(hybrid), "--prompt-ids", "-", *GREEDY]) == 0
     assert capsys.readouterr().out == f"{text}\n"
 
@@ -96,15 +96,28 @@ def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> N
     [
         (["generate", "/no/such/folder", "--prompt", "x"], "/no/such/folder"),
         (["generate", "{hybrid}", "--prompt", ""], "prompt"),
-        (["generate", "{hybrid}", "--prompt-ids", "1 two"], "--prompt-ids"),
+        (["generate", "{hybrid}", "--prompt-ids", "1 two"], "--prompt-ids: 'two' is no token id"),
+        (["generate", "{hybrid}", "--prompt-ids", "1_0"], "--prompt-ids: '1_0'"),
+        (["generate", "{hybrid}", "--prompt-ids", "-7"], "token id -7"),
+        (["generate", "{hybrid}", "--prompt", "\ud800"], "valid Unicode"),
         (["generate", "{hybrid}", "--prompt-ids", "99999"], "99999"),
-        (["generate", "{hybrid}", "--prompt-file", "/no/such/file"], "/no/such/file"),
+        (
+            ["generate", "{hybrid}", "--prompt-file", "/no/such/file"],
+            "/no/such/file cannot be read: No such file",
+        ),
+        (["generate", "{hybrid}", "--prompt-file", "/"], "--prompt-file: / cannot be read: Is a directory"),
+        (
+            ["generate", "{hybrid}", "--prompt-file", "{hybrid}/model.safetensors"],
+            "is not UTF-8 text from byte",
+        ),
         (["generate", "{hybrid}", "--prompt", "x", "--temperature", "hot"], "SamplingParams.temperature"),
         (["generate", "{hybrid}", "--prompt", "x", "--draft", "none", "--topk", "2"], "topk"),
         (["generate", "{hybrid}", "--prompt", "x", "--memory-bytes", "1"], "memory_bytes"),
         (["info", "/no/such/folder"], "/no/such/folder"),
         (["bench", "throughput", "--shape", "huge"], "'huge'"),
         (["bench", "throughput", "{hybrid}", "--peers", "nobody"], "'nobody'"),
+        (["bench", "throughput", "{hybrid}", "--peers", "http://host:port"], "--peers: 'http://host:port'"),
+        (["bench", "throughput", "{hybrid}", "--out", "/"], "--out: /"),
     ],
 )
 def test_mistake_is_one_line_and_code_2(argv: list[str], says: str, hybrid: Path, capsys: Capture) -> None:
@@ -114,7 +127,8 @@ def test_mistake_is_one_line_and_code_2(argv: list[str], says: str, hybrid: Path
     line = captured.err.strip().splitlines()[-1]
     assert line.startswith("specdec: ")
     assert says in line
-    assert "Traceback" not in captured.err
+    for raw in ("Traceback", "Errno", "invalid literal", "codec", "Error("):
+        assert raw not in captured.err
 
 
 @pytest.mark.parametrize("command", [["generate"], ["info"], ["bench", "throughput"]])
@@ -125,6 +139,47 @@ def test_every_engine_setting_is_an_option(command: list[str], capsys: Capture) 
     text = capsys.readouterr().out
     for name in EngineConfig.model_fields:
         assert f"--{name.replace('_', '-')} " in text or f"--{name.replace('_', '-')}," in text
+
+
+def test_version_is_said(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"specdec {__version__}\n"
+
+
+def test_package_runs_as_the_command() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "specdec", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"specdec {__version__}\n", "")
+
+
+INTERRUPTED_IMPORT = """
+import sys, specdec.__main__
+assert not {"torch", "pydantic", "specdec.cli"} & set(sys.modules)
+
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Press())
+sys.exit(specdec.__main__.main())
+"""
+
+
+def test_interrupt_during_the_imports_leaves_no_traceback() -> None:
+    ran = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (130, "")
+
+
+def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert main(["info", str(hybrid), "--max-running", "7"]) == 0
+    lines = next(r.getMessage() for r in caplog.records if r.name == "specdec.resolve").splitlines()
+    assert lines[0] == "settings:" and "  max_running: 7" in lines and "  drafters: suffix" in lines
+    assert max(map(len, lines)) < 250
 
 
 def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
@@ -153,7 +208,7 @@ def start(model: Path) -> "subprocess.Popen[bytes]":
     """Stream a long completion in a process of its own, up to its first byte."""
     argv = ["generate", str(model), "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos", "--seed", "0"]
     running = subprocess.Popen(
-        [sys.executable, "-m", "specdec.cli", *argv],
+        [sys.executable, "-m", "specdec", *argv],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -282,3 +282,12 @@ def test_no_mistake_shows_pydantic(settings_class: type[Settings], data: st.Data
 def test_something_else_than_settings_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match="takes settings by name"):
         SamplingParams.model_validate(wrong)
+
+
+@pytest.mark.parametrize("settings_class", [SamplingParams, EngineConfig])
+@pytest.mark.parametrize("garbage", [(3,), ({"seed": 1},), (None,), (1, 2)])
+def test_settings_given_by_place_are_refused_with_an_example(
+    settings_class: type[Settings], garbage: tuple[object, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"by name; write {settings_class.__name__}\(\w+=…\)"):
+        settings_class(*garbage)

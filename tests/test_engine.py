@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import specdec
 from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.errors import (
     CapacityError,
@@ -215,6 +214,36 @@ def test_a_prompt_the_model_cannot_read_is_refused(
     assert caught.value.field == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({}, "the model was made for no more: shorten the prompt."),
+        ({"max_model_len": 100}, "raise max_model_len, up to 512."),
+        (
+            {"memory_bytes": 60_000},
+            "bytes of memory_bytes hold no more: shorten the prompt or raise memory_bytes.",
+        ),
+    ],
+)
+def test_a_long_prompt_is_refused_with_what_would_help(
+    hybrid: Path, fields: dict[str, object], remedy: str
+) -> None:
+    with SpecEngine(hybrid, draft="none", **fields) as engine, pytest.raises(RequestError) as caught:
+        engine.generate([[1] * 600])
+    assert remedy in str(caught.value)
+
+
+def test_an_error_in_a_list_names_the_prompt(engine: SpecEngine) -> None:
+    for prompts, place in ((["fine", [], "x"], 1), (["fine", "x", [9999]], 2), (["fine", 5], 1)):
+        with pytest.raises(RequestError, match=rf"^prompts\[{place}\]: (?!prompt:)") as caught:
+            engine.generate(prompts, GREEDY)  # type: ignore[arg-type]
+        assert caught.value.field == "prompt"
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: stop_token_ids: "):
+        engine.generate(["a", "b"], [GREEDY, SamplingParams(stop_token_ids=[999])])
+    with pytest.raises(RequestError, match=r"^prompt: "):
+        engine.generate([[9999]], GREEDY)
+
+
 @pytest.mark.parametrize("changes", [{"stop_token_ids": [320]}, {"logit_bias": {999: 1.0}}])
 def test_parameters_outside_the_vocabulary_are_refused(
     engine: SpecEngine, changes: dict[str, object]
@@ -261,10 +290,6 @@ def test_a_config_object_and_fields_combine(hybrid: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         SpecEngine(tmp_path / "nowhere")
-
-
-def test_public_names_are_the_stable_ones() -> None:
-    assert sorted(specdec.__all__) == ["Completion", "Delta", "EngineConfig", "SamplingParams", "SpecEngine"]
 
 
 @pytest.mark.parametrize("prompt", [None, 5, ["a", 5], "\ud800", [1.5]])

@@ -71,3 +71,17 @@ def test_description_of_a_hybrid(hybrid: Path) -> None:
     short, long = described["sequences"].values()
     assert short > long > 0
     assert long * (described["state_bytes"] + 512 * described["kv_bytes_per_token"]) <= 1 << 20
+
+
+def test_description_keeps_to_what_the_engine_would_do(hybrid: Path) -> None:
+    def describe(*lengths: int, **fields: Any) -> dict[str, Any]:
+        return describe_model(hybrid, EngineConfig.of(None, {"memory_bytes": 1 << 22, **fields}), lengths)
+
+    described = describe(64, 512, 513, 8192, max_running=9)
+    assert list(described["sequences"]) == ["64 tokens", "512 tokens"]
+    assert (described["max_model_len"], described["max_running"]) == (512, 9)
+    assert list(describe(1024, max_model_len=100)["sequences"]) == ["100 tokens"]
+    assert described["draft_slot"] == "record" and described["record_share"] > 0
+    snapshot, plain = describe(64, slots="snapshot"), describe(64, draft="none")
+    assert snapshot["draft_slot"] == "snapshot" and not {"record_bytes", "record_share"} & set(snapshot)
+    assert plain["draft"] == "none" and not {"draft_slot", "record_bytes", "record_share"} & set(plain)

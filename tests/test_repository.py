@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import specdec
+from specdec import errors
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
@@ -38,14 +39,27 @@ def test_readme_is_short() -> None:
 
 
 def test_public_names_are_these() -> None:
-    assert sorted(specdec.__all__) == ["Completion", "Delta", "EngineConfig", "SamplingParams", "SpecEngine"]
+    assert " ".join(specdec.__all__) == (
+        "CapacityError CheckpointError Completion ConfigError Delta EngineConfig EngineError RequestError "
+        "RequestStats SamplingParams SpecEngine SpecdecError"
+    )
     for name in specdec.__all__:
         assert getattr(specdec, name).__name__ == name
+        assert name in dir(specdec)
+    with pytest.raises(AttributeError, match="nonsense"):
+        specdec.nonsense  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_every_error_is_public() -> None:
+    theirs = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert theirs <= set(specdec.__all__)
 
 
 def test_version_stands_in_one_place() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "specdec.__version__"}
+    assert f"## {specdec.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def test_console_script_exists() -> None:

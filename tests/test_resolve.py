@@ -189,3 +189,26 @@ def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, object], field:
     with pytest.raises(ConfigError, match=field) as caught:
         settle(**fields)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "says", "not_says"),
+    [
+        ({"memory_bytes": 1000}, "; raise it.", "max_model_len"),
+        ({"memory_bytes": 1000, "max_model_len": 64}, "; raise it.", "max_model_len"),
+        (
+            {"memory_bytes": 1_300_000, "max_model_len": 512},
+            "; raise it or lower max_model_len.",
+            "free some",
+        ),
+        ({"memory_bytes": None}, "; free some memory, or set memory_bytes.", "max_model_len"),
+    ],
+)
+def test_too_little_memory_names_what_helps(
+    fields: dict[str, int], says: str, not_says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.resolve.free_memory", lambda device: 1000)
+    with pytest.raises(CapacityError) as caught:
+        settle(**fields)
+    assert caught.value.field == "memory_bytes"
+    assert says in str(caught.value) and not_says not in str(caught.value)

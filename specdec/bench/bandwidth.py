@@ -1,6 +1,7 @@
 """How fast this machine reads memory, as a benchmark finds it while it runs."""
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -20,3 +21,13 @@ class BandwidthProbe:
         start_s = time.perf_counter()
         self.data.sum().item()
         return self.data.nbytes / (time.perf_counter() - start_s)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the cache nearest to memory; 0 where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [
+        path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)

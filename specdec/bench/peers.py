@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 import torch
@@ -105,10 +106,12 @@ class ServerPeer:
         """Send all prompts at once; a step's time is the run's mean, for a stream may bundle tokens."""
         try:
             return asyncio.run(self._run(prompts, new_tokens))
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
             raise EngineError(
-                f"the server at {self.name} did not serve the benchmark ({error!r}); check that it runs and "
-                "answers POST /v1/completions with stream=true and a prompt of token ids"
+                f"--peers: the server at {self.name} did not serve the benchmark ({_reason(error)}); check "
+                "that it runs and answers GET /v1/models, and POST /v1/completions with stream=true and a "
+                "prompt of token ids",
+                field="peers",
             ) from error
 
     async def _run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
@@ -169,10 +172,31 @@ async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
 def refuse_unknown(names: Sequence[str]) -> None:
     """Refuse a peer that is neither `transformers` nor a URL, before anything is loaded."""
     for name in names:
-        if name != "transformers" and not name.startswith(("http://", "https://")):
+        if name != "transformers" and not _is_url(name):
             raise ConfigError(
-                f"unknown peer {name!r}; give 'transformers' or the http(s) URL of a server", field="peers"
+                f"--peers: {name!r} is neither 'transformers' nor the URL of a server; give one such as "
+                "http://localhost:8000",
+                field="peers",
             )
+
+
+def _is_url(name: str) -> bool:
+    try:
+        parts = urlsplit(name)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, or brackets that do not close
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """Say in words what went wrong with a server; some errors have none of their own."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "nothing answers there"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"it answered {error.status} {error.message} to {error.request_info.url.path}"
+    if isinstance(error, LookupError | TypeError):
+        return "its answer has not the fields of that API"
+    return "it took too long" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
 def connect(names: Sequence[str], transformers: TransformersPeer) -> list[Contestant]:

@@ -4,7 +4,9 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,14 +15,24 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from specdec.bench.random_head import add_random_head
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
+from specdec.footprint import measure
+from specdec.models import families
+from specdec.models.checkpoint import random_models
+from specdec.models.families import stored_dtype
 from specdec.models.shapes import SHAPES
+from specdec.resolve import free_memory
 
+DRAFT = f"draft-{platform.node()}-"
+"""What the names of folders begin with, before the process, that are still being written."""
+LARGE = 1 << 30
+"""Weights of as many bytes take so long to write that it is said."""
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 ALPHABET = "Ġetaoinshrdlucmfwypvbgkjqxz"
@@ -37,27 +49,67 @@ def shape_config(name: str) -> dict[str, Any]:
 def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
     """Return a random checkpoint of this config from the user's cache, writing it there the first time."""
     recipe = json.dumps([config, seed, "head", torch.__version__, transformers.__version__], sort_keys=True)
-    folder = cache_folder() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    folder = random_models() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"random models are kept in {folder.parent}, which cannot be made ({error.strerror}); set "
+            "XDG_CACHE_HOME to a folder that can be written to"
+        ) from None
+    clear_drafts(folder.parent)
     if not folder.exists():
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"random models are kept in {folder.parent}, which cannot be made ({error.strerror}); set "
-                "XDG_CACHE_HOME to a folder that can be written to"
-            ) from None
+        num_bytes = weight_bytes(config)
+        refuse_what_does_not_fit(num_bytes, folder.parent)
+        if num_bytes >= LARGE:
+            print(
+                f"Writing a random model of {num_bytes / 1e9:,.1f} GB to {folder}, where it is kept; drawing "
+                "its weights takes a while …",
+                file=sys.stderr,
+                flush=True,
+            )
         # Written beside its place and moved there whole: an interrupted run leaves no half checkpoint.
-        draft = Path(tempfile.mkdtemp(dir=folder.parent))
+        draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{os.getpid()}-", dir=folder.parent))
         try:
             with quiet_transformers():
                 write_random_checkpoint(draft, config, seed=seed)
             os.replace(draft, folder)
-        except OSError:
-            if not folder.exists():
-                raise
+        except (OSError, SafetensorError) as error:
+            if not folder.exists():  # which another process may have written meanwhile
+                raise ConfigError(f"{folder} cannot be written ({error}); make room there") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def weight_bytes(config: Mapping[str, Any]) -> int:
+    """Count the bytes of a model's weights, its head's included."""
+    footprint = measure(families.network(config), stored_dtype(config))
+    return sum(p.count * p.itemsize for p in (*footprint.target, *footprint.mtp))
+
+
+def refuse_what_does_not_fit(num_bytes: int, folder: Path) -> None:
+    """Refuse a model that memory cannot hold while it is drawn, or the disk when it is written."""
+    places = {"memory": free_memory(torch.device("cpu")), str(folder): shutil.disk_usage(folder).free}
+    for place, free in places.items():
+        if num_bytes > free:
+            raise CapacityError(
+                f"shape: the weights take {num_bytes:,} bytes, and {place} has {free:,} free; choose a "
+                "smaller shape, or make room",
+                field="shape",
+            )
+
+
+def clear_drafts(folder: Path) -> None:
+    """Remove what runs of this machine began to write and were killed over."""
+    for draft in folder.glob(f"{DRAFT}*"):
+        pid = draft.name.removeprefix(DRAFT).partition("-")[0]
+        try:
+            os.kill(int(pid), 0)  # asks whether it lives, and does nothing to it
+        except ProcessLookupError:
+            shutil.rmtree(draft, ignore_errors=True)
+        except (PermissionError, ValueError):
+            continue
 
 
 @contextmanager
@@ -72,12 +124,6 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if progress:
             hf_logging.enable_progress_bar()
-
-
-def cache_folder() -> Path:
-    """Return where random checkpoints are kept: `$XDG_CACHE_HOME/specdec/random`, or under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "specdec" / "random"
 
 
 def write_random_checkpoint(

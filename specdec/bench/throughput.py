@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.bandwidth import BandwidthProbe
+from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import Summary, environment, json_line, summarise, table
@@ -78,7 +79,14 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
         contestants.insert(1, plain)
     results, bandwidth = _measure(options, engine, plain, oracle, contestants)
     footprint = measure(spec, settings.dtype)
+    windows: list[dict[str, Any]] = []
+    interrupted = len(results) < len(_cases(options))
     # The window steps come last, on their own: they have no counterpart to take turns with.
+    if options.windows and not interrupted:
+        try:
+            windows = window_costs(engine.model, options.windows, WINDOW_ROUNDS)
+        except KeyboardInterrupt:
+            interrupted = True
     return {
         "benchmark": "throughput",
         **environment(),
@@ -95,19 +103,27 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
         "repeats": options.repeats,
         "read_bytes_per_s": bandwidth._asdict(),
         "contestants": {contestant.name: contestant.describe() for contestant in contestants},
-        "windows": window_costs(engine.model, options.windows, WINDOW_ROUNDS) if options.windows else [],
+        "interrupted": interrupted,
+        "weight_bytes": footprint.weight_bytes,
+        "cache_bytes": cache_bytes(settings.device),
+        "windows": windows,
         "cases": [_case_report(result, footprint, bandwidth.median) for result in results],
     }
 
 
 def run(options: Options, config: EngineConfig, out: Path | None) -> None:
-    """Measure, then print the table and, as the last line, the report as JSON; nothing if the check fails."""
+    """Measure, then print the table and, as the last line, the report as JSON; nothing if the check fails.
+
+    Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
+    """
     with quiet_transformers():
         report = benchmark(options, config)
     line = json_line(report)
     if out is not None:
         out.write_text(f"{line}\n", "utf-8")
-    print(f"{render(report)}\n{line}")
+    print(f"{render(report)}\n{line}", flush=True)
+    if report["interrupted"]:
+        raise KeyboardInterrupt
 
 
 def _measure(
@@ -117,14 +133,19 @@ def _measure(
     oracle: TransformersPeer,
     contestants: Sequence[Contestant],
 ) -> tuple[list[CaseResult], Summary]:
-    """Run every case: the check, the warm-up, then the contestants in turn, then memory's speed."""
+    """Run every case: the check, the warm-up, then the contestants in turn, then memory's speed.
+
+    Ctrl-C leaves the cases that were finished, if there are any.
+    """
     spec, settings = engine.model.network.spec, engine.model.settings
-    probe, bandwidths, results = BandwidthProbe(settings.device), [], []
-    cases = [Case(*pair) for pair in itertools.product(options.batches, options.prompt_tokens)]
+    probe, bandwidths = BandwidthProbe(settings.device), []
+    results: list[CaseResult] = []
+    cases = _cases(options)
     total = len(cases) * (1 + options.warmup + options.repeats)
-    with tqdm(total=total, leave=False, disable=None) as progress:
-        for case in cases:
-            progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
+    with _until_interrupted(results), tqdm(total=total, leave=False, disable=None) as progress:
+        for number, case in enumerate(cases, 1):
+            of_all = f"case {number} of {len(cases)}"
+            progress.set_description(f"{of_all}: batch {case.batch}, prompt {case.prompt_tokens}")
             prompts = case.prompts(spec.vocab, options.seed)
             # What is accepted at given rates is not the model's text; what speaks for it decodes plainly.
             judged = plain if settings.synthetic else engine
@@ -140,6 +161,20 @@ def _measure(
             bandwidths += [probe.bytes_per_second() for _ in range(options.repeats)]
             results.append(result)
     return results, summarise(bandwidths)
+
+
+def _cases(options: Options) -> list[Case]:
+    return [Case(*pair) for pair in itertools.product(options.batches, options.prompt_tokens)]
+
+
+@contextmanager
+def _until_interrupted(results: Sequence[CaseResult]) -> Iterator[None]:
+    """Take Ctrl-C as the end of the measurement where it has results."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not results:
+            raise
 
 
 def _with_room(config: EngineConfig, options: Options) -> EngineConfig:
@@ -249,6 +284,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(
             f"SYNTHETIC ACCEPTANCE: drafts are accepted at rates {shown} by depth, whatever they say"
         )
+    if report["interrupted"]:
+        lines.append(f"INTERRUPTED: these {len(report['cases'])} cases were finished by then")
     lines += ["", table(list(_rows(report)))]
     if report["windows"]:
         lines += ["", table(list(_window_rows(report)))]
@@ -272,7 +309,9 @@ def _window_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for case in report["cases"]:
         for name, figures in case["figures"].items():
-            step = figures["step_s"]
+            step, share = figures["step_s"], figures["bandwidth_share"]
+            # What is read from a cache says nothing of memory, whose speed the share is of.
+            cached = report["weight_bytes"] <= report["cache_bytes"] or share > 1
             yield {
                 "batch": str(case["batch"]),
                 "prompt": str(case["prompt_tokens"]),
@@ -284,5 +323,5 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                 "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
                 "tokens/step": f"{figures['tokens_per_step']['median']:.2f}",
                 "decode x": f"{figures['decode_ratio']['median']:.2f}",
-                "bandwidth": f"{figures['bandwidth_share']:.0%}",
+                "bandwidth": "in the cache" if cached else f"{share:.0%}",
             }

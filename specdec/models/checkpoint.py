@@ -5,6 +5,7 @@ No pickle is opened and no code of a checkpoint is run.
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -36,6 +37,19 @@ _DTYPES = {
 
 # json leaves Infinity to Python's own spelling; exporters that avoid it write a tagged object.
 _TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+def random_models() -> Path:
+    """Return where random checkpoints are kept: `$XDG_CACHE_HOME/specdec/random`, or under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "specdec" / "random"
+
+
+def anew(folder: Path, otherwise: str = "download it again") -> str:
+    """Say how a damaged model comes back whole: one that we wrote is written again."""
+    if folder.resolve().parent == random_models().resolve():
+        return f"delete {folder}: it is a random model, which bench and demo write anew"
+    return otherwise
 
 
 class TensorInfo(NamedTuple):
@@ -80,25 +94,26 @@ class Checkpoint:
             if not required:
                 return {}
             raise CheckpointError(
-                f"{self.folder} has no {name}; a checkpoint is a folder with config.json and *.safetensors",
+                f"{self.folder} has no {name}; "
+                + anew(self.folder, "a checkpoint is a folder with config.json and *.safetensors"),
                 field=name,
             )
         try:
             value = json.loads(path.read_text("utf-8"), object_hook=_untag)
         except (ValueError, OSError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} cannot be read as JSON ({error}); download it again", field=name
+                f"{path} cannot be read as JSON ({error}); {anew(self.folder)}", field=name
             ) from error
         if not isinstance(value, dict):
-            raise CheckpointError(f"{path} must hold a JSON object; download it again", field=name)
+            raise CheckpointError(f"{path} must hold a JSON object; {anew(self.folder)}", field=name)
         return value
 
     def _explain_absence(self) -> NoReturn:
         found = sorted(path.name for path in self.folder.iterdir())
         if stray := [name for name in found if name.endswith(".safetensors")]:
             raise CheckpointError(
-                f"{self.folder} holds {_few(stray)} but neither {_SINGLE} nor {_INDEX}; download the index, "
-                f"or rename a single file to {_SINGLE}",
+                f"{self.folder} holds {_few(stray)} but neither {_SINGLE} nor {_INDEX}; "
+                + anew(self.folder, f"download the index, or rename a single file to {_SINGLE}"),
                 field=_INDEX,
             )
         if pickles := [name for name in found if name.endswith(_PICKLES)]:
@@ -108,14 +123,16 @@ class Checkpoint:
                 field=pickles[0],
             )
         raise CheckpointError(
-            f"{self.folder} holds no weights: expected {_SINGLE}, or {_INDEX} and its shards", field=_SINGLE
+            f"{self.folder} holds no weights: "
+            + anew(self.folder, f"expected {_SINGLE}, or {_INDEX} and its shards"),
+            field=_SINGLE,
         )
 
     def _weight_map(self) -> dict[str, str]:
         entries = self._json(_INDEX, required=True).get("weight_map")
         if not isinstance(entries, dict) or not entries:
             raise CheckpointError(
-                f"{self.folder / _INDEX} has no weight_map; download it again", field=_INDEX
+                f"{self.folder / _INDEX} has no weight_map; {anew(self.folder)}", field=_INDEX
             )
         for file in entries.values():
             if not isinstance(file, str) or Path(file).name != file:
@@ -130,7 +147,7 @@ class Checkpoint:
         if absent := sorted(name for name, file in promised.items() if (file, name) not in held):
             raise CheckpointError(
                 f"{self.folder / _INDEX} promises {_few(absent)} in {promised[absent[0]]}, which lacks it; "
-                "index and shards are of different downloads: fetch both again",
+                + anew(self.folder, "index and shards are of different downloads: fetch both again"),
                 field=absent[0],
             )
         self._file_of.update(promised)
@@ -139,7 +156,8 @@ class Checkpoint:
         path = self.folder / file
         if not path.is_file():
             raise CheckpointError(
-                f"{self.folder / _INDEX} names {file}, which is not there; download the missing shard",
+                f"{self.folder / _INDEX} names {file}, which is not there; "
+                + anew(self.folder, "download the missing shard"),
                 field=file,
             )
         try:
@@ -193,4 +211,4 @@ def _damage(path: Path, error: Exception) -> str:
     with path.open("rb") as file:
         if file.read(24).startswith(b"version https://git-lfs"):
             return "it is a Git LFS pointer, not the weights; run git lfs pull, or use hf download"
-    return f"{error} ({path.stat().st_size} bytes on disk); download it again"
+    return f"{error} ({path.stat().st_size} bytes on disk); {anew(path.parent)}"

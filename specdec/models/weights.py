@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.errors import CheckpointError
-from specdec.models.checkpoint import Checkpoint
+from specdec.models.checkpoint import Checkpoint, anew
 from specdec.models.layouts import Layout, Shape
 
 _MOST_PROBLEMS = 20
@@ -144,7 +144,8 @@ class CheckpointWeights:
             [
                 f"{self._checkpoint.folder}: tensors are not as config.json describes them ({counts}):",
                 *lines,
-                "Check that config.json and the safetensors belong together, or download both again.",
+                "Check that config.json and the safetensors belong together, or "
+                f"{anew(self._checkpoint.folder, 'download both again')}.",
             ]
         )
 

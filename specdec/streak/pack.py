@@ -30,8 +30,8 @@ class Packer:
     kernels: Kernels
     conv_width: int
     max_length: int
-    on_host: bool
-    """Whether a tensor's content is the host's for the asking; else lengths are bounded by the longest."""
+    asks: bool
+    """Whether the kernels ask on the host for lengths; others are given the longest there can be."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class Packer:
             tap_BMC=tap_BMC,
             table_BN=rows.table_BN,
             length_B=length_B,
-            max_length=int(length_B.max()) if self.on_host else self.max_length,
+            max_length=int(length_B.max()) if self.asks else self.max_length,
         )
         position_BM = (length_B[:, None] + depth_BM).clamp(max=self.max_length - 1)
         token_T = token_BM.clamp(min=0).reshape(-1)

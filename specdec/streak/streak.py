@@ -93,8 +93,8 @@ class Streak:
                 self._give_back_loans()
                 return False
             self.held.append(held)
-        # A graph serves every rule, and each row looks up its own; a CPU need not make noise for nothing.
-        self.greedy = self.step.pack.on_host and all(r.params.temperature == 0 for r in requests)
+        # One graph serves every rule, and each row looks up its own; elsewhere no noise is made for nothing.
+        self.greedy = self.step.pack.asks and all(r.params.temperature == 0 for r in requests)
         self._load()
         self._shape = shape
         if self.head:
@@ -204,42 +204,31 @@ class Streak:
 
     def _load(self) -> None:
         """Put every request's part into the rows' tensors."""
-        rows, count = self.rows, len(self.held)
-        requests = self.requests
-
-        def fill(x_B: Tensor, values: Sequence[object]) -> None:
-            x_B[:count].copy_(torch.tensor(values, dtype=x_B.dtype))
-
-        fill(rows.length_B, [r.computed for r in requests])
-        fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
-        fill(rows.seed_B, [r.chooser.seed for r in requests])
-        fill(rows.temperature_B, [r.params.temperature for r in requests])
-        fill(rows.top_k_B, [min(max(r.params.top_k, 0), 2**31) for r in requests])
-        fill(rows.top_p_B, [r.params.top_p for r in requests])
-        fill(rows.min_p_B, [r.params.min_p for r in requests])
-        self._load_slots()
+        rows, requests = self.rows, self.requests
+        committed = [r.committed or Committed(0) for r in requests]
+        _fill(rows.length_B, [r.computed for r in requests])
+        _fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
+        _fill(rows.seed_B, [r.chooser.seed for r in requests])
+        _fill(rows.temperature_B, [r.params.temperature for r in requests])
+        _fill(rows.top_k_B, [min(max(r.params.top_k, 0), 2**31) for r in requests])
+        _fill(rows.top_p_B, [r.params.top_p for r in requests])
+        _fill(rows.min_p_B, [r.params.min_p for r in requests])
+        _fill(rows.state_B, [own.state for own in committed])
+        _fill(rows.path_length_B, [len(own.path) for own in committed])
+        unused = [(0, 0)] * self.extent.nodes
+        paths = [[*own.path, *unused[: self.extent.path - len(own.path)]] for own in committed]
+        for i, (path_BP, sets_2BM) in enumerate(
+            ((rows.path_slab_BP, rows.slab_2BM), (rows.path_place_BP, rows.place_2BM))
+        ):
+            _fill(path_BP, [[slot[i] for slot in path] for path in paths])
+            for which, set_BM in enumerate(sets_2BM):
+                own_sets = [held.sets[which] if held.sets else unused for held in self.held]
+                _fill(set_BM, [[slot[i] for slot in own] for own in own_sets])
+        _fill(rows.snapshot_BM, [held.snapshots or [0] * self.extent.nodes for held in self.held])
         self._load_blocks()
         if self.head:
             table = self.head.calibrator.table()
             rows.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
-
-    def _load_slots(self) -> None:
-        rows = self.rows
-        for b, held in enumerate(self.held):
-            committed = held.request.committed
-            if committed is None:
-                continue
-            rows.state_B[b] = committed.state
-            path = committed.path
-            if path:
-                rows.path_slab_BP[b, : len(path)] = torch.tensor([slab for slab, _ in path])
-                rows.path_place_BP[b, : len(path)] = torch.tensor([place for _, place in path])
-                rows.path_length_B[b] = len(path)
-            for i, own in enumerate(held.sets):
-                rows.slab_2BM[i, b] = torch.tensor([slab for slab, _ in own])
-                rows.place_2BM[i, b] = torch.tensor([place for _, place in own])
-            if held.snapshots:
-                rows.snapshot_BM[b] = torch.tensor(held.snapshots)
 
     def _load_blocks(self) -> None:
         """Tell the device of the blocks that it does not know yet."""
@@ -273,3 +262,8 @@ class Streak:
         device = rows.length_B.device
         start_B, count_B = (torch.tensor(x, device=device) for x in (starts, counts))
         self.step.drafter.draft(rows, form, start_B, count_B, self.extent.path)
+
+
+def _fill(x_B: Tensor, values: Sequence[object]) -> None:
+    """Set the first rows of a tensor, in one copy."""
+    x_B[: len(values)].copy_(torch.tensor(values, dtype=x_B.dtype))

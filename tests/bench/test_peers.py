@@ -44,6 +44,7 @@ class FakeServer:
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.bodies, self.url = tokens, [], ""
+        self.models = [{"id": "fake"}]
         self.loop = asyncio.new_event_loop()
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self._serve)
@@ -62,7 +63,7 @@ class FakeServer:
         self.loop.close()
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake"}]})
+        return web.json_response({"data": self.models})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
@@ -104,8 +105,27 @@ def test_server_that_stops_early_gives_no_figure(server: FakeServer) -> None:
 
 
 def test_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1 "):
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1 .*\(nothing answers there\)") as caught:
         ServerPeer("http://127.0.0.1:1").run(PROMPTS, NEW_TOKENS)
+    assert caught.value.field == "peers"
+
+
+@pytest.mark.parametrize("server", [5], indirect=True)
+def test_server_of_another_kind_is_told_in_words(server: FakeServer) -> None:
+    with pytest.raises(EngineError, match=r"\(it answered 404 Not Found to /elsewhere/v1/models\)"):
+        ServerPeer(f"{server.url}/elsewhere").run(PROMPTS, NEW_TOKENS)
+    server.models = []
+    with pytest.raises(EngineError, match=r"\(its answer has not the fields of that API\)"):
+        ServerPeer(server.url).run(PROMPTS, NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "name", ["http://", "http:///v1", "http://host:port", "http://[::1", "ftp://host", ""]
+)
+def test_what_is_no_url_of_a_server_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--peers: .*such as http://localhost:8000") as caught:
+        refuse_unknown([name])
+    assert caught.value.field == "peers"
 
 
 def test_peer_that_is_unknown_is_refused(transformers_peer: TransformersPeer) -> None:

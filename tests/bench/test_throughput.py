@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec.bench import throughput
-from specdec.bench.bandwidth import BandwidthProbe
+from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
 from specdec.bench.peers import Sample
 from specdec.bench.random_model import shape_config, write_random_checkpoint
 from specdec.bench.runner import EngineRunner
@@ -93,6 +93,82 @@ def test_runner_times_each_step_in_which_all_rows_decode(hybrid: Path) -> None:
 
 def test_bandwidth_probe_reads_what_it_says() -> None:
     assert BandwidthProbe(torch.device("cpu"), 1 << 16).bytes_per_second() > 0
+
+
+@pytest.mark.parametrize("phase", ["cases", "windows"])
+def test_interrupt_keeps_what_was_finished(
+    phase: str,
+    hybrid: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    right = EngineRunner.run
+
+    def stop(self: EngineRunner, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        if (len(prompts), len(prompts[0])) == CASES[2]:
+            raise KeyboardInterrupt
+        return right(self, prompts, new_tokens)
+
+    def stop_windows(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if phase == "cases":
+        monkeypatch.setattr(EngineRunner, "run", stop)
+    monkeypatch.setattr(throughput, "window_costs", stop_windows)
+    kept = tmp_path / "report.json"
+    assert run(hybrid, "--window", "2", "--out", str(kept)) == 130
+    captured = capsys.readouterr()
+    report = report_of(captured.out)
+    assert json.loads(kept.read_text()) == report
+    finished = CASES[:2] if phase == "cases" else CASES
+    assert [(case["batch"], case["prompt_tokens"]) for case in report["cases"]] == finished
+    assert report["interrupted"] and report["windows"] == []
+    assert f"INTERRUPTED: these {len(finished)} cases" in captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_interrupt_before_the_first_case_shows_no_table(
+    hybrid: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineRunner, "run", stop)
+    assert run(hybrid) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_says_which_case_of_how_many(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Bar(throughput.tqdm):  # type: ignore[misc, name-defined]
+        def set_description(self, desc: str, refresh: bool = True) -> None:
+            said.append(desc)
+
+    monkeypatch.setattr(throughput, "tqdm", Bar)
+    assert run(hybrid) == 0
+    assert said[1] == "case 2 of 4: batch 1, prompt 33" and len(said) == 4
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "share", "shown"),
+    [(99, 0.5, "in the cache"), (101, 1.2, "in the cache"), (101, 0.5, "50%")],
+)
+def test_share_of_the_bandwidth_is_not_said_of_a_cache(
+    weight_bytes: int, share: float, shown: str, hybrid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(hybrid) == 0
+    report = report_of(capsys.readouterr().out)
+    report |= {"cache_bytes": 100, "weight_bytes": weight_bytes}
+    for case in report["cases"]:
+        for figures in case["figures"].values():
+            figures["bandwidth_share"] = share
+    assert {row["bandwidth"] for row in throughput._rows(report)} == {shown}
+
+
+def test_last_level_cache_is_found_or_none() -> None:
+    assert cache_bytes(torch.device("cpu")) >= 0
 
 
 def test_windows_are_checked_and_timed(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,7 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
             best=lambda logits_NV, rules, seed_N, position_N, count: logits_NV.topk(count)[::-1],
         )
         with pytest.MonkeyPatch.context() as p:
-            p.setattr(step, "pack", replace(step.pack, on_host=False))
+            p.setattr(step, "pack", replace(step.pack, asks=False))
             p.setattr(drafter, "pack", step.pack)
             p.setattr(step, "kernels", chooses)
             p.setattr(drafter, "kernels", chooses)

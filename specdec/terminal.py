@@ -1,0 +1,113 @@
+"""What `generate` shows: text as it comes, figures at its end; interrupted, what was said until then."""
+
+import asyncio
+import dataclasses
+import json
+import re
+import sys
+
+from specdec.config import SamplingParams
+from specdec.engine import SpecEngine
+from specdec.outputs import Completion, Delta, RequestStats
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey instead of showing it: all but the tab and the end of a line."""
+
+Prompt = str | list[int]
+
+
+def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams) -> None:
+    """Print a completion as it comes, and its figures on stderr at the end."""
+    stats = asyncio.run(_print_deltas(engine, prompt, params))
+    if stats is not None:
+        print(f"\n{figures(stats, engine.model.settings.drafters)}", file=sys.stderr)
+
+
+def print_choices(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
+    """Print every choice once all have ended; Ctrl-C prints what they had said by then."""
+    heard: list[list[Delta]] = [[] for _ in range(params.n)]
+    try:
+        asyncio.run(_hear(engine, prompt, params, heard))
+    except KeyboardInterrupt:
+        _print_heard(engine, prompt, heard, as_json=as_json)
+        raise
+    _print_heard(engine, prompt, heard, as_json=as_json)
+
+
+def visible(text: str) -> str:
+    """Return text as a terminal may show it: escape its control characters, unless it goes elsewhere."""
+    if not sys.stdout.isatty():
+        return text
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
+    """Say how fast a completion was written and what drafts earned."""
+    decode_s = stats.total_s - stats.first_token_s
+    rate = f"{(stats.output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
+    line = (
+        f"{stats.prompt_tokens} tokens read, {stats.output_tokens} written in {stats.total_s:.2f} s: "
+        f"first token after {stats.first_token_s * 1e3:.0f} ms, {rate}"
+    )
+    if stats.drafted:
+        return f"{line}\n{_earned(stats)}"
+    if drafters:
+        names = ", ".join(drafters)
+        return f"{line}\nnothing drafted in {stats.steps} steps by {names}: none was found, or none that pays"
+    return line
+
+
+def _earned(stats: RequestStats) -> str:
+    """Say what drafts gave and took."""
+    depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
+    spent = ", ".join(
+        f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
+    )
+    return (
+        f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
+        f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps, by depth {depths}; "
+        f"ms a step: {spent}"
+    )
+
+
+async def _print_deltas(engine: SpecEngine, prompt: Prompt, params: SamplingParams) -> RequestStats | None:
+    stats, began = None, False
+    try:
+        async for delta in engine.stream(prompt, params):
+            began = True
+            print(visible(_shown(engine, delta)), end="", flush=True)
+            stats = delta.stats
+    except asyncio.CancelledError:
+        began = True
+        raise
+    finally:
+        if began:  # what comes next, an error or the shell's prompt, has a line of its own
+            print(flush=True)
+    return stats
+
+
+async def _hear(engine: SpecEngine, prompt: Prompt, params: SamplingParams, heard: list[list[Delta]]) -> None:
+    """Collect what each choice says into `heard`."""
+    async for delta in engine.stream(prompt, params):
+        heard[delta.index].append(delta)
+
+
+def _print_heard(engine: SpecEngine, prompt: Prompt, heard: list[list[Delta]], *, as_json: bool) -> None:
+    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
+    for index, deltas in enumerate(heard):
+        if as_json:
+            print(_as_json(Completion.of([int(i) for i in ids], index, deltas)))
+        else:
+            print(f"[{index}] {visible(''.join(_shown(engine, delta) for delta in deltas))}")
+    sys.stdout.flush()
+
+
+def _shown(engine: SpecEngine, delta: Delta) -> str:
+    """Return what can be shown of a delta: without a tokenizer there is no text, but there are ids."""
+    return delta.text if engine.tokenizer else "".join(f"{token} " for token in delta.token_ids)
+
+
+def _as_json(completion: Completion) -> str:
+    fields = dataclasses.asdict(completion)
+    fields["stats"]["acceptance_length"] = completion.stats.acceptance_length
+    return json.dumps(fields, ensure_ascii=False)

@@ -1,0 +1,113 @@
+"""What a person sees of a completion: harmless text, its figures, and what was said before Ctrl-C."""
+
+import io
+import json
+import signal
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec import Delta, RequestStats, SamplingParams, SpecEngine
+from specdec.cli import main
+from specdec.terminal import figures, print_choices, stream_text, visible
+
+PROMPT = "def f():"
+Capture = pytest.CaptureFixture[str]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def engine(hybrid: Path) -> Iterator[SpecEngine]:
+    with SpecEngine(hybrid) as engine:
+        yield engine
+
+
+def test_control_characters_are_shown_and_not_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a\x1b[2Jb\r\x07\x7f\x9bc\té 🎉\n"
+    assert visible(text) == text
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert visible(text) == "a\\x1b[2Jb\\x0d\\x07\\x7f\\x9bc\té 🎉\n"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_model_says_reaches_a_terminal_escaped_and_a_pipe_as_it_is(
+    n: int, engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.tokenizer
+    (escape,) = engine.tokenizer.encode("\x1b")
+    params = SamplingParams(max_tokens=3, temperature=0.1, logit_bias={escape: 100.0}, n=n)
+    for stream, expected in ((Terminal(), "\\x1b" * 3), (io.StringIO(), "\x1b" * 3)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        if n == 1:
+            stream_text(engine, PROMPT, params)
+        else:
+            print_choices(engine, PROMPT, params, as_json=False)
+        assert stream.getvalue().count(expected) == n
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    print_choices(engine, PROMPT, params, as_json=True)
+    assert [json.loads(line)["text"] for line in terminal.getvalue().splitlines()] == ["\x1b" * 3] * n
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C after the twelfth delta of whatever is streamed."""
+    right = SpecEngine.stream
+
+    async def stream(self: SpecEngine, *given: object) -> AsyncGenerator[Delta, None]:
+        count = 0
+        async for delta in right(self, *given):  # type: ignore[arg-type]
+            yield delta
+            count += 1
+            if count == 12:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(SpecEngine, "stream", stream)
+
+
+LONG = ["--prompt", PROMPT, "--max-tokens", "300", "--ignore-eos", "--seed", "3", "--draft", "none"]
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_interrupt_prints_what_each_choice_has_said(hybrid: Path, capsys: Capture) -> None:
+    assert main(["generate", str(hybrid), *LONG, "--n", "2", "--json"]) == 130
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    choices = [json.loads(line) for line in captured.out.splitlines()]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    # The interrupt reaches the event loop at its next turn; a delta or two may come before.
+    assert 12 <= sum(len(choice["token_ids"]) for choice in choices) < 600
+    with SpecEngine(hybrid) as engine:
+        assert engine.tokenizer
+        for choice in choices:
+            assert choice["finish_reason"] == "abort"
+            assert choice["prompt_token_ids"] == engine.tokenizer.encode(PROMPT)
+            assert choice["stats"]["output_tokens"] == len(choice["token_ids"])
+            whole = engine.tokenizer.decode(choice["token_ids"])
+            assert choice["text"] and whole.startswith(choice["text"])
+
+
+@pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize("more", [[], ["--n", "2"]])
+def test_interrupted_text_ends_its_line(more: list[str], hybrid: Path, capsys: Capture) -> None:
+    assert main(["generate", str(hybrid), *LONG, *more]) == 130
+    captured = capsys.readouterr()
+    assert len(captured.out) > 8 and captured.out.endswith("\n")
+    assert "Traceback" not in captured.err
+
+
+def test_figures_say_when_nothing_was_drafted(hybrid: Path, capsys: Capture) -> None:
+    stats = RequestStats(prompt_tokens=3, output_tokens=4, steps=3, verified_tokens=3, total_s=1.0)
+    assert "nothing drafted in 3 steps by mtp, suffix" in figures(stats, ("mtp", "suffix"))
+    assert "draft" not in figures(stats, ())
+    argv = ["generate", str(hybrid), "--prompt-ids", "5 6 7", "--temperature", "0", "--ignore-eos"]
+    assert main([*argv, "--max-tokens", "2", "--draft", "ngram"]) == 0
+    assert "nothing drafted in 1 steps by ngram" in capsys.readouterr().err
