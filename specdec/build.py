@@ -28,11 +28,10 @@ from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
 from specdec.streak.drafting import DeviceDrafter
-from specdec.streak.form import Form
 from specdec.streak.graphs import Graphs
 from specdec.streak.pack import Packer
 from specdec.streak.rows import Extent, Rows
-from specdec.streak.runner import Runner
+from specdec.streak.runner import Pipeline, Runner, Stepwise
 from specdec.streak.step import DeviceStep
 from specdec.streak.streak import IN_FLIGHT, Run, Streak, run_as_it_stands
 from specdec.text import Tokenizer, load_tokenizer
@@ -101,26 +100,40 @@ def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> Deco
 
 
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
-    """Make what decides steps on the device."""
-    head, bounds = loop.speculation.head, settings.bounds if settings.drafters else None
+    """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
+    head, bounds, arena = loop.speculation.head, settings.bounds, loop.arena
+    is_alone = settings.drafters in ((), ("mtp",))
     is_free = settings.kernels == "triton"
     pack = Packer(network.kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
-    drafter = DeviceDrafter(head.head, network.kernels, loop.arena, pack) if head else None
-    snapshots = settings.slots == "snapshot"
-    step = DeviceStep(network, drafter, loop.arena, pack, snapshots=snapshots, rates=settings.synthetic)
-    nodes, path = (bounds.num_draft_tokens, bounds.num_steps + 1) if bounds else (1, 1)
-    ahead = (IN_FLIGHT + 2) * nodes + (max(nodes, bounds.topk * bounds.num_steps) if bounds else 0)
-    blocks = settings.layout.blocks_for(settings.max_model_len + ahead)
-    extent = Extent(settings.max_running, nodes, path, max(blocks, 1), network.spec.hidden)
+    step = DeviceStep(
+        network,
+        DeviceDrafter(head.head, network.kernels, arena, pack) if head and is_alone else None,
+        arena,
+        pack,
+        snapshots=settings.slots == "snapshot",
+        rates=settings.synthetic,
+        keeps_hidden=head is not None,
+    )
+    nodes = bounds.num_draft_tokens if settings.drafters else 1
+    path = min(nodes, bounds.num_steps + 1) if is_alone else nodes
+    drafts = max(nodes, bounds.topk * bounds.num_steps) if settings.drafters else 0
+    blocks = settings.layout.blocks_for(settings.max_model_len + (IN_FLIGHT + 2) * nodes + drafts)
+    extent = Extent(settings.max_running, nodes, path, drafts, max(blocks, 1), network.spec.hidden)
     table = (head.calibrator if head else Calibrator()).table()
     make_rows = partial(Rows.empty, extent, settings.dtype, table, settings.device)
-    rows, policy = make_rows(), UniformPolicy(bounds, adaptive=settings.adaptive)
-    run: Run = partial(run_as_it_stands, step, rows)
-    if is_free and settings.device.type == "cuda":
-        run = graphs = Graphs(step, rows, make_rows)
-        graphs.capture([Form(shape, greedy=False) for shape in policy.shapes])
-    streak = Streak(step, rows, extent, run, loop.arena, loop.scheduler, head)
-    return Runner(streak, policy, loop.scheduler, loop.speculation, loop.counts, loop.emit_whole)
+    rows = make_rows()
+    graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
+    run: Run = graphs or partial(run_as_it_stands, step, rows)
+    streak = Streak(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
+    base = streak, loop.scheduler, loop.speculation, loop.counts, loop.emit_whole
+    if is_alone:
+        policy = UniformPolicy(bounds if settings.drafters else None, adaptive=settings.adaptive)
+        runner: Runner = Pipeline(policy, *base)
+    else:
+        runner = Stepwise(nodes, *base)
+    if graphs:
+        graphs.capture(runner.forms())
+    return runner
 
 
 def _drafter(

@@ -81,11 +81,6 @@ SYNTHETIC_LOOKUP = Refusal(
     "look-ups draft only where the text repeats itself, so no length can be promised of them",
     "use draft='mtp', on a model that has a multi-token head",
 )
-GRAPHS_LOOKUP = Refusal(
-    "graphs",
-    "steps that the device decides alone cannot look text up, which the host does",
-    "use draft='mtp' or 'none', or leave it out",
-)
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",
     "with synthetic_acceptance drafts are accepted whatever the model thinks of them",
@@ -93,14 +88,10 @@ SYNTHETIC_LOGPROBS = Refusal(
 )
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
 
-GRAPHED: tuple[tuple[str, ...], ...] = ((), ("mtp",))
-"""Who may draft in steps that the device decides alone."""
-
 RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
     ({"drafter": "eagle"}, NO_EAGLE),
     ({"drafter": "mtp", "family": "qwen3"}, NO_HEAD),
     ({"drafter": "none", "shape": "tree"}, NO_DRAFT),
-    *(({"drafter": drafter, "steps": "device"}, GRAPHS_LOOKUP) for drafter in ("ngram", "suffix", "auto")),
 )
 """Cells that have all of these values are refused."""
 
@@ -122,7 +113,7 @@ def resolve_drafters(
     """Say who drafts. `auto` asks the model's own head, where there is one, and looks text up.
 
     Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
-    the engine chose that the device decides steps alone, for it cannot look anything up.
+    graphs run steps, which the device then drafts for itself.
     """
     has_head = bool(network.mtp)
     if synthetic and (draft in ("ngram", "suffix") or (draft == "auto" and not has_head)):

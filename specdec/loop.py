@@ -139,9 +139,9 @@ class DecodeLoop:
         to_BP = length_B1 + torch.arange(longest)
         self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
 
-    def emit_whole(self, part: Part, path: AcceptedPath, took_s: float) -> None:
+    def emit_whole(self, part: Part, path: AcceptedPath, seconds: Mapping[str, float]) -> None:
         """Give a request the tokens of a step that the device ran from end to end."""
-        self._emit(part, path, {}, {"whole": took_s})
+        self._emit(part, path, {}, seconds)
 
     def _emit(
         self, part: Part, path: AcceptedPath, choices: dict[int, Choice], seconds: Mapping[str, float]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.capabilities import GRAPHED, GRAPHS_LOOKUP, resolve_drafters
+from specdec.capabilities import resolve_drafters
 from specdec.config import MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
@@ -72,13 +72,7 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
-    drafters = resolve_drafters(
-        config.draft, network, synthetic=synthetic, graphs=graphs and config.graphs is None
-    )
-    if drafters not in GRAPHED:
-        if config.graphs:
-            raise ConfigError(str(GRAPHS_LOOKUP), field=GRAPHS_LOOKUP.field)
-        graphs = False
+    drafters = resolve_drafters(config.draft, network, synthetic=synthetic, graphs=graphs)
     layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype)
     bounds = _bounds(config)
     longest = config.max_model_len or network.max_length

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from specdec.verify.choose import Node
 from specdec.verify.rank import Ranked, rank
 
 logger = logging.getLogger(__name__)
+
+Lend = Callable[[Hashable, int], Sequence[Any] | None]
+"""Gives an owner so many slots, or None."""
 
 CLOSE = 64
 """Tokens that drafters can catch up with while their time still is that of a draft."""
@@ -70,8 +74,12 @@ class Speculation:
         if isinstance(drafter, HeadDrafter):
             self.head = drafter
 
-    def draft(self, shares: Sequence[Share]) -> list[Draft | None]:
-        """Return each share's tree and its slots, or None where nothing was drafted that pays."""
+    def draft(self, shares: Sequence[Share], *, lend: Lend | None = None) -> list[Draft | None]:
+        """Return each share's tree and its slots, or None where nothing was drafted that pays.
+
+        Slots are borrowed from the backing, if `lend` has none.
+        """
+        lend = lend or self.backing.begin
         self._asked.clear()
         decoding = [i for i, share in enumerate(shares) if share.request.decodes]
         drafts: list[Draft | None] = [None] * len(shares)
@@ -87,7 +95,7 @@ class Speculation:
         self._catch_up([share for share in shares if not share.request.decodes])
         merged = self._propose(requests, shapes)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, merged), strict=True):
-            drafts[i] = self._borrow(request, proposal)
+            drafts[i] = self._borrow(request, proposal, lend)
             if self.synthetic and drafts[i] is None:
                 self._asked.pop(request.number, None)  # it was not put to the test
         return drafts
@@ -145,10 +153,10 @@ class Speculation:
         positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
         return self.scheduler.reserve(request, request.computed + positions)
 
-    def _borrow(self, request: Request, proposal: Proposal) -> Draft | None:
+    def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
         """Take a slot for each node; where there are too few, shrink the draft before anyone must wait."""
         while len(proposal):
-            slots = self.backing.begin(request.number, 1 + len(proposal))
+            slots = lend(request.number, 1 + len(proposal))
             if slots is not None:
                 return Draft(proposal.tree(request.tokens[-1]), slots)
             self.scheduler.limited_by["draft slots"] += 1

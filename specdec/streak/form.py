@@ -7,21 +7,25 @@ from specdec.draft.proposal import Shape
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A step that verifies windows of a shape, and drafts the next ones in it."""
+    """A step that verifies windows of so many nodes, and drafts the next ones."""
 
+    nodes: int
+    tree: bool
+    """Whether nodes may branch; a chain needs to be told no parents."""
     shape: Shape | None
-    """None: nothing is drafted, and every window is its root."""
+    """What is drafted on the device; None: nothing."""
     greedy: bool
     """Whether no row has a temperature."""
 
-    @property
-    def nodes(self) -> int:
-        """Say how wide the windows are: no wider than what the shape can grow."""
-        if self.shape is None:
-            return 1
-        steps, topk = self.shape.num_steps, self.shape.topk
-        return min(self.shape.num_draft_tokens, 1 + topk + topk * topk * (steps - 1))
+    @classmethod
+    def drafting(cls, shape: Shape | None, *, greedy: bool) -> "Form":
+        """Verify what was drafted in a shape, and draft the same anew; no wider than what it can grow."""
+        if shape is None:
+            return cls(1, False, None, greedy)
+        grown = 1 + shape.topk + shape.topk * shape.topk * (shape.num_steps - 1)
+        return cls(min(shape.num_draft_tokens, grown), shape.topk > 1, shape, greedy)
 
-    @property
-    def tree(self) -> bool:
-        return self.shape is not None and self.shape.topk > 1
+    @classmethod
+    def given(cls, nodes: int, *, greedy: bool) -> "Form":
+        """Verify trees that the host has drafted."""
+        return cls(nodes, nodes > 1, None, greedy)

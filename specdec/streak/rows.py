@@ -25,6 +25,8 @@ class Extent:
     """Of a window, the root included."""
     path: int
     """Of the longest accepted path, the root included."""
+    drafts: int
+    """Positions that the head writes behind a window while it drafts."""
     blocks: int
     hidden: int
 

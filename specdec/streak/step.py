@@ -32,9 +32,14 @@ class DeviceStep:
         *,
         snapshots: bool,
         rates: Sequence[float] | None,
+        keeps_hidden: bool,
     ) -> None:
-        """Write states of their own for the nodes, or records; accept drafts at `rates`, or as is due."""
+        """Write states of their own for the nodes, or records; accept drafts at `rates`, or as is due.
+
+        A head, here or on the host, needs the hidden states that were committed.
+        """
         self.network, self.drafter, self.arena, self.pack = network, drafter, arena, pack
+        self.keeps_hidden = keeps_hidden
         self.kernels, self.snapshots, self.has_states = network.kernels, snapshots, bool(arena.layout.states)
         device = arena.data.device
         self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
@@ -61,14 +66,14 @@ class DeviceStep:
         rows.token_BM[:, :1] = torch.where(
             count_B[:, None] > 0, emitted_BM.gather(1, last_B1), token_BM[:, :1]
         )
-        if self.drafter is None:
-            return result_BX
-        read = min(m, rows.follows_BP.shape[1])
-        hidden_BMD = hidden_TD.view(*token_BM.shape, -1)
-        at_BRD = node_BM[:, :read, None].expand(-1, -1, hidden_BMD.shape[-1])
-        rows.hidden_BPD[:, :read] = hidden_BMD.gather(1, at_BRD)
-        rows.follows_BP[:, :read] = emitted_BM[:, :read]
-        self.drafter.draft(rows, form, before_B, count_B, read)
+        if self.keeps_hidden:
+            read = min(m, rows.follows_BP.shape[1])
+            hidden_BMD = hidden_TD.view(*token_BM.shape, -1)
+            at_BRD = node_BM[:, :read, None].expand(-1, -1, hidden_BMD.shape[-1])
+            rows.hidden_BPD[:, :read] = hidden_BMD.gather(1, at_BRD)
+            rows.follows_BP[:, :read] = emitted_BM[:, :read]
+            if self.drafter:
+                self.drafter.draft(rows, form, before_B, count_B, read)
         return result_BX
 
     def _slots(self, rows: Rows, nodes: int) -> Slots | None:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from specdec.draft.head import HeadDrafter
-from specdec.draft.proposal import Shape
 from specdec.request import Request
 from specdec.scheduler import Scheduler
 from specdec.speculation import want_of
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
+from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
 from specdec.streak.form import Form
 from specdec.streak.result import Outcome, Pending
-from specdec.streak.rows import Extent, Rows
+from specdec.streak.rows import NO_TOKEN, Extent, Rows
 from specdec.streak.step import DeviceStep
 
 IN_FLIGHT = 2
@@ -74,17 +74,15 @@ class Streak:
         self.step, self.rows, self.extent, self.run = step, rows, extent, run
         self.arena, self.scheduler, self.head = arena, scheduler, head
         self.held: list[Held] = []
-        self.greedy = True
+        self.greedy = False
         self._pending: deque[Pending] = deque()
-        self._shape: Shape | None = None
-        """That of the windows that are verified next."""
 
     @property
     def requests(self) -> list[Request]:
         return [held.request for held in self.held]
 
-    def begin(self, requests: Sequence[Request], shape: Shape | None) -> bool:
-        """Load requests that all decode, and draft for them; tell whether there was room."""
+    def begin(self, requests: Sequence[Request]) -> bool:
+        """Load requests that all decode; tell whether there was room, and the head is near enough."""
         if self.head and not self.head.settle([want_of(r, None) for r in requests], most=self.extent.path):
             return False
         for request in requests:
@@ -96,24 +94,24 @@ class Streak:
         # One graph serves every rule, and each row looks up its own; elsewhere no noise is made for nothing.
         self.greedy = self.step.pack.asks and all(r.params.temperature == 0 for r in requests)
         self._load()
-        self._shape = shape
-        if self.head:
-            self._prime(Form(shape, self.greedy))
         return True
 
-    def launch(self, shape: Shape | None) -> bool:
-        """Start a step that drafts this shape for the one after it; False: there are no blocks for it."""
-        ahead = (len(self._pending) + 2) * self.extent.nodes
-        drafts = max(self.extent.nodes, shape.topk * shape.num_steps if shape else 0)
+    def launch(self, form: Form, *, trees: Sequence[TokenTree] = (), as_drafted: bool = True) -> bool:
+        """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
+        ahead = (len(self._pending) + 2) * self.extent.nodes + self.extent.drafts
         for held in self.held:
-            if not self.scheduler.reserve(held.request, held.request.computed + ahead + drafts):
+            if not self.scheduler.reserve(held.request, held.request.computed + ahead):
                 return False
         self._load_blocks()
-        form = Form(shape, self.greedy)
+        if trees:
+            self._load_trees(trees, form.nodes)
         result_BX = self.run(form, len(self.held))
-        self._pending.append(Pending.send(form, result_BX, as_drafted=shape == self._shape))
-        self._shape = shape
+        self._pending.append(Pending.send(form, result_BX, as_drafted=as_drafted))
         return True
+
+    def hidden(self, row: int, count: int) -> Tensor:
+        """Return the hidden states of what a row's last step has committed."""
+        return self.rows.hidden_BPD[row, :count].clone()
 
     @property
     def is_full(self) -> bool:
@@ -245,11 +243,19 @@ class Streak:
             flat = self.rows.table_BN.view(-1)
             flat[torch.tensor(places, device=device)] = torch.tensor(blocks, device=device)
 
-    def _prime(self, form: Form) -> None:
+    def _load_trees(self, trees: Sequence[TokenTree], nodes: int) -> None:
+        """Make trees the next windows, filled up with chains of no tokens."""
+        fill = range(nodes)
+        _fill(self.rows.token_BM[:, :nodes], [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for t in trees])
+        parents = [[*t.parents, *(i - 1 for i in fill[len(t) :])] for t in trees]
+        _fill(self.rows.parent_BM[:, :nodes], parents)
+
+    def prime(self, form: Form) -> None:
         """Draft the first windows: the head reads what it has yet to read of every request."""
-        assert self.head is not None and self.step.drafter is not None
-        count = len(self.held)
-        rows = self.rows.part(0, count)
+        if self.head is None:
+            return
+        assert self.step.drafter is not None
+        rows = self.rows.part(0, len(self.held))
         starts, counts = [], []
         for b, request in enumerate(self.requests):
             start, hidden_MD = self.head.hand_over(request.number)

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec import SamplingParams, SpecEngine
 from specdec.errors import EngineError
 from specdec.streak.form import Form
+from specdec.streak.runner import Pipeline
 from tests.agreeing import write_agreeing
 from tests.lossless import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
@@ -70,7 +71,7 @@ def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], dra
     folder, cases = known
     with drafting_engine(folder, draft, cases, graphs=True, adaptive=True, **SHAPES["tree"]) as (engine, _):
         runner = engine.model.loop.runner
-        assert runner is not None
+        assert isinstance(runner, Pipeline)
         shapes, asked = runner.policy.shapes, iter(range(10**6))
         runner.policy.choose = lambda rows: shapes[next(asked) * 7 % len(shapes)]  # type: ignore[method-assign]
         assert differences(cases, generate(engine, cases)) == []
@@ -197,9 +198,9 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
     folder, _ = known
     with open_engine(folder) as engine:
         runner = engine.model.loop.runner
-        assert runner is not None
+        assert isinstance(runner, Pipeline)
         streak, network = runner.streak, engine.model.network
-        rows, form = streak.rows.part(0, 2), Form(runner.policy.bounds, greedy=True)
+        rows, form = streak.rows.part(0, 2), Form.drafting(runner.policy.bounds, greedy=True)
         hidden = network.spec.hidden
 
         def still(window: Any, *_: Any) -> Tensor:
