@@ -103,7 +103,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
     head, bounds, arena = loop.speculation.head, settings.bounds, loop.arena
     is_alone = settings.drafters in ((), ("mtp",))
-    is_free = settings.kernels == "triton"
+    is_free = settings.kernels in ("triton", "flashinfer")
     pack = Packer(network.kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
     step = DeviceStep(
         network,

@@ -240,6 +240,11 @@ class EngineConfig(Settings):
         "bfloat16 without instructions for it, and for up to 64 MiB of weights",
         description="auto, float32, bfloat16, float16 or float64",
     )
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale",
+        description="auto or fp8",
+    )
     draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
         "auto",
         title="who drafts; auto: the model's multi-token head, where it has one, with suffixes on a CPU",
@@ -313,11 +318,12 @@ class EngineConfig(Settings):
         title="share what prompts have in common; not supported yet",
         description="True or False",
     )
-    kernels: Literal["auto", "reference", "cpu", "native", "triton"] = Field(
+    kernels: Literal["auto", "reference", "cpu", "native", "triton", "flashinfer"] = Field(
         "auto",
         title="how operations are computed; auto: on a CPU native (C) in float32 and bfloat16 where there is "
-        "a C compiler, on a GPU triton, else cpu (plain torch); reference is the slow specification",
-        description="auto, reference, cpu, native or triton",
+        "a C compiler, on a GPU triton, else cpu (plain torch); flashinfer: triton's, but FlashInfer attends "
+        "where it can; reference is the slow specification",
+        description="auto, reference, cpu, native, triton or flashinfer",
     )
     graphs: bool | None = Field(
         None,

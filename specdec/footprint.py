@@ -148,6 +148,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "mtp_parameters": footprint.mtp_parameters,
         "weight_bytes": footprint.weight_bytes,
         "read_bytes_per_token": round(footprint.step_bytes(1)),
+        "kv_dtype": str(layout.page_dtype).removeprefix("torch."),
         "kv_bytes_per_token": figures.token_bytes,
         "state_bytes": figures.state_bytes,
         **draft,

@@ -13,6 +13,7 @@ from specdec.capabilities import resolve_drafters
 from specdec.config import MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
+from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.call import SUFFIX
 from specdec.kernels.native.library import library
 from specdec.models import spec
@@ -73,7 +74,10 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
     drafters = resolve_drafters(config.draft, network, synthetic=synthetic, graphs=graphs)
-    layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype)
+    kernels, kv_dtype = _kernels(config.kernels, device, dtype), FP8 if config.kv_dtype == "fp8" else None
+    if kv_dtype and kernels == "native":
+        logger.info("attention: in torch, since the C forms read no keys of 8 bits")
+    layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype, kv_dtype=kv_dtype)
     bounds = _bounds(config)
     longest = config.max_model_len or network.max_length
     if longest > network.max_length:
@@ -94,7 +98,7 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
     settings = Resolved(
         device=device,
         dtype=dtype,
-        kernels=_kernels(config.kernels, device, dtype),
+        kernels=kernels,
         layout=layout,
         memory_bytes=memory_bytes,
         max_running=config.max_running,
@@ -206,6 +210,10 @@ def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
         runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
         serves = runs and dtype != torch.float64 and find_spec("triton") is not None
         needs = "a CUDA device, the triton package, and another dtype than float64"
+    elif preferred == "flashinfer":
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        serves = hopper and dtype.itemsize == 2 and all(map(find_spec, ("triton", "flashinfer")))
+        needs = "an H100 or H200, the packages triton and flashinfer, and bfloat16 or float16"
     else:
         return preferred
     if name != "auto" and not serves:

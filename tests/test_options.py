@@ -26,6 +26,7 @@ def test_options_left_out_leave_the_defaults(settings: type[Settings]) -> None:
     ("argv", "fields"),
     [
         (["--device", "cpu", "--dtype", "bfloat16"], {"device": "cpu", "dtype": "bfloat16"}),
+        (["--kv-dtype", "fp8"], {"kv_dtype": "fp8"}),
         (["--memory-bytes", "2GiB"], {"memory_bytes": 2 << 30}),
         (["--memory-bytes", "4096"], {"memory_bytes": 4096}),
         (["--no-adaptive", "--prefix-cache"], {"adaptive": False, "prefix_cache": True}),

@@ -35,9 +35,19 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "triton": {
         "norm.triton": ("rms_norm", "add_rms_norm", "gated_norm"),
+        "sampling.triton": ("pick", "best"),
+        "tree.triton": (
+            *("relations", "walk", "synthetic_walk", "promote"),
+            *("children", "frontier", "prune"),
+        ),
+        "self_attention.triton": ("self_attention",),
+        "attention.triton": ("move",),
     },
 }
 """What `native` does in C for narrow windows, and `triton` on a GPU; the rest of both is `cpu`."""
+
+SPECIAL["flashinfer"] = SPECIAL["triton"] | {"self_attention.flashinfer": ("self_attention",)}
+"""Triton's, but for the attention that FlashInfer takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,7 @@ class Kernels:
 
 
 def load_kernels(name: str) -> Kernels:
-    """Collect the functions of one implementation: `reference`, `cpu`, `native` or `triton`."""
+    """Collect the functions of one implementation: `reference`, `cpu`, or one of `SPECIAL`."""
     special = SPECIAL.get(name, {})
     folders = {f"{operation}.{'cpu' if special else name}": own for operation, own in OPERATIONS.items()}
     found: dict[str, Any] = {}

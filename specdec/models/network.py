@@ -17,7 +17,12 @@ from specdec.state_slots.window import Window
 
 
 def memory_layout(
-    network: spec.Network, dtype: torch.dtype, *, mtp: bool, state_dtype: torch.dtype = torch.float32
+    network: spec.Network,
+    dtype: torch.dtype,
+    *,
+    mtp: bool,
+    state_dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
 ) -> Layout:
     """Say what the arena must hold for one token and for one sequence of this network."""
     kv: list[KVShape] = []
@@ -35,7 +40,7 @@ def memory_layout(
             case None:
                 pass
     assert len({state.conv_inputs for state in states}) <= 1, "a window's taps serve every convolution"
-    return Layout(tuple(kv), tuple(states), dtype, state_dtype)
+    return Layout(tuple(kv), tuple(states), dtype, state_dtype, kv_dtype=kv_dtype)
 
 
 class Block:
@@ -158,9 +163,14 @@ class Network:
             if isinstance(block.mixer, Attention):
                 self.kernels.move(memory.pages(block.mixer.index), table_BN, from_BP, to_BP)
 
+    def project(self, hidden_TD: Tensor) -> Tensor:
+        """Project hidden states (after the final norm) to the vocabulary's logits, in the model's dtype."""
+        logits_TV: Tensor = self.kernels.linear(hidden_TD, self.head)
+        return logits_TV
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Project hidden states (after the final norm) to float logits over the vocabulary."""
-        logits_TV = self.kernels.linear(hidden_TD, self.head)
+        """Return float logits."""
+        logits_TV = self.project(hidden_TD)
         return logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
 
 

@@ -92,8 +92,8 @@ class Layout:
     """Derive every size and offset from the layers' shapes.
 
     `kv` has one entry per attention layer, the draft head's included, `states` one per recurrent layer.
-    `dtype` is that of keys, values and conv inputs, `state_dtype` that of states and of a record's update
-    and decay.
+    `dtype` is that of conv inputs, and of keys and values where `kv_dtype` names none of their own;
+    `state_dtype` is that of states and of a record's update and decay.
     """
 
     kv: tuple[KVShape, ...]
@@ -101,24 +101,31 @@ class Layout:
     dtype: torch.dtype
     state_dtype: torch.dtype = torch.float32
     block_tokens: int = 16
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.kv and not self.states:
             raise ConfigError("no layer keeps anything: give at least one attention or recurrent layer")
         if self.block_tokens < 1:
             raise ConfigError(f"block_tokens is {self.block_tokens}: give at least 1", field="block_tokens")
-        for name in ("dtype", "state_dtype"):
-            if not getattr(self, name).is_floating_point:
-                raise ConfigError(f"{name} is {getattr(self, name)}: give a floating-point type", field=name)
+        for name in ("dtype", "state_dtype", "kv_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ConfigError(f"{name} is {dtype}: give a floating-point type", field=name)
         for i, kv in enumerate(self.kv):
             if min(kv.heads, kv.dim) < 1:
                 raise ConfigError(f"attention layer {i} has sizes below 1: {kv}", field="kv")
         for i, state in enumerate(self.states):
             _check_state(i, state)
 
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        return self.kv_dtype or self.dtype
+
     @cached_property
     def page_parts(self) -> PageParts:
-        item = 2 * self.block_tokens * self.dtype.itemsize
+        item = 2 * self.block_tokens * self.page_dtype.itemsize
         return PageParts(*_place(item * kv.heads * kv.dim for kv in self.kv))
 
     @cached_property

@@ -15,7 +15,7 @@ def page_views(data: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         return ()
     blocks = (len(data) // layout.block_bytes, layout.block_bytes)
     return tuple(
-        _view(data, layout.dtype, offset, [blocks], (2, layout.block_tokens, kv.heads, kv.dim))
+        _view(data, layout.page_dtype, offset, [blocks], (2, layout.block_tokens, kv.heads, kv.dim))
         for kv, offset in zip(layout.kv, layout.page_parts.layers, strict=True)
     )
 

@@ -93,7 +93,7 @@ class DeviceStep:
         chosen = []
         for start in range(0, len(hidden_BMD), some):
             part = rows.part(start, start + some)
-            logits_NV = self.network.logits(hidden_BMD[start : start + some].flatten(0, 1))
+            logits_NV = self.network.project(hidden_BMD[start : start + some].flatten(0, 1))
             at_N = position_BM[start : start + some].flatten()
             own = rules(part, form.nodes, greedy=form.greedy)
             chosen.append(self.kernels.pick(logits_NV, own, spread(part.seed_B, form.nodes), at_N))

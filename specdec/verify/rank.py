@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from specdec.kernels.sampling.cpu import top
 from specdec.kernels.table import Kernels
 from specdec.verify.choose import Node, perturb
 
@@ -15,11 +15,10 @@ Ranked = tuple[list[int], list[float]]
 def rank(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, count: int) -> list[Ranked]:
     """Return the `count` best tokens of each node under its request's own rule of choice.
 
-    The target will compare its logits plus the noise of (seed, position, token); so does this, with the
-    drafter's logits. A confidence is the share of a token under a softmax of what is compared, which is no
-    probability once noise is in it: whoever compares nodes must calibrate it.
+    Of equals the smaller id is first, as it is chosen. The target will compare its logits plus the noise of
+    (seed, position, token); so does this, with the drafter's logits. A confidence is the share of a token
+    under a softmax of what is compared, which is no probability once noise is in it: whoever compares nodes
+    must calibrate it.
     """
-    scores_NV = perturb(logits_NV, nodes, kernels)
-    best_NK = scores_NV.topk(min(count, scores_NV.shape[1]))
-    share_NK = (best_NK.values - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
-    return list(zip(best_NK.indices.tolist(), share_NK.tolist(), strict=True))
+    token_NK, share_NK = top(perturb(logits_NV, nodes, kernels), count)
+    return list(zip(token_NK.tolist(), share_NK.tolist(), strict=True))

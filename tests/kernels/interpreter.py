@@ -1,4 +1,4 @@
-"""Triton's interpreter, with bfloat16 put right: it takes the bits of that type for whole numbers.
+"""Triton's interpreter, with bfloat16 and 8 bits put right: it takes the bits of the first for whole numbers.
 
 Importing this must come before any kernel is defined; conftest does it where there is no GPU.
 """
@@ -50,6 +50,12 @@ def install() -> None:
         return widen(value) if to.scalar == tl.float32 else cast(self, widen(value), to)
 
     def create_fp_to_fp(self: Any, value: Any, to: Any, rounding: Any) -> Any:
+        if value.dtype.scalar == tl.float8e4nv:
+            wide = TensorHandle(_wide_of_eight(value.data), tl.float32)
+            return wide if to.scalar == tl.float32 else cast_impl(self, wide, to)
+        if to.scalar == tl.float8e4nv:
+            wide = value if value.dtype.scalar == tl.float32 else cast_impl(self, value, tl.float32)
+            return TensorHandle(_eight(wide.data), tl.float8e4nv)
         if value.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16 and rounding is None:
             return TensorHandle(_narrow(value.data), tl.bfloat16)
         return to_float(self, value, to, rounding)
@@ -74,3 +80,12 @@ def _wide(bits: Any) -> Any:
 def _narrow(values: Any) -> Any:
     wide = torch.from_numpy(np.ascontiguousarray(np.asarray(values, np.float32)))
     return wide.to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def _wide_of_eight(bits: Any) -> Any:
+    return torch.from_numpy(np.array(bits, np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+
+
+def _eight(values: Any) -> Any:
+    wide = torch.from_numpy(np.array(values, np.float32))
+    return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()

@@ -13,7 +13,8 @@ import specdec
 ROOT = Path(specdec.__file__).parent
 FILES = sorted(
     ".".join(("specdec", *path.relative_to(ROOT).with_suffix("").parts))
-    for path in ROOT.glob("kernels/*/triton.py")
+    for path in ROOT.glob("kernels/*/*.py")
+    if path.name == "triton.py" or "\nVARIANTS" in path.read_text()
 )
 
 

@@ -12,7 +12,7 @@ from specdec.config import SamplingParams
 from specdec.kernels.sampling import reference
 from specdec.kernels.table import load_kernels
 from specdec.state_slots.tree import TokenTree
-from specdec.verify.choose import Chooser, Node, choice_seed, choose
+from specdec.verify.choose import NO_TOKEN, Chooser, Node, choice_seed, choose
 from specdec.verify.walk import walk
 
 VOCAB = 65
@@ -81,6 +81,19 @@ def test_greedy_choice_takes_the_first_of_equals() -> None:
         assert [c.token for c in choose(logits_NV, nodes, KERNELS)] == [0, 40]
         nodes = [Node(biased, 3), Node(biased, 3)]
         assert [c.token for c in choose(logits_NV, nodes, KERNELS)] == [1, 40]
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.9}]
+)
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_no_filter_hides_what_is_no_number(kernels: str, filters: dict[str, Any]) -> None:
+    logits_NV = make_logits(3)
+    logits_NV[0], logits_NV[1, 7] = torch.nan, torch.nan
+    chooser = make_chooser(temperature=1.0, **filters)
+    choices = choose(logits_NV, [Node(chooser, 4)] * 3, load_kernels(kernels))
+    alone = choose(logits_NV[2:], [Node(chooser, 4)], load_kernels(kernels))
+    assert [choice.token for choice in choices] == [NO_TOKEN, NO_TOKEN, alone[0].token]
 
 
 def test_sampled_choice_is_the_best_of_scores_and_noise() -> None:

@@ -89,6 +89,16 @@ def test_the_same_place_of_another_seed_or_position_is_another_guess() -> None:
         assert len({tokens[0] for tokens, _ in rank(flat_NV, nodes, KERNELS, 1)}) > 15
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_of_equals_the_smaller_id_is_first(dtype: torch.dtype) -> None:
+    """Also where the last of those that are ranked has an equal that is not."""
+    for seed in range(50):
+        logits_NV = make_logits(4, seed).round().to(dtype)
+        ranked = rank(logits_NV, [plain_node(temperature=0.0)] * 4, KERNELS, 4)
+        for logits_V, (tokens, _) in zip(logits_NV.tolist(), ranked, strict=True):
+            assert tokens == sorted(range(VOCAB), key=lambda v: (-logits_V[v], v))[:4]
+
+
 def test_what_the_filters_ban_has_no_share() -> None:
     tokens, shares = rank(make_logits(1, 3), [plain_node(temperature=0.8, top_k=2)], KERNELS, 4)[0]
     assert len(tokens) == 4 and shares[2:] == [0.0, 0.0]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.attention.quantise import quantise
 from specdec.kernels.group import Group
 
 NARROW = 32
@@ -21,6 +22,7 @@ FOLD_BELOW = 64
 
 def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
     """Write the window's keys and values into the rows' blocks, behind what they have committed."""
+    k_TJD, v_TJD = (quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in (k_TJD, v_TJD))
     block_size = pages_NPXJD.shape[2]
     if group.rows == 1 and group.width <= NARROW:
         _append_narrow(torch.stack((k_TJD, v_TJD)), pages_NPXJD, group.table_BN[0], group.max_length)
@@ -45,7 +47,7 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     for row, length in enumerate(lengths):
         valid = length + width
         block_N = group.table_BN[row, : -(-valid // block_size)]
-        k_1JLD, v_1JLD = _gather(k_NXJD, block_N, valid), _gather(v_NXJD, block_N, valid)
+        k_1JLD, v_1JLD = (_gather(x_NXJD, block_N, valid, q_THD.dtype) for x_NXJD in (k_NXJD, v_NXJD))
         q_MHD = q_THD[row * width : (row + 1) * width]
         if width == 1:
             out.append(_attend(q_MHD, k_1JLD, v_1JLD, None, scale))
@@ -79,14 +81,16 @@ def _append_narrow(kv_PMJD: Tensor, pages_NPXJD: Tensor, table_N: Tensor, start:
         written += count
 
 
-def _gather(pages_NXJD: Tensor, block_N: Tensor, length: int) -> Tensor:
-    """Copy a row's blocks together and return their first tokens [1, J, L, D].
+def _gather(pages_NXJD: Tensor, block_N: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Copy a row's blocks together and return their first tokens [1, J, L, D] in the queries' dtype.
 
     The copy stays when the blocks follow each other in the arena: between them lie the other layers' blocks,
     so no view has one stride over all tokens.
     """
     _, _, heads, dim = pages_NXJD.shape
     row_NXJD = pages_NXJD.index_select(0, block_N)
+    if row_NXJD.dtype != dtype:
+        row_NXJD = row_NXJD.to(dtype)
     # What reshape, slice, transpose and unsqueeze would say, at a quarter of their cost.
     return row_NXJD.as_strided((1, heads, length, dim), (row_NXJD.numel(), dim, heads * dim, 1))
 

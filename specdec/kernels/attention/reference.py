@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from specdec.kernels.attention.quantise import quantise
 from specdec.kernels.group import Group
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
     """Write the window's keys and values into the rows' blocks, behind what they have committed."""
+    k_TJD, v_TJD = (quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in (k_TJD, v_TJD))
     for row in range(group.rows):
         for node in range(group.width):
             block, place = _locate(pages_NPXJD, group, row, int(group.length_B[row]) + node)

@@ -15,8 +15,13 @@ ATTENTION_WORK = 1 << 21
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write keys and values whose heads lie side by side."""
-    if not serves(k_TJD) or not _dense_heads(k_TJD) or not _dense_heads(v_TJD):
+    """Write keys and values whose heads lie side by side into pages of their dtype."""
+    if (
+        not serves(k_TJD)
+        or pages_NPXJD.dtype != k_TJD.dtype
+        or not _dense_heads(k_TJD)
+        or not _dense_heads(v_TJD)
+    ):
         return attention.append(k_TJD, v_TJD, pages_NPXJD, group)
     function("append", k_TJD.dtype)(
         k_TJD.data_ptr(),
@@ -42,10 +47,13 @@ OPERATIONS = attention_layer.Operations(rms_norm, rotate, append, attention.atte
 def self_attention(
     projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
 ) -> Tensor:
-    """Run an attention layer between its projections in one call, where one thread is enough."""
+    """Run an attention layer between its projections in one call, where one thread is enough.
+
+    Pages of 8 bits are read in torch.
+    """
     tokens, longest = projected_TN.shape[0], group.max_length + group.width
     work = tokens * layer.heads * layer.head_dim * longest
-    if not serves(projected_TN) or work > ATTENTION_WORK:
+    if not serves(projected_TN) or pages.dtype != projected_TN.dtype or work > ATTENTION_WORK:
         return attention_layer.run(OPERATIONS, projected_TN, layer, rotation, pages, group)
     assert projected_TN.is_contiguous()
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim

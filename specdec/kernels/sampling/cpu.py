@@ -1,5 +1,9 @@
 """Sampling for many rows at once. What a row does not use leaves its numbers as they were, bit for bit."""
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -66,16 +70,30 @@ def top(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     What is no number counts as the best; its share, and all shares beside it, are 0.
     """
-    count = min(count, scores_NV.shape[1])
-    value_NC, token_NC = scores_NV.topk(min(count + 1, scores_NV.shape[1]))
+    vocab = scores_NV.shape[1]
+    count = min(count, vocab)
+    value_NC, token_NC = scores_NV.topk(min(count + 1, vocab))
     # Which of equals `topk` takes is left open, and what is no number is above nothing.
-    ties_N = ~(value_NC[:, :-1] > value_NC[:, 1:]).all(-1)
-    value_NC, token_NC = value_NC[:, :count], token_NC[:, :count].clone()
-    for n in ties_N.nonzero()[:, 0].tolist():
-        id_C = (~(scores_NV[n] < value_NC[n, -1])).nonzero()[:, 0]
-        token_NC[n] = id_C[scores_NV[n, id_C].sort(dim=-1, descending=True, stable=True).indices[:count]]
+    for n, values in enumerate(value_NC.tolist()):
+        if not all(first > second for first, second in pairwise(values)):
+            tokens = _in_order(scores_NV[n], values[:count], token_NC[n].tolist())
+            token_NC[n, :count] = torch.tensor(tokens, device=token_NC.device)
+    value_NC, token_NC = value_NC[:, :count], token_NC[:, :count]
     share_NC = (value_NC - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
     return token_NC, share_NC
+
+
+def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int]) -> list[int]:
+    """Put a row's best tokens into the one order, given their scores and those that `topk` took."""
+    count, least = len(values), values[-1]
+    if math.isnan(values[0]):
+        whole: list[int] = scores_V.sort(dim=-1, descending=True, stable=True).indices[:count].tolist()
+        return whole
+    above = sorted((-value, token) for value, token in zip(values, tokens, strict=False) if value > least)
+    # All that is not above minus infinity equals it, and so does what fills the list among its first tokens.
+    near_V = scores_V[: 2 * count] if least == -math.inf else scores_V
+    equal: list[int] = (near_V == least).nonzero()[: count - len(above), 0].tolist()
+    return [*(token for _, token in above), *equal]
 
 
 def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:

@@ -115,9 +115,7 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
         chances.append(chance_BF.minimum(chances[-1]) if chances else chance_BF)
         # One after the other, as the host adds: a sum in another order may round otherwise.
         total_BF = total_BF + chances[-1]
-    chance_BFK = torch.stack(chances, -1)
-    chance_BFK = torch.where(total_BF[..., None] <= 1, chance_BFK, chance_BFK / total_BF[..., None])
-    return score_BF[..., None] * chance_BFK
+    return score_BF[..., None] * (torch.stack(chances, -1) / total_BF.clamp(min=1.0)[..., None])
 
 
 def frontier(score_BN: Tensor, count: int) -> Tensor:

@@ -1,0 +1,129 @@
+"""FlashInfer's XQA behind our call: decode and verify windows, straight from our pages.
+
+It reads tables, lengths and masks from the device and plans nothing on the host, so that a captured graph may
+hold it. nvcc compiles it at first use for each width of a window, so a graph must be warmed up before it is
+captured. Prompts are left to Triton, as is all that `supports` refuses: FlashInfer's kernels for long chunks
+plan on the host.
+"""
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.group import Group
+from specdec.kernels.self_attention.layer import AttentionLayer
+from specdec.kernels.variants import Variant
+
+NODES = 64
+"""The widest window that is handed over."""
+SHARING = 32
+"""Query heads of one key head that its tiles hold."""
+SCRATCH, SEMAPHORES = 128 << 20, 1 << 18
+"""Bytes for the parts of rows that it splits, some 16 KiB for 32 queries and a processor; and counters."""
+
+
+def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
+    """Say whether XQA takes a group's windows; it counts strides in whole heads."""
+    _, _, page, heads, dim = pages_NPXJD.shape
+    return (
+        pages_NPXJD.dtype in (torch.bfloat16, torch.float16)
+        and page in (16, 32, 64, 128)
+        and dim % 16 == 0
+        and dim <= 256
+        and layer.heads // heads <= SHARING
+        and group.width <= NODES
+        and pages_NPXJD.stride(0) % dim == 0
+        and pages_NPXJD.stride()[1:] == (page * heads * dim, heads * dim, dim, 1)
+    )
+
+
+def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+    """Let each node see its row's committed tokens, its ancestors and itself.
+
+    The window's own keys and values must have been appended. H query heads share J key heads in order.
+    """
+    from flashinfer.xqa import xqa
+
+    _, heads, dim = q_THD.shape
+    key_NXJD, value_NXJD = pages_NPXJD.unbind(1)
+    table_BN, length_B, mask_BMW = pack(group)
+    workspace, semaphores = _buffers(q_THD.device)
+    window = (group.rows, 1, heads, dim) if group.width == 1 else (group.rows, 1, group.width, heads, dim)
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    xqa(
+        *(q_THD.contiguous().view(window), key_NXJD, value_NXJD),
+        *(table_BN, length_B[:, None], out_THD.view(window), workspace, semaphores),
+        num_kv_heads=pages_NPXJD.shape[3],
+        page_size=pages_NPXJD.shape[2],
+        q_scale=scale * math.sqrt(dim),  # it divides by the root of D itself
+        q_seq_len=group.width,
+        mask=None if group.width == 1 else mask_BMW.view(torch.uint16),
+        # What it reads first was written by the kernel just before, which does not say when it is done.
+        enable_pdl=False,
+    )
+    return out_THD
+
+
+def pack(group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the table, lengths that count the window, and what each node sees as bits of 32-bit words."""
+    words, columns = triton.cdiv(group.width, 32), group.table_BN.shape[1]
+    device = group.table_BN.device
+    table_BN = torch.empty(group.rows, columns, dtype=torch.int32, device=device)
+    length_B = torch.empty(group.rows, dtype=torch.int32, device=device)
+    mask_BMW = torch.empty(group.rows, group.width, words, dtype=torch.int32, device=device)
+    seen_BMM = None if group.ancestors_BMM is None else group.ancestors_BMM.view(torch.uint8)
+    assert seen_BMM is None or seen_BMM.is_contiguous()
+    _pack[(group.rows,)](
+        *(group.table_BN, group.length_B, seen_BMM, table_BN, length_B, mask_BMW),
+        *(group.width, columns, group.table_BN.stride(0)),
+        BLOCK=triton.next_power_of_2(group.width),
+        WORDS=words,
+    )
+    return table_BN, length_B.view(torch.uint32), mask_BMW
+
+
+@cache
+def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keep what XQA works in, for all layers and graphs of a device: it leaves its counters at zero again."""
+    workspace = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+    return workspace, torch.zeros(SEMAPHORES, dtype=torch.int32, device=device).view(torch.uint32)
+
+
+@triton.jit(do_not_specialize=["width", "columns", "tables"])
+def _pack(
+    table, length, ancestors, table_out, length_out, mask_out, width, columns, tables,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    for first in range(0, columns, 128):
+        at = first + tl.arange(0, 128)
+        block = tl.load(table + row * tables + at, mask=at < columns, other=0)
+        tl.store(table_out + row * columns + at, block.to(tl.int32), mask=at < columns)
+    tl.store(length_out + row, (tl.load(length + row) + width).to(tl.int32))
+    node = tl.arange(0, BLOCK)
+    for word in tl.static_range(WORDS):
+        bit = tl.arange(0, 32)
+        other = word * 32 + bit
+        if ancestors is None:
+            seen = (other[None, :] <= node[:, None]).to(tl.int64)
+        else:
+            seen_at = ancestors + (row * width + node[:, None]) * width + other[None, :]
+            mask = (node < width)[:, None] & (other < width)[None, :]
+            seen = tl.load(seen_at, mask=mask, other=0).to(tl.int64)
+        bits = tl.sum(seen << bit[None, :].to(tl.int64), axis=1)
+        tl.store(mask_out + (row * width + node) * WORDS + word, bits.to(tl.int32), mask=node < width)
+
+
+_PACKED = dict.fromkeys(("table", "length"), "*i64") | {"ancestors": "*u8"}
+_PACKED |= dict.fromkeys(("table_out", "length_out", "mask_out"), "*i32")
+_PACKED |= dict.fromkeys(("width", "columns", "tables"), "i32")
+
+VARIANTS = [
+    Variant(_pack, _PACKED, {"BLOCK": 8, "WORDS": 1}),
+    Variant(_pack, _PACKED, {"BLOCK": 64, "WORDS": 2}),
+    Variant(_pack, _PACKED, {"BLOCK": 4, "WORDS": 1, "ancestors": None}),
+]

@@ -1,0 +1,387 @@
+"""Paged attention on a GPU: windows of trees, chains and whole prompts through one kernel.
+
+The queries of all heads that share a key head are rows of one tile, node after node, so that keys and values
+are read once for all of them. What a row has is cut into splits, as many as keep the GPU busy, and a second
+kernel merges them. Their number is the host's, from what it knows (`max_length`, a bound); where they end is
+the device's, from the row's own length: a captured graph may hold rows of any length. Float64, which a GPU
+computes for nobody, is left to the CPU's form.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.attention import cpu
+from specdec.kernels.group import Group
+from specdec.kernels.variants import Variant
+
+TREE_NODES = 64
+"""Nodes of a tree at most: a node's ancestors are the bits of one number."""
+PROGRAMS = 2
+"""Programs wanted for each of the GPU's processors."""
+LEAST = 128
+"""Tokens for which a split is worth its merging, at least; more where many queries share them."""
+MOST_SPLITS = 128
+CHUNK = 128
+"""Entries of a token that one program moves."""
+
+
+def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
+    """Write the window's keys and values into the rows' blocks, behind what they have committed."""
+    if k_TJD.dtype == torch.float64:
+        return cpu.append(k_TJD, v_TJD, pages_NPXJD, group)
+    tokens, heads, dim = k_TJD.shape
+    assert k_TJD.stride()[1:] == v_TJD.stride()[1:] == (dim, 1)
+    _append[(tokens, 2)](
+        *(k_TJD, v_TJD, pages_NPXJD),
+        *(group.table_BN, group.length_B, group.width, group.table_BN.stride(0)),
+        *(block_stride(pages_NPXJD), k_TJD.stride(0), v_TJD.stride(0)),
+        SIZE=heads * dim,
+        PAGE=pages_NPXJD.shape[2],
+        BLOCK=triton.next_power_of_2(heads * dim),
+        num_warps=1 if heads * dim <= 512 else 4,
+    )
+
+
+def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+    """Let each node see its row's committed tokens, its ancestors and itself.
+
+    The window's own keys and values must have been appended. H query heads share J key heads in order.
+    """
+    if q_THD.dtype == torch.float64:
+        return cpu.attend(q_THD, pages_NPXJD, group, scale)
+    return attend_gated(q_THD, None, pages_NPXJD, group, scale)
+
+
+def attend_gated(
+    q_THD: Tensor, gate_THD: Tensor | None, pages_NPXJD: Tensor, group: Group, scale: float
+) -> Tensor:
+    """Attend, and multiply by the sigmoid of the gate, a view whose heads may lie apart."""
+    assert q_THD.dtype != torch.float64
+    q_THD = q_THD.contiguous()
+    tokens, heads, dim = q_THD.shape
+    _, _, page, kv_heads, _ = pages_NPXJD.shape
+    shared = group.width * (heads // kv_heads)
+    tile = _tile(shared, dim, tree=group.ancestors_BMM is not None)
+    blocks = triton.cdiv(shared, tile["QUERIES"])
+    programs, longest = group.rows * kv_heads * blocks, group.max_length + group.width
+    splits = choose_splits(programs, longest, tile["QUERIES"], q_THD.device)
+    out_THD = torch.empty_like(q_THD)
+    part_STHD, peak_STH, sum_STH = out_THD, out_THD, out_THD
+    if splits > 1:
+        part_STHD = torch.empty(splits, tokens, heads, dim, dtype=torch.float32, device=q_THD.device)
+        peak_STH = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q_THD.device)
+        sum_STH = torch.empty_like(peak_STH)
+    seen_BMM = None if group.ancestors_BMM is None else group.ancestors_BMM.view(torch.uint8)
+    assert seen_BMM is None or (group.width <= TREE_NODES and seen_BMM.is_contiguous())
+    by_token, by_head, _ = (0, 0, 1) if gate_THD is None else gate_THD.stride()
+    gated = {"BY_TOKEN": by_token, "BY_HEAD": by_head}
+    _attend[(group.rows * blocks, kv_heads, splits)](
+        *(q_THD, pages_NPXJD, group.table_BN, group.length_B, seen_BMM, gate_THD),
+        *(out_THD, part_STHD, peak_STH, sum_STH),
+        *(group.width, group.table_BN.stride(0), block_stride(pages_NPXJD), tokens),
+        *(splits, scale / math.log(2)),
+        **{"H": heads, "J": kv_heads, "D": dim, "PAGE": page, "SPLIT": splits > 1, "LEAST": LEAST},
+        **gated,
+        **tile,
+    )
+    if splits > 1:
+        _merge[(tokens, heads)](
+            *(part_STHD, peak_STH, sum_STH, gate_THD, out_THD, tokens, splits),
+            **{"H": heads, "D": dim, "SPLITS": triton.next_power_of_2(splits)},
+            **gated,
+            BLOCK=triton.next_power_of_2(dim),
+            num_warps=4,
+        )
+    return out_THD
+
+
+def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    """Copy each row's keys and values to other positions, in place; all are read before any is written.
+
+    An accepted path of a tree lies scattered behind what was committed before it, and must follow on it. A
+    row with fewer moves than others is padded with a position that moves onto itself, such as its root's.
+    """
+    rows, moves = from_BP.shape
+    _, _, page, heads, dim = pages_NPXJD.shape
+    if not moves:
+        return
+    _move[(rows, 2, triton.cdiv(heads * dim, CHUNK))](
+        *(pages_NPXJD, table_BN, from_BP.contiguous(), to_BP.contiguous()),
+        *(table_BN.stride(0), block_stride(pages_NPXJD), moves),
+        **{"SIZE": heads * dim, "PAGE": page, "MOVES": triton.next_power_of_2(moves), "CHUNK": CHUNK},
+    )
+
+
+def block_stride(pages_NPXJD: Tensor) -> int:
+    """Return how far blocks lie apart, in sixteens of entries: so a kernel knows how they are aligned."""
+    _, _, page, heads, dim = pages_NPXJD.shape
+    assert pages_NPXJD.stride()[1:] == (page * heads * dim, heads * dim, dim, 1)
+    assert pages_NPXJD.stride(0) % 16 == 0
+    return pages_NPXJD.stride(0) // 16
+
+
+def choose_splits(programs: int, longest: int, queries: int, device: torch.device) -> int:
+    """Return into how many parts to cut what the rows have, so that every processor has work."""
+    wanted = -(-PROGRAMS * processors(device) // programs)
+    return max(min(wanted, longest // max(LEAST, 2 * queries), MOST_SPLITS), 1)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Count the GPU's processors; an H100's where there is none."""
+    if device.type != "cuda":
+        return 132
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _tile(shared: int, dim: int, *, tree: bool) -> dict[str, int]:
+    """Choose how many queries and keys meet in a program: what an H100's registers hold without a spill.
+
+    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64.
+    """
+    block = max(triton.next_power_of_2(dim), 16)
+    large = block > 128
+    queries = min(max(triton.next_power_of_2(shared), 16), 64 if large else 128)
+    few_keys = large and (queries == 16 or (queries == 64 and tree))
+    return {
+        "QUERIES": queries,
+        "KEYS": 32 if few_keys else 64,
+        "BLOCK": block,
+        "num_warps": 8 if queries > (16 if large else 64) else 4,
+        "num_stages": 3,
+    }
+
+
+@triton.jit
+def locate(table, length, row, node, tables, block_stride, SIZE: tl.constexpr, PAGE: tl.constexpr):
+    """Return where a window's token has its key in the pages; its value lies PAGE * SIZE entries behind."""
+    position = tl.load(length + row) + node
+    block = tl.load(table + row * tables + position // PAGE)
+    return block * (block_stride.to(tl.int64) * 16) + position % PAGE * SIZE
+
+
+@triton.jit
+def quantise(value, kind: tl.constexpr):
+    """Round to what the pages hold; 8 bits end at 448, and what is no number stays none."""
+    if kind == tl.float8e4nv:
+        value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return value.to(kind)
+
+
+@triton.jit(do_not_specialize=["width", "tables", "block_stride"])
+def _append(
+    k, v, pages, table, length, width, tables, block_stride, k_by_token, v_by_token,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    place = locate(table, length, token // width, token % width, tables, block_stride, SIZE, PAGE)
+    if part == 0:
+        value = tl.load(k + token * k_by_token + at, mask=at < SIZE)
+    else:
+        value = tl.load(v + token * v_by_token + at, mask=at < SIZE)
+    value = quantise(value.to(tl.float32), pages.dtype.element_ty)
+    tl.store(pages + place + part * PAGE * SIZE + at, value, mask=at < SIZE)
+
+
+@triton.jit(do_not_specialize=["width", "tables", "block_stride", "tokens", "splits"])
+def _attend(
+    q, pages, table, length, ancestors, gate, out, part, peaks, sums,
+    width, tables, block_stride, tokens, splits, scale,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
+    LEAST: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    G: tl.constexpr = H // J
+    kind = q.dtype.element_ty
+    # The last queries of a prompt see most: they start first.
+    blocks = tl.cdiv(width * G, QUERIES)
+    row, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    place = block * QUERIES + tl.arange(0, QUERIES)
+    node = tl.minimum(place // G, width - 1)
+    store = place < width * G
+    head_at = (row.to(tl.int64) * width + node) * H + kv_head * G + place % G
+
+    committed = tl.load(length + row).to(tl.int32)
+    if ancestors is None:
+        end = committed + tl.minimum((block * QUERIES + QUERIES - 1) // G + 1, width)
+    else:
+        end = committed + width
+    begin, stop = 0, end
+    if SPLIT:
+        each = tl.cdiv(tl.maximum(tl.cdiv(end, splits), LEAST), KEYS) * KEYS
+        begin, stop = split * each, tl.minimum((split + 1) * each, end)
+        if begin >= end:
+            nothing = tl.full([QUERIES], -float("inf"), tl.float32)
+            tl.store(peaks + split.to(tl.int64) * tokens * H + head_at, nothing, mask=store)
+            return
+    if ancestors is not None:
+        other = tl.arange(0, 64)
+        seen_at = ancestors + (row.to(tl.int64) * width + node[:, None]) * width + other[None, :]
+        seen = tl.load(seen_at, mask=(other < width)[None, :], other=0).to(tl.int64)
+        bits = tl.sum(seen << other[None, :].to(tl.int64), axis=1)
+
+    at = tl.arange(0, BLOCK)
+    query = tl.load(q + head_at[:, None] * D + at[None, :], mask=(at < D)[None, :], other=0.0)
+    peak = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, BLOCK], tl.float32)
+    table += row.to(tl.int64) * tables
+    pages += kv_head * D
+    for start in range(begin, stop, KEYS):
+        position = start + tl.arange(0, KEYS)
+        valid = position < end
+        page = tl.load(table + position // PAGE, mask=valid, other=0)
+        from_page = page * (block_stride.to(tl.int64) * 16) + position % PAGE * (J * D)
+        key_at = pages + from_page[:, None] + at[None, :]
+        mask = valid[:, None]
+        if D != BLOCK:
+            mask &= (at < D)[None, :]
+        # By way of float32, since a GPU is slow to turn 8 bits, which it reads as float16, into bfloat16.
+        key = tl.load(key_at, mask=mask, other=0.0).to(tl.float32).to(kind)
+        value = tl.load(key_at + PAGE * J * D, mask=mask, other=0.0).to(tl.float32).to(kind)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        own = position - committed
+        if ancestors is None:
+            visible = own[None, :] <= node[:, None]
+        else:
+            bit = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
+            named = ((bits[:, None] >> bit[None, :]) & 1) != 0
+            visible = (own < 0)[None, :] | (named & (own < width)[None, :])
+        score = tl.where(visible, score, -float("inf"))
+        higher = tl.maximum(peak, tl.max(score, axis=1))
+        # A node that sees nothing of a tile has no peak yet.
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        shrink = tl.exp2(peak - base)
+        weight = tl.exp2(score - base[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        # The values meet rounded weights; what they are divided by is the sum of the weights as they were.
+        result = result * shrink[:, None]
+        result = tl.dot(weight.to(kind), value, result, input_precision="ieee")
+        peak = higher
+    mask = store[:, None] & (at < D)[None, :]
+    if SPLIT:
+        head_at += split.to(tl.int64) * tokens * H
+        tl.store(peaks + head_at, peak, mask=store)
+        tl.store(sums + head_at, total, mask=store)
+        tl.store(part + head_at[:, None] * D + at[None, :], result, mask=mask)
+    else:
+        result = (result / total[:, None]).to(kind)
+        if gate is not None:
+            gate_at = head_at // H * BY_TOKEN + head_at % H * BY_HEAD
+            opens = tl.load(gate + gate_at[:, None] + at[None, :], mask=mask, other=0.0)
+            result = _let_through(result, opens)
+        tl.store(out + head_at[:, None] * D + at[None, :], result, mask=mask)
+
+
+@triton.jit
+def _let_through(value, gate):
+    """Multiply by the sigmoid of the gate, rounded before and after as in separate operations."""
+    opened = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(value.dtype)
+    return (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype)
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def _merge(
+    part, peaks, sums, gate, out, tokens, splits,
+    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    one = token * H + head
+    split = tl.arange(0, SPLITS)
+    peak = tl.load(peaks + split.to(tl.int64) * tokens * H + one, mask=split < splits, other=-float("inf"))
+    highest = tl.max(peak)
+    # Splits beyond the row's end hold no peak, and nothing else was written of them.
+    held = peak > -float("inf")
+    total = tl.load(sums + split.to(tl.int64) * tokens * H + one, mask=held, other=0.0)
+    total = tl.sum(total * tl.exp2(peak - highest))
+    at = tl.arange(0, BLOCK)
+    result = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, splits, 8):
+        few = first + tl.arange(0, 8)
+        entry = few.to(tl.int64) * tokens * H + one
+        own = tl.load(peaks + entry, mask=few < splits, other=-float("inf"))
+        mask = (own > -float("inf"))[:, None] & (at < D)[None, :]
+        value = tl.load(part + entry[:, None] * D + at[None, :], mask=mask, other=0.0)
+        result += tl.sum(value * tl.exp2(own - highest)[:, None], axis=0)
+    result = (result / total).to(out.dtype.element_ty)
+    if gate is not None:
+        opens = tl.load(gate + token * BY_TOKEN + head * BY_HEAD + at, mask=at < D, other=0.0)
+        result = _let_through(result, opens)
+    tl.store(out + one * D + at, result, mask=at < D)
+
+
+@triton.jit(do_not_specialize=["tables", "block_stride", "moves"])
+def _move(
+    pages, table, source, target, tables, block_stride, moves,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, MOVES: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    move = tl.arange(0, MOVES)
+    entry = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    held = move < moves
+    mask = held[:, None] & (entry < SIZE)[None, :]
+    apart = block_stride.to(tl.int64) * 16
+    source = tl.load(source + row * moves + move, mask=held, other=0)
+    target = tl.load(target + row * moves + move, mask=held, other=0)
+    table += row * tables
+    pages += half * PAGE * SIZE
+    source = tl.load(table + source // PAGE, mask=held, other=0) * apart + source % PAGE * SIZE
+    target = tl.load(table + target // PAGE, mask=held, other=0) * apart + target % PAGE * SIZE
+    value = tl.load(pages + source[:, None] + entry[None, :], mask=mask)
+    # Other threads may hold what these are about to overwrite.
+    tl.debug_barrier()
+    tl.store(pages + target[:, None] + entry[None, :], value, mask=mask)
+
+
+def _variant(
+    heads: tuple[int, int, int], width: int, *, split: bool, tree: bool, pages: str = "*bf16"
+) -> Variant:
+    """Describe a launch of `_attend` for H and J heads of D entries; heads of 256 are gated."""
+    (h, j, d), tile = heads, _tile(width * heads[0] // heads[1], heads[2], tree=tree)
+    gated = d == 256
+    types = dict.fromkeys(("q", "gate", "out"), "*bf16") | {"pages": pages, "ancestors": "*u8"}
+    types |= dict.fromkeys(("part", "peaks", "sums"), "*fp32" if split else "*bf16")
+    types |= _PLACED | {"tokens": "i32", "splits": "i32", "scale": "fp32"}
+    constants: dict[str, Any] = {name: tile[name] for name in ("QUERIES", "KEYS", "BLOCK")}
+    constants |= {"H": h, "J": j, "D": d, "PAGE": 16, "SPLIT": split, "LEAST": LEAST}
+    constants |= {"BY_TOKEN": 2 * gated * (h + j) * d, "BY_HEAD": 2 * gated * d}
+    constants |= dict.fromkeys(([] if tree else ["ancestors"]) + ([] if gated else ["gate"]))
+    return Variant(_attend, types, constants, tile["num_warps"], tile["num_stages"])
+
+
+_PLACED = {"table": "*i64", "length": "*i64", "width": "i32", "tables": "i32", "block_stride": "i32"}
+_APPENDED = dict.fromkeys(("k", "v", "pages"), "*bf16") | {"k_by_token": "i32", "v_by_token": "i32"} | _PLACED
+_MERGED = {"part": "*fp32", "peaks": "*fp32", "sums": "*fp32", "gate": "*bf16", "out": "*bf16"}
+_MERGED |= {"tokens": "i32", "splits": "i32"}
+_MERGE = {"H": 16, "D": 256, "SPLITS": 64, "BY_TOKEN": 9216, "BY_HEAD": 512, "BLOCK": 256}
+_MOVED = dict.fromkeys(("table", "source", "target"), "*i64")
+_MOVED |= {"pages": "*bf16", "tables": "i32", "block_stride": "i32", "moves": "i32"}
+_MOVE = {"SIZE": 512, "PAGE": 16, "CHUNK": CHUNK}
+
+QWEN, NEMOTRON = ((16, 2, 256), (24, 4, 256), (8, 2, 256)), (32, 8, 128)
+
+VARIANTS = [
+    *(
+        _variant(heads, width, split=split, tree=width > 1)
+        for heads, widths in zip(QWEN, ((1, 4, 8), (1, 4, 8), (4, 8, 16)), strict=True)
+        for width in widths
+        for split in (True, False)
+    ),
+    *(_variant(QWEN[0], width, split=split, tree=False) for width in (4, 4096) for split in (True, False)),
+    *(_variant(NEMOTRON, width, split=width < 4096, tree=1 < width < 65) for width in (1, 8, 16, 64, 4096)),
+    *(_variant(QWEN[0], width, split=True, tree=width > 1, pages="*fp8e4nv") for width in (1, 4, 8)),
+    _variant(QWEN[0], 4096, split=False, tree=False, pages="*fp8e4nv"),
+    Variant(_merge, _MERGED, _MERGE),
+    Variant(_append, _APPENDED, {"SIZE": 512, "PAGE": 16, "BLOCK": 512}, warps=1),
+    *(Variant(_move, _MOVED, {**_MOVE, "MOVES": moves}, stages=3) for moves in (4, 64)),
+]

@@ -1,0 +1,351 @@
+"""Choosing tokens on a GPU: the logits are read once where no row filters, and nothing waits for the host.
+
+A vocabulary is cut into parts, a program each. It computes its part's scores and noise in registers and
+leaves its best tokens; a second kernel makes one row of them. What is compared is one whole number for score
+and token together, which puts the smaller id before its equals and what is no number before all.
+
+The random words are those of reference.py bit for bit. The noise is made of them in float32, as cpu.py makes
+it, to within 2e-6, relative or absolute: logarithms round as the device rounds them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.sampling import cpu
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.variants import Variant
+
+PART = 2048
+"""Tokens of a vocabulary that one program compares."""
+ROW = 8192
+"""Tokens that the one program of a filtered row reads at once."""
+NONE = tl.constexpr(-(2**63))
+"""A key below those of all tokens."""
+
+
+def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+    """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
+
+    -1 where something of what is compared is no number. Penalties, biases and float64 are left to cpu.py.
+    """
+    if not _is_ours(logits_NV, rules):
+        return cpu.pick(logits_NV, rules, seed_N, position_N)
+    token_NC, _ = _best(logits_NV, rules, seed_N, position_N, 1, ranks=False)
+    return token_NC[:, 0]
+
+
+def best(
+    logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it.
+
+    Of equals the smaller id is first. What is no number counts as the best; its share, and all shares beside
+    it, are 0. Penalties, biases and float64 are left to cpu.py.
+    """
+    if not _is_ours(logits_NV, rules):
+        return cpu.best(logits_NV, rules, seed_N, position_N, count)
+    return _best(logits_NV, rules, seed_N, position_N, min(count, logits_NV.shape[1]), ranks=True)
+
+
+def _is_ours(logits_NV: Tensor, rules: Rules) -> bool:
+    return logits_NV.dtype != torch.float64 and rules.bias is None and rules.penalties is None
+
+
+def _best(
+    logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int, *, ranks: bool
+) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits_NV.shape
+    assert logits_NV.stride(1) == 1
+    stride, device, parts = logits_NV.stride(0), logits_NV.device, triton.cdiv(vocab, PART)
+    least_N, last_N = _limits(logits_NV, rules)
+    key_NPC = torch.empty(rows, parts, count, dtype=torch.int64, device=device)
+    sum_NP = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    _part[(rows, parts)](
+        *(logits_NV, rules.temperature_N, seed_N.contiguous(), position_N.contiguous(), least_N, last_N),
+        *(key_NPC, sum_NP, stride, vocab, parts),
+        COUNT=count,
+        RANKS=ranks,
+        BLOCK=PART,
+        num_warps=8,
+    )
+    token_NC = torch.empty(rows, count, dtype=torch.int64, device=device)
+    share_NC = torch.empty(rows, count, dtype=torch.float32, device=device)
+    _merge[(rows,)](
+        *(key_NPC, sum_NP, token_NC, share_NC, parts),
+        COUNT=count,
+        RANKS=ranks,
+        PARTS=triton.next_power_of_2(parts),
+        KEYS=triton.next_power_of_2(parts * count),
+        num_warps=4,
+    )
+    return token_NC, share_NC
+
+
+def _limits(logits_NV: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
+    """Return the least score of each row that its filters leave, and the last token that stays at it."""
+    filters = rules.top_k_N, rules.top_p_N, rules.min_p_N
+    if all(column_N is None for column_N in filters):
+        return None, None
+    rows, vocab = logits_NV.shape
+    least_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
+    last_N = torch.empty(rows, dtype=torch.int32, device=logits_NV.device)
+    _cut[(rows,)](
+        *(logits_NV, rules.temperature_N, *filters, least_N, last_N, logits_NV.stride(0), vocab),
+        BLOCK=ROW,
+        num_warps=16,
+    )
+    return least_N, last_N
+
+
+@triton.jit
+def _part(
+    logits, temperature, seed, position, least, last, key, total, stride, vocab, parts,
+    COUNT: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Leave the best of a part as keys, best first, and, to rank, the sum of exponentials over the best."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    score = tl.load(logits + row * stride + at, mask=inside, other=-float("inf")).to(tl.float32)
+    heat = tl.load(temperature + row)
+    if heat > 0:
+        score = tl.div_rn(score, heat)
+        if least is not None:
+            bound, end = tl.load(least + row), tl.load(last + row)
+            score = tl.where((score < bound) | ((score == bound) & (at > end)), -float("inf"), score)
+        score += _noise(_word(tl.load(seed + row), tl.load(position + row), at))
+    keys = tl.where(inside, _key(score, at), NONE)
+    out = row * parts + part
+    for i in tl.static_range(COUNT):
+        first = tl.max(keys, 0)
+        tl.store(key + out * COUNT + i, first)
+        keys = tl.where(keys == first, NONE, keys)
+        if RANKS and i == 0:
+            most = _score(first)
+            most = tl.where(most == -float("inf"), 0.0, most)
+            tl.store(total + out, tl.sum(tl.where(inside, tl.exp(score - most), 0.0), 0))
+
+
+@triton.jit
+def _merge(
+    key, total, token, share, parts,
+    COUNT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """Make one list of the parts' best. Where nothing ranks, what is no number is picked as -1."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, KEYS)
+    keys = tl.load(key + row * parts * COUNT + at, mask=at < parts * COUNT, other=NONE)
+    if RANKS:
+        part = tl.arange(0, PARTS)
+        inside = part < parts
+        own = _score(tl.load(key + (row * parts + part) * COUNT, mask=inside, other=NONE))
+        most = _score(tl.max(keys, 0))
+        sums = tl.load(total + row * parts + part, mask=inside, other=0.0)
+        whole = tl.sum(tl.where(inside, sums * tl.exp(own - most), 0.0), 0)
+    for i in tl.static_range(COUNT):
+        first = tl.max(keys, 0)
+        keys = tl.where(keys == first, NONE, keys)
+        found = 0x7FFFFFFF - (first & 0x7FFFFFFF)
+        if RANKS:
+            part_of = tl.exp(_score(first) - most) / whole
+            tl.store(share + row * COUNT + i, tl.where(part_of == part_of, part_of, 0.0))
+        else:
+            found = tl.where(first >> 32 == 0x7FFFFFFF, -1, found)
+        tl.store(token + row * COUNT + i, found)
+
+
+@triton.jit
+def _cut(
+    logits, temperature, top_k, top_p, min_p, least, last, stride, vocab,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """Find the least score of a row that stays, and the last token of that score that does.
+
+    A row that filters is read, from the cache, once for each halving of what lies between two of its scores.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    heat = tl.load(temperature + row)
+    room, share, lowest = vocab, tl.cast(1.0, tl.float32), tl.cast(0.0, tl.float32)
+    if top_k is not None:
+        given = tl.load(top_k + row)
+        room = tl.where((given > 0) & (given < vocab), given, vocab).to(tl.int32)
+    if top_p is not None:
+        share = tl.load(top_p + row)
+    if min_p is not None:
+        lowest = tl.load(min_p + row)
+    bound, end = tl.cast(-float("inf"), tl.float32), vocab
+    if (heat > 0) & ((room < vocab) | (share < 1) | (lowest > 0)):
+        highest = _highest(logits, heat, vocab, BLOCK)
+        if highest > -float("inf"):
+            if lowest > 0:
+                bound = highest + tl.log(lowest)
+            # How many of the bound's equals stay, and how many of them go.
+            equals, surplus = vocab, tl.cast(0.0, tl.float64)
+            if room < vocab:
+                count, score, _ = _above(logits, heat, highest, vocab, bound, False, BLOCK)
+                if room < count:
+                    bound, beyond, reached = _search(
+                        logits, heat, highest, vocab, score, count, room.to(tl.float64), False, BLOCK
+                    )
+                    equals, surplus = room - beyond.to(tl.int32), reached - room
+            if (share < 1) & (highest < float("inf")):
+                mass, score, _ = _above(logits, heat, highest, vocab, bound, True, BLOCK)
+                if surplus > 0:
+                    mass -= surplus * tl.exp(bound - highest).to(tl.float64)
+                goal = share.to(tl.float64) * mass
+                score, beyond, _ = _search(logits, heat, highest, vocab, score, mass, goal, True, BLOCK)
+                few = _ceil((goal - beyond) / tl.exp(score - highest).to(tl.float64), vocab)
+                equals = tl.where(score == bound, tl.minimum(few, equals), few)
+                bound = score
+            if equals < vocab:
+                end = _nth(logits, heat, vocab, bound, equals, BLOCK)
+    tl.store(least + row, bound)
+    tl.store(last + row, end)
+
+
+@triton.jit
+def _search(
+    logits, heat, highest, vocab, low, reached, goal,
+    MASS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Find the greatest score that, with all above it, comes to the goal; `low` does, and comes to `reached`.
+
+    Return it, what is above it, and what that comes to with it. The two ends are always scores of the row.
+    """
+    high, beyond = highest, tl.cast(0.0, tl.float64)
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where((middle > low) & (middle < high), middle, high)
+        amount, over, under = _above(logits, heat, highest, vocab, middle, MASS, BLOCK)
+        if amount >= goal:
+            low, reached = over, amount
+        else:
+            high, beyond = under, amount
+    return low, beyond, reached
+
+
+@triton.jit
+def _above(logits, heat, highest, vocab, bound, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count or weigh the scores from a bound on; return that, the least of them, and the greatest below."""
+    amounts = tl.zeros([BLOCK], tl.float64)
+    over, under = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        score = _load(logits, heat, vocab, start, BLOCK)
+        stays = (score >= bound) & (score > -float("inf"))
+        amount = tl.exp(score - highest) if MASS else tl.full([BLOCK], 1.0, tl.float32)
+        amounts += tl.where(stays, amount, 0.0).to(tl.float64)
+        over = tl.minimum(over, tl.where(stays, score, float("inf")))
+        under = tl.maximum(under, tl.where(stays, -float("inf"), score))
+    return tl.sum(amounts, 0), tl.min(over, 0), tl.max(under, 0)
+
+
+@triton.jit
+def _highest(logits, heat, vocab, BLOCK: tl.constexpr):
+    """Return a row's highest score; minus infinity where one of them is no number."""
+    highest, wrong = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        score = _load(logits, heat, vocab, start, BLOCK)
+        wrong |= (score != score).to(tl.int32)
+        highest = tl.maximum(highest, tl.where(score == score, score, -float("inf")))
+    return tl.where(tl.max(wrong, 0) > 0, -float("inf"), tl.max(highest, 0))
+
+
+@triton.jit
+def _nth(logits, heat, vocab, bound, wanted, BLOCK: tl.constexpr):
+    """Return the n-th token of a score; the vocabulary's size where fewer have it."""
+    found, seen = vocab, 0
+    for start in range(0, vocab, BLOCK):
+        equal = (_load(logits, heat, vocab, start, BLOCK) == bound).to(tl.int32)
+        is_it = (equal > 0) & (seen + tl.cumsum(equal, 0) == wanted)
+        found = tl.minimum(found, tl.min(tl.where(is_it, start + tl.arange(0, BLOCK), vocab), 0))
+        seen += tl.sum(equal, 0)
+    return found
+
+
+@triton.jit
+def _load(logits, heat, vocab, start, BLOCK: tl.constexpr):
+    at = start + tl.arange(0, BLOCK)
+    return tl.div_rn(tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32), heat)
+
+
+@triton.jit
+def _ceil(number, most):
+    """Round up to a whole number between 1 and `most`."""
+    return tl.ceil(tl.minimum(tl.maximum(number, 1.0), most.to(tl.float64))).to(tl.int32)
+
+
+@triton.jit
+def _key(score, token):
+    """Put a score and its token into one number that orders them: no number first, then by score, then id."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    order = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _score(key):
+    order = (key >> 32).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _word(seed, position, token):
+    """Return the 32 random bits of each token at one position."""
+    mixed = splitmix64(splitmix64((seed + 1).to(tl.uint64)) ^ position.to(tl.uint64))
+    h = token.to(tl.uint32) * 0x9E3779B1 + mixed.to(tl.uint32)
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h += (mixed >> 32).to(tl.uint32)
+    h *= 0xC2B2AE35
+    h ^= h >> 16
+    h *= 0x27D4EB2F
+    return h ^ (h >> 15)
+
+
+@triton.jit
+def splitmix64(x):
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _noise(h):
+    """Turn words into standard Gumbel noise; what 1 - w loses of a small w is given back to its logarithm."""
+    w = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    rest = 1.0 - w
+    lost = (rest - 1.0) + w
+    return -tl.log(lost / rest - tl.log(rest))
+
+
+_ROWS = {"temperature": "*fp32", "stride": "i64", "vocab": "i32", "least": "*fp32", "last": "*i32"}
+_PART = {**_ROWS, "logits": "*fp32", "seed": "*i64", "position": "*i64", "key": "*i64", "total": "*fp32"}
+_PART |= {"parts": "i32"}
+_MERGE = {"key": "*i64", "total": "*fp32", "token": "*i64", "share": "*fp32", "parts": "i32"}
+_CUT = {**_ROWS, "logits": "*fp32", "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32"}
+
+VARIANTS = [
+    *(
+        Variant(
+            _part, {**_PART, "logits": kind}, {"COUNT": count, "RANKS": count > 1, "BLOCK": PART}, warps=8
+        )
+        for kind, count in (("*fp32", 1), ("*fp32", 4), ("*fp32", 8), ("*bf16", 1))
+    ),
+    Variant(_part, _PART, {"least": None, "last": None, "COUNT": 1, "RANKS": False, "BLOCK": PART}, warps=8),
+    *(
+        Variant(
+            _merge,
+            _MERGE,
+            {"COUNT": count, "RANKS": count > 1, "PARTS": parts, "KEYS": parts * count},
+            warps=4,
+        )
+        for parts in (64, 128)
+        for count in (1, 4, 8)
+    ),
+    Variant(_cut, _CUT, {"BLOCK": ROW}, warps=16),
+]

@@ -1,0 +1,39 @@
+"""An attention layer on a GPU through FlashInfer, wherever it takes the windows; through Triton elsewhere."""
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention.flashinfer import attend, supports
+from specdec.kernels.group import Group
+from specdec.kernels.self_attention import triton
+from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
+
+logger = logging.getLogger(__name__)
+
+
+def self_attention(
+    projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
+) -> Tensor:
+    """Run everything between the projections; mutates `pages` as the append does."""
+    taken = supports(group, layer, pages)
+    _tell(group.width, pages.dtype, layer.heads, layer.kv_heads, layer.head_dim, taken)
+    if not taken:
+        return triton.self_attention(projected_TN, layer, rotation, pages, group)
+    q_THD = triton.ready(projected_TN, layer, rotation, pages, group)
+    o_THD = attend(q_THD, pages, group, layer.scale)
+    gate_THD = triton.gate_of(projected_TN, layer)
+    if gate_THD is not None:
+        o_THD *= torch.sigmoid(gate_THD)
+    return o_THD.view(len(projected_TN), -1)
+
+
+@cache
+def _tell(width: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, taken: bool) -> None:
+    """Say once for each kind of window who attends."""
+    name = "FlashInfer's XQA" if taken else "Triton"
+    logger.info(
+        "attention of %d over %d heads of %d, %s, window %d: %s", heads, kv_heads, dim, dtype, width, name
+    )

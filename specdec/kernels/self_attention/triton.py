@@ -1,0 +1,136 @@
+"""An attention layer on a GPU: one kernel readies queries, keys and values, and one or two attend."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.attention.triton import attend_gated, block_stride, locate, quantise
+from specdec.kernels.group import Group
+from specdec.kernels.self_attention import cpu
+from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
+from specdec.kernels.variants import Variant
+
+
+def self_attention(
+    projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
+) -> Tensor:
+    """Run everything between the projections; mutates `pages` as the append does."""
+    if projected_TN.dtype == torch.float64:
+        return cpu.self_attention(projected_TN, layer, rotation, pages, group)
+    tokens = projected_TN.shape[0]
+    q_THD = ready(projected_TN, layer, rotation, pages, group)
+    return attend_gated(q_THD, gate_of(projected_TN, layer), pages, group, layer.scale).view(tokens, -1)
+
+
+def gate_of(projected_TN: Tensor, layer: AttentionLayer) -> Tensor | None:
+    """View the gates in the projection, where the layer has some: each follows its head's query."""
+    if not layer.gated:
+        return None
+    queries_TN = projected_TN[:, : layer.widths[0]]
+    return queries_TN.view(len(queries_TN), layer.heads, -1)[..., layer.head_dim :]
+
+
+def ready(
+    projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
+) -> Tensor:
+    """Return normalised and rotated queries; the keys, treated alike, and the values enter the pages."""
+    tokens, width = projected_TN.shape
+    assert projected_TN.is_contiguous() and width == sum(layer.widths)
+    assert (layer.q_norm_D is None) == (layer.k_norm_D is None)
+    heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
+    cos_TR, sin_TR = rotation or (None, None)
+    assert all(table_TR is None or table_TR.is_contiguous() for table_TR in (cos_TR, sin_TR))
+    q_THD = torch.empty(tokens, heads, dim, dtype=projected_TN.dtype, device=projected_TN.device)
+    norm = layer.q_norm_D
+    _ready[(tokens, heads + 2 * kv_heads)](
+        *(projected_TN, layer.q_norm_D, layer.k_norm_D, cos_TR, sin_TR, q_THD, pages),
+        *(group.table_BN, group.length_B, group.width, group.table_BN.stride(0), block_stride(pages)),
+        layer.eps,
+        **{"H": heads, "J": kv_heads, "D": dim, "R": 0 if cos_TR is None else cos_TR.shape[1]},
+        GATED=layer.gated,
+        OWN=norm is not None and norm.dtype == projected_TN.dtype and norm.itemsize < 4,
+        PAGE=pages.shape[2],
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
+    return q_THD
+
+
+@triton.jit(do_not_specialize=["width", "tables", "block_stride"])
+def _ready(
+    projected, q_weight, k_weight, cos, sin, q, pages, table, length, width, tables, block_stride, eps,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
+    OWN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = q.dtype.element_ty
+    apart: tl.constexpr = 2 * D if GATED else D
+    at = tl.arange(0, BLOCK)
+    mask = at < D
+    start = tl.where(unit < H, unit * apart, H * apart + (unit - H) * D)
+    projected += token * (H * apart + 2 * J * D) + start
+    value = tl.load(projected + at, mask=mask, other=0.0).to(tl.float32)
+    if unit < H + J:
+        # Each entry i is turned against entry i + R; the rest meets itself, and stays.
+        pair = tl.where(at < R, at + R, tl.where(at < 2 * R, at - R, at))
+        other = tl.load(projected + pair, mask=mask, other=0.0).to(tl.float32)
+        if q_weight is not None:
+            weight = q_weight if unit < H else k_weight
+            scale = 1.0 / tl.sqrt(tl.sum(value * value) / D + eps)
+            value = _weigh(value * scale, weight + at, mask, OWN, kind)
+            other = _weigh(other * scale, weight + pair, mask, OWN, kind)
+        if R > 0:
+            turned = at < 2 * R
+            angle = token * R + at % R
+            c = tl.load(cos + angle, mask=turned, other=1.0).to(kind).to(tl.float32)
+            s = tl.load(sin + angle, mask=turned, other=0.0).to(kind).to(tl.float32)
+            s = tl.where(at < R, -s, s)
+            # Every product is rounded by itself.
+            along, across = (value * c).to(kind).to(tl.float32), (other * s).to(kind).to(tl.float32)
+            value = tl.where(turned, (along + across).to(kind).to(tl.float32), value)
+    if unit < H:
+        tl.store(q + (token * H + unit) * D + at, value.to(kind), mask=mask)
+    else:
+        place = locate(table, length, token // width, token % width, tables, block_stride, J * D, PAGE)
+        place += tl.where(unit < H + J, (unit - H) * D, PAGE * J * D + (unit - H - J) * D)
+        tl.store(pages + place + at, quantise(value, pages.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weigh(value, weight, mask, OWN: tl.constexpr, kind: tl.constexpr):
+    """Multiply by a norm's weight, rounding before where the weight is as narrow as the heads, and after."""
+    if OWN:
+        value = value.to(kind).to(tl.float32)
+    return (value * tl.load(weight, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+
+
+_TYPES = {
+    "projected": "*bf16",
+    "cos": "*fp32",
+    "sin": "*fp32",
+    "q": "*bf16",
+    "table": "*i64",
+    "length": "*i64",
+}
+_TYPES |= {"width": "i32", "tables": "i32", "block_stride": "i32", "eps": "fp32"}
+
+
+def _variant(
+    heads: tuple[int, int, int], rotated: int, norm: str | None, *, gated: bool, pages: str = "*bf16"
+) -> Variant:
+    absent = dict.fromkeys((() if norm else ("q_weight", "k_weight")) + (() if rotated else ("cos", "sin")))
+    types = {**_TYPES, "pages": pages, "q_weight": norm or "", "k_weight": norm or ""}
+    constants: dict[str, Any] = {"H": heads[0], "J": heads[1], "D": heads[2], "R": rotated, "GATED": gated}
+    constants |= {"OWN": norm == "*bf16", "PAGE": 16, "BLOCK": heads[2], **absent}
+    return Variant(_ready, types, constants, warps=1)
+
+
+VARIANTS = [
+    *(_variant((16, 2, 256), 32, "*fp32", gated=True, pages=pages) for pages in ("*bf16", "*fp8e4nv")),
+    _variant((32, 8, 128), 0, None, gated=False),
+    _variant((32, 8, 128), 64, "*bf16", gated=False),
+]
+"""Qwen3-Next and Qwen3.5, Nemotron-H, Qwen3."""

@@ -1,0 +1,344 @@
+"""Trees on a GPU: one launch and one small program a row for each step, and nothing waits for the host.
+
+All of it is integers and float64 in the host's order, so that every result is cpu.py's bit for bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.group import RecordIds
+from specdec.kernels.sampling.triton import splitmix64
+from specdec.kernels.variants import Variant
+
+
+def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each node's depth, its ancestors with itself, and the `taps` inputs of its convolution.
+
+    Those are indices into the taps-1 inputs before the window followed by the window's own, oldest first.
+    """
+    rows, width = parent_BM.shape
+    depth_BM = _like(parent_BM, rows, width)
+    ancestors_BMM = _like(parent_BM, rows, width, width, dtype=torch.bool)
+    tap_BMC = _like(parent_BM, rows, width, taps)
+    _relations[(rows,)](
+        *(_whole(parent_BM), depth_BM, ancestors_BMM, tap_BMC, width),
+        TAPS=taps,
+        BLOCK=triton.next_power_of_2(width),
+    )
+    return depth_BM, ancestors_BMM, tap_BMC
+
+
+def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow the chosen token from the root on to the child that drafted it, until no child did.
+
+    Return the nodes that are kept, the root first, and how many they are; from there on every entry is its
+    own index, so that moving what the nodes wrote to where the text goes on leaves the rest in place. A node
+    at which no token was chosen is not kept: the walk ends at it, and may keep nothing.
+    """
+    node_BM, count_B = torch.empty_like(_whole(chosen_BM)), _like(chosen_BM, len(chosen_BM))
+    _walk[(len(chosen_BM),)](
+        *map(_whole, (chosen_BM, token_BM, parent_BM)),
+        *(None, None, None, node_BM, count_B, None, 0, chosen_BM.shape[1]),
+        BLOCK=triton.next_power_of_2(chosen_BM.shape[1]),
+        num_warps=1,
+    )
+    return node_BM, count_B
+
+
+def synthetic_walk(
+    chosen_BM: Tensor,
+    token_BM: Tensor,
+    parent_BM: Tensor,
+    rate_N: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Go to a node's first child with the rate of that depth (float64), drawn from seed and position.
+
+    `position` is that of the token to be chosen at the root. Return nodes and counts as `walk` does, and what
+    the row gains: the followed children's tokens, then the one chosen at the last node; -1 beyond.
+    """
+    node_BM, count_B = torch.empty_like(_whole(chosen_BM)), _like(chosen_BM, len(chosen_BM))
+    emitted_BM = torch.empty_like(node_BM)
+    _walk[(len(chosen_BM),)](
+        *map(_whole, (chosen_BM, token_BM, parent_BM, rate_N, seed_B, position_B)),
+        *(node_BM, count_B, emitted_BM, len(rate_N), chosen_BM.shape[1]),
+        BLOCK=triton.next_power_of_2(chosen_BM.shape[1]),
+        num_warps=1,
+    )
+    return node_BM, count_B, emitted_BM
+
+
+def promote(
+    node_BM: Tensor,
+    count_B: Tensor,
+    record: RecordIds,
+    path: RecordIds,
+    path_length_B: Tensor,
+    length_B: Tensor,
+) -> None:
+    """Make the kept nodes' records the row's path and its committed length by so much longer, in place.
+
+    What lies behind a path in its table is not touched. A row of length 0 is padding, and stays as it is.
+    """
+    rows, width = node_BM.shape
+    assert path_length_B.is_contiguous() and length_B.is_contiguous()
+    assert all(ids_BN.stride(1) == 1 and ids_BN.shape[1] >= width for ids_BN in (*path, *record))
+    assert path.slab_BN.stride() == path.index_BN.stride()
+    _promote[(rows,)](
+        *map(_whole, (node_BM, count_B, *record)),
+        *(*path, path_length_B, length_B),
+        *(width, record.slab_BN.shape[1], path.slab_BN.stride(0)),
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
+    """Return the scores [B, F, K] of the children of F nodes, whose own scores are given, in float64.
+
+    A child's chance is the drafter's share of it, at most 1, times the gain of its depth (1: the root's
+    children) and rank, held between the least and the greatest chance there: the table's three parts. The
+    last depth and the last rank stand for all beyond. At most one child is accepted and their order stays: no
+    chance is above the one before it, and together they come to 1 at most.
+    """
+    rows, nodes, ranks = share_BFK.shape
+    _, depths, known = table_3DR.shape
+    out_BFK = torch.empty(share_BFK.shape, dtype=torch.float64, device=share_BFK.device)
+    _children[(rows,)](
+        *map(_whole, (share_BFK, score_BF, table_3DR)),
+        *(out_BFK, nodes, min(depth, depths) - 1, depths, known),
+        RANKS=ranks,
+        BLOCK=triton.next_power_of_2(nodes),
+        num_warps=1,
+    )
+    return out_BFK
+
+
+def frontier(score_BN: Tensor, count: int) -> Tensor:
+    """Return the `count` best of a level by score, the best first; of equals the earlier is better."""
+    rows, nodes = score_BN.shape
+    index_BC = _like(score_BN, rows, min(count, nodes))
+    _frontier[(rows,)](
+        *(_whole(score_BN), index_BC, nodes, index_BC.shape[1]),
+        BLOCK=triton.next_power_of_2(nodes),
+        num_warps=1 if nodes <= 64 else 4,
+    )
+    return index_BC
+
+
+def prune(
+    token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
+
+    Here the root is no node: parents of -1 hang on it, as in a proposal, and `hang` makes a window of what is
+    kept. A parent scores no less than its children and comes before them, so that it is kept where they are.
+    """
+    rows, nodes = score_BN.shape
+    count = min(count, nodes)
+    kept = [torch.empty(rows, count, dtype=x.dtype, device=x.device) for x in (token_BN, parent_BN)]
+    kept += [torch.empty(rows, count, dtype=x.dtype, device=x.device) for x in (score_BN, belief_BN)]
+    _prune[(rows,)](
+        *map(_whole, (token_BN, parent_BN, score_BN, belief_BN)),
+        *(*kept, nodes, count),
+        BLOCK=triton.next_power_of_2(nodes),
+        num_warps=1 if nodes <= 64 else 4,
+    )
+    token_BM, parent_BM, score_BM, belief_BM = kept
+    return token_BM, parent_BM, score_BM, belief_BM
+
+
+def _like(x: Tensor, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+@triton.jit
+def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    parent += row * width
+    levels = tl.zeros([BLOCK], tl.int64)
+    seen = at[:, None] == at[None, :]
+    up = tl.load(parent + at, mask=inside, other=-1)
+    while tl.max(up, 0) >= 0:
+        levels += (up >= 0).to(tl.int64)
+        seen |= up[:, None] == at[None, :]
+        up = tl.load(parent + up, mask=up >= 0, other=-1)
+    tl.store(depth + row * width + at, levels, mask=inside)
+    square = (row * width + at[:, None]) * width + at[None, :]
+    tl.store(ancestors + square, seen, mask=inside[:, None] & inside[None, :])
+    node = at.to(tl.int64)
+    for back in tl.static_range(TAPS):
+        # Above the root the path goes on into what came before the window.
+        place = TAPS - 1 + tl.where(levels >= back, node, levels - back)
+        tl.store(tap + (row * width + at) * TAPS + TAPS - 1 - back, place, mask=inside)
+        node = tl.load(parent + node, mask=inside & (node >= 0), other=-1)
+
+
+@triton.jit
+def _walk(
+    chosen, token, parent, rate, seed, position, node, count, emitted, depths, width,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """Walk by rates where there are any, else by tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    chosen += row * width
+    tokens = tl.load(token + row * width + at, mask=inside, other=-1)
+    parents = tl.load(parent + row * width + at, mask=inside, other=-2)
+    nodes, gained, last, length = at.to(tl.int64), tl.full([BLOCK], -1, tl.int64), 0, 1
+    own = tl.load(chosen)
+    child = _child(tokens, parents, at, own, rate, seed, position, row, last, length, depths, BLOCK)
+    while child < BLOCK:
+        nodes = tl.where(at == length, child, nodes)
+        gained = tl.where(at == length - 1, tl.sum(tl.where(at == child, tokens, 0), 0), gained)
+        last = child
+        length += 1
+        own = tl.load(chosen + last)
+        child = _child(tokens, parents, at, own, rate, seed, position, row, last, length, depths, BLOCK)
+    kept = tl.where(own == -1, length - 1, length)
+    tl.store(node + row * width + at, tl.where(at < kept, nodes, at), mask=inside)
+    tl.store(count + row, kept)
+    if emitted is not None:
+        gained = tl.where(at == length - 1, own, gained)
+        tl.store(emitted + row * width + at, tl.where(at < kept, gained, -1), mask=inside)
+
+
+@triton.jit
+def _child(tokens, parents, at, own, rate, seed, position, row, last, length, depths, BLOCK: tl.constexpr):
+    """Return the child of a node that a walk goes to; BLOCK where there is none."""
+    is_child = (parents == last) & (tokens != -1)
+    if rate is None:
+        is_child &= tokens == own
+    else:
+        depth = length - 1
+        share = tl.load(rate + depth, mask=depth < depths, other=0.0) * 4294967296.0
+        start = splitmix64(tl.load(seed + row).to(tl.uint64))
+        drawn = splitmix64(start ^ (tl.load(position + row) + depth).to(tl.uint64))
+        high, low = (drawn >> 32).to(tl.int64), (drawn & 0xFFFFFFFF).to(tl.int64)
+        bound = tl.floor(share)
+        rest = tl.ceil((share - bound) * 4294967296.0).to(tl.int64)
+        whole = bound.to(tl.int64)
+        is_child &= (high < whole) | ((high == whole) & (low < rest))
+    return tl.min(tl.where(is_child, at, BLOCK), 0)
+
+
+@triton.jit
+def _promote(
+    node, count, slab, index, path_slab, path_index, path_length, length, width, records, by_row,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    before = tl.load(length + row)
+    if before > 0:
+        at = tl.arange(0, BLOCK)
+        kept = tl.load(count + row)
+        mask = at < kept
+        own = row * records + tl.load(node + row * width + at, mask=mask, other=0)
+        tl.store(path_slab + row * by_row + at, tl.load(slab + own, mask=mask), mask=mask)
+        tl.store(path_index + row * by_row + at, tl.load(index + own, mask=mask), mask=mask)
+        tl.store(path_length + row, kept)
+        tl.store(length + row, before + kept)
+
+
+@triton.jit
+def _children(
+    share, score, table, out, nodes, depth, depths, known,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sum the chances, then go over them again: few numbers, which the cache holds."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < nodes
+    own = row * nodes + at
+    total, chance = tl.zeros([BLOCK], tl.float64), tl.full([BLOCK], float("inf"), tl.float64)
+    for rank in tl.static_range(RANKS):
+        chance = _chance(share + own * RANKS, table, rank, depth, depths, known, chance, inside)
+        total += chance
+    above = tl.load(score + own, mask=inside, other=0.0)
+    chance = tl.full([BLOCK], float("inf"), tl.float64)
+    for rank in tl.static_range(RANKS):
+        chance = _chance(share + own * RANKS, table, rank, depth, depths, known, chance, inside)
+        tl.store(out + own * RANKS + rank, above * (chance / tl.maximum(total, 1.0)), mask=inside)
+
+
+@triton.jit
+def _chance(share, table, rank, depth, depths, known, bound, inside):
+    """Calibrate the next child's share; `bound` is the chance of the one before it."""
+    gain = table + depth * known + tl.minimum(rank, known - 1)
+    belief = tl.minimum(tl.load(share + rank, mask=inside, other=0.0).to(tl.float64), 1.0)
+    chance = belief * tl.load(gain)
+    chance = tl.maximum(chance, tl.load(gain + depths * known))
+    return tl.minimum(bound, tl.minimum(chance, tl.load(gain + 2 * depths * known)))
+
+
+@triton.jit
+def _frontier(score, index, nodes, count, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    rank = _rank(score + row * nodes, nodes, at)
+    tl.store(index + row * count + rank, at.to(tl.int64), mask=(at < nodes) & (rank < count))
+
+
+@triton.jit
+def _prune(
+    token, parent, score, belief, kept_token, kept_parent, kept_score, kept_belief, nodes, count,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    own = row * nodes + at
+    kept = (at < nodes) & (_rank(score + row * nodes, nodes, at) < count)
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    up = tl.load(parent + own, mask=kept, other=-1)
+    moved = tl.gather(place, tl.maximum(up, 0).to(tl.int32), 0).to(tl.int64)
+    to = row * count + place
+    tl.store(kept_parent + to, tl.where(up < 0, up, moved), mask=kept)
+    tl.store(kept_token + to, tl.load(token + own, mask=kept), mask=kept)
+    tl.store(kept_score + to, tl.load(score + own, mask=kept), mask=kept)
+    tl.store(kept_belief + to, tl.load(belief + own, mask=kept), mask=kept)
+
+
+@triton.jit
+def _rank(score, nodes, at):
+    """Count what is better than each score; of equals the earlier is."""
+    own = tl.load(score + at, mask=at < nodes, other=-1.0)
+    rank = tl.zeros_like(at)
+    for other in range(nodes):
+        value = tl.load(score + other)
+        rank += ((value > own) | ((value == own) & (other < at))).to(tl.int32)
+    return rank
+
+
+_TREE = {"chosen": "*i64", "token": "*i64", "parent": "*i64", "node": "*i64", "count": "*i64", "width": "i32"}
+_WALK = {**_TREE, "depths": "i32"}
+_BY_RATE = {**_WALK, "rate": "*fp64", "seed": "*i64", "position": "*i64", "emitted": "*i64"}
+_BY_TOKEN = dict.fromkeys(("rate", "seed", "position", "emitted"))
+_RELATIONS = {"parent": "*i64", "depth": "*i64", "ancestors": "*i1", "tap": "*i64", "width": "i32"}
+_PROMOTE = dict.fromkeys(("node", "count", "slab", "index", "path_slab", "path_index"), "*i64")
+_PROMOTE |= {"path_length": "*i64", "length": "*i64", "width": "i32", "records": "i32", "by_row": "i32"}
+_CHILDREN = {"share": "*fp32", "score": "*fp64", "table": "*fp64", "out": "*fp64"}
+_CHILDREN |= dict.fromkeys(("nodes", "depth", "depths", "known"), "i32")
+_FRONTIER = {"score": "*fp64", "index": "*i64", "nodes": "i32", "count": "i32"}
+_PRUNE = dict.fromkeys(("token", "parent", "kept_token", "kept_parent"), "*i64")
+_PRUNE |= dict.fromkeys(("score", "belief", "kept_score", "kept_belief"), "*fp64")
+_PRUNE |= {"nodes": "i32", "count": "i32"}
+
+VARIANTS = [
+    *(Variant(_relations, _RELATIONS, {"TAPS": 4, "BLOCK": width}) for width in (4, 8, 16, 64)),
+    *(Variant(_walk, _WALK, {**_BY_TOKEN, "BLOCK": width}, warps=1) for width in (4, 8, 16, 64)),
+    Variant(_walk, _BY_RATE, {"BLOCK": 8}, warps=1),
+    *(Variant(_promote, _PROMOTE, {"BLOCK": width}, warps=1) for width in (8, 64)),
+    *(Variant(_children, _CHILDREN, {"RANKS": ranks, "BLOCK": ranks}, warps=1) for ranks in (1, 4, 8)),
+    *(Variant(_frontier, _FRONTIER, {"BLOCK": nodes}, warps=1) for nodes in (16, 64)),
+    *(Variant(_prune, _PRUNE, {"BLOCK": nodes}, warps=1 if nodes <= 64 else 4) for nodes in (64, 256)),
+]
