@@ -291,7 +291,7 @@ class EngineConfig(Settings):
         ge=1,
         le=MAX_BYTES,
         title="memory for sequences and drafts, beside the weights; None: what max_running sequences of "
-        "max_model_len need, at most 40 % of what is free once the weights are loaded",
+        "max_model_len need, at most 40 % of what is free beside the weights, on a GPU 80 %",
         description='a number of bytes such as 2147483648 or "2GiB", or None',
     )
     max_running: int = Field(

@@ -27,8 +27,8 @@ CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights are computed in float32 on a CPU: they stay in the cache, where it is faster."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 3, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
-AUTO_MEMORY_SHARE = 0.4
-"""Part of the free memory that the arena takes when nothing says how much."""
+AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
+"""Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         if drafters:
             wanted += _draft_bytes(config, layout, bounds)
         weight_bytes = stored_bytes * dtype.itemsize // stored.itemsize
-        memory_bytes = min(wanted, int(AUTO_MEMORY_SHARE * max(free_memory(device) - weight_bytes, 0)))
+        share = AUTO_MEMORY_SHARE[device.type]
+        memory_bytes = min(wanted, int(share * max(free_memory(device) - weight_bytes, 0)))
     else:
         memory_bytes = config.memory_bytes
     longest = _fit(config, layout, memory_bytes, longest)
