@@ -20,7 +20,7 @@ from specdec.kernels.linear.cpu import describe
 from specdec.kernels.table import load_kernels
 from specdec.loop import DecodeLoop
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import open_weights, read_network, stored_dtype
+from specdec.models.families import is_narrow, open_weights, read_network, stored_dtype
 from specdec.models.network import MTPHead, Network
 from specdec.resolve import Resolved, resolve
 from specdec.scheduler import Scheduler
@@ -55,13 +55,17 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
     checkpoint = Checkpoint(folder)
     network_spec = read_network(checkpoint)
     tokenizer = load_tokenizer(checkpoint.folder)
-    num_bytes = sum(checkpoint.info(name).bytes for name in checkpoint.names())
-    settings = resolve(config, network_spec, stored_dtype(checkpoint.config), num_bytes)
+    settings = resolve(config, network_spec, stored_dtype(checkpoint.config), *checkpoint.sizes())
     if settings.device.type == "cuda":
         torch.cuda.set_device(settings.device)
     wants_head = "mtp" in settings.drafters
     weights = open_weights(
-        checkpoint, network_spec, dtype=settings.dtype, device=settings.device, mtp=wants_head
+        checkpoint,
+        network_spec,
+        dtype=settings.dtype,
+        device=settings.device,
+        mtp=wants_head,
+        quantize=settings.quantize,
     )
     network = Network(
         network_spec,
@@ -73,6 +77,9 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
     head = MTPHead(network, weights) if wants_head else None
     weights.finish()
     logger.info("kernels: %s; matrices: %s", settings.kernels, describe(settings.dtype, settings.device))
+    if settings.quantize or is_narrow(checkpoint.config):
+        form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
+        logger.info("8-bit weights: %s", form)
     loop = assemble(network, head, settings)
     return Model(loop, network, tokenizer, settings)
 

@@ -245,6 +245,11 @@ class EngineConfig(Settings):
         title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale",
         description="auto or fp8",
     )
+    quantize: Literal["fp8"] | None = Field(
+        None,
+        title="fp8: round large matrices to 8 bits as they are loaded; what is published so stays so anyway",
+        description="fp8 or None",
+    )
     draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
         "auto",
         title="who drafts; auto: the model's multi-token head, where it has one, with suffixes on a CPU",

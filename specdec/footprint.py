@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.config import EngineConfig
+from specdec.kernels.linear import fp8
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
@@ -24,29 +25,38 @@ from specdec.resolve import resolve
 class Parameter:
     name: str
     count: int
-    itemsize: int
+    bytes: int
     experts: tuple[int, int] | None
     """(experts chosen per token, experts there are), for the weights that only some tokens read."""
 
     def expected_bytes(self, tokens: int) -> float:
         """Count the bytes that a step over `tokens` tokens reads if each picks its experts at random."""
         if self.experts is None:
-            return float(self.count * self.itemsize)
+            return float(self.bytes)
         chosen, total = self.experts
-        return self.count * self.itemsize * (1 - (1 - chosen / total) ** tokens)
+        return self.bytes * (1 - (1 - chosen / total) ** tokens)
 
 
 class ShapeWeights:
     """Answer a network with tensors that have a shape and no memory, and keep the list."""
 
-    def __init__(self, network: spec.Network, dtype: torch.dtype) -> None:
-        self.network, self.dtype = network, dtype
+    def __init__(self, network: spec.Network, dtype: torch.dtype, *, narrow: bool) -> None:
+        self.network, self.dtype, self.narrow = network, dtype, narrow
         self.parameters: list[Parameter] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Note one parameter."""
         dtype = dtype or self.dtype
-        self.parameters.append(Parameter(name, prod(shape), dtype.itemsize, self._experts(name)))
+        return self._note(name, shape, dtype, prod(shape) * dtype.itemsize)
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Note one large matrix, which may lie in eight bits."""
+        if not self.narrow:
+            return self.take(name, shape)
+        return self._note(name, shape, self.dtype, fp8.num_bytes(shape))
+
+    def _note(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Tensor:
+        self.parameters.append(Parameter(name, prod(shape), num_bytes, self._experts(name)))
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def has(self, name: str) -> bool:
@@ -84,7 +94,7 @@ class Footprint:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(p.count * p.itemsize for p in self.target)
+        return sum(p.bytes for p in self.target)
 
     def step_bytes(self, tokens: int) -> float:
         """Count the bytes of weights that one step over `tokens` tokens must read.
@@ -99,9 +109,9 @@ class Footprint:
         return dict(Counter(_kinds(self.network.layers)))
 
 
-def measure(network: spec.Network, dtype: torch.dtype) -> Footprint:
-    """List every parameter of a network without holding any."""
-    weights = ShapeWeights(network, dtype)
+def measure(network: spec.Network, dtype: torch.dtype, *, narrow: bool = False) -> Footprint:
+    """List every parameter of a network without holding any; `narrow` counts large matrices in eight bits."""
+    weights = ShapeWeights(network, dtype, narrow=narrow)
     kernels = load_kernels("reference")
     target = Network(network, weights, kernels, max_length=1, device=torch.device("meta"))
     split = len(weights.parameters)
@@ -130,9 +140,9 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     """
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
-    stored_bytes = sum(checkpoint.info(name).bytes for name in checkpoint.names())
-    settings = resolve(config, network, stored_dtype(checkpoint.config), stored_bytes)
-    footprint = measure(network, settings.dtype)
+    stored_bytes, narrow_bytes = checkpoint.sizes()
+    settings = resolve(config, network, stored_dtype(checkpoint.config), stored_bytes, narrow_bytes)
+    footprint = measure(network, settings.dtype, narrow=settings.narrow)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
@@ -146,6 +156,8 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "dtype": str(settings.dtype).removeprefix("torch."),
         "parameters": footprint.parameters,
         "mtp_parameters": footprint.mtp_parameters,
+        "stored_bytes": stored_bytes,
+        "stored_8bit_bytes": narrow_bytes,
         "weight_bytes": footprint.weight_bytes,
         "read_bytes_per_token": round(footprint.step_bytes(1)),
         "kv_dtype": str(layout.page_dtype).removeprefix("torch."),

@@ -27,6 +27,8 @@ CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights are computed in float32 on a CPU: they stay in the cache, where it is faster."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 3, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
+NARROW_KERNELS = ("reference", "triton", "flashinfer")
+"""Those that multiply by 8-bit weights; the others widen them when they are loaded."""
 AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
 """Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
 
@@ -38,6 +40,10 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     kernels: str
+    quantize: bool
+    """Large matrices that are not stored in eight bits are rounded to them."""
+    narrow: bool
+    """Large matrices are kept in eight bits."""
     layout: Layout
     memory_bytes: int
     max_running: int
@@ -65,16 +71,21 @@ class Resolved:
         return "".join(f"\n  {name}: {value}" for name, value in named.items())
 
 
-def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, stored_bytes: int) -> Resolved:
-    """Turn a configuration into settings, given the checkpoint's dtype and size."""
+def resolve(
+    config: EngineConfig, network: spec.Network, stored: torch.dtype, stored_bytes: int, narrow_bytes: int = 0
+) -> Resolved:
+    """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is 8-bit."""
     _refuse_unbuilt(config)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, stored, stored_bytes)
+    kernels = _kernels(config.kernels, device, dtype)
+    quantize = config.quantize == "fp8"
+    narrow = kernels in NARROW_KERNELS and (quantize or narrow_bytes > 0)
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
     drafters = resolve_drafters(config.draft, network, synthetic=synthetic, graphs=graphs)
-    kernels, kv_dtype = _kernels(config.kernels, device, dtype), FP8 if config.kv_dtype == "fp8" else None
+    kv_dtype = FP8 if config.kv_dtype == "fp8" else None
     if kv_dtype and kernels == "native":
         logger.info("attention: in torch, since the C forms read no keys of 8 bits")
     layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype, kv_dtype=kv_dtype)
@@ -90,7 +101,7 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
         if drafters:
             wanted += _draft_bytes(config, layout, bounds)
-        weight_bytes = stored_bytes * dtype.itemsize // stored.itemsize
+        weight_bytes = _weight_bytes(network, dtype, stored, stored_bytes, narrow_bytes, quantize, narrow)
         share = AUTO_MEMORY_SHARE[device.type]
         memory_bytes = min(wanted, int(share * max(free_memory(device) - weight_bytes, 0)))
     else:
@@ -100,6 +111,8 @@ def resolve(config: EngineConfig, network: spec.Network, stored: torch.dtype, st
         device=device,
         dtype=dtype,
         kernels=kernels,
+        quantize=quantize,
+        narrow=narrow,
         layout=layout,
         memory_bytes=memory_bytes,
         max_running=config.max_running,
@@ -163,6 +176,23 @@ def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
     per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
     slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
     return (slabs + (-(-slots // per_slab) if per_slab else 0)) * layout.slab_bytes
+
+
+def _weight_bytes(
+    network: spec.Network,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    stored_bytes: int,
+    narrow_bytes: int,
+    quantize: bool,
+    narrow: bool,
+) -> int:
+    """Count what the weights will take, from what a checkpoint stores of them, `narrow_bytes` in 8 bits."""
+    wide = (stored_bytes - narrow_bytes) // stored.itemsize
+    if quantize:
+        tables = min(network.vocab * network.hidden * (1 if network.tied else 2), wide)
+        wide, narrow_bytes = tables, wide - tables + narrow_bytes
+    return wide * dtype.itemsize + narrow_bytes * (1 if narrow else dtype.itemsize)
 
 
 def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:

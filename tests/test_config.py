@@ -42,8 +42,9 @@ def test_the_fields_are_those_of_the_api() -> None:
         "stop_token_ids ignore_eos seed logprobs logit_bias n"
     )
     assert " ".join(EngineConfig.model_fields) == (
-        "device dtype kv_dtype draft draft_model num_steps topk num_draft_tokens adaptive slots memory_bytes "
-        "max_running max_model_len chunk_tokens prefix_cache kernels graphs seed synthetic_acceptance"
+        "device dtype kv_dtype quantize draft draft_model num_steps topk num_draft_tokens adaptive slots "
+        "memory_bytes max_running max_model_len chunk_tokens prefix_cache kernels graphs seed "
+        "synthetic_acceptance"
     )
 
 

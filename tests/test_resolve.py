@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec import resolve as resolution
 from specdec.config import MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
@@ -213,3 +214,28 @@ def test_too_little_memory_names_what_helps(
         settle(**fields)
     assert caught.value.field == "memory_bytes"
     assert says in str(caught.value) and not_says not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("narrow_bytes", "kernels", "quantize", "weight_bytes"),
+    [
+        (0, "cpu", None, 40 << 20),
+        (0, "cpu", "fp8", 40 << 20),
+        (0, "reference", "fp8", 10 << 20),
+        (36 << 20, "cpu", None, 148 << 20),
+        (36 << 20, "reference", None, 40 << 20),
+        (36 << 20, "reference", "fp8", 37 << 20),
+    ],
+)
+def test_memory_is_what_the_weights_leave(
+    narrow_bytes: int, kernels: str, quantize: str | None, weight_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 MiB, 8-bit weights are read as they are, or widened to float32 where the kernels need them so."""
+    monkeypatch.setattr(resolution, "free_memory", lambda device: 256 << 20)
+    config = EngineConfig(device="cpu", dtype="float32", kernels=kernels, quantize=quantize, max_running=4096)
+    settled = resolve(config, WITH_HEAD, torch.float32, 40 << 20, narrow_bytes)
+    tables = SMALL["vocab_size"] * SMALL["hidden_size"] * 3 if quantize and kernels == "reference" else 0
+    left = (256 << 20) - weight_bytes - tables
+    assert settled.memory_bytes == pytest.approx(resolution.AUTO_MEMORY_SHARE["cpu"] * left, rel=1e-6)
+    assert settled.quantize == (quantize == "fp8")
+    assert settled.narrow == (kernels == "reference" and (quantize == "fp8" or narrow_bytes > 0))

@@ -13,6 +13,9 @@ KERNEL = {torch.float64: KERNEL_FLOAT64, torch.float32: KERNEL_FLOAT32, torch.bf
 LOGITS_RELATIVE = 1e-4
 """Of float32 logits against transformers, as a norm."""
 
+FP8_LOGITS = 1e-5
+"""Of float32 logits with 8-bit weights against those weights widened beforehand, as a norm."""
+
 BFLOAT16_UNIT = 2**-8
 """How far two bfloat16 readings may lie apart where the reference's own two coincide, relative to a token's
 logits: one step of their 8 bits. transformers' logits are themselves rounded by up to half of it."""

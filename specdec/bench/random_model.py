@@ -85,7 +85,7 @@ def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
 def weight_bytes(config: Mapping[str, Any]) -> int:
     """Count the bytes of a model's weights, its head's included."""
     footprint = measure(families.network(config), stored_dtype(config))
-    return sum(p.count * p.itemsize for p in (*footprint.target, *footprint.mtp))
+    return sum(p.bytes for p in (*footprint.target, *footprint.mtp))
 
 
 def refuse_what_does_not_fit(num_bytes: int, folder: Path) -> None:

@@ -78,7 +78,7 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
     if plain is not engine:
         contestants.insert(1, plain)
     results, bandwidth = _measure(options, engine, plain, oracle, contestants)
-    footprint = measure(spec, settings.dtype)
+    footprint = measure(spec, settings.dtype, narrow=settings.narrow)
     windows: list[dict[str, Any]] = []
     interrupted = len(results) < len(_cases(options))
     # The window steps come last, on their own: they have no counterpart to take turns with.

@@ -18,7 +18,7 @@ OPERATIONS = {
     "gates": ("mamba_step",),
     "delta_net": ("delta_net", "path_keys"),
     "ffn": ("swiglu", "relu2"),
-    "moe": ("route_softmax", "route_sigmoid", "experts"),
+    "moe": ("route_softmax", "route_sigmoid", "pack_experts", "experts"),
     "sampling": ("gumbel", "process", "pick", "best"),
     "tree": (
         *("relations", "walk", "synthetic_walk", "promote"),
@@ -34,6 +34,10 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
         "native.attention": ("self_attention",),
     },
     "triton": {
+        "linear.triton": ("pack", "linear"),
+        "ffn.triton": ("swiglu", "relu2"),
+        "routing.triton": ("route_softmax", "route_sigmoid"),
+        "moe.triton": ("pack_experts", "experts"),
         "norm.triton": ("rms_norm", "add_rms_norm", "gated_norm"),
         "sampling.triton": ("pick", "best"),
         "tree.triton": (
@@ -74,6 +78,7 @@ class Kernels:
     relu2: Callable[..., Tensor]
     route_softmax: Callable[..., tuple[Tensor, Tensor]]
     route_sigmoid: Callable[..., tuple[Tensor, Tensor]]
+    pack_experts: Callable[..., Any]
     experts: Callable[..., Tensor]
     gumbel: Callable[..., Tensor]
     process: Callable[..., Tensor]

@@ -2,6 +2,7 @@
 
 from specdec.errors import CheckpointError
 from specdec.models.fields import Fields
+from specdec.models.narrow import stores_fp8
 from specdec.models.spec import MLP, Attention, GatedDeltaNet, Layer, MoE, Network, Norm, Rope
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -12,8 +13,8 @@ _LEGACY_KINDS = {"attention": FULL, "mamba": LINEAR}
 
 def refuse_unsupported(fields: Fields) -> None:
     """Refuse what no family here implements."""
-    for name in ("quantization_config", "compression_config"):
-        fields.absent(name, "float32, float16 or bfloat16 weights: use the checkpoint that was not quantised")
+    stores_fp8(fields)
+    fields.absent("compression_config", "weights that are not compressed: use the original checkpoint")
     fields.absent("use_sliding_window", "full attention (false)")
 
 

@@ -112,13 +112,13 @@ class Checkpoint:
         found = sorted(path.name for path in self.folder.iterdir())
         if stray := [name for name in found if name.endswith(".safetensors")]:
             raise CheckpointError(
-                f"{self.folder} holds {_few(stray)} but neither {_SINGLE} nor {_INDEX}; "
+                f"{self.folder} holds {few(stray)} but neither {_SINGLE} nor {_INDEX}; "
                 + anew(self.folder, f"download the index, or rename a single file to {_SINGLE}"),
                 field=_INDEX,
             )
         if pickles := [name for name in found if name.endswith(_PICKLES)]:
             raise CheckpointError(
-                f"{self.folder} holds only pickles ({_few(pickles)}), and opening a pickle runs its code; "
+                f"{self.folder} holds only pickles ({few(pickles)}), and opening a pickle runs its code; "
                 "convert them to safetensors (where you trust them: load with transformers, save_pretrained)",
                 field=pickles[0],
             )
@@ -146,7 +146,7 @@ class Checkpoint:
         held = {(file, name) for file in sorted(set(promised.values())) for name in self._open(file)}
         if absent := sorted(name for name, file in promised.items() if (file, name) not in held):
             raise CheckpointError(
-                f"{self.folder / _INDEX} promises {_few(absent)} in {promised[absent[0]]}, which lacks it; "
+                f"{self.folder / _INDEX} promises {few(absent)} in {promised[absent[0]]}, which lacks it; "
                 + anew(self.folder, "index and shards are of different downloads: fetch both again"),
                 field=absent[0],
             )
@@ -181,6 +181,11 @@ class Checkpoint:
         entry = self._files[self._file_of[name]].get_slice(name)
         return TensorInfo(tuple(entry.get_shape()), entry.get_dtype())
 
+    def sizes(self) -> tuple[int, int]:
+        """Count the bytes of all tensors, and those of 8-bit floats among them."""
+        infos = [self.info(name) for name in self.names()]
+        return sum(i.bytes for i in infos), sum(i.bytes for i in infos if i.dtype.startswith("F8_"))
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
         return self.info(name).shape
@@ -202,7 +207,8 @@ def _untag(value: dict[str, Any]) -> Any:
     return _TAGGED.get(value["__float__"], value) if value.keys() == {"__float__"} else value
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """List names, the first ones of many."""
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 

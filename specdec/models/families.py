@@ -12,6 +12,7 @@ from specdec.models.blocks import model_type, text_fields
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout
+from specdec.models.narrow import stores_fp8
 from specdec.models.weights import CheckpointWeights
 
 
@@ -89,12 +90,29 @@ def open_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     mtp: bool = False,
+    quantize: bool = False,
     progress: bool | None = None,
 ) -> CheckpointWeights:
-    """Open a checkpoint's tensors by our names; the multi-token head's only where it is asked for."""
+    """Open a checkpoint's tensors by our names; the multi-token head's only where it is asked for.
+
+    `quantize` rounds large matrices to eight bits as they are loaded.
+    """
     return CheckpointWeights(
-        checkpoint, layout(network), dtype=dtype, device=device, mtp=mtp, progress=progress
+        checkpoint,
+        layout(network),
+        dtype=dtype,
+        device=device,
+        mtp=mtp,
+        narrow=is_narrow(checkpoint.config),
+        quantize=quantize,
+        progress=progress,
     )
+
+
+def is_narrow(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config says that large matrices are stored in eight bits."""
+    outer = Fields(config)
+    return stores_fp8(outer, text_fields(outer))
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from specdec.kernels.linear.fp8 import join
 from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.weights import Weights
@@ -12,12 +13,12 @@ class MLP:
     def __init__(self, s: spec.MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
         self.kernels = kernels
         rows = ("gate", "up") if s.activation == "swiglu" else ("up",)
-        weight = torch.cat([weights.take(f"{name}.weight", (s.width, hidden)) for name in rows])
+        weight = join([weights.matrix(f"{name}.weight", (s.width, hidden)) for name in rows])
         bias = torch.cat([weights.take(f"{name}.bias", (s.width,)) for name in rows]) if s.bias else None
         self.up = kernels.pack(weight, bias)
         self.activate = kernels.swiglu if s.activation == "swiglu" else kernels.relu2
         down_bias = weights.take("down.bias", (hidden,)) if s.bias else None
-        self.down = kernels.pack(weights.take("down.weight", (hidden, s.width)), down_bias)
+        self.down = kernels.pack(weights.matrix("down.weight", (hidden, s.width)), down_bias)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return self.kernels.linear(self.activate(self.kernels.linear(x_TD, self.up)), self.down)
@@ -34,11 +35,11 @@ class MoE:
         )
         inner = s.latent or hidden
         rows = s.width * (2 if gated else 1)
-        self.up_EID = weights.take("experts.up", (s.experts, rows, inner))
-        self.down_EDI = weights.take("experts.down", (s.experts, inner, s.width))
+        self.up_EID = kernels.pack_experts(weights.matrix("experts.up", (s.experts, rows, inner)))
+        self.down_EDI = kernels.pack_experts(weights.matrix("experts.down", (s.experts, inner, s.width)))
         if s.latent:
-            self.latent_in = kernels.pack(weights.take("latent_in.weight", (s.latent, hidden)))
-            self.latent_out = kernels.pack(weights.take("latent_out.weight", (hidden, s.latent)))
+            self.latent_in = kernels.pack(weights.matrix("latent_in.weight", (s.latent, hidden)))
+            self.latent_out = kernels.pack(weights.matrix("latent_out.weight", (hidden, s.latent)))
         self.shared = None
         if s.shared_width:
             shared = spec.MLP(s.shared_width, s.activation)

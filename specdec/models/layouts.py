@@ -11,50 +11,86 @@ from typing import Protocol
 
 from torch import Tensor
 
+from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix, choose_rows
+
 Shape = tuple[int, ...]
 
 
 class Reader(Protocol):
-    """What a recipe works with: tensors already in the engine's dtype and on its device."""
+    """What a recipe works with: tensors on the engine's device, and in its dtype unless they stay narrow."""
 
-    def read(self, disk: str, shape: Shape) -> Tensor: ...
+    def read(self, disk: str, shape: Shape) -> Matrix: ...
 
-    def empty(self, shape: Shape) -> Tensor: ...
+    def widen(self, matrix: Matrix, disk: str) -> Tensor:
+        """Give up on the blocks of a narrow matrix, and note its name."""
+        ...
+
+    def empty(self, shape: Shape, like: Matrix) -> Matrix: ...
+
+    def unlike(self, disk: str) -> None:
+        """Note that an expert is not stored as those before it are."""
+        ...
 
 
-Recipe = Callable[[Reader, tuple[str, ...], Shape], Tensor]
+Recipe = Callable[[Reader, tuple[str, ...], Shape], Matrix]
 
 
-def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Tensor:
+def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Take the tensor as it is."""
     return reader.read(disk[0], shape)
 
 
-def taps(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Tensor:
+def taps(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Drop the axis of size one from a depthwise convolution's weight [C, 1, K]."""
     channels, width = shape
-    return reader.read(disk[0], (channels, 1, width)).squeeze(1)
+    return reader.widen(reader.read(disk[0], (channels, 1, width)), disk[0]).squeeze(1)
 
 
 def rows(index_N: Tensor, total: int) -> Recipe:
-    """Choose rows of a larger projection, in the order given."""
+    """Choose rows of a larger projection, in the order given; a narrow one stays so if whole blocks move."""
 
-    def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Tensor:
+    def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         weight = reader.read(disk[0], (total, *shape[1:]))
+        if isinstance(weight, Fp8):
+            if (chosen := choose_rows(weight, index_N)) is not None:
+                return chosen
+            weight = reader.widen(weight, disk[0])
         return weight[index_N.to(weight.device)]
 
     return choose
 
 
-def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Tensor:
-    """Gather experts stored one by one, the parts of each (gate, up) below one another."""
+def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+    """Gather experts stored one by one, the parts of each (gate, up) below one another.
+
+    Narrow parts stay so where they end with a block.
+    """
     experts, height = shape[0], shape[1] // len(disk)
-    out_END = reader.empty(shape)
+    whole = len(disk) == 1 or height % BLOCK == 0
+    out_END: Matrix | None = None
     for expert in range(experts):
         for part, template in enumerate(disk):
-            weight_ND = reader.read(_numbered(template, expert), (height, *shape[2:]))
-            out_END[expert, part * height : (part + 1) * height] = weight_ND
+            name = _numbered(template, expert)
+            weight_ND = reader.read(name, (height, *shape[2:]))
+            if not whole:
+                weight_ND = reader.widen(weight_ND, name)
+            if out_END is None:
+                out_END = reader.empty(shape, like=weight_ND)
+            _place(reader, weight_ND, out_END, expert, part * height, name)
+    assert out_END is not None
     return out_END
+
+
+def _place(reader: Reader, weight_ND: Matrix, out_END: Matrix, expert: int, first: int, disk: str) -> None:
+    """Write one part of an expert's matrix, whose first row is given, into that of all."""
+    last = first + weight_ND.shape[0]
+    if isinstance(out_END, Fp8) and isinstance(weight_ND, Fp8):
+        out_END.weight_ND[expert, first:last] = weight_ND.weight_ND
+        out_END.scale_MK[expert, first // BLOCK : -(-last // BLOCK)] = weight_ND.scale_MK
+    elif isinstance(out_END, Tensor) and isinstance(weight_ND, Tensor):
+        out_END[expert, first:last] = weight_ND
+    else:
+        reader.unlike(disk)
 
 
 def _numbered(template: str, expert: int) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.linear.fp8 import join
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
 from specdec.models import spec
@@ -52,13 +53,13 @@ class Attention:
             eps=norm.eps if norm else 0.0,
         )
         rows = dict(zip("qkv", self.layer.widths, strict=True))
-        weight = torch.cat([weights.take(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
+        weight = join([weights.matrix(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
         bias = (
             torch.cat([weights.take(f"{n}.bias", (width,)) for n, width in rows.items()]) if s.bias else None
         )
         self.project = kernels.pack(weight, bias)
         out_bias = weights.take("o.bias", (hidden,)) if s.bias else None
-        self.out = kernels.pack(weights.take("o.weight", (hidden, s.heads * s.head_dim)), out_bias)
+        self.out = kernels.pack(weights.matrix("o.weight", (hidden, s.heads * s.head_dim)), out_bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, pages = self.kernels, step.memory.pages(self.index)
@@ -79,10 +80,13 @@ class GatedDeltaNet:
         self.kernels, self.index = kernels, index
         key, value = s.key_heads * s.key_dim, s.value_heads * s.value_dim
         channels = 2 * key + value
-        rows = {"in_qkv": channels, "in_z": value, "in_b": s.value_heads, "in_a": s.value_heads}
-        self.project = kernels.pack(
-            torch.cat([weights.take(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
-        )
+        large = [
+            weights.matrix("in_qkv.weight", (channels, hidden)),
+            weights.matrix("in_z.weight", (value, hidden)),
+        ]
+        # The gates stay exact: what they decide is multiplied into the state at every token.
+        gates = [weights.take(f"in_{n}.weight", (s.value_heads, hidden)) for n in "ba"]
+        self.project = kernels.pack(join([*large, *gates]))
         self.layer = DeltaLayer(
             *(s.key_heads, s.value_heads, s.key_dim, s.value_dim),
             conv_CK=take_conv(weights, channels, s.conv),
@@ -91,7 +95,7 @@ class GatedDeltaNet:
             norm_W=weights.take("norm.weight", (s.value_dim,)),
             eps=s.eps,
         )
-        self.out = kernels.pack(weights.take("out.weight", (hidden, value)))
+        self.out = kernels.pack(weights.matrix("out.weight", (hidden, value)))
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, memory = self.kernels, step.memory.recurrent(self.index)
@@ -114,7 +118,7 @@ class Mamba2:
         self.widths = [self.inner, self.channels, s.heads]
         rows = sum(self.widths)
         bias = weights.take("in.bias", (rows,)) if s.bias else None
-        self.project = kernels.pack(weights.take("in.weight", (rows, hidden)), bias)
+        self.project = kernels.pack(weights.matrix("in.weight", (rows, hidden)), bias)
         self.conv_CK = take_conv(weights, self.channels, s.conv)
         self.conv_C = weights.take("conv.bias", (self.channels,)) if s.conv_bias else None
         self.A_H = -torch.exp(weights.take("A_log", (s.heads,), torch.float32))
@@ -122,7 +126,7 @@ class Mamba2:
         self.dt_bias_H = weights.take("dt_bias", (s.heads,), torch.float32)
         self.norm_N = weights.take("norm.weight", (self.inner,))
         out_bias = weights.take("out.bias", (hidden,)) if s.bias else None
-        self.out = kernels.pack(weights.take("out.weight", (hidden, self.inner)), out_bias)
+        self.out = kernels.pack(weights.matrix("out.weight", (hidden, self.inner)), out_bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         s, ops = self.spec, self.kernels

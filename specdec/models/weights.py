@@ -1,5 +1,6 @@
 """Tensors by our names: read from a checkpoint, or drawn at random for a model that is only a shape."""
 
+import logging
 import math
 import zlib
 from collections.abc import Iterable
@@ -10,21 +11,32 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.errors import CheckpointError
-from specdec.models.checkpoint import Checkpoint, anew
+from specdec.kernels.linear import fp8
+from specdec.kernels.linear.fp8 import Fp8, Matrix
+from specdec.models.checkpoint import Checkpoint, TensorInfo, anew, few
 from specdec.models.layouts import Layout, Shape
+
+logger = logging.getLogger(__name__)
 
 _MOST_PROBLEMS = 20
 
 _READABLE = ("F64", "F32", "F16", "BF16")
+
+_NARROW = "F8_E4M3"
 
 # A prime, so that the rows of a tensor longer than the noise differ.
 _NOISE = 4_194_301
 
 
 class Weights(Protocol):
-    """Hand out each tensor once, in `dtype` (None: the engine's), on the engine's device."""
+    """Hand out each tensor once, in `dtype` (None: the engine's), on the engine's device.
+
+    `matrix` is for the large ones, which may be stored in eight bits; what must not be is taken.
+    """
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor: ...
+
+    def matrix(self, name: str, shape: Shape) -> Matrix: ...
 
     def has(self, name: str) -> bool: ...
 
@@ -41,6 +53,10 @@ class Scoped:
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """Take a tensor named relative to the prefix."""
         return self._weights.take(f"{self._prefix}.{name}", shape, dtype)
+
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        """Take a matrix named relative to the prefix."""
+        return self._weights.matrix(f"{self._prefix}.{name}", shape)
 
     def has(self, name: str) -> bool:
         """Tell whether the tensor is there."""
@@ -66,9 +82,14 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         mtp: bool = False,
+        narrow: bool = False,
+        quantize: bool = False,
         progress: bool | None = None,
     ) -> None:
-        """Show progress where `progress` says so; None: where stderr is a terminal."""
+        """Show progress where `progress` says so; None: where stderr is a terminal.
+
+        `narrow` says that the config announces 8-bit weights; `quantize` makes matrices such that are not.
+        """
         self._checkpoint, self._layout = checkpoint, layout
         self._dtype, self._device = dtype, torch.device(device)
         self._names = frozenset(checkpoint.names())
@@ -76,6 +97,8 @@ class CheckpointWeights:
         self._wanted = layout.wanted(self._names, mtp=mtp)
         self._read: set[str] = set()
         self._taken: set[str] = set()
+        self._narrow, self._quantize = narrow, quantize
+        self._widened: dict[str, None] = {}
         self._missing: list[str] = []
         self._misshapen: list[str] = []
         total = sum(checkpoint.info(name).bytes for name in self._wanted)
@@ -83,14 +106,32 @@ class CheckpointWeights:
         self._bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=hidden)
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a canonical tensor, in memory of its own."""
+        """Return a canonical tensor, in memory of its own; one that is stored narrow is widened."""
+        taken = self._make(name, shape, _Reader(self, dtype or self._dtype, keep_narrow=False))
+        assert isinstance(taken, Tensor)
+        return taken
+
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        """Return a canonical matrix, in memory of its own: in eight bits where it is stored or wanted so."""
+        reader = _Reader(self, self._dtype, keep_narrow=True)
+        made = self._make(name, shape, reader)
+        if not self._quantize or isinstance(made, Fp8) or self.failed or reader.widened:
+            return made  # what was widened is not rounded a second time
+        return fp8.quantise(made)
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether something is wrong already."""
+        return bool(self._missing or self._misshapen)
+
+    def _make(self, name: str, shape: Shape, reader: "_Reader") -> Matrix:
         assert name not in self._taken, f"{name} was taken twice"
         self._taken.add(name)
         sources = list(self._layout.sources(name, self._prefix))
         assert sources, f"no rule says where {name} lies"
         source = next((s for s in sources if s.present(self._names, shape[0])), sources[0])
-        tensor = source.recipe(_Reader(self, dtype or self._dtype), source.disk, shape)
-        return self._stand_in(shape, tensor.dtype) if self._missing or self._misshapen else tensor
+        made = source.recipe(reader, source.disk, shape)
+        return self.stand_in(shape, made.dtype) if self.failed else made
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint holds a canonical tensor (or its first expert)."""
@@ -100,31 +141,68 @@ class CheckpointWeights:
         """See the tensors below a prefix."""
         return Scoped(self, prefix)
 
-    def read(self, disk: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+    def read(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
         """Copy one disk tensor to the device, or note what is wrong with it."""
         if disk not in self._names:
             self._missing.append(f"{disk} {list(shape)}")
-            return self._stand_in(shape, dtype)
-        info, again = self._checkpoint.info(disk), disk in self._read
-        self._read.add(disk)
+            return self.stand_in(shape, dtype)
+        info = self._checkpoint.info(disk)
+        readable = (*_READABLE, _NARROW) if self._narrow and len(shape) > 1 else _READABLE
         if info.shape != shape:
-            self._misshapen.append(f"{disk} is {list(info.shape)}, config.json makes it {list(shape)}")
+            self.note(f"{disk} is {list(info.shape)}, config.json makes it {list(shape)}")
+        elif info.dtype not in readable:
+            self.note(
+                f"{disk} is stored as {info.dtype}, specdec reads {', '.join(readable)}{self._hint(info)}"
+            )
+        elif info.dtype == _NARROW:
+            return self._read_narrow(disk, shape, dtype)
+        return self._copy(disk, shape, dtype)
+
+    def _read_narrow(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
+        """Copy the numbers and the scales of a matrix."""
+        name, blocks = f"{disk}_scale_inv", fp8.block_shape(shape)
+        numbers = self._copy(disk, shape, torch.float8_e4m3fn)
+        if name not in self._names:
+            self._missing.append(f"{name} {list(blocks)}, the scales of {disk}")
+        elif (info := self._checkpoint.info(name)).shape != blocks:
+            self.note(f"{name} is {list(info.shape)}, the blocks of {disk} make it {list(blocks)}")
         elif info.dtype not in _READABLE:
-            self._misshapen.append(f"{disk} is stored as {info.dtype}, specdec reads {', '.join(_READABLE)}")
-        if self._missing or self._misshapen:
-            return self._stand_in(shape, dtype)
+            self.note(f"{name} is stored as {info.dtype}, specdec reads {', '.join(_READABLE)}")
+        scales = self._copy(name, blocks, torch.float32)
+        return self.stand_in(shape, dtype) if self.failed else Fp8(numbers, scales, dtype)
+
+    def _copy(self, disk: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+        again = disk in self._read
+        self._read.add(disk)
+        if self.failed:
+            return self.stand_in(shape, dtype)
         tensor = self._checkpoint.tensor(disk).to(self._device, dtype, copy=True)
         if not again:
-            self._bar.update(info.bytes)
+            self._bar.update(self._checkpoint.info(disk).bytes)
         return tensor
 
-    def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return room for a tensor that is put together from several."""
-        if self._missing or self._misshapen:
-            return torch.empty(shape, dtype=dtype, device="meta")
-        return torch.empty(shape, dtype=dtype, device=self._device)
+    def _hint(self, info: TensorInfo) -> str:
+        unannounced = info.dtype == _NARROW and not self._narrow
+        return ", and config.json has no quantization_config that announces it" if unannounced else ""
 
-    def _stand_in(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+    def note(self, problem: str) -> None:
+        """Keep for the end what is wrong with a tensor that is there."""
+        self._misshapen.append(problem)
+
+    def widen(self, matrix: Fp8, disk: str) -> Tensor:
+        """Widen a narrow matrix, and note its name for the log."""
+        self._widened[disk] = None
+        return fp8.widen(matrix)
+
+    def empty(self, shape: Shape, like: Matrix) -> Matrix:
+        """Return room for a matrix that is put together from several."""
+        device = torch.device("meta") if self.failed else self._device
+        if isinstance(like, Fp8):
+            return fp8.empty(shape, like.dtype, device)
+        return torch.empty(shape, dtype=like.dtype, device=device)
+
+    def stand_in(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return zeros without memory."""
         return torch.zeros((), dtype=dtype, device=self._device).expand(shape)
 
     def finish(self) -> None:
@@ -134,6 +212,9 @@ class CheckpointWeights:
         kinds = {"missing": self._missing, "misshapen": self._misshapen, "unexpected": unexpected}
         if any(kinds.values()):
             raise CheckpointError(self._complaint(kinds), field=_first_name(kinds.values()))
+        if self._widened:
+            shown = str(self._dtype).removeprefix("torch."), few(list(self._widened))
+            logger.warning("kept in %s: %s, whose blocks are cut, or which must be exact", *shown)
 
     def _complaint(self, kinds: dict[str, list[str]]) -> str:
         counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items() if found)
@@ -153,15 +234,26 @@ class CheckpointWeights:
 class _Reader:
     """Bind a target type for the recipe that is making one tensor."""
 
-    def __init__(self, weights: CheckpointWeights, dtype: torch.dtype) -> None:
-        self._weights = weights
-        self._dtype = dtype
+    def __init__(self, weights: CheckpointWeights, dtype: torch.dtype, *, keep_narrow: bool) -> None:
+        self._weights, self._dtype, self._keep_narrow = weights, dtype, keep_narrow
+        self.widened = False
 
-    def read(self, disk: str, shape: Shape) -> Tensor:
-        return self._weights.read(disk, shape, self._dtype)
+    def read(self, disk: str, shape: Shape) -> Matrix:
+        matrix = self._weights.read(disk, shape, self._dtype)
+        return matrix if self._keep_narrow else self.widen(matrix, disk)
 
-    def empty(self, shape: Shape) -> Tensor:
-        return self._weights.empty(shape, self._dtype)
+    def widen(self, matrix: Matrix, disk: str) -> Tensor:
+        if isinstance(matrix, Tensor):
+            return matrix
+        self.widened = True
+        return self._weights.widen(matrix, disk)
+
+    def empty(self, shape: Shape, like: Matrix) -> Matrix:
+        return self._weights.empty(shape, like)
+
+    def unlike(self, disk: str) -> None:
+        if not self._weights.failed:
+            self._weights.note(f"{disk} is not stored as the experts before it are, of which some are narrow")
 
 
 def _first_name(found: Iterable[list[str]]) -> str:
@@ -182,10 +274,14 @@ class RandomWeights:
         device: torch.device | str = "cpu",
         *,
         norm_offset: float = 0.0,
+        quantize: bool = False,
     ) -> None:
-        """Make norms multiply by one, given the offset that the network adds to their weights."""
+        """Make norms multiply by one, given the offset that the network adds to their weights.
+
+        `quantize` rounds each large matrix to eight bits once it is drawn, before the next one is.
+        """
         self._seed, self._dtype, self._device = seed, dtype, torch.device(device)
-        self._norm_offset = norm_offset
+        self._norm_offset, self._quantize = norm_offset, quantize
         generator = torch.Generator().manual_seed(seed)
         self._noise = torch.randn(_NOISE, generator=generator).to(self._device)
 
@@ -193,6 +289,11 @@ class RandomWeights:
         """Return the tensor of this name."""
         dtype = dtype or self._dtype
         return self._draw(name, shape, dtype).to(dtype)
+
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        """Return the matrix of this name, in eight bits where that is wanted."""
+        drawn = self.take(name, shape)
+        return fp8.quantise(drawn) if self._quantize else drawn
 
     def has(self, name: str) -> bool:
         """Any tensor can be drawn."""

@@ -39,6 +39,9 @@ class RandomWeights:
             noise *= shape[1] ** -0.5
         return noise.to(dtype or self.dtype)
 
+    def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.take(name, shape)
+
     def has(self, name: str) -> bool:
         return True
 

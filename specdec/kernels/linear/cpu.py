@@ -2,6 +2,8 @@
 
 The layout costs nothing in exactness for the narrow windows of decoding and reads cold weights 1.5 times as
 fast as `F.linear`. Its operators are not public, so this file is the only one that names them.
+
+Weights of eight bits are widened once, to what they stand for: a processor has no matrix units for them.
 """
 
 from typing import NamedTuple
@@ -9,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specdec.kernels.linear.fp8 import Matrix, widen
 
 BLOCKED_FROM = 1 << 12
 """Weights with fewer entries live in the cache; the operator's overhead would be all that is seen."""
@@ -37,8 +41,13 @@ def describe(dtype: torch.dtype, device: torch.device) -> str:
     return "oneDNN blocked weights" if _can_block(probe_ND) else "F.linear"
 
 
-def pack(weight_ND: Tensor, bias_N: Tensor | None = None) -> Packed:
-    """Lay the weight out for the CPU's matrix units where there are any; one row decides the layout."""
+def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
+    """Lay the weight out for the CPU's matrix units where there are any; one row decides the layout.
+
+    Of several that stand below one another the outputs follow each other.
+    """
+    parts = weight if isinstance(weight, list) else [weight]
+    weight_ND = widen(parts[0]) if len(parts) == 1 else torch.cat([widen(part) for part in parts])
     if not _can_block(weight_ND):
         return Packed(weight_ND.contiguous(), bias_N, blocked=False)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous(), 1)

@@ -5,23 +5,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels.linear.fp8 import Matrix, widen
+
 
 class Packed(NamedTuple):
-    weight_ND: Tensor
+    parts: tuple[Matrix, ...]
     bias_N: Tensor | None
 
 
-def pack(weight_ND: Tensor, bias_N: Tensor | None = None) -> Packed:
-    """Keep the weight as it is."""
-    return Packed(weight_ND, bias_N)
+def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
+    """Keep the weight as it is; of several that stand below one another, the outputs follow each other."""
+    return Packed(tuple(weight) if isinstance(weight, list) else (weight,), bias_N)
 
 
 def linear(x_TD: Tensor, packed: Packed) -> Tensor:
-    """Multiply, sum in float32 or wider, and round once, to the weight's dtype."""
-    weight_ND, bias_N = packed
-    y_TN = _wide(x_TD) @ _wide(weight_ND).T
-    return (y_TN if bias_N is None else y_TN + bias_N).to(weight_ND.dtype)
+    """Multiply, sum in float32 or wider, and round once, to the dtype of the weight or what it stands for."""
+    wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    y_TN = torch.cat([x_TD.to(wide) @ _wide(part).T for part in packed.parts], dim=1)
+    dtype = packed.parts[0].dtype
+    return (y_TN if packed.bias_N is None else y_TN + packed.bias_N).to(dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _wide(part: Matrix) -> Tensor:
+    return widen(part, torch.float64 if part.dtype == torch.float64 else torch.float32)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.ffn.cpu import relu2, swiglu
+from specdec.kernels.linear.fp8 import Matrix, widen
 
 WIDE = 64
 """Tokens of one expert from which its weight is worth laying out anew."""
@@ -46,6 +47,11 @@ def route_sigmoid(
     if renormalise:
         weight_TA = weight_TA.div_(weight_TA.sum(-1, keepdim=True).add_(1e-20))
     return index_TA, weight_TA if scale == 1 else weight_TA.mul_(scale)
+
+
+def pack_experts(weight_END: Matrix) -> Tensor:
+    """Widen weights of eight bits to the dtype that they stand for."""
+    return weight_END if isinstance(weight_END, Tensor) else widen(weight_END)
 
 
 def experts(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.ffn.reference import relu2, swiglu
+from specdec.kernels.linear.fp8 import Matrix, expert_of, widen
 
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -50,8 +51,13 @@ def route_sigmoid(
     return torch.stack(indices), torch.stack(weights)
 
 
+def pack_experts(weight_END: Matrix) -> Matrix:
+    """Keep the weights of all experts as they are."""
+    return weight_END
+
+
 def experts(
-    x_TD: Tensor, up_EID: Tensor, down_EDI: Tensor, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor, up_EID: Matrix, down_EDI: Matrix, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
 
@@ -62,8 +68,9 @@ def experts(
     y_TD = torch.zeros_like(_wide(x_TD))
     for token, x_D in enumerate(x_TD):
         for index, weight in zip(index_TA[token].tolist(), weight_TA[token].unsqueeze(-1), strict=True):
-            hidden_I = activate((_wide(up_EID[index]) @ _wide(x_D)).to(x_D.dtype))
-            answer_D = (_wide(down_EDI[index]) @ _wide(hidden_I)).to(x_D.dtype)
+            up_ID, down_DI = (widen(expert_of(m, index), y_TD.dtype) for m in (up_EID, down_EDI))
+            hidden_I = activate((up_ID @ _wide(x_D)).to(x_D.dtype))
+            answer_D = (down_DI @ _wide(hidden_I)).to(x_D.dtype)
             y_TD[token] += answer_D * weight
     return y_TD.to(x_TD.dtype)
 

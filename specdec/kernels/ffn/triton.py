@@ -1,0 +1,55 @@
+"""The feed-forward activations: each entry is read once and written once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.variants import Variant
+
+BLOCK = 1024
+
+
+def swiglu(gate_up_TI: Tensor) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up]; the silu is rounded to their dtype before the product."""
+    return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, gated=True)
+
+
+def relu2(x_TI: Tensor) -> Tensor:
+    """Return the square of what is positive."""
+    return _activate(x_TI, x_TI.shape[1], gated=False)
+
+
+def _activate(x_TI: Tensor, width: int, *, gated: bool) -> Tensor:
+    assert x_TI.stride(1) == 1
+    out_TI = torch.empty(len(x_TI), width, dtype=x_TI.dtype, device=x_TI.device)
+    _activation[(len(x_TI), triton.cdiv(width, BLOCK))](
+        x_TI, out_TI, x_TI.stride(0), WIDTH=width, GATED=gated, BLOCK=BLOCK
+    )
+    return out_TI
+
+
+@triton.jit
+def _activation(x, out, x_by_token, WIDTH: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < WIDTH
+    kind = out.dtype.element_ty
+    value = tl.load(x + token * x_by_token + at, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + token * x_by_token + WIDTH + at, mask=mask, other=0.0).to(tl.float32)
+        value = (value / (1.0 + tl.exp(-value))).to(kind).to(tl.float32) * up
+    else:
+        # A comparison the other way around would turn what is no number into a zero.
+        value = tl.where(value < 0, 0.0, value * value)
+    tl.store(out + token * WIDTH + at, value.to(kind), mask=mask)
+
+
+VARIANTS = [
+    Variant(
+        _activation,
+        {"x": "*bf16", "out": "*bf16", "x_by_token": "i64"},
+        {"WIDTH": width, "GATED": gated, "BLOCK": BLOCK},
+    )
+    for width, gated in ((512, True), (17408, True), (21504, False))
+]

@@ -1,0 +1,220 @@
+"""y = x Wᵀ + b, where few tokens cost what reading the weight once costs, in 8 or 16 bits.
+
+A program owns some rows of the weight, or a part of their columns, and multiplies them with all tokens of a
+narrow window at once. Which sums are made, and in which order, depends on the weight's shape alone, so a
+token's result is the same in every narrow window. Weights of eight bits become 16-bit in registers, which
+loses nothing; a block's scale multiplies what the block adds to the sum.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix
+from specdec.kernels.variants import Variant
+
+NARROW_WINDOW = 16
+"""Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""
+PROGRAMS = 256
+"""As many programs keep enough loads in flight to use all of the memory's bandwidth."""
+LEAST_STEPS = 4
+"""A program reads at least as many blocks of columns, or starting it costs more than it helps."""
+
+
+class Part(NamedTuple):
+    weight_ND: Tensor
+    scale_MK: Tensor | None
+    bias_N: Tensor | None
+    first: int
+    """The output column of its first row."""
+
+
+class Packed(NamedTuple):
+    parts: tuple[Part, ...]
+    rows: int
+
+
+def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
+    """Keep the weight as it is; of several that stand below one another, the outputs follow each other."""
+    parts: list[Part] = []
+    rows = 0
+    for matrix in weight if isinstance(weight, list) else [weight]:
+        first, rows = rows, rows + matrix.shape[0]
+        bias = None if bias_N is None else bias_N[first:rows]
+        if isinstance(matrix, Fp8):
+            parts.append(Part(matrix.weight_ND.contiguous(), matrix.scale_MK.contiguous(), bias, first))
+        else:
+            parts.append(Part(matrix.contiguous(), None, bias, first))
+    return Packed(tuple(parts), rows)
+
+
+def linear(x_TD: Tensor, packed: Packed) -> Tensor:
+    """Multiply in x's dtype, sum in float32, and round once."""
+    if len(packed.parts) == 1 and _left_to_torch(x_TD, packed.parts[0]):
+        return F.linear(x_TD, packed.parts[0].weight_ND, packed.parts[0].bias_N)
+    x_TD = x_TD.contiguous()
+    out_TN = torch.empty(len(x_TD), packed.rows, dtype=x_TD.dtype, device=x_TD.device)
+    for part in packed.parts:
+        own_TN = out_TN[:, part.first : part.first + len(part.weight_ND)]
+        if _left_to_torch(x_TD, part):
+            own_TN.copy_(F.linear(x_TD, part.weight_ND, part.bias_N))
+        else:
+            _multiply(x_TD, part, own_TN)
+    return out_TN
+
+
+def _left_to_torch(x_TD: Tensor, part: Part) -> bool:
+    return part.scale_MK is None and (len(x_TD) > NARROW_WINDOW or x_TD.itemsize > 2)
+
+
+class Tiling(NamedTuple):
+    tokens: int
+    rows: int
+    split: int
+    """Parts that the columns are cut into, to be added up by a second kernel."""
+    warps: int
+    stages: int
+
+
+def depth(dtype: torch.dtype) -> int:
+    """Return how many columns a program multiplies at once; float32 takes registers for three products."""
+    return BLOCK if dtype.itemsize == 2 else BLOCK // 4
+
+
+def tiling(tokens: int, rows: int, columns: int) -> Tiling:
+    """Choose the tile of a program; for narrow windows it depends on the weight alone."""
+    if tokens > 64:
+        return Tiling(128, 128, 1, 8, 3)
+    if tokens > NARROW_WINDOW:
+        return Tiling(triton.next_power_of_2(tokens), 64, 1, 4, 4)
+    tile = 64 if rows >= 64 * PROGRAMS else 32
+    split, steps = 1, -(-columns // BLOCK)
+    while split * -(-rows // tile) < PROGRAMS and steps >= 2 * split * LEAST_STEPS:
+        split *= 2
+    return Tiling(NARROW_WINDOW, tile, split, tile // 16, 5 if tile == 64 else 6)
+
+
+def _multiply(x_TD: Tensor, part: Part, out_TN: Tensor) -> None:
+    """Write the product; a weight that is cut along its columns leaves float32 sums for a second kernel."""
+    tokens, (rows, columns) = len(x_TD), part.weight_ND.shape
+    own = tiling(tokens, rows, columns)
+    if own.split == 1:
+        to, by_part, by_token, bias_N = out_TN, 0, out_TN.stride(0), part.bias_N
+    else:
+        to = torch.empty(own.split, tokens, rows, dtype=torch.float32, device=x_TD.device)
+        by_part, by_token, bias_N = to.stride(0), to.stride(1), None
+    _linear[(triton.cdiv(rows, own.rows), own.split, triton.cdiv(tokens, own.tokens))](
+        x_TD,
+        part.weight_ND,
+        part.scale_MK,
+        bias_N,
+        to,
+        *(tokens, by_token, by_part),
+        N=rows,
+        D=columns,
+        SPLIT=own.split,
+        BLOCK_T=own.tokens,
+        BLOCK_N=own.rows,
+        BLOCK_D=depth(x_TD.dtype),
+        SIDE=BLOCK,
+        num_warps=own.warps,
+        num_stages=own.stages,
+    )
+    if own.split > 1:
+        _add_parts[(tokens, triton.cdiv(rows, 1024))](
+            to, part.bias_N, out_TN, tokens, out_TN.stride(0), N=rows, SPLIT=own.split, BLOCK=1024
+        )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear(
+    x, weight, scale, bias, out, tokens, out_by_token, out_by_part,
+    N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N
+    at_N = tl.arange(0, BLOCK_N)
+    at_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    at_D = tl.arange(0, BLOCK_D)
+    steps: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    share: tl.constexpr = (steps + SPLIT - 1) // SPLIT
+    first = tl.program_id(1) * share
+    own_N = row + at_N < N
+    own_T = at_T < tokens
+    x += at_T[:, None].to(tl.int64) * D
+    weight += row.to(tl.int64) * D + at_N[:, None] * D
+    if scale is not None:
+        scale += row // SIDE * ((D + SIDE - 1) // SIDE)
+    sum_TN = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for step in range(first, tl.minimum(first + share, steps)):
+        column = step * BLOCK_D + at_D
+        mask_TD, mask_ND = own_T[:, None], own_N[:, None]
+        if D % BLOCK_D:
+            mask_TD &= column[None, :] < D
+            mask_ND &= column[None, :] < D
+        b_x = tl.load(x + column[None, :], mask=mask_TD, other=0.0)
+        b_weight = tl.load(weight + column[None, :], mask=mask_ND, other=0.0)
+        if scale is not None:
+            # To bfloat16 itself there is no instruction at full speed; on this way all of them are.
+            b_weight = b_weight.to(tl.float16).to(tl.float32).to(b_x.dtype)
+        added_TN = tl.dot(b_x, tl.trans(b_weight), input_precision="tf32x3")
+        if scale is not None:
+            added_TN *= tl.load(scale + step * BLOCK_D // SIDE)
+        sum_TN += added_TN
+    if bias is not None:
+        sum_TN += tl.load(bias + row + at_N, mask=own_N, other=0.0).to(tl.float32)[None, :]
+    out += tl.program_id(1).to(tl.int64) * out_by_part + at_T[:, None].to(tl.int64) * out_by_token
+    tl.store(out + row + at_N[None, :], sum_TN.to(out.dtype.element_ty), mask=own_T[:, None] & own_N[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add_parts(
+    parts, bias, out, tokens, out_by_token, N: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < N
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SPLIT):
+        total += tl.load(parts + (part * tokens + token) * N + at, mask=mask, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * out_by_token + at, total.to(out.dtype.element_ty), mask=mask)
+
+
+_SUMS = {"x": "*bf16", "tokens": "i32", "out_by_token": "i64", "out_by_part": "i64"}
+
+
+def _variant(tokens: int, rows: int, columns: int, weight: str) -> Variant:
+    """Say how a product of this size is compiled."""
+    own = tiling(tokens, rows, columns)
+    types = _SUMS | {"weight": f"*{weight}", "out": "*bf16" if own.split == 1 else "*fp32"}
+    types |= {"scale": "*fp32"} if weight == "fp8e4nv" else {}
+    constants = {"bias": None, "N": rows, "D": columns, "SPLIT": own.split, "BLOCK_D": BLOCK, "SIDE": BLOCK}
+    constants |= {"BLOCK_T": own.tokens, "BLOCK_N": own.rows} | ({} if "scale" in types else {"scale": None})
+    return Variant(_linear, types, constants, own.warps, own.stages)
+
+
+VARIANTS = [
+    # Qwen3-Next-80B-A3B: qkv|z, out, the shared expert's down, b|a, lm_head.
+    _variant(1, 12288, 2048, "fp8e4nv"),
+    _variant(1, 2048, 4096, "fp8e4nv"),
+    _variant(1, 2048, 512, "fp8e4nv"),
+    _variant(1, 64, 2048, "bf16"),
+    _variant(1, 151936, 2048, "bf16"),
+    # Qwen3.5-27B: gate|up, down; Nemotron-H-8B: up.
+    _variant(1, 34816, 5120, "fp8e4nv"),
+    _variant(1, 5120, 17408, "fp8e4nv"),
+    _variant(1, 21504, 4096, "fp8e4nv"),
+    # Wider windows, and prompts.
+    *(_variant(tokens, 12288, 2048, "fp8e4nv") for tokens in (32, 64, 512)),
+    Variant(
+        _add_parts,
+        {"parts": "*fp32", "out": "*bf16", "tokens": "i32", "out_by_token": "i64"},
+        {"bias": None, "N": 2048, "SPLIT": 4, "BLOCK": 1024},
+    ),
+]

@@ -1,0 +1,316 @@
+"""Mixtures of experts: each chosen expert's weight is read once, in 8 or 16 bits, whoever chose it.
+
+In a narrow window the first pair of a token and an expert multiplies the whole window for all pairs of that
+expert, since one row costs what 16 do; nothing is sorted. Wider windows list each expert's pairs, on the
+device, and are multiplied in blocks of them. Either way a pair's answer has a place of its own, and a token
+adds its answers up in the order of its experts: nothing depends on who comes first.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix
+from specdec.kernels.linear.triton import depth
+from specdec.kernels.variants import Variant
+
+NARROW_WINDOW = 16
+"""Tokens that one tile holds."""
+
+
+def pack_experts(weight_END: Matrix) -> Matrix:
+    """Keep the weights of all experts as they are."""
+    if isinstance(weight_END, Tensor):
+        return weight_END.contiguous()
+    return weight_END._replace(
+        weight_ND=weight_END.weight_ND.contiguous(), scale_MK=weight_END.scale_MK.contiguous()
+    )
+
+
+def experts(
+    x_TD: Tensor, up_EID: Matrix, down_EDI: Matrix, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+) -> Tensor:
+    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
+
+    A token's experts differ from each other. An answer is rounded to the model's dtype, its product with the
+    weight to the wider of their two, and the sum, in the order of the token's experts, once. P counts pairs
+    of a token and an expert.
+    """
+    (tokens, top_k), (num_experts, hidden, width) = index_TA.shape, down_EDI.shape
+    x_TD, index_TA = x_TD.contiguous(), index_TA.contiguous()
+    plan = None if tokens <= NARROW_WINDOW else _plan(index_TA, num_experts)
+    hidden_PI = torch.empty(tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
+    answer_PD = torch.empty(tokens * top_k, hidden, dtype=x_TD.dtype, device=x_TD.device)
+    _apply(x_TD, up_EID, index_TA, plan, hidden_PI, share=top_k, activation="swiglu" if gated else "relu2")
+    _apply(hidden_PI, down_EDI, index_TA, plan, answer_PD, share=1, activation="none")
+    out_TD = torch.empty_like(x_TD)
+    block = min(triton.next_power_of_2(hidden), 1024)
+    _weigh[(tokens, triton.cdiv(hidden, block))](
+        answer_PD, weight_TA.contiguous(), out_TD, SIZE=hidden, TOP_K=top_k, BLOCK=block
+    )
+    return out_TD
+
+
+class Plan(NamedTuple):
+    """Where each block of pairs of one expert is found."""
+
+    pair_ET: Tensor
+    """Each expert's pairs, in order; there are as many places as there are tokens."""
+    count_E: Tensor
+    block_BF: Tensor
+    """For each block its expert, and which of the expert's pairs is its first; (−1, 0) behind the last."""
+    height: int
+
+
+def _plan(index_TA: Tensor, num_experts: int) -> Plan:
+    """List each expert's pairs and cut the lists into blocks; how many there are only the device knows."""
+    tokens, pairs, device = len(index_TA), index_TA.numel(), index_TA.device
+    height = _height(pairs, num_experts)
+    blocks = min(pairs, pairs // height + num_experts)
+    pair_ET = torch.empty(num_experts, tokens, dtype=torch.int32, device=device)
+    count_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    block_BF = torch.empty(blocks, 2, dtype=torch.int32, device=device)
+    _list[(num_experts,)](index_TA, pair_ET, count_E, tokens, pairs, BLOCK=1024)
+    wide = triton.next_power_of_2(num_experts)
+    _cut[(1,)](count_E, block_BF, num_experts, blocks, HEIGHT=height, BLOCK=wide)
+    return Plan(pair_ET, count_E, block_BF, height)
+
+
+def _height(pairs: int, num_experts: int) -> int:
+    """Return how many pairs a block holds: about as many as an expert has."""
+    return next((height for height in (16, 32, 64) if pairs <= height * num_experts), 128)
+
+
+class Tiling(NamedTuple):
+    rows: int
+    warps: int
+    stages: int
+
+
+def tiling(height: int, *, gated: bool) -> Tiling:
+    """Choose the tile of a program by the tokens in it; a gated one has two of them."""
+    if height <= 32:
+        return Tiling(32 if gated else 64, 4, 4)
+    return Tiling(64, 4 if height == 64 else 8, 3)
+
+
+def _apply(
+    x_RD: Tensor,
+    weight: Matrix,
+    index_TA: Tensor,
+    plan: Plan | None,
+    out_PN: Tensor,
+    *,
+    share: int,
+    activation: str,
+) -> None:
+    """Write each pair's row: its expert's weight times row (pair // share) of x, activated."""
+    tokens, top_k = index_TA.shape
+    weight_END, scale_EMK = (weight.weight_ND, weight.scale_MK) if isinstance(weight, Fp8) else (weight, None)
+    rows, height = out_PN.shape[1], plan.height if plan else NARROW_WINDOW
+    own = tiling(height, gated=activation == "swiglu")
+    _experts[(triton.cdiv(rows, own.rows), len(plan.block_BF) if plan else len(out_PN))](
+        x_RD,
+        weight_END,
+        scale_EMK,
+        out_PN,
+        index_TA,
+        *((plan.pair_ET, plan.count_E, plan.block_BF) if plan else (None, None, None)),
+        tokens,
+        N=rows,
+        D=weight_END.shape[2],
+        TOP_K=top_k,
+        SHARE=share,
+        ACTIVATION=activation,
+        BLOCK_A=triton.next_power_of_2(top_k),
+        BLOCK_T=height,
+        BLOCK_N=own.rows,
+        BLOCK_D=depth(x_RD.dtype),
+        SIDE=BLOCK,
+        num_warps=own.warps,
+        num_stages=own.stages,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "pairs"])
+def _list(index, pair_ET, count_E, tokens, pairs, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    pair_ET += expert.to(tl.int64) * tokens
+    found = 0
+    for first in range(0, pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        hit = (tl.load(index + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(pair_ET + found + tl.cumsum(hit, 0) - 1, pair, mask=hit > 0)
+        found += tl.sum(hit, 0)
+    tl.store(count_E + expert, found)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _cut(count_E, block_BF, experts, blocks, HEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.arange(0, BLOCK)
+    count = tl.load(count_E + expert, mask=expert < experts, other=0)
+    own = (count + HEIGHT - 1) // HEIGHT
+    last = tl.cumsum(own, 0)
+    for block in range(tl.max(own, 0)):
+        at = block_BF + 2 * (last - own + block)
+        tl.store(at, expert, mask=block < own)
+        tl.store(at + 1, block * HEIGHT, mask=block < own)
+    for first in range(tl.sum(own, 0), blocks, BLOCK):
+        at = first + expert
+        tl.store(block_BF + 2 * at, -1, mask=at < blocks)
+        tl.store(block_BF + 2 * at + 1, 0, mask=at < blocks)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _experts(
+    x, weight, scale, out, index, pair_ET, count_E, block_BF, tokens,
+    N: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    at_T = tl.arange(0, BLOCK_T)
+    if block_BF is None:
+        at_A = tl.arange(0, BLOCK_A)
+        pair = tl.program_id(1)
+        expert = tl.load(index + pair)
+        pair_TA = at_T[:, None] * TOP_K + at_A[None, :]
+        mask_TA = (at_T[:, None] < tokens) & (at_A[None, :] < TOP_K)
+        hit_TA = tl.load(index + pair_TA, mask=mask_TA, other=-1) == expert
+        if tl.sum(tl.sum((hit_TA & (pair_TA < pair)).to(tl.int32), 1), 0) > 0:
+            return  # an earlier pair's program writes this one's row
+        pair_T = tl.max(tl.where(hit_TA, pair_TA, -1), 1)
+        own_T = pair_T >= 0
+    else:
+        expert = tl.load(block_BF + 2 * tl.program_id(1))
+        if expert < 0:
+            return
+        place_T = tl.load(block_BF + 2 * tl.program_id(1) + 1) + at_T
+        own_T = place_T < tl.load(count_E + expert)
+        pair_T = tl.load(pair_ET + expert.to(tl.int64) * tokens + place_T, mask=own_T, other=0)
+    row = tl.program_id(0) * BLOCK_N
+    at_N, at_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    own_N = row + at_N < N
+    rows: tl.constexpr = 2 * N if ACTIVATION == "swiglu" else N
+    steps: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    pair_T = tl.where(own_T, pair_T, 0).to(tl.int64)
+    x += pair_T[:, None] // SHARE * D
+    weight += (expert.to(tl.int64) * rows + row) * D + at_N[:, None] * D
+    blocks: tl.constexpr = (D + SIDE - 1) // SIDE
+    if scale is not None:
+        scale += expert.to(tl.int64) * ((rows + SIDE - 1) // SIDE * blocks)
+    sum_TN = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    up_TN = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for step in range(steps):
+        column = step * BLOCK_D + at_D
+        mask_TD, mask_ND = own_T[:, None], own_N[:, None]
+        if D % BLOCK_D:
+            mask_TD &= column[None, :] < D
+            mask_ND &= column[None, :] < D
+        b_x = tl.load(x + column[None, :], mask=mask_TD, other=0.0)
+        b_weight = tl.load(weight + column[None, :], mask=mask_ND, other=0.0)
+        if ACTIVATION == "swiglu":
+            b_up = tl.load(weight + N * D + column[None, :], mask=mask_ND, other=0.0)
+        if scale is None:
+            sum_TN += tl.dot(b_x, tl.trans(b_weight), input_precision="tf32x3")
+            if ACTIVATION == "swiglu":
+                up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3")
+        else:
+            # To bfloat16 itself there is no instruction at full speed; on this way all of them are.
+            b_weight = b_weight.to(tl.float16).to(tl.float32).to(b_x.dtype)
+            own = scale + step * BLOCK_D // SIDE
+            by = tl.load(own + row // SIDE * blocks)
+            sum_TN += tl.dot(b_x, tl.trans(b_weight), input_precision="tf32x3") * by
+            if ACTIVATION == "swiglu":
+                b_up = b_up.to(tl.float16).to(tl.float32).to(b_x.dtype)
+                if N % BLOCK_N:
+                    by_N = tl.load(own + (N + row + at_N) // SIDE * blocks, mask=own_N, other=0.0)
+                    up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3") * by_N[None, :]
+                else:
+                    by = tl.load(own + (N + row) // SIDE * blocks)
+                    up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3") * by
+    kind = out.dtype.element_ty
+    if ACTIVATION != "none":
+        sum_TN = sum_TN.to(kind).to(tl.float32)
+    if ACTIVATION == "swiglu":
+        silu_TN = (sum_TN / (1.0 + tl.exp(-sum_TN))).to(kind).to(tl.float32)
+        sum_TN = silu_TN * up_TN.to(kind).to(tl.float32)
+    if ACTIVATION == "relu2":
+        sum_TN = tl.where(sum_TN < 0, 0.0, sum_TN * sum_TN)
+    out += pair_T[:, None] * N + row + at_N[None, :]
+    tl.store(out, sum_TN.to(kind), mask=own_T[:, None] & own_N[None, :])
+
+
+@triton.jit
+def _weigh(answer, weight, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    kind = answer.dtype.element_ty
+    total = tl.zeros((BLOCK,), tl.float32)
+    for expert in range(TOP_K):
+        pair = token * TOP_K + expert
+        by = tl.load(weight + pair)
+        value = tl.load(answer + pair * SIZE + at, mask=mask, other=0.0).to(tl.float32) * by.to(tl.float32)
+        if weight.dtype.element_ty == kind:
+            value = value.to(kind).to(tl.float32)
+        total += value
+    tl.store(out + token * SIZE + at, total.to(kind), mask=mask)
+
+
+def _variant(
+    tokens: int, experts: int, top_k: int, rows: int, columns: int, activation: str, weight: str
+) -> Variant:
+    """Say how a layer of this size is compiled."""
+    height = NARROW_WINDOW if tokens <= NARROW_WINDOW else _height(tokens * top_k, experts)
+    own = tiling(height, gated=activation == "swiglu")
+    types = {"x": "*bf16", "weight": f"*{weight}", "out": "*bf16", "index": "*i64", "tokens": "i32"}
+    absent: dict[str, None] = {}
+    lists = {"pair_ET": "*i32", "count_E": "*i32", "block_BF": "*i32"}
+    if tokens > NARROW_WINDOW:
+        types |= lists
+    else:
+        absent |= dict.fromkeys(lists)
+    if weight == "fp8e4nv":
+        types["scale"] = "*fp32"
+    else:
+        absent["scale"] = None
+    constants: dict[str, object] = {
+        "N": rows,
+        "D": columns,
+        "TOP_K": top_k,
+        "SHARE": 1 if activation == "none" else top_k,
+    }
+    constants |= {"ACTIVATION": activation, "BLOCK_A": triton.next_power_of_2(top_k), "BLOCK_T": height}
+    constants |= {"BLOCK_N": own.rows, "BLOCK_D": BLOCK, "SIDE": BLOCK}
+    return Variant(_experts, types, absent | constants, own.warps, own.stages)
+
+
+VARIANTS = [
+    # Qwen3-Next-80B-A3B, decoding and reading prompts; a prompt that brings each expert more tokens.
+    *(
+        _variant(tokens, 512, 10, *sizes, weight)
+        for tokens, weight in ((1, "fp8e4nv"), (1, "bf16"), (512, "fp8e4nv"), (4096, "fp8e4nv"))
+        for sizes in ((512, 2048, "swiglu"), (2048, 512, "none"))
+    ),
+    _variant(8192, 128, 8, 768, 2048, "swiglu", "fp8e4nv"),
+    # Nemotron-H's experts.
+    _variant(1, 128, 6, 1856, 2688, "relu2", "bf16"),
+    Variant(
+        _list,
+        {"index": "*i64", "pair_ET": "*i32", "count_E": "*i32", "tokens": "i32", "pairs": "i32"},
+        {"BLOCK": 1024},
+    ),
+    Variant(
+        _cut,
+        {"count_E": "*i32", "block_BF": "*i32", "experts": "i32", "blocks": "i32"},
+        {"HEIGHT": 16, "BLOCK": 512},
+    ),
+    Variant(
+        _weigh,
+        {"answer": "*bf16", "weight": "*bf16", "out": "*bf16"},
+        {"SIZE": 2048, "TOP_K": 10, "BLOCK": 1024},
+    ),
+]

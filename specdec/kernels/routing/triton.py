@@ -1,0 +1,158 @@
+"""Routing in Triton: a program chooses one token's experts, and all of one token's are different.
+
+Among equals the lower index is chosen first. A logit that is no number comes after every number, so that
+even a token gone wrong names experts that exist.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.variants import Variant
+
+
+def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
+    logits_TE = logits_TE.contiguous()
+    tokens, experts = logits_TE.shape
+    index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
+    weight_TA = torch.empty(tokens, top_k, dtype=logits_TE.dtype, device=logits_TE.device)
+    _softmax[(tokens,)](
+        logits_TE,
+        index_TA,
+        weight_TA,
+        RENORMALISE=renormalise,
+        **_sizes(experts, top_k),
+    )
+    return index_TA, weight_TA
+
+
+def route_sigmoid(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    top_groups: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
+
+    Only the `top_groups` groups of experts whose two best scores add up highest take part.
+    """
+    logits_TE = logits_TE.contiguous()
+    tokens, experts = logits_TE.shape
+    index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
+    weight_TA = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    _sigmoid[(tokens,)](
+        logits_TE,
+        bias_E,
+        index_TA,
+        weight_TA,
+        scale,
+        GROUPS=groups,
+        TOP_GROUPS=top_groups,
+        RENORMALISE=renormalise,
+        BLOCK_G=triton.next_power_of_2(groups),
+        **_sizes(experts, top_k),
+    )
+    return index_TA, weight_TA
+
+
+def _sizes(experts: int, top_k: int) -> dict[str, int]:
+    block = triton.next_power_of_2(experts)
+    return {"E": experts, "TOP_K": top_k, "BLOCK": block, "BLOCK_A": triton.next_power_of_2(top_k)} | {
+        "num_warps": 1 if block <= 256 else 2
+    }
+
+
+@triton.jit
+def _choose(key_E, weigh_E, TOP_K: tl.constexpr, BLOCK_A: tl.constexpr):
+    """Take the largest keys in turn, the lower index first; −inf is what must not be taken."""
+    at_E, at_A = tl.arange(0, key_E.shape[0]), tl.arange(0, BLOCK_A)
+    index_A = tl.zeros((BLOCK_A,), tl.int32)
+    weight_A = tl.zeros((BLOCK_A,), tl.float32)
+    for choice in range(TOP_K):
+        best = tl.argmax(key_E, 0, tie_break_left=True)
+        index_A = tl.where(at_A == choice, best, index_A)
+        weight_A = tl.where(at_A == choice, tl.sum(tl.where(at_E == best, weigh_E, 0.0), 0), weight_A)
+        key_E = tl.where(at_E == best, float("-inf"), key_E)
+    return index_A, weight_A
+
+
+@triton.jit
+def _finite(value_E):
+    """Put what is no number, and −inf, below all numbers, and above what must not be taken."""
+    return tl.where(value_E > -3.0e38, value_E, -3.0e38)
+
+
+@triton.jit
+def _softmax(
+    logits, index, weight, RENORMALISE: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at_E, at_A = tl.arange(0, BLOCK), tl.arange(0, BLOCK_A)
+    logit_E = tl.load(logits + token * E + at_E, mask=at_E < E, other=float("-inf")).to(tl.float32)
+    share_E = tl.exp(logit_E - tl.max(logit_E, 0))
+    share_E = share_E / tl.sum(share_E, 0)
+    key_E = tl.where(at_E < E, _finite(logit_E), float("-inf"))
+    index_A, weight_A = _choose(key_E, share_E, TOP_K, BLOCK_A)
+    if RENORMALISE:
+        weight_A = weight_A / tl.sum(weight_A, 0)
+    tl.store(index + token * TOP_K + at_A, index_A.to(tl.int64), mask=at_A < TOP_K)
+    tl.store(weight + token * TOP_K + at_A, weight_A.to(weight.dtype.element_ty), mask=at_A < TOP_K)
+
+
+@triton.jit
+def _sigmoid(
+    logits, bias, index, weight, factor,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK_G: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at_E, at_A = tl.arange(0, BLOCK), tl.arange(0, BLOCK_A)
+    logit_E = tl.load(logits + token * E + at_E, mask=at_E < E, other=0.0).to(tl.float32)
+    score_E = 1.0 / (1.0 + tl.exp(-logit_E))
+    key_E = _finite(score_E + tl.load(bias + at_E, mask=at_E < E, other=0.0).to(tl.float32))
+    key_E = tl.where(at_E < E, key_E, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        at_G = tl.arange(0, BLOCK_G)
+        group_E = at_E // (E // GROUPS)
+        best_G = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        for group in range(GROUPS):
+            inner_E = tl.where(group_E == group, key_E, float("-inf"))
+            first = tl.argmax(inner_E, 0, tie_break_left=True)
+            second = tl.max(tl.where(at_E == first, float("-inf"), inner_E), 0)
+            best_G = tl.where(at_G == group, _finite(tl.max(inner_E, 0) + second), best_G)
+        allowed_E = at_E < 0
+        for _choice in range(TOP_GROUPS):
+            group = tl.argmax(best_G, 0, tie_break_left=True)
+            allowed_E = allowed_E | (group_E == group)
+            best_G = tl.where(at_G == group, float("-inf"), best_G)
+        key_E = tl.where(allowed_E & (at_E < E), key_E, float("-inf"))
+    index_A, weight_A = _choose(key_E, score_E, TOP_K, BLOCK_A)
+    if RENORMALISE:
+        weight_A = weight_A / (tl.sum(weight_A, 0) + 1e-20)
+    tl.store(index + token * TOP_K + at_A, index_A.to(tl.int64), mask=at_A < TOP_K)
+    tl.store(weight + token * TOP_K + at_A, weight_A * factor, mask=at_A < TOP_K)
+
+
+_SIZES = {"E": 512, "TOP_K": 10, "BLOCK": 512, "BLOCK_A": 16}
+
+VARIANTS = [
+    Variant(
+        _softmax,
+        {"logits": "*bf16", "index": "*i64", "weight": "*bf16"},
+        {"RENORMALISE": True, **_SIZES},
+        warps=2,
+    ),
+    Variant(
+        _sigmoid,
+        {"logits": "*fp32", "bias": "*fp32", "index": "*i64", "weight": "*fp32", "factor": "fp32"},
+        {"GROUPS": 8, "TOP_GROUPS": 4, "RENORMALISE": True, "BLOCK_G": 8, **_SIZES},
+        warps=2,
+    ),
+]
