@@ -5,11 +5,12 @@ PYTHON ?= python3
 # a given accelerator can be named: make demo TORCH="--index-url <index of that build> torch==2.13.0"
 TORCH ?= torch==2.13.0
 BENCH ?= --shape tiny --peers transformers
+GPU ?=
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.specdec-installed
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,7 @@ help:
 	@echo "make test    set up, then run every test"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
+	@echo "make gpu     on a machine with an NVIDIA GPU: all checks and benchmarks, 8 minutes, PYTHON's own packages"
 	@echo "make clean   remove the environment and what tools left behind"
 
 demo: $(stamp)
@@ -33,6 +35,10 @@ check: $(stamp)
 
 bench: $(stamp)
 	@$(bin)/specdec bench throughput $(BENCH)
+
+# On a machine that has torch for its GPU already: nothing is installed. GPU="--dry-run" only shows the plan.
+gpu:
+	@$(PYTHON) -m specdec.bench.gpu $(GPU)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,11 +17,13 @@ from specdec.draft.policy import Policy
 from specdec.draft.suffix import SuffixDrafter
 from specdec.draft.uniform import UniformPolicy
 from specdec.kernels.linear.cpu import describe
-from specdec.kernels.table import load_kernels
+from specdec.kernels.table import load_kernels, on_gpu
 from specdec.loop import DecodeLoop
+from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import is_narrow, open_weights, read_network, stored_dtype
 from specdec.models.network import MTPHead, Network
+from specdec.models.weights import CheckpointWeights, RandomWeights
 from specdec.resolve import Resolved, resolve
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
@@ -67,6 +69,37 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         mtp=wants_head,
         quantize=settings.quantize,
     )
+    if settings.quantize or is_narrow(checkpoint.config):
+        form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
+        logger.info("8-bit weights: %s", form)
+    return _load(network_spec, weights, tokenizer, settings)
+
+
+def build_random(
+    network_spec: spec.Network, config: EngineConfig, *, stored: torch.dtype, stored_bytes: int, seed: int
+) -> Model:
+    """Draw the weights on the device instead of reading them: nothing is on disk, and there is no tokenizer.
+
+    `stored` and `stored_bytes` are the type and the size that a checkpoint of this network would have.
+    """
+    settings = resolve(config, network_spec, stored, stored_bytes)
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
+    weights = RandomWeights(
+        *(seed, settings.dtype, settings.device),
+        norm_offset=network_spec.norm.offset,
+        quantize=settings.quantize,
+    )
+    return _load(network_spec, weights, None, settings)
+
+
+def _load(
+    network_spec: spec.Network,
+    weights: CheckpointWeights | RandomWeights,
+    tokenizer: Tokenizer | None,
+    settings: Resolved,
+) -> Model:
+    """Fill the network and the head, and put the loop together."""
     network = Network(
         network_spec,
         weights,
@@ -74,12 +107,10 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         max_length=settings.max_model_len,
         device=settings.device,
     )
-    head = MTPHead(network, weights) if wants_head else None
+    head = MTPHead(network, weights) if "mtp" in settings.drafters else None
     weights.finish()
-    logger.info("kernels: %s; matrices: %s", settings.kernels, describe(settings.dtype, settings.device))
-    if settings.quantize or is_narrow(checkpoint.config):
-        form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
-        logger.info("8-bit weights: %s", form)
+    matrices = "Triton's" if on_gpu(settings.kernels) else describe(settings.dtype, settings.device)
+    logger.info("kernels: %s; matrices: %s", settings.kernels, matrices)
     loop = assemble(network, head, settings)
     return Model(loop, network, tokenizer, settings)
 
@@ -110,7 +141,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
     head, bounds, arena = loop.speculation.head, settings.bounds, loop.arena
     is_alone = settings.drafters in ((), ("mtp",))
-    is_free = settings.kernels in ("triton", "flashinfer")
+    is_free = on_gpu(settings.kernels)
     pack = Packer(network.kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
     step = DeviceStep(
         network,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
+from specdec.bench.commands import add_kernels, add_model, add_random
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_info(commands.add_parser("info", help="what a model is made of and what memory it needs"))
     benches = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="BENCHMARK")
     _add_throughput(benches.add_parser("throughput", help="prefill and decode speed, beside other engines"))
+    add_kernels(benches.add_parser("kernels", help="each operation: checked, then timed beside its bytes"))
+    add_model(benches.add_parser("model", help="the bytes of a step and the speed they allow, computed"))
     demo = commands.add_parser("demo", help="stream a completion of a small model with random weights")
     demo.set_defaults(command=_demo)
     return parser
@@ -199,13 +202,17 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
     add("--repeats", metavar="TIMES", type=at_least(1), default=5, help="counted runs (default: 5)")
     add("--warmup", metavar="TIMES", type=at_least(0), default=1, help="uncounted runs (default: 1)")
     add("--out", metavar="FILE", type=Path, help="write the JSON line there too")
+    add_random(parser)
     add_settings(parser, EngineConfig, title="engine")
 
 
 def _throughput(args: argparse.Namespace) -> None:
     # Imported here, for it brings `transformers` along, which nothing else needs.
+    from specdec.bench.random_run import run_random
     from specdec.bench.throughput import Options, run
 
+    if (args.fp8 or args.profile) and not args.random:
+        raise ConfigError("fp8, profile: they belong to --random; give it too", field="random")
     config = settings_from(args, EngineConfig)
     if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
         raise ConfigError(f"--out: {args.out} is no file in a folder that exists; name one", field="out")
@@ -221,7 +228,10 @@ def _throughput(args: argparse.Namespace) -> None:
         seed=config.seed or 0,
         windows=args.window,
     )
-    run(options, config, args.out)
+    if args.random:
+        run_random(options, config, args.out, fp8=args.fp8, profile=args.profile)
+    else:
+        run(options, config, args.out)
 
 
 def _demo(_: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.call import SUFFIX
 from specdec.kernels.native.library import library
+from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.network import memory_layout
 from specdec.state_slots.layout import Layout
@@ -27,8 +28,6 @@ CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights are computed in float32 on a CPU: they stay in the cache, where it is faster."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 3, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
-NARROW_KERNELS = ("reference", "triton", "flashinfer")
-"""Those that multiply by 8-bit weights; the others widen them when they are loaded."""
 AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
 """Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
 
@@ -80,7 +79,7 @@ def resolve(
     dtype = _dtype(config.dtype, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
     quantize = config.quantize == "fp8"
-    narrow = kernels in NARROW_KERNELS and (quantize or narrow_bytes > 0)
+    narrow = (kernels == "reference" or on_gpu(kernels)) and (quantize or narrow_bytes > 0)
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None

@@ -39,6 +39,15 @@ HYBRID: Mapping[str, Any] = {
 """Three gated delta nets and one attention layer: small, and with every kind of memory."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        absent = pytest.mark.skip(reason="torch finds no CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(absent)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that writes a random checkpoint, or finds the one it wrote before."""

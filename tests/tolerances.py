@@ -36,3 +36,8 @@ DRIFT_FLOAT32 = 1e-4
 
 FLOAT32_GAP = 1e-4
 """Of two tokens' perturbed logits in float64: closer, float32 may take either, by the window's width."""
+
+TENSOR_CORE_GAP = 5e-3
+"""The same where tensor cores may multiply float32 by its first ten bits."""
+EXCUSED_TEXTS = 0.05
+"""The part of the texts that may end up excused by such a gap; more of them are no chance."""

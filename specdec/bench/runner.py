@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.peers import Sample
-from specdec.build import assemble, build
+from specdec.build import Model, assemble, build
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import ConfigError
 from specdec.outputs import Delta
@@ -24,6 +24,13 @@ class EngineRunner:
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         self.model, self.name = build(folder, config), ENGINE
+
+    @classmethod
+    def of(cls, model: Model) -> "EngineRunner":
+        """Run a model that was built already."""
+        runner = cls.__new__(cls)
+        runner.model, runner.name = model, ENGINE
+        return runner
 
     def plain(self) -> "EngineRunner":
         """Return a runner of the same weights, with memory of its own, that drafts nothing."""
@@ -40,11 +47,7 @@ class EngineRunner:
         decoding while every row takes part in them.
         """
         loop = self.model.loop
-        # Each run reads the same prompts: drafting what the last one said would measure its replay.
-        loop.scheduler.on_end = partial(loop.speculation.end, shared=False)
-        requests = [self._request(row, prompt, 1 + new_tokens) for row, prompt in enumerate(prompts)]
-        for request in requests:
-            loop.scheduler.submit(request)
+        requests = self.submit(prompts, new_tokens)
         prefill_s, step_s, tokens = 0.0, [], 0
         while loop.scheduler.has_work:
             reading = not all(request.output_length for request in requests)
@@ -67,6 +70,16 @@ class EngineRunner:
         outputs = (tuple(request.tokens[request.prompt_length :]) for request in requests)
         per_step = tokens / (len(step_s) * len(requests))
         return Sample(prefill_s, tuple(step_s), tuple(outputs), per_step)
+
+    def submit(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
+        """Put requests into the queue that give 1 + `new_tokens` tokens each."""
+        loop = self.model.loop
+        # Each run reads the same prompts: drafting what the last one said would measure its replay.
+        loop.scheduler.on_end = partial(loop.speculation.end, shared=False)
+        requests = [self._request(row, prompt, 1 + new_tokens) for row, prompt in enumerate(prompts)]
+        for request in requests:
+            loop.scheduler.submit(request)
+        return requests
 
     def _request(self, row: int, prompt: Sequence[int], max_tokens: int) -> Request:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

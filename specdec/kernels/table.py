@@ -54,6 +54,11 @@ SPECIAL["flashinfer"] = SPECIAL["triton"] | {"self_attention.flashinfer": ("self
 """Triton's, but for the attention that FlashInfer takes."""
 
 
+def on_gpu(name: str) -> bool:
+    """Tell whether these kernels are a GPU's: they never ask the host, and read 8-bit weights as they are."""
+    return name in ("triton", "flashinfer")
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Name each function once; `reference`, `cpu`, `native` and `triton` share their signatures."""

@@ -1,0 +1,114 @@
+"""The benchmarks' command lines. What measures is imported when it runs: it brings `transformers` along."""
+
+import argparse
+from pathlib import Path
+
+from specdec.config import EngineConfig
+from specdec.errors import ConfigError
+from specdec.options import at_least, listed
+
+
+def add_random(parser: argparse.ArgumentParser) -> None:
+    """Add what the throughput benchmark knows of models that no checkpoint holds."""
+    add = parser.add_argument
+    add("--random", action="store_true", help="draw the weights of --shape on the device; nothing is written")
+    add("--fp8", action="store_true", help="with --random: layers' matrices in eight bits")
+    add("--profile", action="store_true", help="with --random: time by kernel, and how long it waits")
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the benchmark of single operations."""
+    parser.set_defaults(command=_kernels)
+    add, counts = parser.add_argument, listed(at_least(1))
+    add(
+        "--shape",
+        metavar="NAME",
+        type=listed(str),
+        help="named sizes (default: two real ones, tiny on a CPU)",
+    )
+    add("--batch", metavar="ROWS", type=counts, help="(default: 1,64, with 16,256 to verify; 1,4 on a CPU)")
+    add("--window", metavar="TOKENS", type=counts, help="(default: 1,8, with 4,16 to verify)")
+    add("--context", metavar="TOKENS", type=at_least(1), help="tokens before a window (default: 1024; 64)")
+    add("--only", metavar="OPERATION", type=listed(str), help="measure these alone; peers names all of those")
+    add("--repeats", metavar="TIMES", type=at_least(1), default=20, help="(default: 20)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:<number> (default: auto)")
+    add("--kernels", default="auto", help="auto, reference, cpu, native or triton (default: auto)")
+    add("--dtype", default="auto", help="bfloat16 on a GPU, float32 on a CPU (default: auto)")
+    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="beside other packages")
+    _add_out(parser)
+
+
+def _kernels(args: argparse.Namespace) -> None:
+    from specdec.bench.kernels import Options, run
+
+    settings = EngineConfig(device=args.device, kernels=args.kernels, dtype=args.dtype)
+    options = Options(
+        device=settings.device,
+        kernels=settings.kernels,
+        dtype=settings.dtype,
+        shapes=args.shape,
+        batches=args.batch,
+        windows=args.window,
+        only=args.only,
+        context=args.context,
+        repeats=args.repeats,
+        peers=args.peers,
+    )
+    run(options, _out(args))
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the time model."""
+    parser.set_defaults(command=_model)
+    add = parser.add_argument
+    add("--shape", default="qwen3-next-80b-a3b", help="a named size (default: qwen3-next-80b-a3b)")
+    add("--fp8", action="store_true", help="the layers' matrices take a byte an entry")
+    add("--batch", metavar="ROWS", type=at_least(1), default=1, help="(default: 1)")
+    add("--window", metavar="TOKENS", type=at_least(1), default=4, help="tokens verified a row (default: 4)")
+    add("--context", metavar="TOKENS", type=at_least(0), default=0, help="tokens before it (default: 0)")
+    add("--acceptance", metavar="LENGTH", type=float, default=1.0, help="tokens gained a step (default: 1)")
+    add("--draft-steps", metavar="STEPS", type=at_least(0), help="passes of the head (default: window - 1)")
+    add("--draft-topk", metavar="TOKENS", type=at_least(1), default=1, help="tokens a pass (default: 1)")
+    add("--slots", choices=("record", "snapshot"), default="record", help="(default: record)")
+    add("--bandwidth", metavar="BYTES/S", type=float, default=4.3e12, help="(default: 4.3e12, an H200's)")
+    _add_out(parser)
+
+
+def _model(args: argparse.Namespace) -> None:
+    from specdec.bench.random_model import shape_config
+    from specdec.bench.report import json_line
+    from specdec.bench.time_model import Work, describe, render
+    from specdec.models.families import network
+
+    if not args.bandwidth > 0 or not args.acceptance > 0:
+        name = "bandwidth" if not args.bandwidth > 0 else "acceptance"
+        raise ConfigError(f"--{name}: give a number above 0", field=name)
+    shape = network(shape_config(args.shape))
+    default_steps = args.window - 1 if shape.mtp else 0
+    work = Work(
+        rows=args.batch,
+        window=args.window,
+        context=args.context,
+        accepted=args.acceptance,
+        draft_steps=default_steps if args.draft_steps is None else args.draft_steps,
+        topk=args.draft_topk,
+        fp8=args.fp8,
+        slots=args.slots,
+    )
+    report = {"shape": args.shape, **describe(shape, work, args.bandwidth)}
+    line, out = json_line(report), _out(args)
+    if out is not None:
+        out.write_text(f"{line}\n", "utf-8")
+    print(f"{args.shape}: {work}\n{render(report)}\n{line}")
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON line there too")
+
+
+def _out(args: argparse.Namespace) -> Path | None:
+    """Return where the report is to go, before anything is measured for it."""
+    path: Path | None = args.out
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"--out: {path.parent} is not a folder; name one that exists", field="out")
+    return path

@@ -1,0 +1,324 @@
+"""Every operation of the engine, one by one: checked against its reference, then timed beside its bytes."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.bench import attention_problems, kernel_peers, token_problems, window_problems
+from specdec.bench.problems import Bench, Planned, Sizes
+from specdec.bench.random_model import quiet_transformers, shape_config
+from specdec.bench.report import environment, json_line, table
+from specdec.bench.timing import Machine, measure_machine, time_calls
+from specdec.config import EngineConfig
+from specdec.errors import ConfigError
+from specdec.kernels.table import Kernels
+from specdec.models import families, spec
+from specdec.resolve import free_memory, resolve
+
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
+"""Of a row, as a norm: roundings of the type, and in float32 those of tensor cores. A wrong row is off by 0.1
+and more."""
+ONCE = ("pack", "pack_experts", "rope_table")
+"""Run while a model is loaded, not in a step."""
+PLANS = (token_problems.plan, window_problems.plan, attention_problems.plan)
+PEERS = "peers"
+"""What names all of them, among the operations that are to be measured alone."""
+VERIFY = "delta_net"
+"""The operation whose two backings are compared."""
+CPU_COLD = 1 << 27
+CACHES = 2.5
+"""How many times the cache that holds most must have been filled before a buffer is used again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The loads that are measured where none are named."""
+
+    shapes: Sequence[str]
+    batches: Sequence[int]
+    windows: Sequence[int]
+    verify_batches: Sequence[int]
+    verify_windows: Sequence[int]
+    context: int
+
+
+DEFAULTS = {
+    "cuda": Grid(
+        shapes=("qwen3-next-80b-a3b", "nemotron-h-8b"),
+        batches=(1, 64),
+        windows=(1, 8),
+        verify_batches=(1, 16, 64, 256),
+        verify_windows=(4, 8, 16),
+        context=1024,
+    ),
+    "cpu": Grid(
+        shapes=("tiny",),
+        batches=(1, 4),
+        windows=(1, 8),
+        verify_batches=(1, 4),
+        verify_windows=(4, 8),
+        context=64,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to measure; None is the default for the device."""
+
+    device: str
+    kernels: str
+    dtype: str
+    shapes: Sequence[str] | None = None
+    batches: Sequence[int] | None = None
+    windows: Sequence[int] | None = None
+    only: Sequence[str] | None = None
+    context: int | None = None
+    repeats: int = 20
+    peers: bool = True
+
+
+def run(options: Options, out: Path | None) -> None:
+    """Measure, print the table and the report as JSON; exit with 1 if an operation was wrong or failed.
+
+    Ctrl-C ends it as it ends anything, once the problems that were finished are shown.
+    """
+    with quiet_transformers():
+        report = benchmark(options)
+    line = json_line(report)
+    if out is not None:
+        out.write_text(f"{line}\n", "utf-8")
+    print(f"{render(report)}\n{line}")
+    if bad := [row for row in report["rows"] if row["status"] in ("WRONG", "FAILED") and not row["peer"]]:
+        print(f"specdec: {len(bad)} of {len(report['rows'])} problems were not solved", file=sys.stderr)
+        sys.exit(1)
+    if report["interrupted"]:
+        raise KeyboardInterrupt
+
+
+def benchmark(options: Options) -> dict[str, Any]:
+    """Check and time each problem; return the report."""
+    device, kernels, dtype = _settle(options)
+    cold = CPU_COLD
+    if device.type == "cuda":
+        cold = int(CACHES * torch.cuda.get_device_properties(device).L2_cache_size)
+    bench = Bench.of(kernels, device, dtype, cold)
+    machine = measure_machine(device)
+    planned = list(_plan(bench, options))
+    rows: list[dict[str, Any]] = []
+    with suppress(KeyboardInterrupt), tqdm(total=len(planned), leave=False, disable=None) as progress:
+        for problem in planned:
+            progress.set_description(f"{problem.operation} {problem.batch}x{problem.window}")
+            rows.append(measure(bench, machine, problem, options.repeats))
+            progress.update()
+    measured = {row["operation"] for row in rows}
+    operations = {field.name for field in fields(Kernels)} - {"name", *ONCE}
+    return {
+        "benchmark": "kernels",
+        **environment(),
+        "device": str(device),
+        "kernels": kernels,
+        "dtype": str(dtype).removeprefix("torch."),
+        "repeats": options.repeats,
+        "copy_bytes_per_s": machine.copy_bytes_per_s,
+        "launch_s": machine.launch_s,
+        "cold_bytes": cold,
+        "interrupted": len(rows) < len(planned),
+        "absent_peers": kernel_peers.absent() if options.peers else None,
+        "not_measured": sorted(operations - measured) if options.only is None else None,
+        "rows": rows,
+        "verify": list(_ratios(rows)),
+    }
+
+
+def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> dict[str, Any]:
+    """Return one row: what was wrong, or the figures."""
+    row: dict[str, Any] = {
+        "operation": planned.operation,
+        "shape": planned.shape,
+        "detail": planned.detail,
+        "batch": planned.batch,
+        "window": planned.window,
+        "backing": planned.backing,
+        "peer": "." in planned.operation,
+        "status": "ok",
+    }
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the last problem held is free, and must count as such
+    if (free := free_memory(bench.device)) < planned.needs:
+        return row | {
+            "status": "skipped",
+            "why": f"needs {planned.needs / 1e9:.1f} GB, {free / 1e9:.1f} are free",
+        }
+    try:
+        problem = planned.build()
+        error = problem.error()
+        row["error"] = error
+        if not error <= TOLERANCE[bench.dtype]:
+            return row | {"status": "WRONG", "why": f"off by {error:.2g} of a row"}
+        timing = time_calls(problem.calls, bench.device, repeats)
+    except (
+        RuntimeError,
+        AssertionError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ImportError,
+    ) as fault:
+        said = str(fault).strip().splitlines() or [""]
+        return row | {"status": "FAILED", "why": f"{type(fault).__name__}: {said[0][:120]}"}
+    took_s, predicted_s = timing.seconds.median, machine.predict_s(problem.bytes)
+    return row | {
+        "seconds": timing.seconds._asdict(),
+        "how": timing.how,
+        "bytes": problem.bytes,
+        "bytes_per_s": problem.bytes / took_s,
+        "copy_share": problem.bytes / took_s / machine.copy_bytes_per_s,
+        "predicted_s": predicted_s,
+        "over_predicted": took_s / predicted_s,
+    }
+
+
+def _settle(options: Options) -> tuple[torch.device, str, torch.dtype]:
+    """Let the engine's own rules choose device and kernels; the model asked about does not matter."""
+    config = EngineConfig.of(
+        EngineConfig(draft="none", memory_bytes=1 << 30, max_model_len=16),
+        {"device": options.device, "kernels": options.kernels, "dtype": options.dtype},
+    )
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    stored = torch.bfloat16 if on_gpu else torch.float32
+    settings = resolve(config, families.network(shape_config("tiny")), stored, 1)
+    if settings.dtype not in TOLERANCE:
+        raise ConfigError(f"dtype: kernels are measured in {', '.join(map(str, TOLERANCE))}", field="dtype")
+    return settings.device, settings.kernels, settings.dtype
+
+
+def _plan(bench: Bench, options: Options) -> Iterator[Planned]:
+    """List all problems: each load once, then the loads at which the backings are compared."""
+    grid = DEFAULTS[bench.device.type]
+    seen: set[tuple[object, ...]] = set()
+    networks = {name: families.network(shape_config(name)) for name in options.shapes or grid.shapes}
+    for problem in _all(bench, options, grid, networks):
+        key = problem.operation, problem.shape, problem.detail, problem.batch, problem.window
+        if key not in seen and _is_wanted(problem.operation, options.only):
+            seen.add(key)
+            yield problem
+    if options.only is not None and not seen:
+        known = sorted({p.operation for p in _all(bench, options, grid, networks)})
+        raise ConfigError(
+            f"only: none of {', '.join(options.only)} is measured for these shapes; "
+            f"there are {', '.join(known)}",
+            field="only",
+        )
+
+
+def _is_wanted(operation: str, only: Sequence[str] | None) -> bool:
+    return only is None or operation in only or ("." in operation and PEERS in only)
+
+
+def _all(
+    bench: Bench, options: Options, grid: Grid, networks: Mapping[str, spec.Network]
+) -> Iterator[Planned]:
+    context = grid.context if options.context is None else options.context
+    for name, network in networks.items():
+        for batch in options.batches or grid.batches:
+            for window in options.windows or grid.windows:
+                sizes = Sizes(name, network, batch, window, context)
+                for plan in PLANS:
+                    yield from plan(bench, sizes)
+        for batch in options.batches or grid.verify_batches:
+            for window in options.windows or grid.verify_windows:
+                sizes = Sizes(name, network, batch, window, context)
+                yield from (
+                    p
+                    for p in window_problems.plan(bench, sizes)
+                    if p.operation == VERIFY and p.backing != "plain"
+                )
+        # Last, for some compile for a minute before they run.
+        if options.peers:
+            for batch in options.batches or grid.batches:
+                for window in options.windows or grid.windows:
+                    yield from kernel_peers.plan(bench, Sizes(name, network, batch, window, context))
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Set a window's verification with snapshots over the same with records."""
+    timed = {
+        (row["shape"], row["batch"], row["window"], row["backing"]): row
+        for row in rows
+        if row["operation"] == VERIFY and "seconds" in row
+    }
+    for (shape, batch, window, backing), own in timed.items():
+        other = timed.get((shape, batch, window, "snapshot"))
+        if backing == "record" and other is not None:
+            yield {
+                "shape": shape,
+                "batch": batch,
+                "window": window,
+                "record_s": own["seconds"]["median"],
+                "snapshot_s": other["seconds"]["median"],
+                "snapshot_over_record": other["seconds"]["median"] / own["seconds"]["median"],
+                "bytes_ratio": other["bytes"] / own["bytes"],
+            }
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Lay the report out for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
+    copy, launch = report["copy_bytes_per_s"], report["launch_s"]
+    lines = [
+        f"{machine}; {versions}; commit {report['commit']}",
+        f"kernels: {report['kernels']}, {report['dtype']}; copied at {copy / 1e9:,.0f} GB/s in this run, "
+        f"reads and writes together; a launch takes {launch * 1e6:.2f} µs",
+        "model: bytes / copy speed + a launch. Weights and states come from memory, activations may not",
+    ]
+    if report["absent_peers"]:
+        lines.append(f"absent here, so not measured: {', '.join(report['absent_peers'])}")
+    if report["not_measured"]:
+        lines.append(f"operations without a benchmark for these shapes: {', '.join(report['not_measured'])}")
+    if report["rows"]:
+        lines += ["", table([_shown(row) for row in report["rows"]])]
+    if report["verify"]:
+        lines += ["", "verifying a window (delta_net), records beside snapshots:", table(_compared(report))]
+    return "\n".join(lines)
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, str]:
+    shown = {name: str(row[name]) for name in ("operation", "shape", "detail", "batch", "window")}
+    names = ("ms", "p10-p90", "MB", "GB/s", "of copy", "model ms", "x model", "by")
+    if "seconds" not in row:
+        return shown | dict.fromkeys(names, "") | {"by": f"{row['status']}: {row['why']}"}
+    took = row["seconds"]
+    return shown | {
+        "ms": f"{took['median'] * 1e3:.4f}",
+        "p10-p90": f"{took['p10'] * 1e3:.4f}-{took['p90'] * 1e3:.4f}",
+        "MB": f"{row['bytes'] / 1e6:.2f}",
+        "GB/s": f"{row['bytes_per_s'] / 1e9:.0f}",
+        "of copy": f"{row['copy_share']:.0%}",
+        "model ms": f"{row['predicted_s'] * 1e3:.4f}",
+        "x model": f"{row['over_predicted']:.2f}",
+        "by": row["how"],
+    }
+
+
+def _compared(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "shape": own["shape"],
+            "batch": str(own["batch"]),
+            "window": str(own["window"]),
+            "record ms": f"{own['record_s'] * 1e3:.4f}",
+            "snapshot ms": f"{own['snapshot_s'] * 1e3:.4f}",
+            "snapshot / record": f"{own['snapshot_over_record']:.2f}",
+            "by bytes": f"{own['bytes_ratio']:.2f}",
+        }
+        for own in report["verify"]
+    ]

@@ -1,0 +1,110 @@
+"""What of a named shape fits a device: weights drawn there, and how many rows beside them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specdec.bench.random_model import shape_config
+from specdec.bench.time_model import TimeModel
+from specdec.config import EngineConfig
+from specdec.errors import CapacityError, ConfigError
+from specdec.models import families
+from specdec.resolve import Resolved, free_memory, resolve
+
+ARENA_SHARE = 0.8
+"""Of what the weights leave; the rest is for activations, logits and graphs."""
+ANYTHING = 1 << 50
+"""Memory enough for a model to be described whatever the device has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One shape on one device, before anything is allocated."""
+
+    name: str
+    model: TimeModel
+    stored: torch.dtype
+    settings: Resolved
+    """As they would be with memory enough."""
+    weight_bytes: int
+    arena_bytes: int
+    """What there is for each arena: one that drafts, one that does not."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the size of a checkpoint in its own dtype."""
+        held = (*self.model.footprint.target, *self.model.footprint.mtp)
+        return sum(p.count for p in held) * self.stored.itemsize
+
+    def row_bytes(self, tokens: int, slots: str) -> int:
+        """Count what a row of so many tokens takes, with its window's slots and, of records, the path's."""
+        layout, bounds = self.settings.layout, self.settings.bounds
+        own = layout.sequence_bytes(tokens)
+        if not self.settings.drafters:
+            return own
+        if slots == "snapshot":
+            return own + bounds.num_draft_tokens * layout.states_per_slab * layout.slab_bytes
+        kept = bounds.num_draft_tokens + bounds.num_steps + 1
+        grown = layout.blocks_for(bounds.topk * bounds.num_steps + layout.block_tokens)
+        return own + kept * layout.record_bytes + grown * layout.block_bytes
+
+    def rows(self, tokens: int, slots: str) -> int:
+        """Say how many rows of so many tokens an arena holds."""
+        return max(self.arena_bytes - 4 * self.settings.layout.slab_bytes, 0) // self.row_bytes(tokens, slots)
+
+    def memory_for(self, rows: int, tokens: int) -> int:
+        """Return the arena that so many rows need, slabs that are partly used included."""
+        layout = self.settings.layout
+        needed = (rows * self.row_bytes(tokens, self.settings.slots) + 4 * layout.slab_bytes) * 21 // 20
+        return min(max(needed, 6 * layout.slab_bytes), self.arena_bytes)
+
+
+def fit(name: str, config: EngineConfig, *, fp8: bool) -> Fit:
+    """Describe a named shape on the device that is asked for; refuse one whose weights are too large."""
+    raw = shape_config(name)
+    network, stored = families.network(raw), families.stored_dtype(raw)
+    count = TimeModel(network, stored).footprint
+    stored_bytes = sum(p.count for p in (*count.target, *count.mtp)) * stored.itemsize
+    roomy = EngineConfig.of(config, {"memory_bytes": ANYTHING})
+    settings = resolve(roomy, network, stored, stored_bytes)
+    model = TimeModel(network, settings.dtype)
+    weight_bytes = model.weight_bytes(fp8=fp8, mtp="mtp" in settings.drafters)
+    # While the last matrix is drawn it stands beside all others once more.
+    largest = max(p.count for p in model.footprint.target) * settings.dtype.itemsize
+    free = free_memory(settings.device)
+    if weight_bytes + largest > free:
+        raise CapacityError(
+            f"shape: {name} needs {weight_bytes:,} bytes for its weights and {largest:,} to draw them, and "
+            f"{settings.device} has {free:,} free; choose a smaller shape{'' if fp8 else ', or try --fp8'}.",
+            field="shape",
+        )
+    arenas = 2 if settings.drafters else 1
+    spare = int(ARENA_SHARE * (free - weight_bytes - largest)) // arenas
+    if config.memory_bytes is not None:
+        spare = min(spare, config.memory_bytes)
+    return Fit(name, model, stored, settings, weight_bytes, spare)
+
+
+def with_fp8(config: EngineConfig) -> EngineConfig:
+    """Ask the engine for 8-bit weights, if it knows how."""
+    if "quantize" not in EngineConfig.model_fields:
+        raise ConfigError(
+            "fp8: this engine has no 8-bit weights (no setting 'quantize'); leave it out", field="fp8"
+        )
+    wanted: dict[str, Any] = {"quantize": "fp8"}
+    return EngineConfig.of(config, wanted)
+
+
+def fitting(found: Fit, batches: Sequence[int], tokens: int) -> list[int]:
+    """Choose the batches whose rows an arena holds; refuse if there is none."""
+    most = found.rows(tokens, found.settings.slots)
+    kept = [batch for batch in batches if batch <= most]
+    if not kept:
+        raise CapacityError(
+            f"batch: beside {found.weight_bytes:,} bytes of weights of {found.name}, {most} rows of {tokens} "
+            f"tokens fit into an arena of {found.arena_bytes:,} bytes; lower batch or prompt-tokens.",
+            field="batch",
+        )
+    return kept

@@ -1,0 +1,261 @@
+"""Decoding speed of named shapes whose weights are drawn on the device: with drafts and without, by batch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.bench import profile as profiling
+from specdec.bench.peers import Sample
+from specdec.bench.random_fit import Fit, fit, fitting, with_fp8
+from specdec.bench.report import environment, json_line, summarise, table
+from specdec.bench.runner import ENGINE, EngineRunner
+from specdec.bench.throughput import EXACT, WINDOW_ROUNDS, Case, Options
+from specdec.bench.time_model import Work
+from specdec.bench.timing import Machine, measure_machine
+from specdec.bench.windows import window_costs
+from specdec.build import build_random
+from specdec.config import EngineConfig
+from specdec.errors import ConfigError, EngineError
+from specdec.resolve import DEFAULT_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a runner's requests drafted in one run."""
+
+    steps: int
+    drafted: int
+
+    @classmethod
+    def of(cls, runner: EngineRunner) -> "Counted":
+        counts = runner.model.loop.counts
+        return cls(counts.steps, counts.drafted)
+
+    def since(self, before: "Counted") -> float:
+        """Return the mean window between two counts, the root included."""
+        return 1 + (self.drafted - before.drafted) / max(self.steps - before.steps, 1)
+
+
+def run_random(options: Options, config: EngineConfig, out: Path | None, *, fp8: bool, profile: bool) -> None:
+    """Measure, then print the tables and, as the last line, the report as JSON."""
+    if options.model is not None or options.peers:
+        name = "model" if options.model is not None else "peers"
+        raise ConfigError(f"{name}: --random draws the weights of --shape; nobody else has them", field=name)
+    report = benchmark(options, with_fp8(config) if fp8 else config, fp8=fp8, profile=profile)
+    line = json_line(report)
+    if out is not None:
+        out.write_text(f"{line}\n", "utf-8")
+    print(f"{render(report)}\n{line}")
+
+
+def benchmark(options: Options, config: EngineConfig, *, fp8: bool, profile: bool) -> dict[str, Any]:
+    """Draw the weights, run every batch with drafts and without, and return the report."""
+    watched = profiling.room(config.num_steps or DEFAULT_STEPS) if profile else 0
+    longest = max(options.prompt_tokens) + max(options.new_tokens, watched) + 1
+    given = config.model_dump(exclude_unset=True)
+    found = fit(options.shape, EngineConfig.of(EngineConfig(max_model_len=longest), given), fp8=fp8)
+    tokens = found.settings.max_model_len
+    batches = fitting(found, options.batches, tokens)
+    room = EngineConfig(
+        max_running=max(batches), max_model_len=longest, memory_bytes=found.memory_for(max(batches), tokens)
+    )
+    machine = measure_machine(found.settings.device)  # before the weights leave no room for it
+    model = build_random(
+        found.model.network,
+        EngineConfig.of(room, {name: value for name, value in given.items() if name != "memory_bytes"}),
+        stored=found.stored,
+        stored_bytes=found.stored_bytes,
+        seed=options.seed,
+    )
+    settings = model.settings
+    engine = EngineRunner.of(model)
+    runners = [engine, engine.plain()] if settings.drafters else [engine]
+    cases = [Case(batch, prompt) for batch in batches for prompt in options.prompt_tokens]
+    prompts = cases[0].prompts(found.model.network.vocab, options.seed)
+    measured = list(_measure(options, found, machine, runners, cases, fp8=fp8))
+    return {
+        "benchmark": "random throughput",
+        **environment(),
+        "shape": options.shape,
+        "family": found.model.network.family,
+        "parameters": found.model.footprint.parameters,
+        "weight_bytes": found.weight_bytes,
+        "arena_bytes": settings.memory_bytes,
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "fp8": fp8,
+        "settings": given,
+        "seed": options.seed,
+        "new_tokens": options.new_tokens,
+        "warmup": options.warmup,
+        "repeats": options.repeats,
+        "copy_bytes_per_s": machine.copy_bytes_per_s,
+        "contestants": {runner.name: runner.describe() for runner in runners},
+        "left_out": [batch for batch in options.batches if batch not in batches],
+        "cases": measured,
+        "memory": [_memory(found, batch, tokens) for batch in batches],
+        "windows": window_costs(model, options.windows, WINDOW_ROUNDS) if options.windows else [],
+        "profiles": {r.name: profiling.profile_steps(r, prompts) for r in runners} if profile else {},
+    }
+
+
+def _measure(
+    options: Options,
+    found: Fit,
+    machine: Machine,
+    runners: Sequence[EngineRunner],
+    cases: Sequence[Case],
+    *,
+    fp8: bool,
+) -> Iterator[dict[str, Any]]:
+    """Let the runners take turns at each case, and compare their tokens where numbers are exact."""
+    with tqdm(total=len(cases) * (options.warmup + options.repeats), leave=False, disable=None) as progress:
+        for case in cases:
+            progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
+            prompts = case.prompts(found.model.network.vocab, options.seed)
+            samples: dict[str, list[Sample]] = {runner.name: [] for runner in runners}
+            before: dict[str, Counted] = {}
+            for repeat in range(-options.warmup, options.repeats):
+                for runner in runners:
+                    if repeat == 0:
+                        before[runner.name] = Counted.of(runner)
+                    sample = runner.run(prompts, options.new_tokens)
+                    if repeat >= 0:
+                        samples[runner.name].append(sample)
+                progress.update()
+            widths = {runner.name: Counted.of(runner).since(before[runner.name]) for runner in runners}
+            agreement = check(found, samples)
+            figures = {
+                runner.name: _figures(case, found, machine, runner, samples, widths[runner.name], fp8=fp8)
+                for runner in runners
+            }
+            yield {
+                "batch": case.batch,
+                "prompt_tokens": case.prompt_tokens,
+                "agreement": agreement,
+                "figures": figures,
+            }
+
+
+def check(found: Fit, samples: Mapping[str, Sequence[Sample]]) -> dict[str, int] | None:
+    """Compare the tokens with drafts and without; in exact types a difference ends the benchmark.
+
+    What is accepted at given rates is another text: there is nothing to compare.
+    """
+    if found.settings.synthetic or len(samples) < 2:
+        return None
+    first, second = (own[0].token_ids or () for own in samples.values())
+    equal = sum(a == b for a, b in zip(first, second, strict=True))
+    if equal < len(first) and str(found.settings.dtype).removeprefix("torch.") in EXACT:
+        raise EngineError(
+            f"{len(first) - equal} of {len(first)} rows say something else with drafts than without; no "
+            "figure is shown for a result that is wrong"
+        )
+    return {"rows": len(first), "equal": equal}
+
+
+def _figures(
+    case: Case,
+    found: Fit,
+    machine: Machine,
+    runner: EngineRunner,
+    samples: Mapping[str, Sequence[Sample]],
+    width: float,
+    *,
+    fp8: bool,
+) -> dict[str, Any]:
+    own, settings = samples[runner.name], runner.model.settings
+    step_s = summarise([s for sample in own for s in sample.step_s])
+    per_step = summarise([sample.tokens_per_step for sample in own])
+    plain = list(samples.values())[-1]
+    ratio = summarise([b.token_s / a.token_s for a, b in zip(own, plain, strict=True)])
+    work = Work(
+        rows=case.batch,
+        window=max(1, round(width)),
+        context=round(case.prompt_tokens + len(own[0].step_s) * per_step.median / 2),
+        accepted=per_step.median,
+        draft_steps=min(settings.bounds.num_steps, round(width) - 1) if "mtp" in settings.drafters else 0,
+        topk=settings.bounds.topk,
+        fp8=fp8,
+        slots=settings.slots,
+    )
+    floor_s = sum(found.model.step(work).values()) / machine.copy_bytes_per_s
+    return {
+        "prefill_s": summarise([sample.prefill_s for sample in own])._asdict(),
+        "step_s": step_s._asdict(),
+        "tokens_per_step": per_step._asdict(),
+        "window": width,
+        "decode_tokens_per_s": case.batch / summarise([sample.token_s for sample in own]).median,
+        "over_none": ratio._asdict(),
+        "floor_s": floor_s,
+        "ceiling_share": floor_s / step_s.median,
+    }
+
+
+def _memory(found: Fit, batch: int, tokens: int) -> dict[str, Any]:
+    """Say what a row takes with either kind of draft slot, and how many rows the arena would hold."""
+    rows = {slots: found.rows(tokens, slots) for slots in ("record", "snapshot")}
+    return {
+        "batch": batch,
+        "tokens": tokens,
+        "row_bytes": {slots: found.row_bytes(tokens, slots) for slots in rows},
+        "state_bytes": found.settings.layout.state_bytes,
+        "rows": rows,
+    }
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Lay the report out for people."""
+    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    lines = [
+        f"random weights of shape {report['shape']}: {report['parameters'] / 1e6:,.1f} M parameters, "
+        f"{report['dtype']}{', layers in FP8' if report['fp8'] else ''}, "
+        f"{report['weight_bytes'] / 1e9:.2f} GB",
+        f"{machine}; {versions}; commit {report['commit']}",
+        f"memory copied at {report['copy_bytes_per_s'] / 1e9:,.0f} GB/s in this run (reads and writes)",
+        "NO TEXT: random weights say nothing, and nobody else has them. What is compared is drafts and none.",
+    ]
+    rates = report["contestants"][ENGINE]["synthetic_acceptance"]
+    if rates is not None:
+        shown = ", ".join(f"{rate:.2f}" for rate in rates)
+        lines.append(f"SYNTHETIC ACCEPTANCE: drafts are accepted at rates {shown} by depth")
+    if report["left_out"]:
+        lines.append(f"do not fit: batches {', '.join(map(str, report['left_out']))}")
+    lines += ["", table(list(_rows(report))), "", table(list(_memory_rows(report)))]
+    lines += [f"\n{name}: {profiling.render(own)}" for name, own in report["profiles"].items()]
+    return "\n".join(lines)
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    for case in report["cases"]:
+        for name, own in case["figures"].items():
+            step = own["step_s"]
+            yield {
+                "batch": str(case["batch"]),
+                "prompt": str(case["prompt_tokens"]),
+                "engine": name,
+                "decode tok/s": f"{own['decode_tokens_per_s']:,.1f}",
+                "x none": f"{own['over_none']['median']:.2f}",
+                "tokens/step": f"{own['tokens_per_step']['median']:.2f}",
+                "window": f"{own['window']:.1f}",
+                "ms/step": f"{step['median'] * 1e3:.2f}",
+                "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
+                "floor ms": f"{own['floor_s'] * 1e3:.2f}",
+                "of ceiling": f"{own['ceiling_share']:.0%}",
+            }
+
+
+def _memory_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Show what a row takes; it is the same for every batch."""
+    own = report["memory"][0]
+    for slots, size in own["row_bytes"].items():
+        yield {
+            "draft slots": slots,
+            "MB a row": f"{size / 1e6:.2f}",
+            "of it the state": f"{own['state_bytes'] / 1e6:.2f}",
+            f"rows of {own['tokens']} tokens that fit": f"{own['rows'][slots]:,}",
+        }

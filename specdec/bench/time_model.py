@@ -1,0 +1,187 @@
+"""What a step must move by its formulas, kernel class by class, and how fast it can be at a bandwidth."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specdec.bench.report import table
+from specdec.errors import ConfigError
+from specdec.footprint import Footprint, Parameter, measure
+from specdec.models import spec
+from specdec.models.network import memory_layout
+from specdec.state_slots.layout import Layout
+
+NARROW = ("in_a", "in_b", "conv", "router", "shared_gate", "norm", "q_norm", "k_norm")
+"""Matrices of a layer that stay as they are where the others are quantised."""
+EVERY = 1 << 30
+"""Tokens enough to choose every expert."""
+DRAFTING, HEAD = "draft steps", "output matrix"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one step does: `rows` requests, each with a window of `window` tokens behind `context` others."""
+
+    rows: int = 1
+    window: int = 1
+    context: int = 0
+    accepted: float = 1.0
+    """Tokens that a row gains by the step, the bonus token included."""
+    draft_steps: int = 0
+    topk: int = 1
+    fp8: bool = False
+    """The layers' matrices take a byte an entry; the output matrix, the embedding and the head that drafts do
+    not, as in published FP8 checkpoints."""
+    slots: str = "record"
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.window
+
+
+class TimeModel:
+    """Count the bytes of a network's steps."""
+
+    def __init__(self, network: spec.Network, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.network = network
+        self.footprint: Footprint = measure(network, dtype)
+        self.layout: Layout = memory_layout(network, dtype, mtp=bool(network.mtp))
+
+    def step(self, work: Work) -> dict[str, float]:
+        """Return the bytes of one step by kernel class, the largest first.
+
+        A weight is read once however many tokens share it, an expert's if one of the tokens chose it: of E
+        experts, T tokens that choose k each at random touch E(1 − (1 − k/E)^T).
+        """
+        found: dict[str, float] = {}
+        for parameter in self.footprint.target:
+            kind = self._kind(parameter.name)
+            if kind is not None:
+                size = read_bytes(parameter, work.tokens) * self._shrink(parameter, work)
+                found[kind] = found.get(kind, 0.0) + size
+        if self.layout.states:
+            found["states"] = work.rows * state_bytes(self.layout, work.window, work.slots)
+        if (layers := _attentions(self.network.layers)) and self.layout.kv:
+            found["keys and values"] = self._kv_bytes(layers, work.rows, work.context, work.window)
+        if work.draft_steps:
+            found[DRAFTING] = self._draft_bytes(work)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def weight_bytes(self, *, fp8: bool, mtp: bool) -> int:
+        """Count what the weights take where they lie."""
+        work = Work(fp8=fp8)
+        held = (*self.footprint.target, *(self.footprint.mtp if mtp else ()))
+        return round(sum(p.expected_bytes(EVERY) * self._shrink(p, work) for p in held))
+
+    def _draft_bytes(self, work: Work) -> float:
+        """Count the passes of the head that drafts: over what was accepted, then over topk tokens a level."""
+        if not self.network.mtp:
+            raise ConfigError(
+                "draft_steps: this shape has no multi-token head that could draft", field="draft_steps"
+            )
+        read = [p for p in self.footprint.target if self._kind(p.name) == HEAD]
+        layers = _attentions(self.network.mtp)
+        passes = [work.accepted, *[float(work.topk)] * (work.draft_steps - 1)]
+        total = 0.0
+        for tokens in passes:
+            total += sum(read_bytes(p, work.rows * tokens) for p in (*self.footprint.mtp, *read))
+            total += self._kv_bytes(layers, work.rows, work.context, tokens)
+        return total
+
+    def _kv_bytes(self, layers: int, rows: int, context: int, window: float) -> float:
+        """Count keys and values: what was committed is read once a row, what is new is written and read."""
+        per_layer = self.layout.block_bytes / self.layout.block_tokens / len(self.layout.kv)
+        return layers * per_layer * rows * (context + 2 * window)
+
+    def _kind(self, name: str) -> str | None:
+        """Name the class of kernels that reads a parameter; None: it is read by row, which is nothing."""
+        if name == "head.weight" or (name == "embed.weight" and self.network.tied):
+            return HEAD
+        if name == "embed.weight":
+            return None
+        if ".experts." in name:
+            return "experts"
+        if ".router." in name:
+            return "routers"
+        if ".ffn." in name:
+            return "dense feed-forward"
+        if ".mixer." in name:
+            mixer = self.network.layers[int(name.split(".")[1])].mixer
+            return "attention projections" if isinstance(mixer, spec.Attention) else "recurrent projections"
+        return "norms"
+
+    def _shrink(self, parameter: Parameter, work: Work) -> float:
+        """Return a parameter's bytes over those of the model's dtype."""
+        halves = parameter.expected_bytes(EVERY) == 2 * parameter.count
+        quantised = work.fp8 and parameter.name.startswith("layers.") and halves
+        narrow = any(part in NARROW for part in parameter.name.split("."))
+        matrix = parameter.name.endswith((".weight", ".experts.up", ".experts.down"))
+        norm = parameter.name.endswith("_norm.weight")
+        return 0.5 if quantised and matrix and not narrow and not norm else 1.0
+
+
+def read_bytes(parameter: Parameter, tokens: float) -> float:
+    """Count what so many tokens, on average, read of a parameter: all of it, or the experts they chose."""
+    if parameter.experts is None:
+        return parameter.expected_bytes(1)
+    chosen, total = parameter.experts
+    return parameter.expected_bytes(EVERY) * float(1 - (1 - chosen / total) ** tokens)
+
+
+def state_bytes(layout: Layout, window: int, slots: str) -> int:
+    """Count what a row's recurrent layers move for a window.
+
+    Records: the state is read and written once, the accepted path's records are read (at most as many as a
+    window has) and the window's are written: 2s + 2mr. Snapshots: the state is read once and written after
+    each token: (m + 1)s.
+    """
+    if slots == "snapshot":
+        return (window + 1) * layout.state_bytes
+    return 2 * layout.state_bytes + 2 * window * layout.record_bytes
+
+
+def describe(network: spec.Network, work: Work, bandwidth: float) -> dict[str, Any]:
+    """Return the floor of a step in seconds and the most tokens per second that it allows."""
+    model = TimeModel(network)
+    found = model.step(work)
+    total = sum(found.values())
+    return {
+        "benchmark": "model",
+        "bytes": found,
+        "target_bytes": total - found.get(DRAFTING, 0.0),
+        "total_bytes": total,
+        "weight_bytes": model.weight_bytes(fp8=work.fp8, mtp=bool(work.draft_steps)),
+        "bytes_per_s": bandwidth,
+        "floor_s": total / bandwidth,
+        "ceiling_tokens_per_s": work.rows * work.accepted * bandwidth / total,
+    }
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Lay a model's report out for people."""
+    rows = [
+        {
+            "kernels": kind,
+            "GB": f"{size / 1e9:.3f}",
+            "ms": f"{size / report['bytes_per_s'] * 1e3:.3f}",
+            "share": f"{size / report['total_bytes']:.1%}",
+        }
+        for kind, size in report["bytes"].items()
+    ]
+    return "\n".join(
+        [
+            table(rows),
+            "",
+            f"weights {report['weight_bytes'] / 1e9:.1f} GB; a step moves "
+            f"{report['target_bytes'] / 1e9:.2f} GB for the target, "
+            f"{report['total_bytes'] / 1e9:.2f} GB in all",
+            f"at {report['bytes_per_s'] / 1e9:,.0f} GB/s: at least {report['floor_s'] * 1e3:.3f} ms a step, "
+            f"at most {report['ceiling_tokens_per_s']:,.0f} tokens/s",
+        ]
+    )
+
+
+def _attentions(layers: tuple[spec.Layer, ...]) -> int:
+    return sum(isinstance(layer.mixer, spec.Attention) for layer in layers)

@@ -1,0 +1,111 @@
+"""Clocks: what one call of an operation takes, and what the machine itself can do in the same run."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.bench.report import Summary, summarise
+
+Call = Callable[[], object]
+
+WARMUP = 3
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+LAUNCHES = 200
+CPU_SECONDS = 0.25
+"""A problem's samples end here once there are a few: some of torch's plain forms are slow."""
+FEWEST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    seconds: Summary
+    how: str
+    """`graph`: calls replayed from a captured graph; `eager`: launched one by one; `clock`: on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the time model needs of a device, measured."""
+
+    copy_bytes_per_s: float
+    launch_s: float
+    """The least that a kernel takes beside its neighbours, in a graph where there are graphs."""
+
+    def predict_s(self, num_bytes: float) -> float:
+        return num_bytes / self.copy_bytes_per_s + self.launch_s
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, repeats: int) -> Timing:
+    """Time a call by running all of them in turn: each works on buffers of its own, which must be fetched."""
+    if device.type == "cpu":
+        return Timing(summarise(_clock(calls, repeats)), "clock")
+    for call in calls:
+        call()
+    torch.cuda.synchronize(device)
+    replay, how = _captured(calls, device)
+    for _ in range(WARMUP):
+        replay()
+    return Timing(summarise([s / len(calls) for s in _events(replay, repeats)]), how)
+
+
+def measure_machine(device: torch.device, num_bytes: int | None = None) -> Machine:
+    """Copy a buffer larger than any cache, and launch kernels that do nothing."""
+    count = num_bytes or COPY_BYTES[device.type]
+    source, target = (torch.ones(count, dtype=torch.uint8, device=device) for _ in range(2))
+    copy = time_calls([lambda: target.copy_(source)], device, 7)
+    one = torch.zeros(1, device=device)
+    calls = [lambda: one.add_(1)] * LAUNCHES
+    launch = time_calls(calls, device, 7 if device.type == "cuda" else LAUNCHES)
+    return Machine(2 * count / copy.seconds.median, launch.seconds.median)
+
+
+def _clock(calls: Sequence[Call], repeats: int) -> list[float]:
+    calls[0]()
+    samples: list[float] = []
+    for i in range(max(repeats, FEWEST)):
+        start_s = time.perf_counter()
+        calls[i % len(calls)]()
+        samples.append(time.perf_counter() - start_s)
+        if len(samples) >= FEWEST and sum(samples) > CPU_SECONDS:
+            break
+    return samples
+
+
+def _captured(calls: Sequence[Call], device: torch.device) -> tuple[Call, str]:
+    """Put the calls into one graph; what cannot be captured, since it looks at values, is launched."""
+    before = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(before)
+
+    def launch() -> None:
+        for call in calls:
+            call()
+
+    try:
+        with torch.cuda.stream(stream):
+            launch()
+        before.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+    except RuntimeError:
+        # A capture that failed leaves its own stream behind as the current one.
+        torch.cuda.set_stream(before)
+        torch.cuda.synchronize(device)
+        return launch, "eager"
+    return graph.replay, "graph"
+
+
+def _events(run: Call, repeats: int) -> list[float]:
+    """Return the seconds of each run by the device's own clock."""
+    pairs = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]

@@ -1,0 +1,325 @@
+"""Problems of the operations that look at each token alone: products, norms, experts, sampling."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.bench import traffic
+from specdec.bench.narrow import ITEM, Narrow, narrow, pack_experts
+from specdec.bench.problems import (
+    SAMPLED,
+    Bench,
+    Planned,
+    Problem,
+    Sizes,
+    by_token,
+    row_error,
+    sample,
+)
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.table import Kernels
+from specdec.models import spec
+
+MOST_CHOSEN = 256
+"""Tokens whose logits the loop holds at once."""
+WIDE = ("router", "head")
+"""Products whose weights stay as they are where the others take eight bits."""
+PICK = "pick"
+CHECKED_VOCAB = 4096
+"""The reference sorts and mixes in Python's own numbers: it is asked about this much of a vocabulary."""
+
+
+def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
+    """List the problems of a shape at one load."""
+    s, tokens, item = sizes.network, sizes.tokens, bench.dtype.itemsize
+    forms = [None, *filter(None, [narrow()])] if item == 2 else [None]
+    for (name, (out, inner)), form in itertools.product(matrices(s).items(), forms):
+        if form is None or name not in WIDE:
+            size = out * inner * (ITEM if form else item)
+            shown = f"{name} {out}x{inner}{' fp8' if form else ''}"
+            needs = bench.sets(size) * size + 2 * out * inner * traffic.WIDE
+            yield sizes.plan("linear", shown, needs, partial(_linear, bench, tokens, out, inner, form))
+    for operation in ("rms_norm", "add_rms_norm"):
+        build = partial(_norm, bench, operation, tokens, s.hidden, s.norm.eps)
+        yield sizes.plan(operation, f"{s.hidden}", 0, build)
+    for mixer in {type(layer.mixer): layer.mixer for layer in s.layers}.values():
+        yield from _plan_mixer(bench, sizes, mixer)
+    for ffn in {type(layer.ffn): layer.ffn for layer in s.layers}.values():
+        yield from _plan_feed_forward(bench, sizes, ffn)
+    chosen = min(tokens, MOST_CHOSEN)
+    needs = 8 * traffic.WIDE * chosen * s.vocab
+    for operation, make in SAMPLING.items():
+        if hasattr(bench.kernels, operation):
+            build = partial(make, bench, chosen, s.vocab)
+            yield sizes.plan(operation, f"{chosen} x {s.vocab}", needs, build)
+
+
+def _plan_mixer(bench: Bench, sizes: Sizes, mixer: spec.Mixer | None) -> Iterator[Planned]:
+    match mixer:
+        case spec.GatedDeltaNet() as m:
+            width, run = m.value_heads * m.value_dim, m.value_dim
+        case spec.Mamba2() as m:
+            width, run = m.heads * m.head_dim, m.heads * m.head_dim // m.groups
+            yield sizes.plan("mamba_step", f"{m.heads}", 0, partial(_mamba_step, bench, sizes.tokens, m))
+        case _:
+            return
+    gate_first = isinstance(mixer, spec.Mamba2)
+    build = partial(_gated_norm, bench, sizes.tokens, width, run, gate_first=gate_first)
+    yield sizes.plan("gated_norm", f"{width} by {run}", 0, build)
+
+
+def _plan_feed_forward(bench: Bench, sizes: Sizes, ffn: spec.FeedForward | None) -> Iterator[Planned]:
+    match ffn:
+        case spec.MLP():
+            build = partial(_activation, bench, ffn.activation, sizes.tokens, ffn.width)
+            yield sizes.plan(ffn.activation, f"{ffn.width}", 0, build)
+        case spec.MoE():
+            inner, detail = ffn.latent or sizes.network.hidden, f"{ffn.top_k} of {ffn.experts}"
+            build = partial(_route, bench, ffn, sizes.tokens)
+            yield sizes.plan(f"route_{ffn.router}", detail, 0, build)
+            item = bench.dtype.itemsize
+            needs = traffic.experts(ffn, inner, 0, ffn.experts, item, item)
+            for form in [None, *filter(None, [narrow()])] if item == 2 else [None]:
+                shown = f"{detail}, {inner}x{ffn.width}{' fp8' if form else ''}"
+                build = partial(_experts, bench, ffn, inner, sizes.tokens, form)
+                yield sizes.plan("experts", shown, needs + (needs // 2 if form else 0), build)
+
+
+def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
+    """Name the products that a step runs, and their weights' sizes [out, inner], as the layers pack them."""
+    found: dict[str, tuple[int, int]] = {}
+    hidden = s.hidden
+    for layer in s.layers:
+        match layer.mixer:
+            case spec.GatedDeltaNet() as m:
+                key, value = m.key_heads * m.key_dim, m.value_heads * m.value_dim
+                found["delta in"] = (2 * key + 2 * value + 2 * m.value_heads, hidden)
+                found["delta out"] = (hidden, value)
+            case spec.Mamba2() as m:
+                inner = m.heads * m.head_dim
+                found["mamba in"] = (2 * inner + 2 * m.groups * m.state_dim + m.heads, hidden)
+                found["mamba out"] = (hidden, inner)
+            case spec.Attention() as m:
+                query = m.heads * m.head_dim
+                found["attention in"] = (query * (2 if m.gated else 1) + 2 * m.kv_heads * m.head_dim, hidden)
+                found["attention out"] = (hidden, query)
+        match layer.ffn:
+            case spec.MLP() as f:
+                found["up"] = (f.width * (2 if f.activation == "swiglu" else 1), hidden)
+                found["down"] = (hidden, f.width)
+            case spec.MoE() as f:
+                found["router"] = (f.experts, hidden)
+                if f.shared_width:
+                    found["shared up"] = (f.shared_width * (2 if f.activation == "swiglu" else 1), hidden)
+                    found["shared down"] = (hidden, f.shared_width)
+    return found | {"head": (s.vocab, hidden)}
+
+
+def _linear(bench: Bench, tokens: int, out: int, inner: int, form: Narrow | None) -> Problem:
+    item = bench.dtype.itemsize
+    weight_item = ITEM if form else item
+    x_TD, rows = bench.draw(tokens, inner, seed=99), sample(tokens)
+    columns = torch.linspace(0, out - 1, min(out, SAMPLED)).long()
+    packed: list[Any] = []
+    checked: list[Tensor] = []
+    for i in range(bench.sets(out * inner * weight_item)):
+        weight_ND = bench.draw(out, inner, seed=i, scale=inner**-0.5)
+        held = form.quantise(weight_ND) if form else weight_ND
+        if not checked:
+            exact_ND = form.widen(held) if form else weight_ND
+            checked.append(exact_ND[columns.to(bench.device)].cpu())
+        packed.append(bench.kernels.pack(held))
+
+    def error() -> float:
+        found_RN = bench.kernels.linear(x_TD, packed[0])[rows].cpu()[:, columns]
+        reference = bench.reference
+        return row_error(found_RN, reference.linear(x_TD[rows].cpu(), reference.pack(checked[0])))
+
+    size = traffic.linear(tokens, out, inner, item, weight_item)
+    return Problem(size, [partial(bench.kernels.linear, x_TD, own) for own in packed], error)
+
+
+def _norm(bench: Bench, operation: str, tokens: int, size: int, eps: float) -> Problem:
+    weight_D = 1 + bench.draw(size, dtype=torch.float32, seed=5, scale=0.1)
+    adds = operation == "add_rms_norm"
+    inputs = [
+        [bench.draw(tokens, size, seed=2 * i), bench.draw(tokens, size, seed=2 * i + 1)] for i in range(4)
+    ]
+    moved = traffic.pointwise(*[(tokens, size)] * (4 if adds else 2), item=bench.dtype.itemsize)
+
+    def run(ops: Kernels, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor) -> Tensor:
+        return ops.add_rms_norm(x_TD, y_TD, weight_D, eps) if adds else ops.rms_norm(x_TD, weight_D, eps)
+
+    return by_token(bench, moved, run, inputs, weight_D)
+
+
+def _gated_norm(bench: Bench, tokens: int, width: int, group: int, *, gate_first: bool) -> Problem:
+    weight_D = 1 + bench.draw(width if gate_first else group, seed=5, scale=0.1)
+    inputs = [
+        [
+            bench.draw(tokens, width, dtype=torch.float32, seed=2 * i),
+            bench.draw(tokens, width, seed=2 * i + 1),
+        ]
+        for i in range(4)
+    ]
+    item = bench.dtype.itemsize
+    moved = traffic.pointwise((tokens, width), item=traffic.WIDE + 2 * item)
+
+    def run(ops: Kernels, x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor) -> Tensor:
+        return ops.gated_norm(x_TD, gate_TD, weight_D, 1e-6, group, gate_first=gate_first)
+
+    return by_token(bench, moved, run, inputs, weight_D)
+
+
+def _mamba_step(bench: Bench, tokens: int, mixer: spec.Mamba2) -> Problem:
+    bias_H = bench.draw(mixer.heads, dtype=torch.float32, seed=3)
+    moved = traffic.pointwise((tokens, mixer.heads), item=bench.dtype.itemsize + traffic.WIDE)
+
+    def run(ops: Kernels, dt_TH: Tensor, bias_H: Tensor) -> Tensor:
+        return ops.mamba_step(dt_TH, bias_H, mixer.step_limit)
+
+    return by_token(bench, moved, run, [[bench.draw(tokens, mixer.heads)]], bias_H)
+
+
+def _activation(bench: Bench, operation: str, tokens: int, width: int) -> Problem:
+    columns = 2 * width if operation == "swiglu" else width
+    inputs = [[bench.draw(tokens, columns, seed=i)] for i in range(4)]
+    moved = traffic.pointwise((tokens, columns), (tokens, width), item=bench.dtype.itemsize)
+    return by_token(bench, moved, lambda ops, x_TI: getattr(ops, operation)(x_TI), inputs)
+
+
+def _route(bench: Bench, moe: spec.MoE, tokens: int) -> Problem:
+    sigmoid = moe.router == "sigmoid"
+    logits_TE = bench.draw(tokens, moe.experts, dtype=torch.float32 if sigmoid else None)
+    bias_E = bench.draw(moe.experts, dtype=torch.float32, seed=1, scale=0.1)
+
+    def route(ops: Kernels, logits_TE: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:
+        if not sigmoid:
+            return ops.route_softmax(logits_TE, moe.top_k, renormalise=moe.renormalise)
+        grouping = {"groups": moe.groups, "top_groups": moe.top_groups, "scale": moe.scale}
+        return ops.route_sigmoid(logits_TE, bias_E, moe.top_k, renormalise=moe.renormalise, **grouping)
+
+    def chosen(ops: Kernels, logits_TE: Tensor, bias_E: Tensor) -> Tensor:
+        """Return weights and logits of what was chosen, sorted: equal logits may be taken in any order."""
+        index_TA, weight_TA = route(ops, logits_TE, bias_E)
+        chosen_TA = logits_TE.gather(1, index_TA.long())
+        return torch.cat([x_TA.float().sort(-1).values for x_TA in (weight_TA, chosen_TA)], dim=1)
+
+    moved = traffic.pointwise((tokens, moe.experts), item=logits_TE.element_size())
+    error = by_token(bench, moved, chosen, [[logits_TE]], bias_E).error
+    return Problem(moved, [lambda: route(bench.kernels, logits_TE, bias_E)], error)
+
+
+def _experts(bench: Bench, moe: spec.MoE, inner: int, tokens: int, form: Narrow | None) -> Problem:
+    gated, item = moe.activation == "swiglu", bench.dtype.itemsize
+    weight_item = ITEM if form else item
+    rows = moe.width * (2 if gated else 1)
+    up, down = (
+        form.quantise(weight_END) if form else weight_END
+        for weight_END in (
+            bench.draw(moe.experts, rows, inner, scale=inner**-0.5),
+            bench.draw(moe.experts, inner, moe.width, seed=1, scale=moe.width**-0.5),
+        )
+    )
+    packed = [pack_experts(bench.kernels, weight) for weight in (up, down)]
+    x_TD = bench.draw(tokens, inner, seed=2)
+    # Other experts each time: the same ones again would come out of the cache.
+    chosen = min(moe.experts, tokens * moe.top_k)
+    sets = bench.sets(traffic.experts(moe, inner, 0, chosen, item, weight_item))
+    scores_STE = torch.rand(sets, tokens, moe.experts, generator=torch.Generator().manual_seed(0))
+    index_STA = scores_STE.topk(moe.top_k, dim=-1).indices.to(bench.device)
+    distinct = sum(len(torch.unique(index_TA)) for index_TA in index_STA) // sets
+    weight_TA = torch.softmax(bench.draw(tokens, moe.top_k, seed=3).float(), -1).to(bench.dtype)
+    size = traffic.experts(moe, inner, tokens, distinct, item, weight_item)
+
+    def call(index_TA: Tensor) -> Tensor:
+        return bench.kernels.experts(x_TD, *packed, index_TA, weight_TA, gated=gated)
+
+    def error() -> float:
+        few = sample(tokens)
+        held, index_RA = torch.unique(index_STA[0, few], return_inverse=True)
+        exact = [pack_experts(bench.reference, _some(weight, held, form).cpu()) for weight in (up, down)]
+        expected = bench.reference.experts(
+            x_TD[few].cpu(), *exact, index_RA.cpu(), weight_TA[few].cpu(), gated=gated
+        )
+        return row_error(call(index_STA[0])[few], expected)
+
+    return Problem(size, [partial(call, own) for own in index_STA], error)
+
+
+def _some(weight: Any, held: Tensor, form: Narrow | None) -> Tensor:
+    """Return some experts' matrices as ordinary ones."""
+    if form is None:
+        own: Tensor = weight[held]
+        return own
+    numbers, scale, *rest = weight
+    return form.widen(type(weight)(numbers.view(torch.uint8)[held].view(numbers.dtype), scale[held], *rest))
+
+
+def _gumbel(bench: Bench, tokens: int, vocab: int) -> Problem:
+    seed_N = torch.arange(tokens, device=bench.device) * 0x9E3779B9
+    position_N = torch.arange(tokens, device=bench.device) + 1000
+    rows, checked = sample(tokens), min(vocab, CHECKED_VOCAB)
+
+    def call() -> Tensor:
+        return bench.kernels.gumbel(seed_N, position_N, vocab)
+
+    def error() -> float:
+        expected = bench.reference.gumbel(seed_N[rows].cpu(), position_N[rows].cpu(), checked)
+        return row_error(call()[rows][:, :checked], expected)
+
+    return Problem(traffic.pointwise((tokens, vocab), item=traffic.WIDE), [call], error)
+
+
+def _process(bench: Bench, tokens: int, vocab: int) -> Problem:
+    def rules(rows: int, device: torch.device) -> Rules:
+        return Rules(
+            temperature_N=torch.full((rows,), 0.8, device=device),
+            top_k_N=torch.full((rows,), 50, device=device),
+            top_p_N=torch.full((rows,), 0.95, device=device),
+            min_p_N=torch.full((rows,), 0.01, device=device),
+        )
+
+    logits_NV = bench.draw(tokens, vocab, dtype=torch.float32, scale=3.0)
+    own, rows, checked = rules(tokens, bench.device), sample(tokens), min(vocab, CHECKED_VOCAB)
+
+    def error() -> float:
+        excerpt_NV = logits_NV[:, :checked].contiguous()
+        found_NV = bench.kernels.process(excerpt_NV, own)[rows].cpu()
+        expected_NV = bench.reference.process(excerpt_NV[rows].cpu(), rules(len(rows), torch.device("cpu")))
+        if not torch.equal(found_NV.isinf(), expected_NV.isinf()):
+            return float("inf")
+        return row_error(found_NV.nan_to_num(neginf=0.0), expected_NV.nan_to_num(neginf=0.0))
+
+    moved = traffic.pointwise((tokens, vocab), item=2 * traffic.WIDE)
+    return Problem(moved, [lambda: bench.kernels.process(logits_NV, own)], error)
+
+
+def _pick(bench: Bench, tokens: int, vocab: int) -> Problem:
+    """Choose by logits and noise at once, at a temperature and without filters."""
+    pick: Callable[..., Tensor] = getattr(bench.kernels, PICK)
+    logits_NV = bench.draw(tokens, vocab, dtype=torch.float32, scale=3.0)
+    own = Rules(temperature_N=torch.full((tokens,), 0.8, device=bench.device))
+    number_N = torch.arange(tokens, device=bench.device)
+    rows, checked = sample(tokens), min(vocab, CHECKED_VOCAB)
+
+    def error() -> float:
+        """Say how far under the best, of what is compared, the chosen token lies."""
+        excerpt_NV = logits_NV[:, :checked].contiguous()
+        found_R = pick(excerpt_NV, own, number_N, number_N)[rows].cpu()
+        few = Rules(temperature_N=own.temperature_N[rows].cpu())
+        scores_RV = bench.reference.process(excerpt_NV[rows].cpu(), few)
+        scores_RV += bench.reference.gumbel(number_N[rows].cpu(), number_N[rows].cpu(), checked)
+        gap_R = scores_RV.amax(-1) - scores_RV.gather(1, found_R.long()[:, None])[:, 0]
+        return float(gap_R.max())
+
+    moved = traffic.pointwise((tokens, vocab), item=traffic.WIDE)
+    return Problem(moved, [lambda: pick(logits_NV, own, number_N, number_N)], error)
+
+
+SAMPLING = {"gumbel": _gumbel, "process": _process, PICK: _pick}
+"""Operations over a vocabulary, of which a kernel set may have more or fewer."""

@@ -1,0 +1,98 @@
+"""The bytes that each operation must move: what it reads and writes if everything is touched once.
+
+T tokens, B rows of M tokens, P accepted records of each row; s a row's state in one layer, r a record of it,
+w its convolution's window. An activation has `item` bytes an entry; `wide` are the four of a float32.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from specdec.models import spec
+
+WIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """One recurrent layer's sizes in bytes."""
+
+    state: int
+    window: int
+    update: int
+    inputs: int
+
+    @property
+    def record(self) -> int:
+        return self.update + self.inputs
+
+
+def recurrent(mixer: spec.GatedDeltaNet | spec.Mamba2, item: int) -> Recurrent:
+    """Return the sizes of a layer: a float32 state, and conv inputs in the model's dtype."""
+    match mixer:
+        case spec.GatedDeltaNet():
+            heads, key, value = mixer.value_heads, mixer.key_dim, mixer.value_dim
+            channels = 2 * mixer.key_heads * key + heads * value
+        case spec.Mamba2():
+            heads, key, value = mixer.heads, mixer.state_dim, mixer.head_dim
+            channels = heads * value + 2 * mixer.groups * key
+    state, update = heads * key * value * WIDE, heads * (value + 1) * WIDE
+    return Recurrent(state, (mixer.conv - 1) * channels * item, update, channels * item)
+
+
+def states(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
+    """Count states and records. plain 2s; record 2s + (M + P)·r; snapshot (M + 1)·s, windows likewise."""
+    whole = size.state + size.window
+    if backing == "snapshot":
+        return rows * (width + 1) * whole
+    kept = (width + path) * size.record if backing == "record" else 0
+    return rows * (2 * whole + kept)
+
+
+def recur(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
+    """Count the recurrence alone: the same without the convolution's windows and inputs."""
+    return states(Recurrent(size.state, 0, size.update, 0), rows, width, path, backing)
+
+
+def conv(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
+    """Count the convolution alone, and the tokens that it reads and writes: 2·T·C."""
+    kept = states(Recurrent(0, size.window, 0, size.inputs), rows, width, path, backing)
+    return kept + 2 * rows * width * size.inputs
+
+
+def fold(size: Recurrent, rows: int, path: int) -> int:
+    """Count bringing states and windows up to date: 2s + P·r."""
+    return rows * (2 * (size.state + size.window) + path * size.record)
+
+
+def path_conv(size: Recurrent, rows: int, path: int, share: float) -> int:
+    """Count making some channels again: the windows and the records' inputs read, the result written."""
+    return round(share * rows * (size.window + 2 * path * size.inputs))
+
+
+def attention(mixer: spec.Attention, rows: int, width: int, length: int, item: int) -> int:
+    """Count an attention layer: KV of all that is seen read, the window's written, queries in, output out."""
+    kv = 2 * mixer.kv_heads * mixer.head_dim * item
+    query = mixer.heads * mixer.head_dim * item
+    tokens = rows * width
+    return rows * (length + width) * kv + 2 * tokens * kv + tokens * query * (3 if mixer.gated else 2)
+
+
+def move(mixer: spec.Attention, rows: int, path: int, item: int) -> int:
+    """Count keys and values read at one place and written at another."""
+    return 2 * rows * path * 2 * mixer.kv_heads * mixer.head_dim * item
+
+
+def linear(tokens: int, out: int, inner: int, item: int, weight_item: int) -> int:
+    """Count a product: the weight, the tokens, the result."""
+    return out * inner * weight_item + tokens * (out + inner) * item
+
+
+def experts(moe: spec.MoE, inner: int, tokens: int, distinct: int, item: int, weight_item: int) -> int:
+    """Count the matrices of the distinct experts that were chosen, and the tokens in and out."""
+    matrices = (3 if moe.activation == "swiglu" else 2) * moe.width * inner
+    return distinct * matrices * weight_item + 2 * tokens * inner * item
+
+
+def pointwise(*shapes: tuple[int, ...], item: int) -> int:
+    """Count tensors that are read or written once each."""
+    return sum(map(prod, shapes)) * item

@@ -1,0 +1,192 @@
+"""Throughput of models that are only a shape: what fits, what is drawn, what is shown."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.bench import random_fit, random_run
+from specdec.bench.peers import Sample
+from specdec.bench.profile import idle_share, profile_steps
+from specdec.bench.random_fit import fit, fitting
+from specdec.bench.random_model import shape_config
+from specdec.bench.runner import EngineRunner
+from specdec.bench.timing import Machine
+from specdec.build import build_random
+from specdec.cli import main
+from specdec.config import EngineConfig
+from specdec.errors import CapacityError
+from specdec.models import families
+from specdec.models.shapes import SHAPES
+
+SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
+"""A named size that is drawn in no time."""
+ARGV = ["bench", "throughput", "--random", "--shape", "small", "--dtype", "float32", "--device", "cpu"]
+LOAD = ["--batch", "1,3", "--prompt-tokens", "9", "--new-tokens", "6", "--repeats", "1", "--warmup", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(name: str) -> dict[str, Any]:
+        return dict(SMALL) if name == "small" else shape_config(name)
+
+    monkeypatch.setattr(random_fit, "shape_config", config)
+    monkeypatch.setattr(random_run, "measure_machine", lambda device: Machine(1e10, 1e-6))
+
+
+def report_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
+
+
+def test_report_has_drafts_and_none_for_every_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGV, *LOAD, "--draft", "mtp", "--no-adaptive", "--num-steps", "2"]) == 0
+    out, report = report_of(capsys)
+    assert [case["batch"] for case in report["cases"]] == [1, 3]
+    for case in report["cases"]:
+        rows = case["batch"]
+        assert case["agreement"] == {"rows": rows, "equal": rows}
+        own, none = case["figures"]["specdec"], case["figures"]["specdec, draft none"]
+        assert own["window"] == pytest.approx(3, abs=0.5) and none["window"] == 1
+        assert none["over_none"]["median"] == 1 and none["tokens_per_step"]["median"] == 1
+        assert own["floor_s"] > none["floor_s"] > 0
+    row_bytes = report["memory"][0]["row_bytes"]
+    assert row_bytes["record"] < row_bytes["snapshot"]
+    assert "of ceiling" in out and "NO TEXT" in out
+
+
+def test_synthetic_acceptance_is_said_and_sets_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*ARGV, "--batch", "2", "--prompt-tokens", "5", "--new-tokens", "60", "--repeats", "1"]
+    assert main([*argv, "--draft", "mtp", "--synthetic-acceptance", "3", "--no-adaptive"]) == 0
+    out, report = report_of(capsys)
+    (case,) = report["cases"]
+    assert case["agreement"] is None
+    assert 2.3 < case["figures"]["specdec"]["tokens_per_step"]["median"] < 3.7
+    assert "SYNTHETIC" in out
+
+
+@pytest.mark.parametrize("name", ["tiny", "0.5b"])
+def test_weights_are_drawn_in_place_of_a_checkpoint(name: str) -> None:
+    config = EngineConfig(device="cpu", max_model_len=32, max_running=1, draft="none")
+    raw = shape_config(name)
+    stored = families.stored_dtype(raw)
+    said = []
+    for _ in range(2 if name == "tiny" else 1):
+        model = build_random(families.network(raw), config, stored=stored, stored_bytes=1 << 30, seed=3)
+        assert model.tokenizer is None
+        said.append(EngineRunner.of(model).run([[5, 6, 7]], 3).token_ids)
+    assert said[0] is not None and len(said[0][0]) == 4
+    assert said[0] == said[-1]
+
+
+def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_fit, "free_memory", lambda device: 8 << 30)
+
+    def draws(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing may be drawn")
+
+    monkeypatch.setattr(random_run, "build_random", draws)
+    argv = ["bench", "throughput", "--random", "--shape", "qwen3.5-27b", "--device", "cpu"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "qwen3.5-27b" in said and f"{8 << 30:,}" in said
+    # Where weights fit and rows do not, the rows are named.
+    found = fit("small", EngineConfig(device="cpu", max_model_len=64), fp8=False)
+    assert fitting(found, [1, 1 << 40], 64) == [1]
+    with pytest.raises(CapacityError, match="rows of 64 tokens"):
+        fitting(found, [1 << 40], 64)
+
+
+def test_rows_that_are_said_to_fit_do() -> None:
+    """As many rows as were counted run at once, none of them preempted."""
+    config = EngineConfig(device="cpu", max_model_len=40, draft="mtp", adaptive=False, dtype="float32")
+    found = fit("small", config, fp8=False)
+    for rows in (1, 7):
+        memory = found.memory_for(rows, 40)
+        room = {"memory_bytes": memory, "max_running": rows}
+        model = build_random(
+            found.model.network,
+            EngineConfig.of(config, room),
+            stored=found.stored,
+            stored_bytes=found.stored_bytes,
+            seed=0,
+        )
+        runner = EngineRunner.of(model)
+        runner.run([[row + 1] * 20 for row in range(rows)], 19)
+        limits = dict(model.loop.scheduler.limited_by)
+        assert not {"draft slots", "draft blocks", "KV blocks", "state slots"} & limits.keys(), limits
+        assert memory < 3 * rows * found.row_bytes(40, "record") + 12 * found.settings.layout.slab_bytes
+
+
+def test_different_tokens_with_drafts_show_no_figure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = EngineRunner.run
+
+    def wrong(self: EngineRunner, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        sample = right(self, prompts, new_tokens)
+        if not self.model.settings.drafters or sample.token_ids is None:
+            return sample
+        ids = ((*sample.token_ids[0][:-1], 1 + sample.token_ids[0][-1] % 500), *sample.token_ids[1:])
+        return Sample(sample.prefill_s, sample.step_s, ids, sample.tokens_per_step)
+
+    monkeypatch.setattr(EngineRunner, "run", wrong)
+    assert main([*ARGV, *LOAD]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "1 of 1 rows" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--peers", "transformers"], "peers"),
+        (["/some/folder"], "model"),
+    ],
+)
+def test_what_random_weights_cannot_be_compared_with_is_refused(
+    more: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ARGV, *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_options_of_random_are_refused_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "throughput", "--profile"]) == 2
+    assert "--random" in capsys.readouterr().err
+
+
+@pytest.mark.skipif("quantize" in EngineConfig.model_fields, reason="this engine has 8-bit weights")
+def test_fp8_is_refused_where_the_engine_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGV, "--fp8"]) == 2
+    assert "8-bit" in capsys.readouterr().err
+
+
+def test_profile_names_what_took_the_time() -> None:
+    raw = dict(SMALL)
+    config = EngineConfig(device="cpu", max_model_len=128, draft="none", dtype="float32")
+    model = build_random(families.network(raw), config, stored=torch.float32, stored_bytes=1, seed=0)
+    found = profile_steps(EngineRunner.of(model), [[5, 6], [7, 8]])
+    assert found["steps"] > 0 and found["rows"] == 2 and found["idle_share"] is None
+    shares = [own["share"] for own in found["kernels"]]
+    assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1 + 1e-9
+    assert any("mm" in own["name"] or "linear" in own["name"] for own in found["kernels"])
+    model.loop.arena.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("spans", "idle"),
+    [
+        ([], 1),
+        ([(0, 4)], 0),
+        ([(0, 1), (3, 4)], 0.5),
+        ([(0, 3), (1, 2), (2, 4)], 0),
+        ([(2, 3), (0, 1)], 1 / 3),
+    ],
+    ids=str,
+)
+def test_idle_share_is_what_no_kernel_covers(spans: list[tuple[float, float]], idle: float) -> None:
+    assert idle_share(spans) == pytest.approx(idle)

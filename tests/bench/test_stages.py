@@ -1,0 +1,147 @@
+"""Stages that pass, fail, hang and leave processes behind; and the plan for a GPU, which needs none."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specdec.bench import gpu
+from specdec.bench.gpu import Device, largest, main, plan
+from specdec.bench.stages import Stage, run_stages
+from specdec.config import EngineConfig
+
+H200 = Device("NVIDIA H200", 150_000_000_000)
+H100 = Device("NVIDIA H100 80GB HBM3", 84_900_000_000)
+HANGING = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def stage(folder: Path, name: str, code: str, limit_s: float = 60, **more: str) -> Stage:
+    return Stage(name, (sys.executable, "-c", code), limit_s, folder / f"{name}.log", **more)  # type: ignore[arg-type]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.bench.stages.GRACE_S", 0.5)
+    stages = [
+        stage(tmp_path, "fails", "print('so it is'); raise SystemExit(3)"),
+        stage(tmp_path, "hangs", HANGING, limit_s=1.5),
+        stage(tmp_path, "needs", "", absent="something"),
+        stage(tmp_path, "passes", "import importlib.util as u, os; print(os.getcwd(), u.find_spec('json'))"),
+    ]
+    start_s = time.monotonic()
+    fails, hangs, needs, passes = run_stages(stages, budget_s=120, root=tmp_path)
+    assert time.monotonic() - start_s < 100
+    assert (fails.status, fails.code) == ("failed", 3) and "so it is" in fails.tail
+    assert (hangs.status, hangs.code) == ("hung", None)
+    child = int((tmp_path / "hangs.log").read_text().split()[0])
+    deadline = time.monotonic() + 10
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child), "what a stage started ends with it"
+    assert needs.status == "skipped" and "something" in needs.tail
+    assert passes.status == "passed" and str(tmp_path) in passes.tail
+
+
+def test_the_budget_ends_the_last_stage_and_those_after_it(tmp_path: Path) -> None:
+    now = iter([0.0, 1.0, 95.0])
+    stages = [stage(tmp_path, name, "print('done')") for name in ("first", "late")]
+    first, late = run_stages(stages, budget_s=100, root=tmp_path, clock=lambda: next(now))
+    assert first.status == "passed"
+    assert late.status == "no time" and "5 s" in late.tail
+
+
+def test_what_matters_most_comes_first(tmp_path: Path) -> None:
+    names = [own.name for own in plan(H200, tmp_path, "today-h200")]
+    assert names[:2] == ["kernels-right", "verify"]
+    chosen, fp8 = largest(H200)
+    assert chosen == ("qwen3-next-80b-a3b" if fp8 else "qwen3.5-35b-a3b")
+    assert names[2:6] == [f"{chosen}-length-{length}" for length in gpu.CHAINS] + [f"{chosen}-batches"]
+    assert {"lossless", "kernels"} <= set(names[6:])
+
+
+def test_shapes_are_those_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {**EngineConfig.model_fields, "quantize": None}
+    monkeypatch.setattr(EngineConfig, "model_fields", fields, raising=False)
+    assert largest(H200) == ("qwen3-next-80b-a3b", True)
+    assert largest(H100) == ("qwen3.5-35b-a3b", True)
+    assert largest(Device("small", 24_000_000_000)) == ("0.8b", True)
+    assert largest(Device("none", 1_000_000)) == ("tiny", False)
+
+
+@pytest.mark.parametrize("device", [H200, H100, Device("cpu", 0, "cpu")], ids=lambda device: device.slug)
+def test_every_planned_command_is_one_that_is_understood(device: Device, tmp_path: Path) -> None:
+    """Parse what the command line would; run nothing."""
+    from specdec.cli import _parser
+
+    for own in plan(device, tmp_path, "today"):
+        words = list(own.command[1:])
+        if words[:2] == ["-m", "specdec.cli"]:
+            args = _parser().parse_args(words[2:])
+            assert args.device == device.kind and str(args.out) == str(own.report)
+        else:
+            assert words[:2] == ["-m", "pytest"]
+            assert all((gpu.ROOT / word).exists() for word in words if word.startswith("tests/"))
+    assert {own.log.parent for own in plan(device, tmp_path, "today")} == {tmp_path}
+
+
+def test_names_of_devices_fit_a_file() -> None:
+    assert [H200.slug, H100.slug] == ["h200", "h100-80gb"]
+
+
+def test_dry_run_shows_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--device", "cpu", "--dry-run", "--out", str(tmp_path)]) == 0
+    assert "verify" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_gpu_is_said_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "probe", lambda: None)
+    assert main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package"))
+    assert main([]) == 2
+    assert "no_such_package" in capsys.readouterr().err
+
+
+def test_it_runs_from_beginning_to_end_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = gpu.plan
+
+    def shorter(device: Device, folder: Path, prefix: str) -> list[Stage]:
+        stages = [own for own in whole(device, folder, prefix) if own.name == "verify"]
+        return [*stages, stage(folder, "fails", "raise SystemExit('on purpose')")]
+
+    monkeypatch.setattr(gpu, "plan", shorter)
+    assert main(["--device", "cpu", "--out", str(tmp_path), "--budget", "200"]) == 1
+    out = capsys.readouterr().out
+    summary = json.loads(out.splitlines()[-1])
+    found = {own["name"]: own["status"] for own in summary["stages"]}
+    assert found == {"verify": "passed", "fails": "failed"}
+    assert "1 of 2 stages passed" in out and "on purpose" in out
+    (report,) = (tmp_path / own["report"] for own in summary["stages"] if own["report"])
+    (compared,) = json.loads(report.read_text())["verify"]
+    assert (compared["batch"], compared["window"]) == (4, 8)
+    kept = json.loads(next(tmp_path.glob("*-summary.json")).read_text())
+    assert kept == summary
+    # Of what passed the report is kept, of what did not the log.
+    assert [path.name for path in tmp_path.glob("*.log")] == ["fails.log"]

@@ -1,0 +1,101 @@
+"""The bytes of a step against figures that were counted by hand, and against each other."""
+
+import json
+
+import pytest
+import torch
+
+from specdec.bench.time_model import TimeModel, Work, describe, state_bytes
+from specdec.cli import main
+from specdec.errors import ConfigError
+from specdec.models.families import network
+from specdec.models.shapes import SHAPES
+
+BANDWIDTH = 4.3e12
+"""Of an H200, copying."""
+COUNTED = {
+    # window, draft steps, topk, accepted: GB of the target, ms of a step, tokens per second
+    (3, 2, 1, 2.709): (7.0, 1.97, 1374),
+    (4, 3, 1, 3.413): (8.4, 2.47, 1380),
+    (8, 4, 4, 4.231): (13.9, 3.99, 1061),
+}
+LARGE = network(SHAPES["qwen3-next-80b-a3b"])
+
+
+@pytest.mark.parametrize(("load", "counted"), COUNTED.items(), ids=str)
+def test_large_model_costs_what_was_counted(
+    load: tuple[int, int, int, float], counted: tuple[float, float, float]
+) -> None:
+    window, steps, topk, accepted = load
+    work = Work(window=window, draft_steps=steps, topk=topk, accepted=accepted, fp8=True)
+    found = describe(LARGE, work, BANDWIDTH)
+    assert found["target_bytes"] / 1e9 == pytest.approx(counted[0], rel=0.01)
+    # Ours is dearer: the head's first pass reads all that was accepted, and a tree's later ones topk tokens;
+    # by hand every pass touched the experts of one.
+    assert 1 <= found["floor_s"] * 1e3 / counted[1] < 1.04
+    assert 0.96 < found["ceiling_tokens_per_s"] / counted[2] <= 1
+
+
+def test_tokens_share_the_experts_they_have_in_common() -> None:
+    model = TimeModel(LARGE)
+    one, all_of_them = model.step(Work())["experts"], model.step(Work(rows=512, window=16))["experts"]
+    moe = LARGE.layers[0].ffn
+    assert moe is not None and hasattr(moe, "experts") and hasattr(moe, "top_k")
+    assert one == pytest.approx(all_of_them * moe.top_k / moe.experts, rel=1e-6)
+    two = model.step(Work(window=2))["experts"]
+    assert one < two < 2 * one
+
+
+def test_bytes_add_up_to_the_footprints() -> None:
+    for name in ("tiny", "qwen3.5-35b-a3b", "nemotron-h-8b"):
+        model = TimeModel(network(SHAPES[name]))
+        moved = model.step(Work(rows=3, window=5))
+        of_memory = {"states", "keys and values"}
+        weights = sum(size for kind, size in moved.items() if kind not in of_memory)
+        assert weights == pytest.approx(model.footprint.step_bytes(15))
+        assert model.weight_bytes(fp8=False, mtp=False) == model.footprint.weight_bytes
+
+
+def test_fp8_halves_the_layers_matrices_alone() -> None:
+    model = TimeModel(LARGE)
+    wide, narrow = (model.step(Work(window=4, draft_steps=3, fp8=fp8)) for fp8 in (False, True))
+    halved = {kind for kind in wide if narrow[kind] == wide[kind] / 2}
+    assert halved == {"experts"}
+    # The gates' projections of a delta net, the shared expert's gate, and norms stay.
+    for kind in ("attention projections", "recurrent projections", "dense feed-forward"):
+        assert 0.5 < narrow[kind] / wide[kind] < 0.51
+    for kind in ("output matrix", "draft steps", "routers", "norms", "states"):
+        assert narrow[kind] == wide[kind]
+
+
+@pytest.mark.parametrize("window", [4, 8, 16])
+def test_records_move_two_states_whatever_the_window(window: int) -> None:
+    layout = TimeModel(LARGE).layout
+    state, record = layout.state_bytes, layout.record_bytes
+    assert state_bytes(layout, window, "record") == 2 * state + 2 * window * record
+    assert state_bytes(layout, window, "snapshot") == (window + 1) * state
+    assert state_bytes(layout, window, "record") < state_bytes(layout, window, "snapshot")
+
+
+def test_context_is_read_once_a_row() -> None:
+    model = TimeModel(LARGE, torch.bfloat16)
+    short, long = (model.step(Work(rows=2, window=4, context=n))["keys and values"] for n in (0, 1000))
+    attentions = 12
+    assert long - short == attentions * 2 * 1000 * 2 * 2 * 256 * 2
+
+
+def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "model", "--shape", "qwen3-next-80b-a3b", "--fp8", "--window", "4"]
+    assert main([*argv, "--bandwidth", "4.3e12", "--acceptance", "3.413"]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert report["floor_s"] == pytest.approx(2.5e-3, rel=0.02)
+    assert "experts" in out and "tokens/s" in out
+
+
+def test_draft_steps_without_a_head_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="head"):
+        describe(network(SHAPES["nemotron-h-8b"]), Work(draft_steps=1), BANDWIDTH)
+    assert main(["bench", "model", "--shape", "nemotron-h-8b", "--draft-steps", "2"]) == 2
+    assert main(["bench", "model", "--bandwidth", "0"]) == 2
+    assert "--bandwidth" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""On a GPU too, the text with drafts is the text without: the cells of the capability table, in float32."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from specdec.capabilities import AXES
+from tests.cells import Family
+from tests.tolerances import EXCUSED_TEXTS, TENSOR_CORE_GAP
+
+pytestmark = pytest.mark.gpu
+
+CELLS = [
+    pytest.param(*cell, id="-".join(cell))
+    for cell in itertools.product(
+        AXES["family"], ("mtp", "ngram", "suffix", "auto", "oracle"), AXES["shape"], AXES["backing"]
+    )
+    if cell[:2] != ("qwen3", "mtp")
+]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """Return a function that writes a family's model, or finds the one that was written before."""
+    made: dict[str, Family] = {}
+
+    def make(name: str) -> Family:
+        if name not in made:
+            made[name] = Family(tmp_path_factory.mktemp(name), name, device="cuda", kernels="triton")
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "drafter", "shape", "backing"), CELLS)
+def test_drafts_change_no_text(
+    family: Callable[[str], Family], name: str, drafter: str, shape: str, backing: str
+) -> None:
+    """A text may part from the plain one where two tokens nearly tie, and few may."""
+    own = family(name)
+    before = own.texts
+    found = list(own.partings(drafter, shape, backing))
+    assert [parting for parting in found if not parting.gap < TENSOR_CORE_GAP] == []
+    assert len(found) <= 1 + EXCUSED_TEXTS * (own.texts - before)
