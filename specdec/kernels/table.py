@@ -46,6 +46,10 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "self_attention.triton": ("self_attention",),
         "attention.triton": ("move",),
+        "conv.triton": ("causal_conv", "path_conv"),
+        "recurrence.triton": ("recur", "fold"),
+        "gates.triton": ("mamba_step",),
+        "delta_net.triton": ("delta_net", "path_keys"),
     },
 }
 """What `native` does in C for narrow windows, and `triton` on a GPU; the rest of both is `cpu`."""

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 
@@ -71,6 +72,16 @@ def install() -> None:
     patch, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch_tensor
     Builder.create_dot, Builder.binary_op, Builder.unary_op = create_dot, binary_op, unary_op
     Builder.cast_impl, Builder.create_fp_to_fp, Builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let new tensors hold NaN until they are written, so that what a kernel leaves out is seen."""
+
+    def empty(*shape: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+        size = shape[0] if isinstance(shape[0], tuple) else shape
+        return torch.full(size, torch.nan, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", empty)
 
 
 def _wide(bits: Any) -> Any:

@@ -27,7 +27,12 @@ def compile_for_sm90(variant: Variant) -> dict[str, Any]:
     absent = [name for name, value in variant.constants.items() if value is None]
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
     types = {**variant.types, **dict.fromkeys(variant.constants, "constexpr")}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
+    # What a launch finds out of itself: tensors and strides are multiples of 16.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if types[n][0] == "*" or types[n] == "i64"
+    }
     assert set(names) == set(types), f"{variant}: {set(names) ^ set(types)} {absent}"
     source = ASTSource(fn=kernel, signature={n: types[n] for n in names}, constexprs=constants, attrs=aligned)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}

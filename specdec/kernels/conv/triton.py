@@ -1,0 +1,345 @@
+"""The causal convolution through parents: a program has some channels of one row, and tokens by the tile."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.conv import cpu
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.variants import Variant
+
+CHANNELS, TOKENS = 128, 8
+"""Of a tile."""
+SPAN = 64
+"""Tokens that a program goes over: a wider window is shared out, and the old inputs are replaced by a second
+launch, once all programs have read them."""
+
+
+def causal_conv(
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
+) -> Tensor:
+    """Convolve each channel over the last K inputs of a node's own path, round, then silu.
+
+    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
+    leaves a record, or the window after it. Slot 0, the dummy row's, stays as it is; its outputs are zero.
+    """
+    if x_TC.dtype == torch.float64:
+        return cpu.causal_conv(x_TC, weight_CK, bias_C, memory, group)
+    assert x_TC.stride(1) == 1
+    out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
+    blocks, (channels, taps) = triton.cdiv(group.width, SPAN), weight_CK.shape
+    _causal_conv[(triton.cdiv(channels, CHANNELS), group.rows, blocks)](
+        *(x_TC, x_TC.stride(0), weight_CK.t().contiguous(), bias_C, out_TC),
+        **arena(memory, group),
+        M=group.width,
+        C=channels,
+        TAPS=taps,
+        MOVES=blocks == 1,
+        SPAN=SPAN,
+        **_TILE,
+    )
+    if blocks > 1:
+        move(x_TC, memory, group)
+    return out_TC
+
+
+def path_conv(
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    channels: slice,
+    memory: RecurrentMemory,
+    slot_B: Tensor,
+    path: RecordIds,
+    length_B: Tensor,
+) -> Tensor:
+    """Return what the convolution gave in some channels for each token of the pending paths [B, P, C].
+
+    Must run before the paths enter the windows. What stands behind a path's end may be anything.
+    """
+    if memory.input_SRC.dtype == torch.float64:
+        return cpu.path_conv(weight_CK, bias_C, channels, memory, slot_B, path, length_B)
+    window, record, (rows, longest) = memory.window_SIC, memory.input_SRC, path.slab_BN.shape
+    first, end, _ = channels.indices(len(weight_CK))
+    out_BPC = torch.empty(rows, longest, end - first, dtype=record.dtype, device=record.device)
+    _path_conv[(triton.cdiv(end - first, CHANNELS), rows)](
+        *(weight_CK.t().contiguous(), bias_C, out_BPC),
+        *(window, window.stride(0), slot_B, record, record.stride(0), record.stride(1)),
+        *(*record_ids(path), length_B, longest, first),
+        WIDTH=end - first,
+        C=len(weight_CK),
+        TAPS=weight_CK.shape[1],
+        **_TILE,
+    )
+    return out_BPC
+
+
+def move(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
+    """Leave what a window leaves behind, once its outputs are made: inputs, in windows and records."""
+    _, inputs, channels = memory.window_SIC.shape
+    _move[(triton.cdiv(channels, CHANNELS), group.rows)](
+        *(x_TC, x_TC.stride(0)),
+        **{name: value for name, value in arena(memory, group).items() if name != "taps"},
+        M=group.width,
+        C=channels,
+        TAPS=inputs + 1,
+        **_TILE,
+    )
+
+
+def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    """Move each row's window on, in place, over the inputs that its path recorded."""
+    window, record = memory.window_SIC, memory.input_SRC
+    rows, (_, inputs, channels) = len(slot_B), window.shape
+    _move[(triton.cdiv(channels, CHANNELS), rows)](
+        *(None, 0, window, window.stride(0), slot_B),
+        *(record, record.stride(0), record.stride(1), *record_ids(path), length_B, path.slab_BN.shape[1]),
+        *(None, None, None, None, None, 0),
+        M=0,
+        C=channels,
+        TAPS=inputs + 1,
+        **_TILE,
+    )
+
+
+_TILE = {"BLOCK": CHANNELS, "BM": TOKENS, "num_warps": 4}
+
+
+def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | None]:
+    """Say where a group's windows, path, records and taps are, in the kernels' words."""
+    window, record, path, kept = memory.window_SIC, memory.input_SRC, group.path, group.kept
+    path_slab, path_place = record_ids(path)
+    record_slab, record_place = record_ids(group.record)
+    return {
+        "window": window,
+        "window_by_slot": window.stride(0),
+        "slots": group.state_B,
+        "record": record,
+        "by_slab": record.stride(0),
+        "by_place": record.stride(1),
+        "path_slab": path_slab,
+        "path_place": path_place,
+        "path_length": group.path_length_B if path else None,
+        "P": path.slab_BN.shape[1] if path else 0,
+        "record_slab": record_slab,
+        "record_place": record_place,
+        "snapshots": group.snapshot_BM,
+        "taps": None if group.tap_BMC is None else group.tap_BMC.contiguous(),
+        "kept_index": None if kept is None else kept.index_BC,
+        "kept_slot": None if kept is None else kept.slot_BC,
+        "KEPT": 0 if kept is None else kept.slot_BC.shape[1],
+    }
+
+
+def record_ids(records: RecordIds | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return slabs and places, dense, or nothing."""
+    return (None, None) if records is None else (records.slab_BN.contiguous(), records.index_BN.contiguous())
+
+
+@triton.jit
+def known(
+    n, x, x_by_token, window, record, by_slab, by_place, path_slab, path_place, length, c, in_c,
+    C: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Load inputs n of a row: those of its window, oldest first, then its path's, then its tokens'.
+
+    A pointer is None where there is no path, or no token.
+    """
+    # Masked sums rather than a chosen address: the three kinds of load wait for nothing but their own.
+    own = tl.load(window + n[:, None] * C + c[None, :], mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
+    if path_slab is not None:
+        on = (n >= INPUTS) & (n < INPUTS + length)
+        at = tl.load(path_slab + n - INPUTS, mask=on, other=0) * by_slab
+        at += tl.load(path_place + n - INPUTS, mask=on, other=0) * by_place
+        own += tl.load(record + at[:, None] + c[None, :], mask=on[:, None] & in_c[None, :], other=0.0)
+    if x is not None:
+        on = n >= INPUTS + length
+        at = (n - INPUTS - length).to(tl.int64) * x_by_token
+        own += tl.load(x + at[:, None] + c[None, :], mask=on[:, None] & in_c[None, :], other=0.0)
+    return own
+
+
+@triton.jit
+def convolve(
+    m, in_m, start, length, x, x_by_token, window, home, window_by_slot, record, by_slab, by_place, path_slab,
+    path_place, snapshots, taps, weight, bias, c, in_c, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [BM, BLOCK] of nodes m, whose own inputs begin `start` + TAPS - 1 into what is known.
+
+    With snapshots every node leaves the window after it: the inputs of its taps, less the oldest.
+    """
+    total = tl.zeros((BM, BLOCK), tl.float32)
+    for j in tl.static_range(TAPS):
+        n = start + m + j
+        if taps is not None:
+            n = start + tl.load(taps + m * TAPS + j, mask=in_m, other=0)
+        own = known(tl.where(in_m, n, 0), x, x_by_token, home, record, by_slab, by_place, path_slab,
+                    path_place, length, c, in_c, C, TAPS - 1)  # fmt: skip
+        if snapshots is not None and j > 0:
+            to = tl.load(snapshots + m, mask=in_m, other=0) * window_by_slot + (j - 1) * C
+            tl.store(window + to[:, None] + c[None, :], own, mask=in_m[:, None] & in_c[None, :])
+        total += own.to(tl.float32) * tl.load(weight + j * C + c, mask=in_c, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def finish(total, kind: tl.constexpr):
+    """Round, then silu, then round."""
+    y = total.to(kind).to(tl.float32)
+    return (y / (1.0 + tl.exp(-y))).to(kind)
+
+
+@triton.jit
+def move_window(
+    b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab, path_place, length,
+    record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M, c, in_c, C: tl.constexpr,
+    TAPS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Leave row b's inputs where its next window finds them; x and the path's ids are the row's own."""
+    inputs: tl.constexpr = TAPS - 1
+    j = tl.arange(0, triton.next_power_of_2(TAPS))
+    here = (j < inputs)[:, None] & in_c[None, :] & (slot != 0)
+    home = window + slot * window_by_slot
+    if kept_slot is not None:
+        for i in range(KEPT):
+            to = tl.load(kept_slot + b * KEPT + i)
+            if to != 0:
+                n = tl.load(kept_index + b * KEPT + i) + 1 + length + j
+                own = known(tl.where(j < inputs, n, 0), x, x_by_token, home, record, by_slab, by_place,
+                            path_slab, path_place, length, c, in_c, C, inputs)  # fmt: skip
+                tl.store(window + to * window_by_slot + j[:, None] * C + c[None, :], own, mask=here)
+    end = length
+    if record_slab is None:
+        end += M
+    if snapshots is None and end > 0:
+        own = known(tl.where(j < inputs, end + j, 0), x, x_by_token, home, record, by_slab, by_place,
+                    path_slab, path_place, length, c, in_c, C, inputs)  # fmt: skip
+        tl.debug_barrier()  # Window and path have been read by all threads before one replaces them.
+        tl.store(home + j[:, None] * C + c[None, :], own, mask=here)
+    if record_slab is not None and slot != 0:
+        for first in range(0, M, BM):
+            m = first + tl.arange(0, BM)
+            in_m = m < M
+            at = tl.load(record_slab + b * M + m, mask=in_m, other=0) * by_slab
+            at += tl.load(record_place + b * M + m, mask=in_m, other=0) * by_place
+            mask = in_m[:, None] & in_c[None, :]
+            own = tl.load(x + m.to(tl.int64)[:, None] * x_by_token + c[None, :], mask=mask, other=0.0)
+            tl.store(record + at[:, None] + c[None, :], own, mask=mask)
+
+
+@triton.jit
+def _causal_conv(
+    x, x_by_token, weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab,
+    path_place, path_length, P, record_slab, record_place, snapshots, taps, kept_index, kept_slot, KEPT, M,
+    C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1).to(tl.int64)
+    in_c = c < C
+    slot, token = tl.load(slots + b), b * M
+    length = b * 0
+    if path_slab is not None:
+        length = tl.load(path_length + b)
+        path_slab += b * P
+        path_place += b * P
+    x += token * x_by_token
+    own_taps, own_snapshots = taps, snapshots
+    if taps is not None:
+        own_taps += token * TAPS
+    if snapshots is not None:
+        own_snapshots += token
+    begin = tl.program_id(2) * SPAN
+    for first in range(begin, min(begin + SPAN, M), BM):
+        m = first + tl.arange(0, BM)
+        in_m = m < M
+        total = convolve(m, in_m, length, length, x, x_by_token, window, window + slot * window_by_slot,
+                         window_by_slot, record, by_slab, by_place, path_slab, path_place, own_snapshots,
+                         own_taps, weight, bias, c, in_c & (slot != 0), C, TAPS, BM, BLOCK)  # fmt: skip
+        at = out + (token + m)[:, None] * C + c[None, :]
+        tl.store(at, finish(total, out.dtype.element_ty), mask=in_m[:, None] & in_c[None, :])
+    if MOVES:
+        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
+                    path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M,
+                    c, in_c, C, TAPS, BM)  # fmt: skip
+
+
+@triton.jit
+def _move(
+    x, x_by_token, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
+    path_length, P, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M, C: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1).to(tl.int64)
+    length = b * 0
+    if path_slab is not None:
+        length = tl.load(path_length + b)
+        path_slab += b * P
+        path_place += b * P
+    if x is not None:
+        x += b * M * x_by_token
+    move_window(b, tl.load(slots + b), x, x_by_token, window, window_by_slot, record, by_slab, by_place,
+                path_slab, path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot,
+                KEPT, M, c, c < C, C, TAPS, BM)  # fmt: skip
+
+
+@triton.jit
+def _path_conv(
+    weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
+    path_length, P, start, WIDTH: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    own_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1).to(tl.int64)
+    in_c = own_c < WIDTH
+    window += tl.load(slots + b) * window_by_slot
+    length = tl.load(path_length + b)
+    for first in range(0, length, BM):
+        m = first + tl.arange(0, BM)
+        total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_place,
+                         path_slab + b * P, path_place + b * P, None, None, weight, bias, start + own_c, in_c,
+                         C, TAPS, BM, BLOCK)  # fmt: skip
+        at = (b * P + m)[:, None] * WIDTH + own_c[None, :]
+        tl.store(out + at, finish(total, out.dtype.element_ty), mask=(m < length)[:, None] & in_c[None, :])
+
+
+CONV_TYPES = {"x": "*bf16", "x_by_token": "i64", "window": "*bf16", "window_by_slot": "i64", "slots": "*i64"}
+CONV_TYPES |= {"record": "*bf16", "by_slab": "i64", "by_place": "i64", "P": "i32", "KEPT": "i32", "M": "i32"}
+_PATH = dict.fromkeys(("path_slab", "path_place", "path_length"), "*i64")
+_RECORD = dict.fromkeys(("record_slab", "record_place"), "*i64")
+_REST = dict.fromkeys(("snapshots", "taps", "kept_index", "kept_slot"), "*i64")
+
+
+def conv_variant(kernel: Any, types: dict[str, str], constants: dict[str, Any], *there: str) -> Variant:
+    """List what a kernel is launched with where only some of the optional tensors are there."""
+    optional = {name: kind for name, kind in (_PATH | _RECORD | _REST).items() if name in kernel.arg_names}
+    given = {name: kind for name, kind in optional.items() if name in there}
+    constants = constants | _TILE | {"SPAN": SPAN}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = CONV_TYPES | types
+    known = {name: types[name] for name in kernel.arg_names if name in types and name not in constants}
+    return Variant(kernel, known | given, constants | dict.fromkeys(optional.keys() - given.keys()))
+
+
+_OUTPUTS = {"weight": "*fp32", "out": "*bf16"}
+_DELTA = {"C": 8192, "TAPS": 4}
+_MAMBA = {"C": 10240, "TAPS": 4}
+
+VARIANTS = [
+    conv_variant(
+        _causal_conv, {**_OUTPUTS, "bias": "*bf16"}, {**_MAMBA, "MOVES": True}, *_PATH, *_RECORD, "taps"
+    ),
+    conv_variant(_causal_conv, {**_OUTPUTS, "bias": "*bf16"}, {**_MAMBA, "MOVES": True, "M": 1}, *_PATH),
+    conv_variant(_causal_conv, {**_OUTPUTS, "bias": "*bf16"}, {**_MAMBA, "MOVES": True}, "snapshots", "taps"),
+    conv_variant(_causal_conv, _OUTPUTS, {**_DELTA, "MOVES": False, "bias": None}, *_PATH),
+    conv_variant(_move, {}, _DELTA, *_PATH, "kept_index", "kept_slot"),
+    conv_variant(
+        _path_conv, {**_OUTPUTS, "bias": "*bf16", "start": "i32"}, {**_MAMBA, "WIDTH": 1024}, *_PATH
+    ),
+]

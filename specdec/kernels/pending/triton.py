@@ -1,0 +1,116 @@
+"""The fold of a pending path, for kernels that have a block of a state in registers, and for itself."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.conv.triton import record_ids
+from specdec.kernels.group import RecordIds, RecurrentMemory
+from specdec.kernels.variants import Variant
+
+COLUMNS = 16
+
+
+def fold_state(
+    memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor
+) -> None:
+    """Take each row's state on over its records: S ← e^{g_j} S + k_j u_jᵀ."""
+    state = memory.state_SHKW
+    _, heads, size, columns = state.shape
+    _fold_state[(triton.cdiv(columns, COLUMNS), heads, len(slot_B))](
+        *(state, state.stride(0), slot_B),
+        **path_arguments(memory, path, length_B, k_path_BPGK),
+        G=k_path_BPGK.shape[2],
+        H=heads,
+        K=size,
+        W=columns,
+        BK=triton.next_power_of_2(size),
+        BW=COLUMNS,
+        num_warps=1,
+    )
+
+
+def path_arguments(
+    memory: RecurrentMemory, path: RecordIds | None, length_B: Tensor | None, k_path_BPGK: Tensor | None
+) -> dict[str, Tensor | int | None]:
+    """Say where updates and decays of records are, and which of them stand on the paths."""
+    update, decays = memory.update_SRHW, memory.decay_SRH
+    path_slab, path_place = record_ids(path)
+    return {
+        "keys": None if path is None or k_path_BPGK is None else k_path_BPGK.contiguous(),
+        "path_slab": path_slab,
+        "path_place": path_place,
+        "path_length": None if path is None else length_B,
+        "P": 0 if path is None else path.slab_BN.shape[1],
+        "update": update,
+        "update_by_slab": update.stride(0),
+        "update_by_place": update.stride(1),
+        "decays": decays,
+        "decay_by_slab": decays.stride(0),
+        "decay_by_place": decays.stride(1),
+    }
+
+
+@triton.jit
+def inside(w, first, W: tl.constexpr, BW: tl.constexpr):
+    """Say which columns of a block there are; where blocks fit, the compiler knows that all are."""
+    if W % BW == 0:
+        return w < BW
+    return w < W - first
+
+
+@triton.jit
+def fold_path(
+    s, keys, path_slab, path_place, length, update, update_by_slab, update_by_place, decays, decay_by_slab,
+    decay_by_place, i, w, in_k, in_w, W: tl.constexpr, GK: tl.constexpr, STRIDE: tl.constexpr = 4
+):  # fmt: skip
+    """Return a block of a state after its row's path; the loads of a stride wait together.
+
+    Keys, ids, updates and decays are pointed at where the row's, the head's and the block's begin.
+    """
+    for first in range(0, length, STRIDE):
+        for offset in tl.static_range(STRIDE):
+            n = first + offset
+            on = n < length
+            slab, place = tl.load(path_slab + n, mask=on, other=0), tl.load(path_place + n, mask=on, other=0)
+            own = tl.load(decays + slab * decay_by_slab + place * decay_by_place, mask=on, other=0.0)
+            k = tl.load(keys + n * GK + i, mask=in_k & on, other=0.0).to(tl.float32)
+            u = tl.load(
+                update + slab * update_by_slab + place * update_by_place + w, mask=in_w & on, other=0.0
+            )
+            s = s * tl.exp(own) + k[:, None] * u[None, :]
+    return s
+
+
+@triton.jit
+def _fold_state(
+    state, state_by_slot, slots, keys, path_slab, path_place, path_length, P, update, update_by_slab,
+    update_by_place, decays, decay_by_slab, decay_by_place, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i, w = tl.arange(0, BK), tl.arange(0, BW)
+    in_k, in_w = i < K, inside(w, first, W, BW)
+    slot = tl.load(slots + b)
+    length = tl.load(path_length + b)
+    if slot != 0 and length > 0:
+        at = state + slot * state_by_slot + h * K * W + first + i[:, None] * W + w[None, :]
+        mask = in_k[:, None] & in_w[None, :]
+        s = tl.load(at, mask=mask, other=0.0)
+        s = fold_path(s, keys + (b * P * G + h // (H // G)) * K, path_slab + b * P, path_place + b * P,
+                      length, update + h * W + first, update_by_slab, update_by_place, decays + h,
+                      decay_by_slab, decay_by_place, i, w, in_k, in_w, W, G * K)  # fmt: skip
+        tl.store(at, s, mask=mask)
+
+
+PATH_TYPES = {"keys": "*fp32", "path_slab": "*i64", "path_place": "*i64", "path_length": "*i64", "P": "i32"}
+PATH_TYPES |= {"update": "*fp32", "update_by_slab": "i64", "update_by_place": "i64"}
+PATH_TYPES |= {"decays": "*fp32", "decay_by_slab": "i64", "decay_by_place": "i64"}
+
+VARIANTS = [
+    Variant(
+        _fold_state, {"state": "*fp32", "state_by_slot": "i64", "slots": "*i64", **PATH_TYPES},
+        {"G": groups, "H": heads, "K": 128, "W": columns, "BK": 128, "BW": COLUMNS}, warps=1,
+    )
+    for groups, heads, columns in ((16, 32, 128), (8, 128, 64))
+]  # fmt: skip

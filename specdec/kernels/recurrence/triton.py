@@ -1,0 +1,268 @@
+"""The recurrence over a narrow window in one kernel: design.md 4.3, the pending path folded in on the way.
+
+A program has one head of one row and some columns of its state, which it loads once; every node reads it
+with sums in float32. What is wider than WALK, or leaves states on its way, is swept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.conv.triton import fold_window, record_ids
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.pending.triton import PATH_TYPES, fold_path, fold_state, inside, path_arguments
+from specdec.kernels.recurrence import cpu
+from specdec.kernels.sweep.triton import sweep
+from specdec.kernels.variants import Variant
+
+WALK = 8
+SLICE = tl.constexpr(32)
+"""Of keys and queries, whose products are summed slice by slice: few lanes share a sum."""
+COLUMNS = 16
+"""Of a state, in one program: one warp, which shares its sums without waiting for another."""
+
+
+def recur(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THW: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor | None,
+    memory: RecurrentMemory,
+    group: Group,
+    k_path_BPGK: Tensor | None,
+) -> Tensor:
+    """Read the state after each node with its query; G key heads serve H heads, `beta` None is Mamba-2.
+
+    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states; then the states
+    move on over the tokens, if they are certain, or each leaves a record, or the state after it. Slot 0, the
+    dummy row's, stays as it is, and so do its records; its outputs are zero.
+    """
+    assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
+    state = memory.state_SHKW
+    if state.dtype == torch.float64:
+        return cpu.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
+    q_TGK, k_TGK, v_THW = _dense(q_TGK), _dense(k_TGK), _dense(v_THW)
+    decay_TH, beta_TH = decay_TH.contiguous(), None if beta_TH is None else beta_TH.contiguous()
+    if group.snapshot_BM is None and (group.width > WALK or group.kept is not None):
+        return sweep(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
+    (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
+    out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=q_TGK.device)
+    above = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
+    inputs = (
+        *(q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), v_THW, v_THW.stride(0)),
+        *(decay_TH, beta_TH, out_THW, state, state.stride(0), group.state_B),
+    )
+    grid = (triton.cdiv(columns, COLUMNS), heads, group.rows)
+    sizes = {"G": groups, "H": heads, "K": size, "W": columns}
+    sizes |= {"BK": triton.next_power_of_2(size), "BW": COLUMNS}
+    if group.snapshot_BM is not None:
+        _snapshots[grid](*inputs, group.snapshot_BM, above, group.width, **sizes, num_warps=1)
+        return out_THW
+    _window[grid](
+        *inputs,
+        **path_arguments(memory, group.path, group.path_length_B, k_path_BPGK),
+        **dict(zip(("record_slab", "record_place"), record_ids(group.record), strict=True)),
+        above=above,
+        M=group.width,
+        BM=triton.next_power_of_2(group.width),
+        **sizes,
+        num_warps=1,
+    )
+    return out_THW
+
+
+def fold(
+    memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
+) -> None:
+    """Bring states and windows up to date with their paths, in place: what a row has committed.
+
+    A layer that is a convolution alone has no keys.
+    """
+    if memory.state_SHKW.dtype == torch.float64:
+        return cpu.fold(memory, slot_B, path, length_B, k_path_BPGK)
+    fold_window(memory, slot_B, path, length_B)
+    if k_path_BPGK is not None:
+        fold_state(memory, slot_B, path, length_B, k_path_BPGK)
+
+
+def _dense(x_TGK: Tensor) -> Tensor:
+    """Return x with each token's heads side by side; tokens may stand apart, as a projection's columns do."""
+    return x_TGK if x_TGK.stride()[1:] == (x_TGK.shape[2], 1) else x_TGK.contiguous()
+
+
+@triton.jit
+def _window(
+    q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots,
+    keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place,
+    decays, decay_by_slab, decay_by_place, record_slab, record_place, above, M,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    g = h // (H // G)
+    i, w, m = tl.arange(0, BK), tl.arange(0, BW), tl.arange(0, BM)
+    in_k, in_w, in_m = i < K, inside(w, first, W, BW), m < M
+    mask = in_m[:, None] & in_w[None, :]
+    out += b * M * H * W + h * W + first
+    at_out = out + m[:, None] * (H * W) + w[None, :]
+    slot = tl.load(slots + b)
+    if slot == 0:
+        tl.store(at_out, tl.zeros((BM, BW), out.dtype.element_ty), mask=mask)
+        return
+    # The state is on its way while what does not need it is computed.
+    in_state = in_k[:, None] & in_w[None, :]
+    home = state + slot * state_by_slot + h * K * W + first + i[:, None] * W + w[None, :]
+    s = tl.load(home, mask=in_state, other=0.0)
+    # What lies between two nodes is summed from its own tokens: sums from the root would lose digits.
+    own = tl.load(decay + b * M * H + h + m * H, mask=in_m, other=0.0).to(tl.float32)
+    if above is None:
+        over = (m[:, None] >= m[None, :]) & in_m[:, None]
+    else:
+        square = in_m[:, None] & in_m[None, :]
+        over = tl.load(above + b * M * M + m[:, None] * M + m[None, :], mask=square, other=0) != 0
+    total = tl.sum(tl.where(over, own[None, :], 0.0), 1)
+    below = over & (m[:, None] > m[None, :])
+    step = over[:, :, None] & below[None, :, :]
+    between = tl.exp(tl.sum(tl.where(step, own[None, :, None], 0.0), 1))
+    between = tl.where(over, between, 0.0)
+
+    q += b * M * q_by_token + g * K
+    k += b * M * k_by_token + g * K
+    inner = tl.zeros((BM, BM), tl.float32)
+    weight = tl.zeros((BM, BM), tl.float32)
+    for start in range(0, K, SLICE):
+        at = start + tl.arange(0, SLICE)
+        in_at = in_m[:, None] & (at < K)[None, :]
+        k_m = tl.load(k + m[:, None] * k_by_token + at[None, :], mask=in_at, other=0.0).to(tl.float32)
+        q_m = tl.load(q + m[:, None] * q_by_token + at[None, :], mask=in_at, other=0.0).to(tl.float32)
+        for n in tl.static_range(BM):
+            there = (m == n)[None, :]
+            k_n = tl.load(k + n * k_by_token + at, mask=(at < K) & (n < M), other=0.0).to(tl.float32)
+            weight += tl.where(there, tl.sum(q_m * k_n[None, :], 1)[:, None], 0.0)
+            if beta is not None:
+                inner += tl.where(there, tl.sum(k_m * k_n[None, :], 1)[:, None], 0.0)
+
+    update += h * W + first
+    decays += h
+    if path_slab is not None:
+        length = tl.load(path_length + b)
+        s = fold_path(s, keys + (b * P * G + g) * K, path_slab + b * P, path_place + b * P, length, update,
+                      update_by_slab, update_by_place, decays, decay_by_slab, decay_by_place, i, w, in_k,
+                      in_w, W, G * K)  # fmt: skip
+        if record_slab is not None and length > 0:
+            tl.store(home, s, mask=in_state)
+
+    read = tl.zeros((BM, BW), tl.float32)
+    o = tl.zeros((BM, BW), tl.float32)
+    for n in tl.static_range(BM):
+        mine = (m == n)[:, None]
+        q_n = tl.load(q + n * q_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
+        o = tl.where(mine, tl.sum(q_n[:, None] * s, 0)[None, :], o)
+        if beta is not None:
+            k_n = tl.load(k + n * k_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
+            read = tl.where(mine, tl.sum(k_n[:, None] * s, 0)[None, :], read)
+
+    scale = tl.exp(total)[:, None]
+    v += b * M * v_by_token + h * W + first
+    u = tl.load(v + m[:, None] * v_by_token + w[None, :], mask=mask, other=0.0).to(tl.float32)
+    if beta is not None:
+        strength = tl.load(beta + b * M * H + h + m * H, mask=in_m, other=0.0).to(tl.float32)[:, None]
+        u = (u - scale * read) * strength
+        inner = tl.where(below, between * inner * strength, 0.0)
+        for n in tl.static_range(1, BM):
+            mine = (m == n)[:, None]
+            row = tl.sum(tl.where(mine, inner, 0.0), 0)
+            u = tl.where(mine, u - tl.sum(row[:, None] * u, 0)[None, :], u)
+    o *= scale
+    weight *= between
+    for n in tl.static_range(BM):
+        column = tl.sum(tl.where((m == n)[None, :], weight, 0.0), 1)
+        o += column[:, None] * tl.sum(tl.where((m == n)[:, None], u, 0.0), 0)[None, :]
+    tl.store(at_out, o.to(out.dtype.element_ty), mask=mask)
+
+    if record_slab is not None:
+        slab = tl.load(record_slab + b * M + m, mask=in_m, other=0)
+        place = tl.load(record_place + b * M + m, mask=in_m, other=0)
+        at = update + (slab * update_by_slab + place * update_by_place)[:, None] + w[None, :]
+        tl.store(at, u, mask=mask)
+        if first == 0:
+            tl.store(decays + slab * decay_by_slab + place * decay_by_place, own, mask=in_m)
+    else:
+        u *= tl.sum(tl.where((m == M - 1)[:, None], between, 0.0), 0)[:, None]
+        s *= tl.exp(tl.sum(own, 0))
+        for n in tl.static_range(BM):
+            k_n = tl.load(k + n * k_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
+            s += k_n[:, None] * tl.sum(tl.where((m == n)[:, None], u, 0.0), 0)[None, :]
+        tl.store(home, s, mask=in_state)
+
+
+@triton.jit
+def _snapshots(
+    q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots, snapshots,
+    above, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    BW: tl.constexpr,
+):  # fmt: skip
+    first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    g = h // (H // G)
+    i, w = tl.arange(0, BK), tl.arange(0, BW)
+    in_k, in_w = i < K, inside(w, first, W, BW)
+    in_state = in_k[:, None] & in_w[None, :]
+    state += h * K * W + first + i[:, None] * W + w[None, :]
+    root = tl.load(slots + b)
+    for m in range(M):
+        token = b * M + m
+        at_out = out + (token * H + h) * W + first + w
+        if root == 0:
+            tl.store(at_out, tl.zeros((BW,), out.dtype.element_ty), mask=in_w)
+        else:
+            source = root
+            if above is not None:  # Nodes stand in topological order: the parent is the last ancestor.
+                for j in range(m):
+                    if tl.load(above + token * M + j) != 0:
+                        source = tl.load(snapshots + b * M + j)
+            elif m > 0:
+                source = tl.load(snapshots + token - 1)
+            tl.debug_barrier()  # The parent's state was stored by all threads.
+            s = tl.load(state + source * state_by_slot, mask=in_state, other=0.0)
+            s *= tl.exp(tl.load(decay + token * H + h).to(tl.float32))
+            k_n = tl.load(k + token * k_by_token + g * K + i, mask=in_k, other=0.0).to(tl.float32)
+            q_n = tl.load(q + token * q_by_token + g * K + i, mask=in_k, other=0.0).to(tl.float32)
+            u = tl.load(v + token * v_by_token + h * W + first + w, mask=in_w, other=0.0).to(tl.float32)
+            if beta is not None:
+                u = tl.load(beta + token * H + h).to(tl.float32) * (u - tl.sum(k_n[:, None] * s, 0))
+            s += k_n[:, None] * u[None, :]
+            tl.store(at_out, tl.sum(q_n[:, None] * s, 0).to(out.dtype.element_ty), mask=in_w)
+            tl.store(state + tl.load(snapshots + token) * state_by_slot, s, mask=in_state)
+
+
+_TYPES = dict.fromkeys(("q", "k", "decay", "out", "state"), "*fp32") | {"v": "*bf16", "slots": "*i64"}
+_TYPES |= dict.fromkeys(("q_by_token", "k_by_token", "v_by_token", "state_by_slot"), "i64") | {"M": "i32"}
+_DELTA = {"G": 16, "H": 32, "K": 128, "W": 128, "BK": 128, "BW": COLUMNS}
+_MAMBA = {"G": 8, "H": 128, "K": 128, "W": 64, "BK": 128, "BW": COLUMNS}
+_PATH = ("keys", "path_slab", "path_place", "path_length")
+
+
+def _variant(width: int, *, delta: bool, fold: bool, record: bool, tree: bool) -> Variant:
+    optional = {"beta": ("*fp32", delta), "above": ("*u8", tree)}
+    optional |= {name: (PATH_TYPES[name], fold) for name in _PATH}
+    optional |= {name: ("*i64", record) for name in ("record_slab", "record_place")}
+    types = _TYPES | PATH_TYPES | {name: kind for name, (kind, there) in optional.items() if there}
+    absent: dict[str, int | None] = {name: None for name, (_, there) in optional.items() if not there}
+    if width == 1:  # A launch makes constants of ones.
+        absent["M"] = 1
+    types = {name: kind for name, kind in types.items() if name not in absent}
+    return Variant(_window, types, {**(_DELTA if delta else _MAMBA), "BM": width, **absent}, warps=1)
+
+
+VARIANTS = [
+    *(
+        _variant(width, delta=delta, fold=True, record=record, tree=tree)
+        for width, record, tree in ((1, False, False), (1, True, False), (4, True, False), (8, True, True))
+        for delta in (True, False)
+    ),
+    _variant(8, delta=True, fold=False, record=True, tree=False),
+    _variant(8, delta=True, fold=True, record=False, tree=False),
+    Variant(_snapshots, {**_TYPES, "beta": "*fp32", "above": "*u8", "snapshots": "*i64"}, _DELTA, warps=1),
+]

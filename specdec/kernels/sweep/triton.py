@@ -1,0 +1,284 @@
+"""The recurrence over a wide window, 16 tokens at a time: what no state enters first, in parallel.
+
+Within a part of 16 the nodes' updates are solved by (I + A)⁻¹, which the first kernel leaves behind. A
+chain's state moves on from part to part; a tree's nodes all read the committed state, and the updates of the
+parts before. A prompt's chunk and a wide window of drafts are the same to it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.conv.triton import record_ids
+from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.pending.triton import PATH_TYPES, fold_path, inside, path_arguments
+from specdec.kernels.variants import Variant
+
+PART = 16
+"""What a matrix product takes at least."""
+COLUMNS = 32
+STATE_PRECISION = tl.constexpr("tf32")
+"""Of products with keys, queries and updates: kernels.md, section 2."""
+SUM_PRECISION = tl.constexpr("tf32x3")
+"""Of what is a sum, in fact: near float32."""
+
+
+def sweep(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THW: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor | None,
+    memory: RecurrentMemory,
+    group: Group,
+    k_path_BPGK: Tensor | None,
+) -> Tensor:
+    """Do what `recur` says for windows that leave records or advanced states; a token's heads are dense."""
+    state, kept = memory.state_SHKW, group.kept
+    (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
+    parts, device = triton.cdiv(group.width, PART), q_TGK.device
+    above = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
+    near = 1 if above is None else parts
+    # Of each part: (I + A)⁻¹ and A, then the outputs' weights, on its own tokens or on those of all parts.
+    shape = (group.rows, heads, parts, 2, near, PART, PART)
+    matrix_BHL = torch.empty(shape, dtype=torch.float32, device=device)
+    scale_BHL = torch.empty(group.rows, heads, parts, PART, dtype=torch.float32, device=device)
+    out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=device)
+    sizes = {"M": group.width, "G": groups, "H": heads, "K": size, "PART": PART, "num_warps": 4}
+    sizes |= {"BK": max(triton.next_power_of_2(size), 16)}
+    inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
+    _prepare[(parts, heads, group.rows)](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes)
+    block = max(16, min(COLUMNS, triton.next_power_of_2(columns)))
+    _sweep[(triton.cdiv(columns, block), heads, group.rows)](
+        *(*inputs, v_THW, v_THW.stride(0), matrix_BHL, scale_BHL, out_THW),
+        *(state, state.stride(0), group.state_B),
+        **path_arguments(memory, group.path, group.path_length_B, k_path_BPGK),
+        **dict(zip(("record_slab", "record_place"), record_ids(group.record), strict=True)),
+        kept_index=None if kept is None else kept.index_BC,
+        kept_slot=None if kept is None else kept.slot_BC,
+        KEPT=0 if kept is None else kept.slot_BC.shape[1],
+        W=columns,
+        TREE=above is not None,
+        BW=block,
+        **sizes,
+    )
+    return out_THW
+
+
+@triton.jit
+def _over(above, b, M, to, by, TREE: tl.constexpr):
+    """Say which of the nodes `by` are ancestors of the nodes `to`, or these themselves."""
+    there = (to < M)[:, None] & (by < M)[None, :]
+    if TREE:
+        return tl.load(above + (b * M + to[:, None]) * M + by[None, :], mask=there, other=0) != 0
+    return (to[:, None] >= by[None, :]) & there
+
+
+@triton.jit
+def _prepare(
+    q, q_by_token, k, k_by_token, decay, beta, slots, above, matrix, scale, M,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if tl.load(slots + b) == 0:
+        return
+    TREE: tl.constexpr = above is not None
+    g = h // (H // G)
+    i, n = tl.arange(0, BK), tl.arange(0, PART)
+    m = part * PART + n
+    parts = tl.num_programs(0)
+    at_row = ((b * H + h) * parts + part) * PART
+    at_matrix = at_row * 2 * PART + n[:, None] * PART + n[None, :]
+    near = 1
+    if TREE:
+        at_matrix = at_row * 2 * PART * parts + n[:, None] * PART + n[None, :]
+        near = parts
+    q += b * M * q_by_token + g * K
+    k += b * M * k_by_token + g * K
+    decay += b * M * H + h
+    in_k = (i < K)[None, :]
+    in_qk = (m < M)[:, None] & in_k
+    q_m = tl.load(q + m[:, None] * q_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
+    k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
+    total = tl.zeros((PART,), tl.float32)
+    first = part
+    if TREE:
+        first = 0
+    for r in range(first, part + 1):
+        j = r * PART + n
+        # What lies between two nodes, from their own tokens: those above i, and strictly below j.
+        between = tl.zeros((PART, PART), tl.float32)
+        for t in range(r, part + 1):
+            by = t * PART + n
+            own = tl.load(decay + by * H, mask=by < M, other=0.0).to(tl.float32)
+            part_sum = tl.where(_over(above, b, M, m, by, TREE), own[None, :], 0.0)
+            strict = _over(above, b, M, by, j, TREE) & (by[:, None] != j[None, :])
+            between += tl.dot(part_sum, strict.to(tl.float32), input_precision=SUM_PRECISION)
+            if t == r:
+                total += tl.sum(part_sum, 1)
+        between = tl.where(_over(above, b, M, m, j, TREE), tl.exp(between), 0.0)
+        k_j = tl.load(k + j[:, None] * k_by_token + i[None, :], mask=(j < M)[:, None] & in_k, other=0.0)
+        k_j = tl.trans(k_j.to(tl.float32))
+        weight = between * tl.dot(q_m, k_j, input_precision=STATE_PRECISION)
+        tl.store(matrix + at_matrix + (near + r - first) * PART * PART, weight)
+        if beta is not None:
+            strength = tl.load(beta + (b * M + m) * H + h, mask=m < M, other=0.0).to(tl.float32)
+            inner = between * tl.dot(k_m, k_j, input_precision=STATE_PRECISION) * strength[:, None]
+            if r == part:
+                inner = tl.where(n[:, None] > n[None, :], -inner, 0.0)
+                for row in tl.static_range(1, PART):
+                    mine = (n == row)[:, None]
+                    own_row = tl.sum(tl.where(mine, inner, 0.0), 0)
+                    own_row += tl.sum(own_row[:, None] * inner, 0)
+                    inner = tl.where(mine, own_row[None, :], inner)
+                inner += tl.where(n[:, None] == n[None, :], 1.0, 0.0)
+            tl.store(matrix + at_matrix + (r - first) * PART * PART, inner)
+    tl.store(scale + at_row + n, tl.exp(total))
+
+
+@triton.jit
+def _until(own, n, end):
+    """Return the decay from each token n of a part to its token `end`, and that of a state before it."""
+    later = (n[None, :] > n[:, None]) & (n[None, :] <= end)
+    weight = tl.exp(tl.sum(tl.where(later, own[None, :], 0.0), 1))
+    return tl.where(n <= end, weight, 0.0), tl.exp(tl.sum(tl.where(n <= end, own, 0.0)))
+
+
+@triton.jit
+def _sweep(
+    q, q_by_token, k, k_by_token, decay, beta, v, v_by_token, matrix, scale, out, state, state_by_slot, slots,
+    keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place, decays,
+    decay_by_slab, decay_by_place, record_slab, record_place, kept_index, kept_slot, KEPT, M, G: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TREE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    g = h // (H // G)
+    i, w, n = tl.arange(0, BK), tl.arange(0, BW), tl.arange(0, PART)
+    in_k, in_w = i < K, inside(w, first, W, BW)
+    parts = tl.cdiv(M, PART)
+    slot = tl.load(slots + b)
+    out += b * M * H * W + h * W + first
+    if slot == 0:
+        for part in range(parts):
+            m = part * PART + n
+            at = out + m[:, None].to(tl.int64) * (H * W) + w[None, :]
+            tl.store(at, tl.zeros((PART, BW), out.dtype.element_ty), mask=(m < M)[:, None] & in_w[None, :])
+        return
+    state += h * K * W + first
+    update += h * W + first
+    decays += h
+    at_head = i[:, None] * W + w[None, :]
+    in_state = in_k[:, None] & in_w[None, :]
+    home = state + slot * state_by_slot + at_head
+    s = tl.load(home, mask=in_state, other=0.0)
+    if path_slab is not None:
+        length = tl.load(path_length + b)
+        s = fold_path(s, keys + (b * P * G + g) * K, path_slab + b * P, path_place + b * P, length, update,
+                      update_by_slab, update_by_place, decays, decay_by_slab, decay_by_place, i, w, in_k,
+                      in_w, W, G * K)  # fmt: skip
+        if record_slab is not None and length > 0:
+            tl.store(home, s, mask=in_state)
+    q += b * M * q_by_token + g * K
+    k += b * M * k_by_token + g * K
+    v += b * M * v_by_token + h * W + first
+    decay += b * M * H + h
+    near = 1
+    if TREE:
+        near = parts
+    square = n[:, None] * PART + n[None, :]
+    for part in range(parts):
+        m = part * PART + n
+        in_m = m < M
+        token = b * M + m
+        mask = in_m[:, None] & in_w[None, :]
+        at_row = ((b * H + h) * parts + part) * PART
+        solve = matrix + at_row * 2 * PART * near + square
+        weigh = solve + near * PART * PART
+        grow = tl.load(scale + at_row + n)[:, None]
+        own = tl.load(decay + m * H, mask=in_m, other=0.0).to(tl.float32)
+        in_qk = in_m[:, None] & in_k[None, :]
+        k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
+        q_m = tl.load(q + m[:, None] * q_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
+        u = tl.load(v + m[:, None] * v_by_token + w[None, :], mask=mask, other=0.0).to(tl.float32)
+        o = grow * tl.dot(q_m, s, input_precision=STATE_PRECISION)
+        if beta is not None:
+            strength = tl.load(beta + token * H + h, mask=in_m, other=0.0).to(tl.float32)[:, None]
+            u = (u - grow * tl.dot(k_m, s, input_precision=STATE_PRECISION)) * strength
+        if TREE:
+            for r in range(part):
+                before = b * M + r * PART + n
+                slab, place = tl.load(record_slab + before), tl.load(record_place + before)
+                at = update + (slab * update_by_slab + place * update_by_place)[:, None] + w[None, :]
+                u_r = tl.load(at, mask=in_w[None, :], other=0.0)
+                o += tl.dot(tl.load(weigh + r * PART * PART), u_r, input_precision=STATE_PRECISION)
+                if beta is not None:
+                    u -= tl.dot(tl.load(solve + r * PART * PART), u_r, input_precision=STATE_PRECISION)
+            solve += part * PART * PART
+            weigh += part * PART * PART
+        if beta is not None:
+            u = tl.dot(tl.load(solve), u, input_precision=STATE_PRECISION)
+        o += tl.dot(tl.load(weigh), u, input_precision=STATE_PRECISION)
+        at = out + m[:, None].to(tl.int64) * (H * W) + w[None, :]
+        tl.store(at, o.to(out.dtype.element_ty), mask=mask)
+        if record_slab is not None:
+            slab = tl.load(record_slab + token, mask=in_m, other=0)
+            place = tl.load(record_place + token, mask=in_m, other=0)
+            at = update + (slab * update_by_slab + place * update_by_place)[:, None] + w[None, :]
+            tl.store(at, u, mask=mask)
+            if first == 0:
+                tl.store(decays + slab * decay_by_slab + place * decay_by_place, own, mask=in_m)
+            tl.debug_barrier()  # The next part reads what all threads have stored.
+        if kept_slot is not None:
+            for c in range(KEPT):
+                to = tl.load(kept_slot + b * KEPT + c)
+                end = tl.load(kept_index + b * KEPT + c) - part * PART
+                if to != 0 and end >= 0 and end < PART:
+                    weight, total = _until(own, n, end)
+                    mid = tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=STATE_PRECISION)
+                    tl.store(state + to * state_by_slot + at_head, s * total + mid, mask=in_state)
+        if not TREE:
+            weight, total = _until(own, n, PART - 1)
+            s = s * total + tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=STATE_PRECISION)
+    if record_slab is None:
+        tl.store(home, s, mask=in_state)
+
+
+_TYPES = dict.fromkeys(("q", "k", "decay", "matrix", "scale", "out", "state"), "*fp32") | {"v": "*bf16"}
+_TYPES |= dict.fromkeys(("q_by_token", "k_by_token", "v_by_token", "state_by_slot"), "i64")
+_TYPES |= {"slots": "*i64", "M": "i32", "KEPT": "i32"}
+_PATH = ("keys", "path_slab", "path_place", "path_length")
+_DELTA = {"G": 16, "H": 32, "K": 128, "BK": 128, "PART": PART}
+_MAMBA = {"G": 8, "H": 128, "K": 128, "BK": 128, "PART": PART}
+
+
+def _prepared(*, delta: bool, tree: bool) -> Variant:
+    there = {"beta": "*fp32"} if delta else {}
+    there |= {"above": "*u8"} if tree else {}
+    absent = dict.fromkeys({"beta", "above"} - there.keys())
+    types = {name: _TYPES[name] for name in _TYPES if name in _prepare.arg_names}
+    return Variant(_prepare, types | there, {**(_DELTA if delta else _MAMBA), **absent})
+
+
+def _swept(*, delta: bool, fold: bool, record: bool, tree: bool, kept: bool = False) -> Variant:
+    optional = {"beta": ("*fp32", delta)}
+    optional |= {name: (PATH_TYPES[name], fold) for name in _PATH}
+    optional |= {name: ("*i64", record) for name in ("record_slab", "record_place")}
+    optional |= {name: ("*i64", kept) for name in ("kept_index", "kept_slot")}
+    absent = {name: None for name, (_, there) in optional.items() if not there}
+    types = _TYPES | PATH_TYPES | {name: kind for name, (kind, there) in optional.items() if there}
+    types = {name: kind for name, kind in types.items() if name not in absent}
+    sizes = {"W": 128 if delta else 64, "TREE": tree, "BW": COLUMNS}
+    return Variant(_sweep, types, {**(_DELTA if delta else _MAMBA), **sizes, **absent})
+
+
+VARIANTS = [
+    *(_prepared(delta=delta, tree=tree) for delta in (True, False) for tree in (True, False)),
+    *(
+        _swept(delta=delta, fold=True, record=record, tree=tree, kept=not record)
+        for delta in (True, False)
+        for record, tree in ((False, False), (True, False), (True, True))
+    ),
+    _swept(delta=True, fold=False, record=False, tree=False),
+]
