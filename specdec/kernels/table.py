@@ -17,7 +17,7 @@ OPERATIONS = {
     "recurrence": ("recur", "fold"),
     "gates": ("mamba_step",),
     "delta_net": ("delta_net", "path_keys"),
-    "ffn": ("swiglu", "relu2"),
+    "ffn": ("swiglu", "relu2", "add_gated"),
     "moe": ("route_softmax", "route_sigmoid", "pack_experts", "experts"),
     "sampling": ("gumbel", "process", "pick", "best"),
     "tree": (
@@ -35,7 +35,7 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "triton": {
         "linear.triton": ("pack", "linear"),
-        "ffn.triton": ("swiglu", "relu2"),
+        "ffn.triton": ("swiglu", "relu2", "add_gated"),
         "routing.triton": ("route_softmax", "route_sigmoid"),
         "moe.triton": ("pack_experts", "experts"),
         "norm.triton": ("rms_norm", "add_rms_norm", "gated_norm"),
@@ -85,6 +85,7 @@ class Kernels:
     mamba_step: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     relu2: Callable[..., Tensor]
+    add_gated: Callable[..., Tensor]
     route_softmax: Callable[..., tuple[Tensor, Tensor]]
     route_sigmoid: Callable[..., tuple[Tensor, Tensor]]
     pack_experts: Callable[..., Any]

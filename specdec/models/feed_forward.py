@@ -29,7 +29,11 @@ class MoE:
         self.spec, self.kernels = s, kernels
         gated = s.activation == "swiglu"
         router_dtype = torch.float32 if s.router == "sigmoid" else None
-        self.router = kernels.pack(weights.take("router.weight", (s.experts, hidden), router_dtype))
+        router_ED = weights.take("router.weight", (s.experts, hidden), router_dtype)
+        if s.shared_gate:
+            # The shared expert's gate is one more row: one product makes both.
+            router_ED = torch.cat([router_ED, weights.take("shared_gate.weight", (1, hidden))])
+        self.router = kernels.pack(router_ED)
         self.correction_E = (
             weights.take("router.correction", (s.experts,), torch.float32) if s.router == "sigmoid" else None
         )
@@ -44,15 +48,13 @@ class MoE:
         if s.shared_width:
             shared = spec.MLP(s.shared_width, s.activation)
             self.shared = MLP(shared, hidden, weights.within("shared"), kernels)
-        if s.shared_gate:
-            self.shared_gate = kernels.pack(weights.take("shared_gate.weight", (1, hidden)))
 
-    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, score_TE: Tensor) -> tuple[Tensor, Tensor]:
         s, ops = self.spec, self.kernels
         if self.correction_E is None:
-            return ops.route_softmax(ops.linear(x_TD, self.router), s.top_k, renormalise=s.renormalise)
+            return ops.route_softmax(score_TE, s.top_k, renormalise=s.renormalise)
         return ops.route_sigmoid(
-            ops.linear(x_TD.to(self.correction_E.dtype), self.router),
+            score_TE,
             self.correction_E,
             s.top_k,
             groups=s.groups,
@@ -63,7 +65,9 @@ class MoE:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         s, ops = self.spec, self.kernels
-        index_TA, weight_TA = self._route(x_TD)
+        routed_TD = x_TD if self.correction_E is None else x_TD.to(self.correction_E.dtype)
+        score_TE, gate_T1 = ops.linear(routed_TD, self.router).tensor_split([s.experts], dim=1)
+        index_TA, weight_TA = self._route(score_TE)
         inner_TD = ops.linear(x_TD, self.latent_in) if s.latent else x_TD
         gated = s.activation == "swiglu"
         y_TD = ops.experts(inner_TD, self.up_EID, self.down_EDI, index_TA, weight_TA, gated=gated)
@@ -72,6 +76,4 @@ class MoE:
         if self.shared is None:
             return y_TD
         shared_TD = self.shared(x_TD)
-        if s.shared_gate:
-            shared_TD = shared_TD * torch.sigmoid(ops.linear(x_TD, self.shared_gate))
-        return y_TD + shared_TD
+        return ops.add_gated(y_TD, shared_TD, gate_T1) if s.shared_gate else y_TD + shared_TD

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from specdec.kernels.ffn import cpu, reference
+from specdec.kernels.ffn import cpu, reference, triton
 from tests.tolerances import KERNEL
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -34,3 +34,19 @@ def test_activations_equal_transformers(dtype: torch.dtype) -> None:
 def test_swapped_halves_are_seen() -> None:
     x_TI = torch.tensor([[1.0, 2.0]])
     assert not torch.allclose(cpu.swiglu(x_TI), cpu.swiglu(x_TI.flip(-1)))
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 65), (2, 1025)])
+def test_a_gated_sum_equals_reference_and_formula(tokens: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    y_TD, x_TD, gates_TN = (
+        torch.randn(tokens, columns, generator=generator, dtype=torch.float64).to(dtype)
+        for columns in (width, width, 5)
+    )
+    gate_T1 = gates_TN[:, 4:]
+    expected = reference.add_gated(y_TD, x_TD, gate_T1)
+    for ops in (cpu, triton) if dtype != torch.float64 else (cpu,):
+        actual = ops.add_gated(y_TD, x_TD, gate_T1)
+        torch.testing.assert_close(actual, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+    assert not torch.allclose(expected, y_TD + x_TD)

@@ -14,3 +14,8 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
 def relu2(x_TI: Tensor) -> Tensor:
     """Return the square of what is positive."""
     return torch.relu(x_TI).square_()
+
+
+def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
+    """Return y + x · sigmoid(gate), rounded after each of the three."""
+    return y_TD + x_TD * torch.sigmoid(gate_T1)

@@ -16,5 +16,11 @@ def relu2(x_TI: Tensor) -> Tensor:
     return _wide(x_TI).clamp(min=0).square().to(x_TI.dtype)
 
 
+def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
+    """Return y + x · sigmoid(gate), rounded after each of the three."""
+    share_T1 = torch.sigmoid(_wide(gate_T1)).to(x_TD.dtype)
+    return y_TD + x_TD * share_T1
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

@@ -20,6 +20,17 @@ def relu2(x_TI: Tensor) -> Tensor:
     return _activate(x_TI, x_TI.shape[1], gated=False)
 
 
+def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
+    """Return y + x · sigmoid(gate), rounded after each of the three."""
+    tokens, width = y_TD.shape
+    assert y_TD.is_contiguous() and x_TD.is_contiguous()
+    out_TD = torch.empty_like(y_TD)
+    _add_gated[(tokens, triton.cdiv(width, BLOCK))](
+        *(y_TD, x_TD, gate_T1, gate_T1.stride(0), out_TD), WIDTH=width, BLOCK=BLOCK
+    )
+    return out_TD
+
+
 def _activate(x_TI: Tensor, width: int, *, gated: bool) -> Tensor:
     assert x_TI.stride(1) == 1
     out_TI = torch.empty(len(x_TI), width, dtype=x_TI.dtype, device=x_TI.device)
@@ -45,11 +56,32 @@ def _activation(x, out, x_by_token, WIDTH: tl.constexpr, GATED: tl.constexpr, BL
     tl.store(out + token * WIDTH + at, value.to(kind), mask=mask)
 
 
+@triton.jit
+def _add_gated(y, x, gate, gate_by_token, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < WIDTH
+    kind = out.dtype.element_ty
+    share = tl.load(gate + token * gate_by_token).to(tl.float32)
+    share = (1.0 / (1.0 + tl.exp(-share))).to(kind).to(tl.float32)
+    value = tl.load(x + token * WIDTH + at, mask=mask, other=0.0).to(tl.float32) * share
+    total = tl.load(y + token * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
+    total += value.to(kind).to(tl.float32)
+    tl.store(out + token * WIDTH + at, total.to(kind), mask=mask)
+
+
 VARIANTS = [
+    *(
+        Variant(
+            _activation,
+            {"x": "*bf16", "out": "*bf16", "x_by_token": "i64"},
+            {"WIDTH": width, "GATED": gated, "BLOCK": BLOCK},
+        )
+        for width, gated in ((512, True), (17408, True), (21504, False))
+    ),
     Variant(
-        _activation,
-        {"x": "*bf16", "out": "*bf16", "x_by_token": "i64"},
-        {"WIDTH": width, "GATED": gated, "BLOCK": BLOCK},
-    )
-    for width, gated in ((512, True), (17408, True), (21504, False))
+        _add_gated,
+        {"y": "*bf16", "x": "*bf16", "gate": "*bf16", "gate_by_token": "i64", "out": "*bf16"},
+        {"WIDTH": 2048, "BLOCK": BLOCK},
+    ),
 ]

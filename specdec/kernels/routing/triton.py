@@ -14,12 +14,13 @@ from specdec.kernels.variants import Variant
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
-    logits_TE = logits_TE.contiguous()
+    assert logits_TE.stride(1) == 1
     tokens, experts = logits_TE.shape
     index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weight_TA = torch.empty(tokens, top_k, dtype=logits_TE.dtype, device=logits_TE.device)
     _softmax[(tokens,)](
         logits_TE,
+        logits_TE.stride(0),
         index_TA,
         weight_TA,
         RENORMALISE=renormalise,
@@ -42,12 +43,13 @@ def route_sigmoid(
 
     Only the `top_groups` groups of experts whose two best scores add up highest take part.
     """
-    logits_TE = logits_TE.contiguous()
+    assert logits_TE.stride(1) == 1
     tokens, experts = logits_TE.shape
     index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weight_TA = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
     _sigmoid[(tokens,)](
         logits_TE,
+        logits_TE.stride(0),
         bias_E,
         index_TA,
         weight_TA,
@@ -90,12 +92,12 @@ def _finite(value_E):
 
 @triton.jit
 def _softmax(
-    logits, index, weight, RENORMALISE: tl.constexpr,
+    logits, by_token, index, weight, RENORMALISE: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at_E, at_A = tl.arange(0, BLOCK), tl.arange(0, BLOCK_A)
-    logit_E = tl.load(logits + token * E + at_E, mask=at_E < E, other=float("-inf")).to(tl.float32)
+    logit_E = tl.load(logits + token * by_token + at_E, mask=at_E < E, other=float("-inf")).to(tl.float32)
     share_E = tl.exp(logit_E - tl.max(logit_E, 0))
     share_E = share_E / tl.sum(share_E, 0)
     key_E = tl.where(at_E < E, _finite(logit_E), float("-inf"))
@@ -108,13 +110,13 @@ def _softmax(
 
 @triton.jit
 def _sigmoid(
-    logits, bias, index, weight, factor,
+    logits, by_token, bias, index, weight, factor,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK_G: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at_E, at_A = tl.arange(0, BLOCK), tl.arange(0, BLOCK_A)
-    logit_E = tl.load(logits + token * E + at_E, mask=at_E < E, other=0.0).to(tl.float32)
+    logit_E = tl.load(logits + token * by_token + at_E, mask=at_E < E, other=0.0).to(tl.float32)
     score_E = 1.0 / (1.0 + tl.exp(-logit_E))
     key_E = _finite(score_E + tl.load(bias + at_E, mask=at_E < E, other=0.0).to(tl.float32))
     key_E = tl.where(at_E < E, key_E, float("-inf"))
@@ -145,13 +147,20 @@ _SIZES = {"E": 512, "TOP_K": 10, "BLOCK": 512, "BLOCK_A": 16}
 VARIANTS = [
     Variant(
         _softmax,
-        {"logits": "*bf16", "index": "*i64", "weight": "*bf16"},
+        {"logits": "*bf16", "by_token": "i64", "index": "*i64", "weight": "*bf16"},
         {"RENORMALISE": True, **_SIZES},
         warps=2,
     ),
     Variant(
         _sigmoid,
-        {"logits": "*fp32", "bias": "*fp32", "index": "*i64", "weight": "*fp32", "factor": "fp32"},
+        {
+            "logits": "*fp32",
+            "by_token": "i64",
+            "bias": "*fp32",
+            "index": "*i64",
+            "weight": "*fp32",
+            "factor": "fp32",
+        },
         {"GROUPS": 8, "TOP_GROUPS": 4, "RENORMALISE": True, "BLOCK_G": 8, **_SIZES},
         warps=2,
     ),
