@@ -30,12 +30,13 @@ from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
 from specdec.streak.drafting import DeviceDrafter
+from specdec.streak.extent import Extent
 from specdec.streak.graphs import Graphs
 from specdec.streak.pack import Packer
-from specdec.streak.rows import Extent, Rows
+from specdec.streak.rows import Rows
 from specdec.streak.runner import Pipeline, Runner, Stepwise
 from specdec.streak.step import DeviceStep
-from specdec.streak.streak import IN_FLIGHT, Run, Streak, run_as_it_stands
+from specdec.streak.streak import Run, Streak, run_as_it_stands
 from specdec.text import Tokenizer, load_tokenizer
 from specdec.warmup import warm_up
 
@@ -152,13 +153,16 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
         rates=settings.synthetic,
         keeps_hidden=head is not None,
     )
-    nodes = bounds.num_draft_tokens if settings.drafters else 1
-    path = min(nodes, bounds.num_steps + 1) if is_alone else nodes
-    drafts = max(nodes, bounds.topk * bounds.num_steps) if settings.drafters else 0
-    blocks = settings.layout.blocks_for(settings.max_model_len + (IN_FLIGHT + 2) * nodes + drafts)
-    extent = Extent(settings.max_running, nodes, path, drafts, max(blocks, 1), network.spec.hidden)
-    table = (head.calibrator if head else Calibrator()).table()
-    make_rows = partial(Rows.empty, extent, settings.dtype, table, settings.device)
+    extent = Extent.of(settings.max_running, bounds if settings.drafters else None)
+    make_rows = partial(
+        Rows.empty,
+        extent,
+        blocks=max(settings.layout.blocks_for(settings.max_model_len + extent.ahead), 1),
+        hidden=network.spec.hidden,
+        table=(head.calibrator if head else Calibrator()).table(),
+        dtype=settings.dtype,
+        device=settings.device,
+    )
     rows = make_rows()
     graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
     run: Run = graphs or partial(run_as_it_stands, step, rows)
@@ -168,7 +172,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
         policy = UniformPolicy(bounds if settings.drafters else None, adaptive=settings.adaptive)
         runner: Runner = Pipeline(policy, *base)
     else:
-        runner = Stepwise(nodes, *base)
+        runner = Stepwise(extent.nodes, *base)
     if graphs:
         graphs.capture(runner.forms())
     return runner

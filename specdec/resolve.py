@@ -20,6 +20,7 @@ from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.network import memory_layout
 from specdec.state_slots.layout import Layout
+from specdec.streak.extent import Extent
 from specdec.verify.synthetic import rates_for
 
 logger = logging.getLogger(__name__)
@@ -169,12 +170,13 @@ def _bounds(config: EngineConfig) -> Shape:
 
 
 def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
-    """Count what every running request may borrow for a draft and keep of it for a step, in whole slabs."""
-    blocks = config.max_running * layout.blocks_for(bounds.topk * bounds.num_steps + layout.block_tokens)
-    slots = config.max_running * 2 * bounds.num_draft_tokens
-    per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
+    """Count what every running request may borrow for drafts and keep of them, in whole slabs."""
+    extent = Extent.of(config.max_running, bounds)
+    blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
     slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
-    return (slabs + (-(-slots // per_slab) if per_slab else 0)) * layout.slab_bytes
+    slots = extent.records if config.slots == "record" else extent.snapshots
+    per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
+    return (slabs + (-(-config.max_running * slots // per_slab) if per_slab else 0)) * layout.slab_bytes
 
 
 def _weight_bytes(

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from specdec.bench.random_model import shape_config
 from specdec.bench.time_model import TimeModel
 from specdec.config import EngineConfig
-from specdec.errors import CapacityError, ConfigError
+from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.resolve import Resolved, free_memory, resolve
+from specdec.streak.extent import Extent
 
 ARENA_SHARE = 0.8
 """Of what the weights leave; the rest is for activations, logits and graphs."""
@@ -44,11 +44,11 @@ class Fit:
         own = layout.sequence_bytes(tokens)
         if not self.settings.drafters:
             return own
+        extent = Extent.of(1, bounds)
+        own += layout.blocks_for(extent.ahead + layout.block_tokens) * layout.block_bytes
         if slots == "snapshot":
-            return own + bounds.num_draft_tokens * layout.states_per_slab * layout.slab_bytes
-        kept = bounds.num_draft_tokens + bounds.num_steps + 1
-        grown = layout.blocks_for(bounds.topk * bounds.num_steps + layout.block_tokens)
-        return own + kept * layout.record_bytes + grown * layout.block_bytes
+            return own + extent.snapshots * layout.states_per_slab * layout.slab_bytes
+        return own + extent.records * layout.record_bytes
 
     def rows(self, tokens: int, slots: str) -> int:
         """Say how many rows of so many tokens an arena holds."""
@@ -85,16 +85,6 @@ def fit(name: str, config: EngineConfig, *, fp8: bool) -> Fit:
     if config.memory_bytes is not None:
         spare = min(spare, config.memory_bytes)
     return Fit(name, model, stored, settings, weight_bytes, spare)
-
-
-def with_fp8(config: EngineConfig) -> EngineConfig:
-    """Ask the engine for 8-bit weights, if it knows how."""
-    if "quantize" not in EngineConfig.model_fields:
-        raise ConfigError(
-            "fp8: this engine has no 8-bit weights (no setting 'quantize'); leave it out", field="fp8"
-        )
-    wanted: dict[str, Any] = {"quantize": "fp8"}
-    return EngineConfig.of(config, wanted)
 
 
 def fitting(found: Fit, batches: Sequence[int], tokens: int) -> list[int]:

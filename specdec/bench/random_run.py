@@ -9,7 +9,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench import profile as profiling
 from specdec.bench.peers import Sample
-from specdec.bench.random_fit import Fit, fit, fitting, with_fp8
+from specdec.bench.random_fit import Fit, fit, fitting
 from specdec.bench.report import environment, json_line, summarise, table
 from specdec.bench.runner import ENGINE, EngineRunner
 from specdec.bench.throughput import EXACT, WINDOW_ROUNDS, Case, Options
@@ -44,7 +44,8 @@ def run_random(options: Options, config: EngineConfig, out: Path | None, *, fp8:
     if options.model is not None or options.peers:
         name = "model" if options.model is not None else "peers"
         raise ConfigError(f"{name}: --random draws the weights of --shape; nobody else has them", field=name)
-    report = benchmark(options, with_fp8(config) if fp8 else config, fp8=fp8, profile=profile)
+    config = EngineConfig.of(config, {"quantize": "fp8"} if fp8 else {})
+    report = benchmark(options, config, fp8=fp8, profile=profile)
     line = json_line(report)
     if out is not None:
         out.write_text(f"{line}\n", "utf-8")

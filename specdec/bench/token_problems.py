@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specdec.bench import traffic
-from specdec.bench.narrow import ITEM, Narrow, narrow, pack_experts
 from specdec.bench.problems import (
     SAMPLED,
     Bench,
@@ -20,10 +19,13 @@ from specdec.bench.problems import (
     row_error,
     sample,
 )
+from specdec.kernels.linear.fp8 import Fp8, Matrix, quantise, widen
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models import spec
 
+NARROW = 1
+"""Bytes of an 8-bit weight's entry; the scales, one to a block of 16,384, are not counted."""
 MOST_CHOSEN = 256
 """Tokens whose logits the loop holds at once."""
 WIDE = ("router", "head")
@@ -36,13 +38,13 @@ CHECKED_VOCAB = 4096
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
     """List the problems of a shape at one load."""
     s, tokens, item = sizes.network, sizes.tokens, bench.dtype.itemsize
-    forms = [None, *filter(None, [narrow()])] if item == 2 else [None]
-    for (name, (out, inner)), form in itertools.product(matrices(s).items(), forms):
-        if form is None or name not in WIDE:
-            size = out * inner * (ITEM if form else item)
-            shown = f"{name} {out}x{inner}{' fp8' if form else ''}"
+    forms = (False, True) if item == 2 else (False,)
+    for (name, (out, inner)), fp8 in itertools.product(matrices(s).items(), forms):
+        if not fp8 or name not in WIDE:
+            size = out * inner * (NARROW if fp8 else item)
+            shown = f"{name} {out}x{inner}{' fp8' if fp8 else ''}"
             needs = bench.sets(size) * size + 2 * out * inner * traffic.WIDE
-            yield sizes.plan("linear", shown, needs, partial(_linear, bench, tokens, out, inner, form))
+            yield sizes.plan("linear", shown, needs, partial(_linear, bench, tokens, out, inner, fp8=fp8))
     for operation in ("rms_norm", "add_rms_norm"):
         build = partial(_norm, bench, operation, tokens, s.hidden, s.norm.eps)
         yield sizes.plan(operation, f"{s.hidden}", 0, build)
@@ -83,10 +85,10 @@ def _plan_feed_forward(bench: Bench, sizes: Sizes, ffn: spec.FeedForward | None)
             yield sizes.plan(f"route_{ffn.router}", detail, 0, build)
             item = bench.dtype.itemsize
             needs = traffic.experts(ffn, inner, 0, ffn.experts, item, item)
-            for form in [None, *filter(None, [narrow()])] if item == 2 else [None]:
-                shown = f"{detail}, {inner}x{ffn.width}{' fp8' if form else ''}"
-                build = partial(_experts, bench, ffn, inner, sizes.tokens, form)
-                yield sizes.plan("experts", shown, needs + (needs // 2 if form else 0), build)
+            for fp8 in (False, True) if item == 2 else (False,):
+                shown = f"{detail}, {inner}x{ffn.width}{' fp8' if fp8 else ''}"
+                build = partial(_experts, bench, ffn, inner, sizes.tokens, fp8=fp8)
+                yield sizes.plan("experts", shown, needs + (needs // 2 if fp8 else 0), build)
 
 
 def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
@@ -119,18 +121,18 @@ def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
     return found | {"head": (s.vocab, hidden)}
 
 
-def _linear(bench: Bench, tokens: int, out: int, inner: int, form: Narrow | None) -> Problem:
+def _linear(bench: Bench, tokens: int, out: int, inner: int, *, fp8: bool) -> Problem:
     item = bench.dtype.itemsize
-    weight_item = ITEM if form else item
+    weight_item = NARROW if fp8 else item
     x_TD, rows = bench.draw(tokens, inner, seed=99), sample(tokens)
     columns = torch.linspace(0, out - 1, min(out, SAMPLED)).long()
     packed: list[Any] = []
     checked: list[Tensor] = []
     for i in range(bench.sets(out * inner * weight_item)):
         weight_ND = bench.draw(out, inner, seed=i, scale=inner**-0.5)
-        held = form.quantise(weight_ND) if form else weight_ND
+        held = quantise(weight_ND) if fp8 else weight_ND
         if not checked:
-            exact_ND = form.widen(held) if form else weight_ND
+            exact_ND = widen(held) if isinstance(held, Fp8) else held
             checked.append(exact_ND[columns.to(bench.device)].cpu())
         packed.append(bench.kernels.pack(held))
 
@@ -214,18 +216,18 @@ def _route(bench: Bench, moe: spec.MoE, tokens: int) -> Problem:
     return Problem(moved, [lambda: route(bench.kernels, logits_TE, bias_E)], error)
 
 
-def _experts(bench: Bench, moe: spec.MoE, inner: int, tokens: int, form: Narrow | None) -> Problem:
+def _experts(bench: Bench, moe: spec.MoE, inner: int, tokens: int, *, fp8: bool) -> Problem:
     gated, item = moe.activation == "swiglu", bench.dtype.itemsize
-    weight_item = ITEM if form else item
+    weight_item = NARROW if fp8 else item
     rows = moe.width * (2 if gated else 1)
     up, down = (
-        form.quantise(weight_END) if form else weight_END
+        quantise(weight_END) if fp8 else weight_END
         for weight_END in (
             bench.draw(moe.experts, rows, inner, scale=inner**-0.5),
             bench.draw(moe.experts, inner, moe.width, seed=1, scale=moe.width**-0.5),
         )
     )
-    packed = [pack_experts(bench.kernels, weight) for weight in (up, down)]
+    packed = [bench.kernels.pack_experts(weight) for weight in (up, down)]
     x_TD = bench.draw(tokens, inner, seed=2)
     # Other experts each time: the same ones again would come out of the cache.
     chosen = min(moe.experts, tokens * moe.top_k)
@@ -242,7 +244,7 @@ def _experts(bench: Bench, moe: spec.MoE, inner: int, tokens: int, form: Narrow 
     def error() -> float:
         few = sample(tokens)
         held, index_RA = torch.unique(index_STA[0, few], return_inverse=True)
-        exact = [pack_experts(bench.reference, _some(weight, held, form).cpu()) for weight in (up, down)]
+        exact = [bench.reference.pack_experts(_some(weight, held).cpu()) for weight in (up, down)]
         expected = bench.reference.experts(
             x_TD[few].cpu(), *exact, index_RA.cpu(), weight_TA[few].cpu(), gated=gated
         )
@@ -251,13 +253,12 @@ def _experts(bench: Bench, moe: spec.MoE, inner: int, tokens: int, form: Narrow 
     return Problem(size, [partial(call, own) for own in index_STA], error)
 
 
-def _some(weight: Any, held: Tensor, form: Narrow | None) -> Tensor:
+def _some(weight: Matrix, held: Tensor) -> Tensor:
     """Return some experts' matrices as ordinary ones."""
-    if form is None:
-        own: Tensor = weight[held]
-        return own
-    numbers, scale, *rest = weight
-    return form.widen(type(weight)(numbers.view(torch.uint8)[held].view(numbers.dtype), scale[held], *rest))
+    if isinstance(weight, Tensor):
+        return weight[held]
+    numbers_END = weight.weight_ND.view(torch.uint8)[held].view(weight.weight_ND.dtype)
+    return widen(weight._replace(weight_ND=numbers_END, scale_MK=weight.scale_MK[held]))
 
 
 def _gumbel(bench: Bench, tokens: int, vocab: int) -> Problem:

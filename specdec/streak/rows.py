@@ -8,27 +8,13 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
+from specdec.streak.extent import Extent
 
 NO_TOKEN = -1
 SHARED = "table_3DR"
 """What all rows have together."""
 
 Table = Sequence[Sequence[Sequence[float]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How large a batch may get."""
-
-    rows: int
-    nodes: int
-    """Of a window, the root included."""
-    path: int
-    """Of the longest accepted path, the root included."""
-    drafts: int
-    """Positions that the head writes behind a window while it drafts."""
-    blocks: int
-    hidden: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +58,15 @@ class Rows:
     def empty(
         cls,
         extent: Extent,
-        dtype: torch.dtype,
+        *,
+        blocks: int,
+        hidden: int,
         table: Sequence[Sequence[Sequence[float]]],
+        dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """Make rows that are all padding."""
-        rows, nodes, path, blocks, hidden = (
-            extent.rows,
-            extent.nodes,
-            extent.path,
-            extent.blocks,
-            extent.hidden,
-        )
+        """Make rows that are all padding, with room for so many blocks and hidden states of this width."""
+        rows, nodes, path = extent.rows, extent.nodes, extent.path
 
         def ids(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)

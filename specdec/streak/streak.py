@@ -19,13 +19,11 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
+from specdec.streak.extent import IN_FLIGHT, Extent
 from specdec.streak.form import Form
 from specdec.streak.result import Outcome, Pending
-from specdec.streak.rows import NO_TOKEN, Extent, Rows
+from specdec.streak.rows import NO_TOKEN, Rows
 from specdec.streak.step import DeviceStep
-
-IN_FLIGHT = 2
-"""Steps that are under way at once, for one of which the host waits."""
 
 Run = Callable[[Form, int], Tensor]
 """Runs a step of a form over the first rows; captured or not."""
@@ -88,6 +86,7 @@ class Streak:
         for request in requests:
             held = self._borrow(request)
             if held is None:
+                self.scheduler.limited_by["slots of steps on the device"] += 1
                 self._give_back_loans()
                 return False
             self.held.append(held)
@@ -98,9 +97,8 @@ class Streak:
 
     def launch(self, form: Form, *, trees: Sequence[TokenTree] = (), as_drafted: bool = True) -> bool:
         """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
-        ahead = (len(self._pending) + 2) * self.extent.nodes + self.extent.drafts
         for held in self.held:
-            if not self.scheduler.reserve(held.request, held.request.computed + ahead):
+            if not self.scheduler.reserve(held.request, held.request.computed + self.extent.ahead):
                 return False
         self._load_blocks()
         if trees:

@@ -159,12 +159,6 @@ def test_options_of_random_are_refused_without_it(capsys: pytest.CaptureFixture[
     assert "--random" in capsys.readouterr().err
 
 
-@pytest.mark.skipif("quantize" in EngineConfig.model_fields, reason="this engine has 8-bit weights")
-def test_fp8_is_refused_where_the_engine_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGV, "--fp8"]) == 2
-    assert "8-bit" in capsys.readouterr().err
-
-
 def test_profile_names_what_took_the_time() -> None:
     raw = dict(SMALL)
     config = EngineConfig(device="cpu", max_model_len=128, draft="none", dtype="float32")

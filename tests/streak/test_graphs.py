@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from specdec.draft.proposal import Shape
+from specdec.streak.extent import Extent
 from specdec.streak.form import Form
 from specdec.streak.graphs import SIZES, Graphs
-from specdec.streak.rows import Extent, Rows
+from specdec.streak.rows import Rows
 
-EXTENT = Extent(rows=20, nodes=4, path=3, drafts=4, blocks=2, hidden=8)
+EXTENT = Extent(rows=20, nodes=4, path=3, drafts=4)
 TABLE = [[[1.0]], [[0.0]], [[1.0]]]
 FORMS = [Form.drafting(shape, greedy=False) for shape in (None, Shape(2, 1, 3))]
 
@@ -71,7 +72,9 @@ def make() -> tuple[Graphs, Step]:
     step = Step()
 
     def rows() -> Rows:
-        return Rows.empty(EXTENT, torch.float32, TABLE, torch.device("cpu"))
+        return Rows.empty(
+            EXTENT, blocks=2, hidden=8, table=TABLE, dtype=torch.float32, device=torch.device("cpu")
+        )
 
     return Graphs(step, rows(), rows), step  # type: ignore[arg-type]
 
