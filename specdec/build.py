@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from specdec.config import EngineConfig
-from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter
 from specdec.draft.head import HeadDrafter
 from specdec.draft.lookup import Lookup
@@ -34,9 +33,9 @@ from specdec.streak.extent import Extent
 from specdec.streak.graphs import Graphs
 from specdec.streak.pack import Packer
 from specdec.streak.rows import Rows
-from specdec.streak.runner import Pipeline, Runner, Stepwise
+from specdec.streak.runner import Host, Pipeline, Runner, Stepwise
 from specdec.streak.step import DeviceStep
-from specdec.streak.streak import Run, Streak, run_as_it_stands
+from specdec.streak.streak import Streak, Uncaptured
 from specdec.text import Tokenizer, load_tokenizer
 from specdec.warmup import warm_up
 
@@ -140,39 +139,33 @@ def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> Deco
 
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
-    head, bounds, arena = loop.speculation.head, settings.bounds, loop.arena
+    head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
     is_alone = settings.drafters in ((), ("mtp",))
     is_free = on_gpu(settings.kernels)
-    pack = Packer(network.kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
-    step = DeviceStep(
-        network,
-        DeviceDrafter(head.head, network.kernels, arena, pack) if head and is_alone else None,
-        arena,
-        pack,
-        snapshots=settings.slots == "snapshot",
-        rates=settings.synthetic,
-        keeps_hidden=head is not None,
-    )
-    extent = Extent.of(settings.max_running, bounds if settings.drafters else None)
+    pack = Packer(kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
+    drafter = None
+    if head and is_alone:
+        drafter = DeviceDrafter(head.head, kernels, arena, pack, head.calibrator.table())
+    snapshots = settings.slots == "snapshot"
+    step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
+    extent = Extent.of(settings.max_running, settings.bounds if settings.drafters else None)
     make_rows = partial(
         Rows.empty,
         extent,
         blocks=max(settings.layout.blocks_for(settings.max_model_len + extent.ahead), 1),
         hidden=network.spec.hidden,
-        table=(head.calibrator if head else Calibrator()).table(),
         dtype=settings.dtype,
         device=settings.device,
     )
     rows = make_rows()
     graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
-    run: Run = graphs or partial(run_as_it_stands, step, rows)
+    run = graphs or Uncaptured(step, rows)
     streak = Streak(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
-    base = streak, loop.scheduler, loop.speculation, loop.counts, loop.emit_whole
+    host = Host(loop.scheduler, loop.speculation, loop.counts, loop.emit_whole)
+    runner: Runner = Stepwise(streak, host)
     if is_alone:
-        policy = UniformPolicy(bounds if settings.drafters else None, adaptive=settings.adaptive)
-        runner: Runner = Pipeline(policy, *base)
-    else:
-        runner = Stepwise(extent.nodes, *base)
+        policy = UniformPolicy(settings.bounds if settings.drafters else None, adaptive=settings.adaptive)
+        runner = Pipeline(streak, host, policy)
     if graphs:
         graphs.capture(runner.forms())
     return runner

@@ -79,7 +79,6 @@ class Speculation:
 
         Slots are borrowed from the backing, if `lend` has none.
         """
-        lend = lend or self.backing.begin
         self._asked.clear()
         decoding = [i for i, share in enumerate(shares) if share.request.decodes]
         drafts: list[Draft | None] = [None] * len(shares)
@@ -91,11 +90,11 @@ class Speculation:
         tracks = [self.track_of(request) for request in requests]
         rooms = [0 if r.number in self._distrusted else r.room - 1 for r in requests]
         self._distrusted.difference_update(request.number for request in requests)
-        shapes = self._fitting(requests, self.policy.plan(batch, tracks, rooms))
+        shapes = self._fitting(requests, self.policy.plan(batch, tracks, rooms), lends=lend is not None)
         self._catch_up([share for share in shares if not share.request.decodes])
         merged = self._propose(requests, shapes)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, merged), strict=True):
-            drafts[i] = self._borrow(request, proposal, lend)
+            drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
             if self.synthetic and drafts[i] is None:
                 self._asked.pop(request.number, None)  # it was not put to the test
         return drafts
@@ -136,12 +135,14 @@ class Speculation:
     def _is_full(self, request: Request) -> bool:
         return self.head is not None and self.head.is_full(request.number)
 
-    def _fitting(self, requests: Sequence[Request], shapes: Sequence[Shape | None]) -> list[Shape | None]:
+    def _fitting(
+        self, requests: Sequence[Request], shapes: Sequence[Shape | None], *, lends: bool
+    ) -> list[Shape | None]:
         """Lower what is asked for to the memory there is, before anyone drafts for slots that nobody gets."""
         fitting: list[Shape | None] = []
         nodes = 0
         for request, shape in zip(requests, shapes, strict=True):
-            while shape and not self.backing.has_room(nodes + shape.num_draft_tokens):
+            while shape and not (lends or self.backing.has_room(nodes + shape.num_draft_tokens)):
                 self.scheduler.limited_by["draft slots"] += 1
                 shape = shape.within(shape.num_draft_tokens // 2)
             fitting.append(shape if shape and self._reserve(request, shape) else None)

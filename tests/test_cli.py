@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -204,9 +205,16 @@ def test_demo_says_that_its_weights_are_random(
     assert len(captured.out) > 50
 
 
+@pytest.fixture
+def endless(checkpoint: Callable[..., Path]) -> Path:
+    """Make a model whose texts are too long to end while anything is done to them."""
+    return checkpoint(max_position_embeddings=1 << 18)
+
+
 def start(model: Path) -> "subprocess.Popen[bytes]":
     """Stream a long completion in a process of its own, up to its first byte."""
-    argv = ["generate", str(model), "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos", "--seed", "0"]
+    argv = ["generate", str(model), "--prompt", PROMPT, "--max-tokens", "200000"]
+    argv += ["--ignore-eos", "--seed", "0"]
     running = subprocess.Popen(
         [sys.executable, "-m", "specdec", *argv],
         cwd=ROOT,
@@ -219,16 +227,16 @@ def start(model: Path) -> "subprocess.Popen[bytes]":
     return running
 
 
-def test_interrupt_ends_a_stream_with_130(hybrid: Path) -> None:
-    running = start(hybrid)
+def test_interrupt_ends_a_stream_with_130(endless: Path) -> None:
+    running = start(endless)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors.decode()
     assert b"Traceback" not in errors
 
 
-def test_reader_that_leaves_ends_a_stream_quietly(hybrid: Path) -> None:
-    running = start(hybrid)
+def test_reader_that_leaves_ends_a_stream_quietly(endless: Path) -> None:
+    running = start(endless)
     assert running.stdout is not None
     running.stdout.close()
     assert running.stderr is not None

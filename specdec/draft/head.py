@@ -199,6 +199,7 @@ class HeadDrafter:
         """Ask for the children of every frontier node at once."""
         at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
         logits_NV = self.head.logits(torch.stack([draft.after[node] for draft, node in at]))
+        logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
         places = [Place(draft.want.key, draft.path(node)) for draft, node in at]
         topk = max(draft.grower.shape.topk for draft in drafts)
         for (draft, node), (tokens, shares) in zip(at, self.rank(logits_NV, places, topk), strict=True):

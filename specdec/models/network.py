@@ -204,5 +204,5 @@ class MTPHead:
         return run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Project the head's hidden states as the target's are."""
-        return self.target.logits(hidden_TD)
+        """Project the head's hidden states as the target's are, in the model's dtype."""
+        return self.target.project(hidden_TD)

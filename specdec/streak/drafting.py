@@ -3,6 +3,7 @@
 The same trees as the host's drafter and grower make, without asking what any of them holds.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from specdec.draft.head import Head
 from specdec.draft.proposal import Shape
+from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.state_slots.arena import Arena
 from specdec.streak.form import Form
-from specdec.streak.pack import Packer, rules, spread
+from specdec.streak.pack import LOGITS, Packer, spread
 from specdec.streak.rows import Rows
+
+Table = Sequence[Sequence[Sequence[float]]]
 
 
 class Read(NamedTuple):
@@ -30,8 +34,15 @@ class Read(NamedTuple):
 
 
 class DeviceDrafter:
-    def __init__(self, head: Head, kernels: Kernels, arena: Arena, pack: Packer) -> None:
+    """Owns the table that makes the head's beliefs probabilities; all else that changes is in the rows."""
+
+    def __init__(self, head: Head, kernels: Kernels, arena: Arena, pack: Packer, table: Table) -> None:
         self.head, self.kernels, self.arena, self.pack = head, kernels, arena, pack
+        self.table_3DR = torch.tensor(table, dtype=torch.float64, device=arena.data.device)
+
+    def calibrate(self, table: Table) -> None:
+        """Take over what was learnt of the head's beliefs."""
+        self.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
 
     @torch.inference_mode()
     def draft(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor, most: int) -> None:
@@ -58,7 +69,7 @@ class DeviceDrafter:
         grown = 0
         for depth in range(1, shape.num_steps + 1):
             token_BFK, share_BFK = self._guess(after_BFD, rows, form, shape.topk, depth)
-            chance_BFK = ops.children(share_BFK, score_BF, depth, rows.table_3DR)
+            chance_BFK = ops.children(share_BFK, score_BF, depth, self.table_3DR)
             _, f, k = token_BFK.shape
             tokens.append(token_BFK.flatten(1))
             parents.append(node_BF.repeat_interleave(k, dim=1))
@@ -93,12 +104,21 @@ class DeviceDrafter:
     def _guess(
         self, after_BFD: Tensor, rows: Rows, form: Form, count: int, depth: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the best children of each node, by the rule and the noise of the place they would fill."""
-        shape, f = after_BFD.shape[:2], after_BFD.shape[1]
-        logits_NV = self.head.logits(after_BFD.reshape(-1, after_BFD.shape[-1]))
-        own, position_N = rules(rows, f, greedy=form.greedy), spread(rows.length_B + depth, f)
-        token_NK, share_NK = self.kernels.best(logits_NV, own, spread(rows.seed_B, f), position_N, count)
-        return token_NK.view(*shape, -1), share_NK.view(*shape, -1)
+        """Return the best children of each node, by temperature and the noise of the place they would fill.
+
+        The target's filters are left out: they cost as much as the rest, and rarely change what is best.
+        """
+        b, f, _ = after_BFD.shape
+        tokens, shares = [], []
+        for start in range(0, b, some := max(1, LOGITS // f)):
+            part = rows.part(start, start + some)
+            logits_NV = self.head.logits(after_BFD[start : start + some].flatten(0, 1))
+            own = Rules(spread(part.temperature_B, f))
+            at_N = spread(part.seed_B, f), spread(part.length_B + depth, f)
+            token_NK, share_NK = self.kernels.best(logits_NV, own, *at_N, count)
+            tokens.append(token_NK.view(-1, f, token_NK.shape[1]))
+            shares.append(share_NK.view(-1, f, share_NK.shape[1]))
+        return torch.cat(tokens), torch.cat(shares)
 
     def _read(
         self, rows: Rows, token_BA: Tensor, parent_BA: Tensor | None, start_B: Tensor, hidden_BAD: Tensor

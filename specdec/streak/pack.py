@@ -11,6 +11,9 @@ from specdec.kernels.table import Kernels
 from specdec.state_slots.window import Window
 from specdec.streak.rows import Rows
 
+LOGITS = 256
+"""Nodes whose logits are held at once: with a large vocabulary they are the largest tensor there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slots:
@@ -43,7 +46,7 @@ class Packer:
     ) -> Window:
         """Make a window behind so many tokens of each row; without parents it is a chain.
 
-        What lies beyond the model's length belongs to texts that have ended.
+        What lies beyond the model's length is thrown away: the texts end before they get there.
         """
         b, m = token_BM.shape
         ancestors_BMM = tap_BMC = None

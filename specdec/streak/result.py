@@ -1,6 +1,6 @@
 """What a step on the device tells the host: for every row what was verified, and what came of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,13 +48,13 @@ class Pending:
         if self.arrived is not None:
             self.arrived.synchronize()
 
-    def outcomes(self) -> Iterator[Outcome]:
-        """Read it, row by row. A window that was filled up is read to its last token."""
+    def outcomes(self, rows: Iterable[int]) -> Iterator[Outcome]:
+        """Read some rows of it. A window that was filled up is read to its last token."""
         m = self.form.nodes
         counts, own_B6M = self.packed_BX[:, 0].tolist(), self.packed_BX[:, 1:].view(-1, 6, m)
         nodes, emitted, tokens, parents = own_B6M[:, :4].transpose(0, 1).tolist()
         scores, beliefs = own_B6M[:, 4:].transpose(0, 1).contiguous().view(torch.float64).tolist()
-        for b, count in enumerate(counts):
+        for b in rows:
             width = next((i for i, token in enumerate(tokens[b]) if token < 0), m)
             proposal = Proposal.EMPTY
             if self.as_drafted:
@@ -65,4 +65,4 @@ class Pending:
                     beliefs=tuple(beliefs[b][1:width]),
                 )
             tree = TokenTree(tuple(tokens[b][:width]), tuple(parents[b][:width]))
-            yield Outcome(tree, proposal, tuple(nodes[b][:count]), tuple(emitted[b][:count]))
+            yield Outcome(tree, proposal, tuple(nodes[b][: counts[b]]), tuple(emitted[b][: counts[b]]))

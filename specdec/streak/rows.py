@@ -1,6 +1,5 @@
 """A batch that decodes, as tensors that stay where they are: a captured step reads and writes them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -9,12 +8,7 @@ from torch import Tensor
 
 from specdec.kernels.group import RecordIds
 from specdec.streak.extent import Extent
-
-NO_TOKEN = -1
-SHARED = "table_3DR"
-"""What all rows have together."""
-
-Table = Sequence[Sequence[Sequence[float]]]
+from specdec.verify.choose import NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +31,9 @@ class Rows:
     path_slab_BP: Tensor
     path_place_BP: Tensor
     path_length_B: Tensor
-    slab_2BM: Tensor
+    slab_B2M: Tensor
     """Two sets of records: one is written while the path that the other holds is folded. They swap places."""
-    place_2BM: Tensor
+    place_B2M: Tensor
     snapshot_BM: Tensor
     seed_B: Tensor
     temperature_B: Tensor
@@ -51,8 +45,6 @@ class Rows:
     follows_BP: Tensor
     last_BD: Tensor
     """The hidden state that the root was chosen from."""
-    table_3DR: Tensor
-    """What makes a drafter's beliefs probabilities."""
 
     @classmethod
     def empty(
@@ -61,7 +53,6 @@ class Rows:
         *,
         blocks: int,
         hidden: int,
-        table: Sequence[Sequence[Sequence[float]]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
@@ -85,8 +76,8 @@ class Rows:
             path_slab_BP=ids(rows, path),
             path_place_BP=ids(rows, path),
             path_length_B=ids(rows),
-            slab_2BM=ids(2, rows, nodes),
-            place_2BM=ids(2, rows, nodes),
+            slab_B2M=ids(rows, 2, nodes),
+            place_B2M=ids(rows, 2, nodes),
             snapshot_BM=ids(rows, nodes),
             seed_B=ids(rows),
             temperature_B=numbers(rows),
@@ -96,7 +87,6 @@ class Rows:
             hidden_BPD=numbers(rows, path, hidden, dtype=dtype),
             follows_BP=ids(rows, path),
             last_BD=numbers(rows, hidden, dtype=dtype),
-            table_3DR=torch.tensor(table, dtype=torch.float64, device=device),
         )
         made.clear()
         return made
@@ -104,8 +94,7 @@ class Rows:
     def clear(self) -> None:
         """Make all rows padding again."""
         for field in fields(self):
-            if field.name != SHARED:
-                getattr(self, field.name).zero_()
+            getattr(self, field.name).zero_()
         self.top_p_B.fill_(1.0)
         self.blank(0)
         self.parent_BM[:, 0] = NO_TOKEN
@@ -118,16 +107,17 @@ class Rows:
         self.score_BM[:, first:] = 0.0
         self.belief_BM[:, first:] = 0.0
 
+    def drop(self, row_R: Tensor) -> None:
+        """Make padding of some rows."""
+        for x_B in (self.length_B, self.path_length_B, self.state_B, self.temperature_B, self.top_k_B):
+            x_B.index_fill_(0, row_R, 0)
+        for x_BM in (self.table_BN, self.slab_B2M, self.place_B2M, self.snapshot_BM, self.token_BM):
+            x_BM.index_fill_(0, row_R, 0)
+
     def part(self, start: int, end: int) -> "Rows":
         """Show some rows alone (views)."""
-        some = slice(start, end)
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Rows(**{name: x if name == SHARED else _cut(name, x, some) for name, x in own.items()})
+        return Rows(**{field.name: getattr(self, field.name)[start:end] for field in fields(self)})
 
     @property
     def path(self) -> RecordIds:
         return RecordIds(self.path_slab_BP, self.path_place_BP)
-
-
-def _cut(name: str, x: Tensor, some: slice) -> Tensor:
-    return x[:, some] if name.endswith("_2BM") else x[some]

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from specdec.counts import Clock, Counts
 from specdec.draft.policy import WIDTHS
@@ -24,15 +25,25 @@ from specdec.verify.walk import AcceptedPath
 Emit = Callable[[Part, AcceptedPath, dict[str, float]], None]
 """Gives a request its tokens, after seconds by phase."""
 
+FEWEST = 0.5
+"""Part of the rows below which those that are left are loaded anew, as a smaller batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What of the loop a runner works with."""
+
+    scheduler: Scheduler
+    speculation: Speculation
+    counts: Counts
+    emit: Emit
+
 
 class Runner(ABC):
-    """Begins a streak when every running request decodes; ends it when any comes, ends or is cancelled."""
+    """Begins a streak when every running request decodes, and ends it when the host has a plan to make."""
 
-    def __init__(
-        self, streak: Streak, scheduler: Scheduler, speculation: Speculation, counts: Counts, emit: Emit
-    ) -> None:
-        self.streak, self.counts, self.emit = streak, counts, emit
-        self.scheduler, self.speculation = scheduler, speculation
+    def __init__(self, streak: Streak, host: Host) -> None:
+        self.streak, self.host = streak, host
         self.steps = 0
         """Steps that were read."""
         self._waiting = 0
@@ -57,65 +68,74 @@ class Runner(ABC):
     def begin(self, shares: Sequence[Share]) -> bool:
         """Take over a step that is the device's to decide; tell whether this was one."""
         requests = [share.request for share in shares]
-        if len(requests) != len(self.scheduler.running) or not all(map(self._suits, requests)):
+        if len(requests) != len(self.host.scheduler.running) or not all(map(self._suits, requests)):
             return False
-        if not self.streak.begin(requests):
-            return False
-        self._waiting, self._over = len(self.scheduler.waiting), False
-        self._run(first=True)
-        return True
+        self._waiting, self._over = len(self.host.scheduler.waiting), False
+        try:
+            return self.streak.begin(requests) and self._run(first=True)
+        except BaseException:
+            self.streak.abandon()
+            raise
 
     def go_on(self) -> bool:
         """Advance the streak that is under way by a step; False: there is none, or no more."""
         if not self.streak.held:
             return False
-        if len(self.scheduler.waiting) != self._waiting or self._is_cancelled():
-            self._over = True
-        self._run()
-        return True
-
-    def _run(self, *, first: bool = False) -> None:
+        self._over = self._over or self._is_interrupted()
         try:
-            if first:
-                self._start()
-            if self._over or not self._advance() or self._over:
-                self._drain()
-                self.streak.end()
+            return self._run()
         except BaseException:
             self.streak.abandon()
             raise
 
+    def _run(self, *, first: bool = False) -> bool:
+        """Run a step, and end the streak after its last; tell whether a step was run."""
+        if first:
+            self._start()
+        advanced = not self._over and self._advance()
+        if self._over or not advanced or len(self.streak.requests) <= FEWEST * len(self.streak.held):
+            self._drain()
+            self.streak.end()
+        return advanced
+
     def _suits(self, request: Request) -> bool:
-        return request.decodes and request.chooser.is_static and not self.speculation.is_distrusted(request)
+        distrusted = self.host.speculation.is_distrusted(request)
+        return request.decodes and request.chooser.is_static and not distrusted
 
-    def _is_cancelled(self) -> bool:
-        return any(r.cancelled for r in (*self.scheduler.running, *self.scheduler.waiting))
+    def _is_interrupted(self) -> bool:
+        """Tell whether anybody comes who may be admitted, or leaves before the end."""
+        scheduler = self.host.scheduler
+        came = len(scheduler.waiting) != self._waiting and len(scheduler.running) < scheduler.max_running
+        return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
-    def _take(self, request: Request, outcome: Outcome, seconds: dict[str, float], *, drafted: bool) -> None:
+    def _take(self, request: Request, outcome: Outcome, seconds: dict[str, float], form: Form) -> None:
         """Give a request what a step made for it."""
         path = AcceptedPath(outcome.nodes, outcome.emitted)
-        if not outcome.nodes and drafted:
-            # Its numbers may be NaN for a rejected branch's sake: the token is tried again without a draft.
-            self.speculation.distrust(request)
+        if not outcome.nodes and form.nodes > 1:
+            # Its numbers may be NaN for another node's sake: the token is tried again without any.
+            self.host.speculation.distrust(request)
             self._over = True
             return
         if not outcome.nodes:
             path = AcceptedPath((0,), (NO_TOKEN,))
-        draft = Draft(outcome.tree, ()) if drafted else None
-        self.emit(Part(request, outcome.tree, draft, True, ()), path, seconds)
-        self._over = self._over or request.finish_reason is not None
+        draft = Draft(outcome.tree, ()) if len(outcome.tree) > 1 else None
+        self.host.emit(Part(request, outcome.tree, draft, True, ()), path, seconds)
+        # What it held may let somebody in.
+        self._over = self._over or (request.finish_reason is not None and bool(self.host.scheduler.waiting))
 
 
 class Pipeline(Runner):
     """The device drafts too, if anybody does: a step is launched before the one before it has been read."""
 
-    def __init__(self, policy: UniformPolicy, *base: object) -> None:
-        super().__init__(*base)  # type: ignore[arg-type]
+    def __init__(self, streak: Streak, host: Host, policy: UniformPolicy) -> None:
+        super().__init__(streak, host)
         self.policy = policy
         self._mark_s: float | None = None
         """When the last result came; None: none has."""
         self._shape: Shape | None = None
         """That of the windows that are verified next."""
+        self._next: tuple[Shape | None] | None = None
+        """The shape of the first step, chosen before its windows were drafted."""
 
     def forms(self) -> list[Form]:
         """List every shape that may be chosen."""
@@ -123,17 +143,19 @@ class Pipeline(Runner):
 
     def _start(self) -> None:
         self._mark_s, self._shape = None, self._choose()
+        self._next = (self._shape,)
         self.streak.prime(Form.drafting(self._shape, greedy=self.streak.greedy))
 
     def _choose(self) -> Shape | None:
-        return self.policy.choose([self.speculation.track_of(own) for own in self.streak.requests])
+        return self.policy.choose([self.host.speculation.track_of(own) for own in self.streak.requests])
 
     def _advance(self) -> bool:
-        shape = self._choose()
+        (shape,) = self._next or (self._choose(),)
+        self._next = None
         form = Form.drafting(shape, greedy=self.streak.greedy)
         launched = self.streak.launch(form, as_drafted=shape == self._shape)
         self._shape = shape
-        if self.streak.is_full:
+        if launched and self.streak.is_full:
             self._read()
         return launched
 
@@ -149,20 +171,22 @@ class Pipeline(Runner):
         self._mark_s = now_s
         self.steps += 1
         seconds = {"whole": 0.0 if before_s is None else now_s - before_s}
-        self.counts.spend(seconds)
-        if before_s is not None and read.as_drafted and not self._over:
+        self.host.counts.spend(seconds)
+        if before_s is not None and read.as_drafted and read.came:
             self.policy.observe(read.form.shape, len(read.came), seconds["whole"])
         for request, outcome in read.came:
-            self.speculation.propose(request, read.form.shape if read.as_drafted else None, outcome.proposal)
-            self._take(request, outcome, seconds, drafted=read.form.nodes > 1)
+            shape = read.form.shape if read.as_drafted else None
+            self.host.speculation.propose(request, shape, outcome.proposal)
+            self._take(request, outcome, seconds, read.form)
         return True
 
 
 class Stepwise(Runner):
-    """The host drafts, for which it must have read the step before."""
+    """The host looks drafts up, for which it must have read the step before."""
 
-    def __init__(self, widest: int, *base: object) -> None:
-        super().__init__(*base)  # type: ignore[arg-type]
+    def __init__(self, streak: Streak, host: Host) -> None:
+        super().__init__(streak, host)
+        widest = streak.extent.nodes
         self._sizes = sorted({1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest})
 
     def forms(self) -> list[Form]:
@@ -176,25 +200,27 @@ class Stepwise(Runner):
         """Have nothing to read: every step was."""
 
     def _advance(self) -> bool:
-        requests, clock = self.streak.requests, Clock()
-        drafts = self.speculation.draft([Share(request, 1) for request in requests], lend=lambda *_: ())
-        trees = [
-            d.tree if d else TokenTree((r.tokens[-1],), (-1,)) for r, d in zip(requests, drafts, strict=True)
-        ]
+        clock, speculation = Clock(), self.host.speculation
+        requests = self.streak.requests
+        shares = [Share(request, 1) for request in requests]
+        drafts = dict(zip(requests, speculation.draft(shares, lend=lambda *_: ()), strict=True))
+        trees = []
+        for request in (held.request for held in self.streak.held):
+            draft = drafts.get(request)
+            trees.append(draft.tree if draft else TokenTree((request.tokens[-1],), (-1,)))
         clock.lap("draft")
-        nodes = self._sizes[bisect_left(self._sizes, max(map(len, trees)))]
-        if not self.streak.launch(Form.given(nodes, greedy=self.streak.greedy), trees=trees):
+        form = Form.given(
+            self._sizes[bisect_left(self._sizes, max(map(len, trees)))], greedy=self.streak.greedy
+        )
+        if not self.streak.launch(form, trees=trees):
             return False
         read = self.streak.read()
         assert read is not None
         clock.lap("whole")
         self.steps += 1
-        self.counts.spend(clock.seconds)
-        if self.speculation.head:
-            for row, (request, outcome) in enumerate(read.came):
-                self.speculation.head.read(request.number, self.streak.hidden(row, len(outcome.nodes)))
-        parts = [Part(r, tree, d, True, ()) for r, tree, d in zip(requests, trees, drafts, strict=True)]
-        for part, (request, outcome) in zip(parts, read.came, strict=True):
-            self._take(request, outcome, clock.seconds, drafted=part.draft is not None)
-        self.speculation.observe_step(parts, clock.seconds)
+        self.host.counts.spend(clock.seconds)
+        parts = [Part(r, outcome.tree, drafts[r], True, ()) for r, outcome in read.came]
+        for request, outcome in read.came:
+            self._take(request, outcome, clock.seconds, form)
+        speculation.observe_step(parts, clock.seconds)
         return True

@@ -10,11 +10,9 @@ from specdec.models.network import Network
 from specdec.state_slots.arena import Arena
 from specdec.streak.drafting import DeviceDrafter
 from specdec.streak.form import Form
-from specdec.streak.pack import Packer, Slots, rules, spread
-from specdec.streak.rows import NO_TOKEN, Rows
-
-LOGITS = 256
-"""Nodes whose logits are held at once: with a large vocabulary they are the largest tensor there is."""
+from specdec.streak.pack import LOGITS, Packer, Slots, rules, spread
+from specdec.streak.rows import Rows
+from specdec.verify.choose import NO_TOKEN
 
 
 class DeviceStep:
@@ -32,14 +30,9 @@ class DeviceStep:
         *,
         snapshots: bool,
         rates: Sequence[float] | None,
-        keeps_hidden: bool,
     ) -> None:
-        """Write states of their own for the nodes, or records; accept drafts at `rates`, or as is due.
-
-        A head, here or on the host, needs the hidden states that were committed.
-        """
+        """Write states of their own for the nodes, or records; accept drafts at `rates`, or as is due."""
         self.network, self.drafter, self.arena, self.pack = network, drafter, arena, pack
-        self.keeps_hidden = keeps_hidden
         self.kernels, self.snapshots, self.has_states = network.kernels, snapshots, bool(arena.layout.states)
         device = arena.data.device
         self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
@@ -66,14 +59,13 @@ class DeviceStep:
         rows.token_BM[:, :1] = torch.where(
             count_B[:, None] > 0, emitted_BM.gather(1, last_B1), token_BM[:, :1]
         )
-        if self.keeps_hidden:
+        if self.drafter:
             read = min(m, rows.follows_BP.shape[1])
             hidden_BMD = hidden_TD.view(*token_BM.shape, -1)
             at_BRD = node_BM[:, :read, None].expand(-1, -1, hidden_BMD.shape[-1])
             rows.hidden_BPD[:, :read] = hidden_BMD.gather(1, at_BRD)
             rows.follows_BP[:, :read] = emitted_BM[:, :read]
-            if self.drafter:
-                self.drafter.draft(rows, form, before_B, count_B, read)
+            self.drafter.draft(rows, form, before_B, count_B, read)
         return result_BX
 
     def _slots(self, rows: Rows, nodes: int) -> Slots | None:
@@ -81,8 +73,12 @@ class DeviceStep:
         if not self.has_states:
             return None
         if self.snapshots:
-            return Slots(rows.state_B, None, None, None, rows.snapshot_BM[:, :nodes] if nodes > 1 else None)
-        record = RecordIds(rows.slab_2BM[0, :, :nodes], rows.place_2BM[0, :, :nodes]) if nodes > 1 else None
+            snapshot_BM = rows.snapshot_BM[:, :nodes].contiguous() if nodes > 1 else None
+            return Slots(rows.state_B, None, None, None, snapshot_BM)
+        record = None
+        if nodes > 1:
+            written = rows.slab_B2M[:, 0, :nodes], rows.place_B2M[:, 0, :nodes]
+            record = RecordIds(*(ids_BM.contiguous() for ids_BM in written))
         return Slots(rows.state_B, rows.path, rows.path_length_B, record, None)
 
     def _choose(self, hidden_TD: Tensor, rows: Rows, form: Form, position_T: Tensor) -> Tensor:
@@ -122,8 +118,8 @@ class DeviceStep:
             kept = node_BM[:, :most], count_B, slots.record, path
             self.kernels.promote(*kept, rows.path_length_B, rows.length_B)
             # The next window writes the other set, while it folds this path.
-            rows.slab_2BM.copy_(rows.slab_2BM.flip(0))
-            rows.place_2BM.copy_(rows.place_2BM.flip(0))
+            rows.slab_B2M.copy_(rows.slab_B2M.flip(1))
+            rows.place_B2M.copy_(rows.place_B2M.flip(1))
             return
         rows.path_length_B.zero_()
         if slots and slots.snapshot_BM is not None:

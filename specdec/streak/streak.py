@@ -1,14 +1,14 @@
 """A batch whose steps decide on the device: the host loads it, launches steps, reads what came, unloads it.
 
 While a step runs the host deals with the one before it. So a text ends one step late: what was computed for
-it meanwhile is thrown away.
+it meanwhile is thrown away. Its memory goes back at once all the same: whatever is put there is written by
+later operations of the same device, which take their turn.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from specdec.draft.head import HeadDrafter
@@ -21,17 +21,34 @@ from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
 from specdec.streak.extent import IN_FLIGHT, Extent
 from specdec.streak.form import Form
+from specdec.streak.loading import Held, ids, load, load_blocks, load_trees
 from specdec.streak.result import Outcome, Pending
-from specdec.streak.rows import NO_TOKEN, Rows
+from specdec.streak.rows import Rows
 from specdec.streak.step import DeviceStep
 
-Run = Callable[[Form, int], Tensor]
-"""Runs a step of a form over the first rows; captured or not."""
+
+class Run(Protocol):
+    """Runs steps over the first rows of a batch, captured or not."""
+
+    def size(self, count: int) -> int:
+        """Say how many rows run for so many."""
+        ...
+
+    def __call__(self, form: Form, size: int) -> Tensor: ...
 
 
-def run_as_it_stands(step: DeviceStep, rows: Rows, form: Form, count: int) -> Tensor:
-    """Run a step uncaptured."""
-    return step(rows.part(0, count), form)
+class Uncaptured:
+    """Runs every step as it stands."""
+
+    def __init__(self, step: DeviceStep, rows: Rows) -> None:
+        self.step, self.rows = step, rows
+
+    def size(self, count: int) -> int:
+        """Take no row more than there are."""
+        return count
+
+    def __call__(self, form: Form, size: int) -> Tensor:
+        return self.step(self.rows.part(0, size), form)
 
 
 class Came(NamedTuple):
@@ -41,19 +58,6 @@ class Came(NamedTuple):
     as_drafted: bool
     """Whether its windows had been drafted in its own shape."""
     came: list[tuple[Request, Outcome]]
-
-
-class Held:
-    """What one request lends to a streak."""
-
-    def __init__(
-        self, request: Request, sets: tuple[Sequence[RecordSlot], ...], snapshots: Sequence[int]
-    ) -> None:
-        self.request, self.sets, self.snapshots = request, sets, list(snapshots)
-        self.before = request.committed
-        """What it had committed when it came; its path's records are given back in the end."""
-        self.blocks = 0
-        """Blocks of its table that the device knows."""
 
 
 class Streak:
@@ -77,7 +81,8 @@ class Streak:
 
     @property
     def requests(self) -> list[Request]:
-        return [held.request for held in self.held]
+        """List those that still decode."""
+        return [held.request for held in self.held if held.request.finish_reason is None]
 
     def begin(self, requests: Sequence[Request]) -> bool:
         """Load requests that all decode; tell whether there was room, and the head is near enough."""
@@ -85,31 +90,32 @@ class Streak:
             return False
         for request in requests:
             held = self._borrow(request)
-            if held is None:
+            if held is None or not self._reserve(request):
                 self.scheduler.limited_by["slots of steps on the device"] += 1
-                self._give_back_loans()
+                for own in (*self.held, *filter(None, [held])):
+                    self._release(own, ())
+                self.held.clear()
                 return False
             self.held.append(held)
         # One graph serves every rule, and each row looks up its own; elsewhere no noise is made for nothing.
         self.greedy = self.step.pack.asks and all(r.params.temperature == 0 for r in requests)
-        self._load()
+        load(self.rows, self.extent, self.held)
+        load_blocks(self.rows, self.held)
+        if self.head and self.step.drafter:
+            self.step.drafter.calibrate(self.head.calibrator.table())
         return True
 
     def launch(self, form: Form, *, trees: Sequence[TokenTree] = (), as_drafted: bool = True) -> bool:
         """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
-        for held in self.held:
-            if not self.scheduler.reserve(held.request, held.request.computed + self.extent.ahead):
-                return False
-        self._load_blocks()
+        self._drop_ended()
+        if not all(self._reserve(own.request) for own in self.held if not own.gone):
+            return False
+        load_blocks(self.rows, self.held)
         if trees:
-            self._load_trees(trees, form.nodes)
-        result_BX = self.run(form, len(self.held))
+            load_trees(self.rows, trees, form.nodes)
+        result_BX = self.run(form, self.run.size(len(self.held)))
         self._pending.append(Pending.send(form, result_BX, as_drafted=as_drafted))
         return True
-
-    def hidden(self, row: int, count: int) -> Tensor:
-        """Return the hidden states of what a row's last step has committed."""
-        return self.rows.hidden_BPD[row, :count].clone()
 
     @property
     def is_full(self) -> bool:
@@ -125,11 +131,11 @@ class Streak:
             return None
         pending = self._pending.popleft()
         pending.wait()
+        wanted = [b for b, own in enumerate(self.held) if own.request.finish_reason is None]
         came = []
-        for held, outcome in zip(self.held, pending.outcomes(), strict=False):
-            if held.request.finish_reason is None:
-                self._note(held, pending.form, outcome)
-                came.append((held.request, outcome))
+        for b, outcome in zip(wanted, pending.outcomes(wanted), strict=True):
+            self._note(self.held[b], pending.form, outcome)
+            came.append((self.held[b].request, outcome))
         return Came(pending.form, pending.as_drafted, came)
 
     def end(self) -> None:
@@ -145,9 +151,39 @@ class Streak:
         self._pending.clear()
         self._forget()
 
+    def prime(self, form: Form) -> None:
+        """Draft the first windows: the head reads what it has yet to read of every request."""
+        if self.head is None or self.step.drafter is None:
+            return
+        rows = self.rows.part(0, self.run.size(len(self.held)))
+        starts, counts = [0] * len(rows.length_B), [0] * len(rows.length_B)
+        for b, held in enumerate(self.held):
+            request = held.request
+            starts[b], hidden_MD = self.head.hand_over(request.number)
+            counts[b] = len(hidden_MD)
+            assert starts[b] + counts[b] == request.computed
+            rows.hidden_BPD[b, : counts[b]] = hidden_MD
+            follows = request.tokens[starts[b] + 1 : request.computed + 1]
+            rows.follows_BP[b, : counts[b]].copy_(ids(follows, rows.follows_BP.device))
+        device = rows.length_B.device
+        self.step.drafter.draft(rows, form, ids(starts, device), ids(counts, device), self.extent.path)
+
     def _forget(self) -> None:
         self.held.clear()
         self.rows.clear()
+
+    def _reserve(self, request: Request) -> bool:
+        return self.scheduler.reserve(request, request.computed + self.extent.ahead)
+
+    def _drop_ended(self) -> None:
+        """Make padding of rows whose requests are over, before a step runs on memory that others may hold."""
+        over = [
+            b for b, own in enumerate(self.held) if not own.gone and own.request.finish_reason is not None
+        ]
+        if over:
+            self.rows.drop(ids(over, self.rows.length_B.device))
+        for b in over:
+            self.held[b].gone = True
 
     def _note(self, held: Held, form: Form, outcome: Outcome) -> None:
         """Follow on the host what the device did with a row's slots."""
@@ -175,11 +211,6 @@ class Streak:
         records = self.arena.take_records(request.number, 2 * nodes)
         return None if records is None else Held(request, (records[:nodes], records[nodes:]), ())
 
-    def _give_back_loans(self) -> None:
-        for held in self.held:
-            self._release(held, ())
-        self.held.clear()
-
     def _release(self, held: Held, kept: Sequence[RecordSlot]) -> None:
         number = held.request.number
         lent = [slot for own in held.sets for slot in own if slot not in kept]
@@ -197,77 +228,3 @@ class Streak:
             self._release(held, kept)
         if self.head:
             self.head.resume(request.number, request.computed - 1, self.rows.last_BD[row : row + 1].clone())
-
-    def _load(self) -> None:
-        """Put every request's part into the rows' tensors."""
-        rows, requests = self.rows, self.requests
-        committed = [r.committed or Committed(0) for r in requests]
-        _fill(rows.length_B, [r.computed for r in requests])
-        _fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
-        _fill(rows.seed_B, [r.chooser.seed for r in requests])
-        _fill(rows.temperature_B, [r.params.temperature for r in requests])
-        _fill(rows.top_k_B, [min(max(r.params.top_k, 0), 2**31) for r in requests])
-        _fill(rows.top_p_B, [r.params.top_p for r in requests])
-        _fill(rows.min_p_B, [r.params.min_p for r in requests])
-        _fill(rows.state_B, [own.state for own in committed])
-        _fill(rows.path_length_B, [len(own.path) for own in committed])
-        unused = [(0, 0)] * self.extent.nodes
-        paths = [[*own.path, *unused[: self.extent.path - len(own.path)]] for own in committed]
-        for i, (path_BP, sets_2BM) in enumerate(
-            ((rows.path_slab_BP, rows.slab_2BM), (rows.path_place_BP, rows.place_2BM))
-        ):
-            _fill(path_BP, [[slot[i] for slot in path] for path in paths])
-            for which, set_BM in enumerate(sets_2BM):
-                own_sets = [held.sets[which] if held.sets else unused for held in self.held]
-                _fill(set_BM, [[slot[i] for slot in own] for own in own_sets])
-        _fill(rows.snapshot_BM, [held.snapshots or [0] * self.extent.nodes for held in self.held])
-        self._load_blocks()
-        if self.head:
-            table = self.head.calibrator.table()
-            rows.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
-
-    def _load_blocks(self) -> None:
-        """Tell the device of the blocks that it does not know yet."""
-        width = self.rows.table_BN.shape[1]
-        places: list[int] = []
-        blocks: list[int] = []
-        for b, held in enumerate(self.held):
-            table = held.request.table_N[held.blocks :].tolist()
-            places += range(b * width + held.blocks, b * width + held.blocks + len(table))
-            blocks += table
-            held.blocks += len(table)
-        if places:
-            device = self.rows.table_BN.device
-            flat = self.rows.table_BN.view(-1)
-            flat[torch.tensor(places, device=device)] = torch.tensor(blocks, device=device)
-
-    def _load_trees(self, trees: Sequence[TokenTree], nodes: int) -> None:
-        """Make trees the next windows, filled up with chains of no tokens."""
-        fill = range(nodes)
-        _fill(self.rows.token_BM[:, :nodes], [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for t in trees])
-        parents = [[*t.parents, *(i - 1 for i in fill[len(t) :])] for t in trees]
-        _fill(self.rows.parent_BM[:, :nodes], parents)
-
-    def prime(self, form: Form) -> None:
-        """Draft the first windows: the head reads what it has yet to read of every request."""
-        if self.head is None:
-            return
-        assert self.step.drafter is not None
-        rows = self.rows.part(0, len(self.held))
-        starts, counts = [], []
-        for b, request in enumerate(self.requests):
-            start, hidden_MD = self.head.hand_over(request.number)
-            read = len(hidden_MD)
-            assert start + read == request.computed
-            rows.hidden_BPD[b, :read] = hidden_MD
-            rows.follows_BP[b, :read] = torch.tensor(request.tokens[start + 1 : start + 1 + read])
-            starts.append(start)
-            counts.append(read)
-        device = rows.length_B.device
-        start_B, count_B = (torch.tensor(x, device=device) for x in (starts, counts))
-        self.step.drafter.draft(rows, form, start_B, count_B, self.extent.path)
-
-
-def _fill(x_B: Tensor, values: Sequence[object]) -> None:
-    """Set the first rows of a tensor, in one copy."""
-    x_B[: len(values)].copy_(torch.tensor(values, dtype=x_B.dtype))

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.config import SamplingParams
 from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.sampling.rules import Bias, Penalties, Rules
-from specdec.kernels.table import Kernels
+from specdec.kernels.table import Kernels, on_gpu
 
 
 class Chooser:
@@ -83,10 +83,34 @@ def choice_seed(seed: int, index: int) -> int:
 
 def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
     """Choose a token at each node, given its logits, which stay as they are."""
-    best_N = perturb(logits_NV, nodes, kernels).max(-1)  # of equals the first, as `max` promises
-    tokens: list[int] = best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN).tolist()
+    tokens: list[int] = _chosen(logits_NV, nodes, kernels).tolist()
     logprobs = _logprobs(logits_NV, nodes, tokens)
     return [Choice(token, logprobs.get(n)) for n, token in enumerate(tokens)]
+
+
+def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
+    """Return the token of each node, or NO_TOKEN.
+
+    A GPU's steps pick where nothing but logits and place count, and here the same kernel does: its noise and
+    its sums may round otherwise than those of the other operations.
+    """
+    picked = [n for n, node in enumerate(nodes) if on_gpu(kernels.name) and node.chooser.is_static]
+    if len(picked) == len(nodes):
+        return _picked(logits_NV, nodes, kernels)
+    best_N = perturb(logits_NV, nodes, kernels).max(-1)  # of equals the first, as `max` promises
+    token_N = best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN)
+    if picked:
+        row_R = torch.tensor(picked, device=logits_NV.device)
+        token_N[row_R] = _picked(logits_NV[row_R], [nodes[n] for n in picked], kernels)
+    return token_N
+
+
+def _picked(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
+    device = logits_NV.device
+    seed_N = torch.tensor([node.chooser.seed for node in nodes], device=device)
+    position_N = torch.tensor([node.position for node in nodes], device=device)
+    token_N: Tensor = kernels.pick(logits_NV, _rules(nodes, device), seed_N, position_N)
+    return token_N
 
 
 def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:

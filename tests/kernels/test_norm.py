@@ -46,7 +46,7 @@ def test_rms_norm_reads_strided_heads(tokens: int) -> None:
     query_THD, _ = draw(tokens, 3, 130, dtype=torch.float32).chunk(2, dim=-1)
     weight_D = draw(65, dtype=torch.float32, seed=1)
     expected = reference.rms_norm(query_THD.contiguous(), weight_D, EPS)
-    for ops in (cpu, triton):
+    for ops in (cpu, triton) if tokens < 100 else (cpu,):
         assert_close(ops.rms_norm(query_THD, weight_D, EPS), expected)
 
 
@@ -70,7 +70,8 @@ def test_gated_norm_equals_reference(
     gate_TD = draw(tokens, runs * size + 9, dtype=dtype, seed=1)[:, 9:]
     weight_D = draw(size if shared else runs * size, dtype=dtype, seed=2)
     expected = reference.gated_norm(x_TD, gate_TD, weight_D, EPS, size, gate_first=gate_first)
-    for ops in (cpu, triton) if dtype != torch.float64 else (cpu,):
+    interpreted = dtype != torch.float64 and tokens * runs < 100
+    for ops in (cpu, triton) if interpreted else (cpu,):
         actual = ops.gated_norm(x_TD, gate_TD, weight_D, EPS, size, gate_first=gate_first)
         assert actual.dtype == dtype
         assert_close(actual, expected)

@@ -15,7 +15,6 @@ from specdec.streak.graphs import SIZES, Graphs
 from specdec.streak.rows import Rows
 
 EXTENT = Extent(rows=20, nodes=4, path=3, drafts=4)
-TABLE = [[[1.0]], [[0.0]], [[1.0]]]
 FORMS = [Form.drafting(shape, greedy=False) for shape in (None, Shape(2, 1, 3))]
 
 
@@ -72,9 +71,7 @@ def make() -> tuple[Graphs, Step]:
     step = Step()
 
     def rows() -> Rows:
-        return Rows.empty(
-            EXTENT, blocks=2, hidden=8, table=TABLE, dtype=torch.float32, device=torch.device("cpu")
-        )
+        return Rows.empty(EXTENT, blocks=2, hidden=8, dtype=torch.float32, device=torch.device("cpu"))
 
     return Graphs(step, rows(), rows), step  # type: ignore[arg-type]
 
@@ -87,13 +84,14 @@ def test_a_batch_replays_the_next_size_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert graphs.sizes == [*(size for size in SIZES if size < 20), 20]
     captured = step.ran[1::2]
     assert [(size, form) for size, form, _ in captured] == [
-        (size, form) for size in reversed(graphs.sizes) for form in FORMS
+        (size, form) for size in graphs.sizes for form in FORMS
     ]
     ran = len(step.ran)
     for count in range(1, 21):
         size = next(size for size in graphs.sizes if size >= count)
         at = 1 + [(own, form) for own, form, _ in captured].index((size, FORMS[1]))
-        assert graphs(FORMS[1], count).item() == 2 * at, "the result of that capture"
+        assert graphs.size(count) == size
+        assert graphs(FORMS[1], size).item() == 2 * at, "the result of that capture"
     assert len(step.ran) == ran and device.replayed == 20
 
 
@@ -113,7 +111,30 @@ def test_what_the_budget_does_not_hold_runs_uncaptured(monkeypatch: pytest.Monke
     graphs.capture(FORMS)
     assert len(step.ran) == 2 * 3, "the third passes a tenth of what was free"
     before = len(step.ran)
-    graphs(FORMS[0], 20)
-    assert len(step.ran) == before
     graphs(FORMS[0], 1)
-    assert step.ran[-1][:2] == (1, FORMS[0]) and len(step.ran) == before + 1
+    assert len(step.ran) == before
+    graphs(FORMS[0], 20)
+    assert step.ran[-1][:2] == (20, FORMS[0]) and len(step.ran) == before + 1
+
+
+def test_what_cannot_be_captured_runs_uncaptured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Device(free=10**9, each=1).install(monkeypatch)
+    graphs, step = make()
+    inner = step.__class__.__call__
+
+    def fail(self: Step, rows: Rows, form: Form) -> Tensor:
+        if len(rows.length_B) == 3:
+            raise torch.OutOfMemoryError("no memory is left")
+        return inner(self, rows, form)
+
+    monkeypatch.setattr(Step, "__call__", fail)
+    graphs.capture(FORMS)
+    assert "3 rows and more run uncaptured: no memory is left" in caplog.text
+    monkeypatch.setattr(Step, "__call__", inner)
+    ran = len(step.ran)
+    graphs(FORMS[1], 2)
+    assert len(step.ran) == ran
+    graphs(FORMS[1], 3)
+    assert len(step.ran) == ran + 1

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import SamplingParams, SpecEngine
 from specdec.errors import EngineError
 from specdec.streak.form import Form
 from specdec.streak.runner import Pipeline
+from specdec.streak.streak import Uncaptured
 from tests.agreeing import write_agreeing
 from tests.lossless import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
@@ -41,6 +43,13 @@ def open_engine(folder: Path, **fields: Any) -> SpecEngine:
     return SpecEngine(folder, **{**settings, **fields})
 
 
+class Padded(Uncaptured):
+    """Runs more rows than there are requests."""
+
+    def size(self, count: int) -> int:
+        return count + 3
+
+
 def everything_came_back(engine: SpecEngine) -> bool:
     """Tell it once the engine's thread, which answers before it clears up, has done so."""
     arena, runner = engine.model.loop.arena, engine.model.loop.runner
@@ -60,8 +69,7 @@ def test_a_batch_filled_up_with_padding_says_the_same(known: tuple[Path, list[Ca
     with drafting_engine(folder, "mtp", cases, graphs=True, slots=backing, **SHAPES["tree"]) as (engine, _):
         runner = engine.model.loop.runner
         assert runner is not None
-        step, rows = runner.streak.step, runner.streak.rows
-        runner.streak.run = lambda form, count: step(rows.part(0, count + 3), form)
+        runner.streak.run = Padded(runner.streak.step, runner.streak.rows)
         assert differences(cases, generate(engine, cases)) == []
         assert runner.steps > 0
 
@@ -146,14 +154,15 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(known: tuple[Path,
     with open_engine(folder) as engine:
         runner = engine.model.loop.runner
         assert runner is not None
-        inner, calls = runner.streak.run, iter(range(100))
+        calls = iter(range(100))
 
-        def run(form: Form, count: int) -> Tensor:
-            if next(calls) == 3:
-                raise RuntimeError("the device is gone")
-            return inner(form, count)
+        class Failing(Uncaptured):
+            def __call__(self, form: Form, size: int) -> Tensor:
+                if next(calls) == 3:
+                    raise RuntimeError("the device is gone")
+                return super().__call__(form, size)
 
-        runner.streak.run = run
+        runner.streak.run = Failing(runner.streak.step, runner.streak.rows)
         with pytest.raises(EngineError, match="the device is gone"):
             engine.generate([[1, 2, 3]], GREEDY)
         assert differences(cases, generate(engine, cases), within=1e-6) == []
@@ -172,10 +181,8 @@ def test_too_little_memory_for_records_leaves_the_steps_to_the_host(known: tuple
 
 def count_syncs(run: Callable[[], Tensor]) -> list[str]:
     """Name the operations of a step that a GPU would have to wait for the host's sake."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     seen: list[str] = []
-    waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique")
+    waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique_consecutive")
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +191,18 @@ def count_syncs(run: Callable[[], Tensor]) -> list[str]:
                 seen.append(name)
             return function(*args, **(kwargs or {}))
 
-    with torch.inference_mode(False), torch.no_grad(), Watch():
+    def told(name: str) -> Callable[[Tensor], Any]:
+        inner = getattr(Tensor, name)
+
+        def tell(x: Tensor) -> Any:
+            seen.append(name)
+            return inner(x)
+
+        return tell
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode(False), torch.no_grad(), Watch():
+        for name in ("tolist", "numpy"):  # on a CPU they read memory, and no operation is seen
+            patch.setattr(Tensor, name, told(name))
         run()
     return seen
 
@@ -223,3 +241,4 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
             p.setattr(type(drafter.head), "forward", lambda self, window, *_: still(window))
             assert count_syncs(partial(step, rows, form)) == []
         assert count_syncs(lambda: rows.length_B + int(rows.length_B.max())) == ["_local_scalar_dense"]
+        assert count_syncs(lambda: rows.length_B + len(rows.length_B.tolist())) == ["tolist"]
