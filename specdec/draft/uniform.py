@@ -11,6 +11,9 @@ from specdec.draft.costs import STALE, Samples, bucket
 from specdec.draft.policy import MARGIN
 from specdec.draft.proposal import Shape
 
+NEAR = 2
+"""Buckets of rows that are near enough for one's costs to serve the other: a factor of 1.4."""
+
 TRIES = 3
 """Steps in a row that tell what a shape costs; the first of a shape verifies what another one drafted."""
 
@@ -22,6 +25,8 @@ class UniformPolicy:
         """Without bounds nobody drafts."""
         self.bounds, self.adaptive = bounds, adaptive
         self.costs = Samples()
+        self._measured: dict[Shape | None, set[int]] = {}
+        """In which buckets of rows each shape's cost is known."""
         self._trying: Shape | None = None
         self._left = 0
         """Steps that the trial has yet to run."""
@@ -40,6 +45,7 @@ class UniformPolicy:
     def observe(self, shape: Shape | None, rows: int, seconds: float) -> None:
         """Note what a step took whose windows had this shape, and which drafted the same anew."""
         self.costs.add((shape, bucket(rows)), seconds)
+        self._measured.setdefault(shape, set()).add(bucket(rows))
 
     def choose(self, rows: Sequence[TrackRecord]) -> Shape | None:
         """Return the shape that gives most tokens a second."""
@@ -49,7 +55,7 @@ class UniformPolicy:
         key = bucket(len(rows))
         if not self._left:
             self._since += 1
-            unknown = [shape for shape in self.shapes if self.costs.get((shape, key)) is None]
+            unknown = [shape for shape in self.shapes if self._cost(shape, key) is None]
             rested = min(unknown or self.shapes, key=lambda shape: self._tried.get((shape, key), 0))
             if unknown or self._since > STALE * self._dearness(rested, key):
                 self._trying, self._left, self._since = rested, 1 + TRIES, 0
@@ -57,16 +63,21 @@ class UniformPolicy:
             self._left -= 1
             self._tried[self._trying, key] = self._steps
             return self._trying
-        none_s = self.costs.get((None, key)) or 0.0
+        none_s = self._cost(None, key) or 0.0
         best, rate = None, MARGIN * len(rows) / max(none_s, 1e-9)
         for shape in self.shapes[1:]:
             gain = sum(row.expected(shape, shape.num_steps) for row in rows if shape)
-            seconds = max(self.costs.get((shape, key)) or 0.0, 1e-9)
+            seconds = max(self._cost(shape, key) or 0.0, 1e-9)
             if (own := (len(rows) + gain) / seconds) > rate:
                 best, rate = shape, own
         return best
 
     def _dearness(self, shape: Shape | None, key: int) -> float:
         """Say how many of the cheapest steps one of this shape takes: what is dear is tried less often."""
-        known = [self.costs.get((own, key)) or 0.0 for own in self.shapes]
-        return (self.costs.get((shape, key)) or 0.0) / max(min(known), 1e-9)
+        known = [self._cost(own, key) or 0.0 for own in self.shapes]
+        return (self._cost(shape, key) or 0.0) / max(min(known), 1e-9)
+
+    def _cost(self, shape: Shape | None, key: int) -> float | None:
+        """Return what a shape takes in a batch of about this size; None: that was never seen."""
+        near = min(self._measured.get(shape, ()), key=lambda own: abs(own - key), default=None)
+        return None if near is None or abs(near - key) > NEAR else self.costs.get((shape, near))
