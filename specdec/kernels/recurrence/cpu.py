@@ -1,4 +1,4 @@
-"""The recurrence over a whole window at once: design.md 4.3, a forward substitution over the tree.
+"""The recurrence over a whole window at once: a forward substitution over the tree.
 
 Letters beside the usual ones: Y counts key heads over rows, Z heads over rows. Inside, heads come first, so
 that every product is one batched product.

@@ -1,4 +1,4 @@
-"""The recurrence over a narrow window in one kernel: design.md 4.3, the pending path folded in on the way.
+"""The recurrence over a narrow window in one kernel, the pending path folded in on the way.
 
 A program has one head of one row and some columns of its state, which it loads once; every node reads it
 with sums in float32. What is wider than WALK, or leaves states on its way, is swept.
