@@ -66,7 +66,6 @@ def _plan_mixer(bench: Bench, sizes: Sizes, mixer: spec.Mixer | None) -> Iterato
             width, run = m.value_heads * m.value_dim, m.value_dim
         case spec.Mamba2() as m:
             width, run = m.heads * m.head_dim, m.heads * m.head_dim // m.groups
-            yield sizes.plan("mamba_step", f"{m.heads}", 0, partial(_mamba_step, bench, sizes.tokens, m))
         case _:
             return
     gate_first = isinstance(mixer, spec.Mamba2)
@@ -175,16 +174,6 @@ def _gated_norm(bench: Bench, tokens: int, width: int, group: int, *, gate_first
         return ops.gated_norm(x_TD, gate_TD, weight_D, 1e-6, group, gate_first=gate_first)
 
     return by_token(bench, moved, run, inputs, weight_D)
-
-
-def _mamba_step(bench: Bench, tokens: int, mixer: spec.Mamba2) -> Problem:
-    bias_H = bench.draw(mixer.heads, dtype=torch.float32, seed=3)
-    moved = traffic.pointwise((tokens, mixer.heads), item=bench.dtype.itemsize + traffic.WIDE)
-
-    def run(ops: Kernels, dt_TH: Tensor, bias_H: Tensor) -> Tensor:
-        return ops.mamba_step(dt_TH, bias_H, mixer.step_limit)
-
-    return by_token(bench, moved, run, [[bench.draw(tokens, mixer.heads)]], bias_H)
 
 
 def _activation(bench: Bench, operation: str, tokens: int, width: int) -> Problem:

@@ -16,6 +16,7 @@ from specdec.bench.excerpt import excerpt, tokens_of
 from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.mixers import GatedDeltaNet, Mamba2
@@ -55,8 +56,7 @@ class Shape:
 class Layer:
     """One layer's parameters."""
 
-    delta: DeltaLayer | None
-    conv_CK: Tensor
+    own: DeltaLayer | MambaLayer
     conv_C: Tensor | None
 
 
@@ -95,7 +95,11 @@ class Operation:
 
 
 def _delta_net(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
-    return ops.delta_net(own.projected_TN, layer.delta, memory, group)
+    return ops.delta_net(own.projected_TN, layer.own, memory, group)
+
+
+def _mamba(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
+    return ops.mamba(own.projected_TN, layer.own, memory, group)
 
 
 def _recur(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
@@ -104,22 +108,32 @@ def _recur(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, gro
 
 
 def _causal_conv(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
-    return ops.causal_conv(own.x_TC, layer.conv_CK, layer.conv_C, memory, group)
+    return ops.causal_conv(own.x_TC, layer.own.conv_CK, layer.conv_C, memory, group)
 
 
 def _path_conv(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
-    at = slice(0, layer.conv_CK.shape[0])
-    return ops.path_conv(
-        layer.conv_CK, layer.conv_C, at, memory, group.state_B, group.path, group.path_length_B
-    )
+    weight_CK = layer.own.conv_CK
+    pending = group.state_B, group.path, group.path_length_B
+    return ops.path_conv(weight_CK, layer.conv_C, slice(0, len(weight_CK)), memory, *pending)
 
 
 def _path_keys(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
-    return ops.path_keys(layer.delta, memory, group.state_B, group.path, group.path_length_B)
+    return ops.path_keys(layer.own, memory, group.state_B, group.path, group.path_length_B)
+
+
+def _mamba_keys(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
+    return ops.mamba_keys(layer.own, memory, group.state_B, group.path, group.path_length_B)
 
 
 def _fold(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> None:
     ops.fold(memory, group.state_B, group.path, group.path_length_B, own.k_path_BPGK)
+
+
+LAYERS: dict[type, tuple[Operation, Operation]] = {
+    spec.GatedDeltaNet: (Operation("delta_net", _delta_net), Operation("path_keys", _path_keys, by_row=True)),
+    spec.Mamba2: (Operation("mamba", _mamba), Operation("mamba_keys", _mamba_keys, by_row=True)),
+}
+"""What a kind of layer is between its projections, and the keys of its pending paths."""
 
 
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
@@ -134,12 +148,11 @@ def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
 
 def _plan(bench: Bench, sizes: Sizes, mixer: RecurrentMixer) -> Iterator[Planned]:
     shape, size = shape_of(mixer), traffic.recurrent(mixer, bench.dtype.itemsize)
+    between, keys = LAYERS[type(mixer)]
     rows, width, path = sizes.batch, sizes.window, path_length(sizes.window)
     tokens, inner = rows * width, shape.heads * shape.value
     fed = traffic.pointwise((tokens, shape.channels + inner + 2 * shape.heads), item=traffic.WIDE)
-    around = traffic.pointwise(
-        (tokens, shape.channels + 2 * inner + 2 * shape.heads), item=bench.dtype.itemsize
-    )
+    around = traffic.pointwise((tokens, columns(mixer) + inner), item=bench.dtype.itemsize)
 
     def planned(operation: Operation, backing: str, moved: int) -> Planned:
         layers = bench.sets(moved)
@@ -151,14 +164,11 @@ def _plan(bench: Bench, sizes: Sizes, mixer: RecurrentMixer) -> Iterator[Planned
 
     for backing in BACKINGS:
         counted = size, rows, width, path, backing
-        if isinstance(mixer, spec.GatedDeltaNet):
-            yield planned(Operation("delta_net", _delta_net), backing, traffic.states(*counted) + around)
+        yield planned(between, backing, traffic.states(*counted) + around)
         yield planned(Operation("recur", _recur), backing, traffic.recur(*counted) + fed)
         yield planned(Operation("causal_conv", _causal_conv), backing, traffic.conv(*counted))
-    if isinstance(mixer, spec.GatedDeltaNet):
-        share = shape.groups * shape.key / shape.channels
-        keys = traffic.path_conv(size, rows, path, share)
-        yield planned(Operation("path_keys", _path_keys, by_row=True), "record", keys)
+    share = shape.groups * shape.key / shape.channels
+    yield planned(keys, "record", traffic.path_conv(size, rows, path, share))
     whole = traffic.path_conv(size, rows, path, 1.0)
     yield planned(Operation("path_conv", _path_conv, by_row=True), "record", whole)
     yield planned(Operation("fold", _fold), "record", traffic.fold(size, rows, path))
@@ -170,10 +180,7 @@ def problem(
     """Put rows into an arena and draw what a layer works on."""
     shape = shape_of(mixer)
     arena, group = _hold(bench, sizes, shape, backing, layers=bench.sets(moved))
-    layer, own = (
-        _layer(bench, mixer),
-        _inputs(bench, group, shape, delta=isinstance(mixer, spec.GatedDeltaNet)),
-    )
+    layer, own = _layer(bench, mixer), _inputs(bench, group, mixer)
     memories = [arena.recurrent(i) for i in range(len(arena.layout.states))]
 
     def error() -> float:
@@ -199,6 +206,13 @@ def shape_of(mixer: RecurrentMixer) -> Shape:
             return Shape(m.key_heads, m.value_heads, m.key_dim, m.value_dim, m.conv)
         case spec.Mamba2() as m:
             return Shape(m.groups, m.heads, m.state_dim, m.head_dim, m.conv)
+
+
+def columns(mixer: RecurrentMixer) -> int:
+    """Count what a projection gives a token: the convolution's channels, a gate, and what each head has."""
+    shape = shape_of(mixer)
+    per_head = 2 if isinstance(mixer, spec.GatedDeltaNet) else 1
+    return shape.channels + shape.heads * (shape.value + per_head)
 
 
 def path_length(window: int) -> int:
@@ -258,14 +272,13 @@ def _layer(bench: Bench, mixer: RecurrentMixer) -> Layer:
     weights = RandomWeights(0, bench.dtype, bench.device)
     if isinstance(mixer, spec.GatedDeltaNet):
         delta = GatedDeltaNet(mixer, 1, weights.within("mixer"), bench.reference, 0).layer
-        return Layer(delta, delta.conv_CK, None)
-    mamba = Mamba2(mixer, 1, weights.within("mixer"), bench.reference, 0)
-    return Layer(None, mamba.conv_CK, mamba.conv_C)
+        return Layer(delta, None)
+    mamba = Mamba2(mixer, 1, weights.within("mixer"), bench.reference, 0).layer
+    return Layer(mamba, mamba.conv_C)
 
 
-def _inputs(bench: Bench, group: Group, shape: Shape, *, delta: bool) -> Inputs:
-    tokens, wide = group.rows * group.width, torch.float32
-    inner = shape.heads * shape.value
+def _inputs(bench: Bench, group: Group, mixer: RecurrentMixer) -> Inputs:
+    shape, tokens, wide = shape_of(mixer), group.rows * group.width, torch.float32
     q, k = (
         bench.draw(tokens, shape.groups, shape.key, dtype=wide, seed=seed, scale=shape.key**-0.5)
         for seed in (1, 2)
@@ -276,12 +289,12 @@ def _inputs(bench: Bench, group: Group, shape: Shape, *, delta: bool) -> Inputs:
         count = group.path.slab_BN.shape
         keys = bench.draw(*count, shape.groups, shape.key, dtype=wide, seed=6, scale=shape.key**-0.5)
     return Inputs(
-        projected_TN=bench.draw(tokens, shape.channels + inner + 2 * shape.heads, seed=7),
+        projected_TN=bench.draw(tokens, columns(mixer), seed=7),
         x_TC=bench.draw(tokens, shape.channels, seed=8),
         q_TGK=q,
         k_TGK=k,
         v_THW=bench.draw(tokens, shape.heads, shape.value, dtype=wide, seed=3),
         decay_TH=-DECAY * heads.abs(),
-        beta_TH=heads.sigmoid() if delta else None,
+        beta_TH=heads.sigmoid() if isinstance(mixer, spec.GatedDeltaNet) else None,
         k_path_BPGK=keys,
     )

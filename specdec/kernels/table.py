@@ -15,8 +15,8 @@ OPERATIONS = {
     "attention": ("move",),
     "conv": ("causal_conv", "path_conv"),
     "recurrence": ("recur", "fold"),
-    "gates": ("mamba_step",),
     "delta_net": ("delta_net", "path_keys"),
+    "mamba": ("mamba", "mamba_keys"),
     "ffn": ("swiglu", "relu2", "add_gated"),
     "moe": ("route_softmax", "route_sigmoid", "pack_experts", "experts"),
     "sampling": ("gumbel", "process", "pick", "best"),
@@ -30,7 +30,10 @@ OPERATIONS = {
 SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
     "native": {
         "native.pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
-        "native.recurrent": ("causal_conv", "path_conv", "recur", "delta_net", "path_keys"),
+        "native.recurrent": (
+            *("causal_conv", "path_conv", "recur"),
+            *("delta_net", "path_keys", "mamba", "mamba_keys"),
+        ),
         "native.attention": ("self_attention",),
     },
     "triton": {
@@ -48,8 +51,8 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
         "attention.triton": ("move",),
         "conv.triton": ("causal_conv", "path_conv"),
         "recurrence.triton": ("recur", "fold"),
-        "gates.triton": ("mamba_step",),
         "delta_net.triton": ("delta_net", "path_keys"),
+        "mamba.triton": ("mamba", "mamba_keys"),
     },
 }
 """What `native` does in C for narrow windows, and `triton` on a GPU; the rest of both is `cpu`."""
@@ -82,7 +85,8 @@ class Kernels:
     fold: Callable[..., None]
     delta_net: Callable[..., Tensor]
     path_keys: Callable[..., Tensor]
-    mamba_step: Callable[..., Tensor]
+    mamba: Callable[..., Tensor]
+    mamba_keys: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     relu2: Callable[..., Tensor]
     add_gated: Callable[..., Tensor]

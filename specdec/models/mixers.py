@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.linear.fp8 import join
+from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
 from specdec.models import spec
@@ -112,60 +113,37 @@ class GatedDeltaNet:
 
 class Mamba2:
     def __init__(self, s: spec.Mamba2, hidden: int, weights: Weights, kernels: Kernels, index: int) -> None:
-        self.spec, self.kernels, self.index = s, kernels, index
-        self.inner, self.shared = s.heads * s.head_dim, s.groups * s.state_dim
-        self.channels = self.inner + 2 * self.shared
-        self.widths = [self.inner, self.channels, s.heads]
-        rows = sum(self.widths)
+        self.kernels, self.index = kernels, index
+        inner = s.heads * s.head_dim
+        channels = inner + 2 * s.groups * s.state_dim
+        rows = inner + channels + s.heads
         bias = weights.take("in.bias", (rows,)) if s.bias else None
         self.project = kernels.pack(weights.matrix("in.weight", (rows, hidden)), bias)
-        self.conv_CK = take_conv(weights, self.channels, s.conv)
-        self.conv_C = weights.take("conv.bias", (self.channels,)) if s.conv_bias else None
-        self.A_H = -torch.exp(weights.take("A_log", (s.heads,), torch.float32))
-        self.D_H = weights.take("D", (s.heads,), torch.float32)
-        self.dt_bias_H = weights.take("dt_bias", (s.heads,), torch.float32)
-        self.norm_N = weights.take("norm.weight", (self.inner,))
+        self.layer = MambaLayer(
+            *(s.groups, s.heads, s.state_dim, s.head_dim),
+            conv_CK=take_conv(weights, channels, s.conv),
+            conv_C=weights.take("conv.bias", (channels,)) if s.conv_bias else None,
+            A_H=-torch.exp(weights.take("A_log", (s.heads,), torch.float32)),
+            D_H=weights.take("D", (s.heads,), torch.float32),
+            dt_bias_H=weights.take("dt_bias", (s.heads,), torch.float32),
+            step_limit=s.step_limit,
+            norm_N=weights.take("norm.weight", (inner,)),
+            eps=s.eps,
+        )
         out_bias = weights.take("out.bias", (hidden,)) if s.bias else None
-        self.out = kernels.pack(weights.matrix("out.weight", (hidden, self.inner)), out_bias)
+        self.out = kernels.pack(weights.matrix("out.weight", (hidden, inner)), out_bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        s, ops = self.spec, self.kernels
-        num_tokens, memory = x_TD.shape[0], step.memory.recurrent(self.index)
-        gate_TN, xbc_TC, dt_TH = torch.split(ops.linear(x_TD, self.project), self.widths, dim=-1)
-        # The keys of the paths, before the convolution takes these into its windows.
-        k_path = {group.start: self._path_keys(memory, group) for group in step.window.groups}
-        xbc_TC = step.by_group(
-            lambda group: ops.causal_conv(group.take(xbc_TC), self.conv_CK, self.conv_C, memory, group)
-        )
-        dt_TH = ops.mamba_step(dt_TH, self.dt_bias_H, s.step_limit)
-        x_TN, b_TN, c_TN = torch.split(xbc_TC.to(dt_TH.dtype), [self.inner, self.shared, self.shared], dim=-1)
-        x_THW = x_TN.view(num_tokens, s.heads, s.head_dim)
-        k_TGK = b_TN.view(num_tokens, s.groups, s.state_dim)
-        q_TGK = c_TN.view(num_tokens, s.groups, s.state_dim)
-        v_THW, decay_TH = dt_TH[..., None] * x_THW, dt_TH * self.A_H
-        inputs = (q_TGK, k_TGK, v_THW, decay_TH)
-        o_THW = step.by_group(
-            lambda group: ops.recur(*map(group.take, inputs), None, memory, group, k_path[group.start])
-        )
-        o_TN = (o_THW + self.D_H[:, None] * x_THW).reshape(num_tokens, self.inner)
-        o_TN = ops.gated_norm(o_TN, gate_TN, self.norm_N, s.eps, self.inner // s.groups, gate_first=True)
+        ops, memory = self.kernels, step.memory.recurrent(self.index)
+        projected_TN = ops.linear(x_TD, self.project)
+        o_TN = step.by_group(lambda group: ops.mamba(group.take(projected_TN), self.layer, memory, group))
         return ops.linear(o_TN, self.out)
 
     def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         """Bring this layer's states and windows up to date with their rows' paths, in place."""
         own = memory.recurrent(self.index)
-        self.kernels.fold(own, slot_B, path, length_B, self._keys(own, slot_B, path, length_B))
-
-    def _path_keys(self, memory: RecurrentMemory, group: Group) -> Tensor | None:
-        if group.path is None or group.path_length_B is None:
-            return None
-        return self._keys(memory, group.state_B, group.path, group.path_length_B)
-
-    def _keys(self, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
-        """Return the keys [B, P, G, K] of the pending paths, made from the inputs in their records."""
-        at = slice(self.inner, self.inner + self.shared)
-        b_BPN = self.kernels.path_conv(self.conv_CK, self.conv_C, at, memory, slot_B, path, length_B)
-        return b_BPN.view(*b_BPN.shape[:2], self.spec.groups, self.spec.state_dim)
+        k_path_BPGK = self.kernels.mamba_keys(self.layer, own, slot_B, path, length_B)
+        self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)
 
 
 def take_conv(weights: Weights, channels: int, taps: int) -> Tensor:

@@ -50,7 +50,7 @@ def test_every_operation_of_a_step_has_a_problem() -> None:
     measured = planned | set(ONCE)
     assert {
         "linear", "rms_norm", "add_rms_norm", "gated_norm", "self_attention", "move", "causal_conv",
-        "path_conv", "recur", "fold", "delta_net", "path_keys", "mamba_step", "swiglu", "relu2",
+        "path_conv", "recur", "fold", "delta_net", "path_keys", "mamba", "mamba_keys", "swiglu", "relu2",
         "route_softmax", "route_sigmoid", "experts", "gumbel", "process", "pick", *ONCE,
     } == measured  # fmt: skip
     assert planned <= {field.name for field in fields(Kernels)}

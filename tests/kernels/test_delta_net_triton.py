@@ -8,8 +8,6 @@ from torch import Tensor
 
 from specdec.kernels.delta_net import reference, triton
 from specdec.kernels.delta_net.layer import DeltaLayer
-from specdec.kernels.gates import reference as gates_reference
-from specdec.kernels.gates import triton as gates
 from specdec.kernels.group import Kept, RecurrentMemory
 from tests.kernels.interpreter import poison
 from tests.kernels.mixers import Mixer
@@ -164,13 +162,3 @@ def test_folding_accepted_nodes_equals_feeding_them(kind: str) -> None:
         for slot in slots:
             for x, y in zip(lazy[:2], memory[:2], strict=True):
                 torch.testing.assert_close(x[slot], y[slot], rtol=KERNEL_FLOAT32, atol=KERNEL_FLOAT32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.01, 0.5)])
-def test_mamba_step_equals_reference(limit: tuple[float, float], dtype: torch.dtype) -> None:
-    dt_TH = 8 * noise(7, 134, dtype=dtype)[:, 2:-1]
-    bias_H = noise(131, seed=2)
-    actual, expected = (ops.mamba_step(dt_TH, bias_H, limit) for ops in (gates, gates_reference))
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, expected, rtol=KERNEL[dtype], atol=1e-9)

@@ -195,6 +195,21 @@ def finish(total, kind: tl.constexpr):
 
 
 @triton.jit
+def convolve_path(
+    out, window, record, by_slab, by_place, path_slab, path_place, length, weight, bias, start, own_c, in_c,
+    WIDTH: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Convolve the tokens of a row's path again, in channels start + own_c; `out` has WIDTH of them."""
+    for first in range(0, length, BM):
+        m = first + tl.arange(0, BM)
+        total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_place,
+                         path_slab, path_place, None, None, weight, bias, start + own_c, in_c, C, TAPS, BM,
+                         BLOCK)  # fmt: skip
+        to = out + m[:, None] * WIDTH + own_c[None, :]
+        tl.store(to, finish(total, record.dtype.element_ty), mask=(m < length)[:, None] & in_c[None, :])
+
+
+@triton.jit
 def move_window(
     b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab, path_place, length,
     record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M, c, in_c, C: tl.constexpr,
@@ -297,16 +312,10 @@ def _path_conv(
 ):  # fmt: skip
     own_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1).to(tl.int64)
-    in_c = own_c < WIDTH
     window += tl.load(slots + b) * window_by_slot
-    length = tl.load(path_length + b)
-    for first in range(0, length, BM):
-        m = first + tl.arange(0, BM)
-        total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_place,
-                         path_slab + b * P, path_place + b * P, None, None, weight, bias, start + own_c, in_c,
-                         C, TAPS, BM, BLOCK)  # fmt: skip
-        at = (b * P + m)[:, None] * WIDTH + own_c[None, :]
-        tl.store(out + at, finish(total, out.dtype.element_ty), mask=(m < length)[:, None] & in_c[None, :])
+    convolve_path(out + b * P * WIDTH, window, record, by_slab, by_place, path_slab + b * P,
+                  path_place + b * P, tl.load(path_length + b), weight, bias, start, own_c, own_c < WIDTH,
+                  WIDTH, C, TAPS, BM, BLOCK)  # fmt: skip
 
 
 CONV_TYPES = {"x": "*bf16", "x_by_token": "i64", "window": "*bf16", "window_by_slot": "i64", "slots": "*i64"}
@@ -320,7 +329,7 @@ def conv_variant(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     """List what a kernel is launched with where only some of the optional tensors are there."""
     optional = {name: kind for name, kind in (_PATH | _RECORD | _REST).items() if name in kernel.arg_names}
     given = {name: kind for name, kind in optional.items() if name in there}
-    constants = constants | _TILE | {"SPAN": SPAN}
+    constants = _TILE | {"SPAN": SPAN} | constants
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = CONV_TYPES | types
     known = {name: types[name] for name in kernel.arg_names if name in types and name not in constants}

@@ -1,4 +1,4 @@
-"""Convolution, recurrence and the whole gated delta net over a narrow window."""
+"""Convolution, recurrence, the whole gated delta net, and Mamba-2 composed of these, over a narrow window."""
 
 import ctypes
 
@@ -8,8 +8,10 @@ from torch import Tensor
 from specdec.kernels.conv import cpu as conv
 from specdec.kernels.delta_net import layer as delta_layer
 from specdec.kernels.delta_net.layer import DeltaLayer
-from specdec.kernels.gates.cpu import delta_gates, l2_normalise
+from specdec.kernels.gates.cpu import delta_gates, l2_normalise, mamba_step
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.mamba import layer as mamba_layer
+from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.native.call import SUFFIX, TOKENS, function, ids, path_width, pointer, records_of, serves
 from specdec.kernels.native.library import MOST
 from specdec.kernels.native.pointwise import gated_norm
@@ -169,6 +171,21 @@ def path_keys(
 ) -> Tensor:
     """Make the keys of the pending paths again, with the convolution that made them first."""
     return delta_layer.path_keys(OPERATIONS, layer, memory, slot_B, path, length_B)
+
+
+MAMBA = mamba_layer.Operations(causal_conv, path_conv, mamba_step, recur, gated_norm)
+
+
+def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
+    """Run Mamba-2 between its projections, operation by operation."""
+    return mamba_layer.run(MAMBA, projected_TN, layer, memory, group)
+
+
+def mamba_keys(
+    layer: MambaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
+) -> Tensor:
+    """Make the keys of the pending paths again, with the convolution that made them first."""
+    return mamba_layer.mamba_keys(MAMBA, layer, memory, slot_B, path, length_B)
 
 
 def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...]:

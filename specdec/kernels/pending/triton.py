@@ -106,11 +106,13 @@ def _fold_state(
 PATH_TYPES = {"keys": "*fp32", "path_slab": "*i64", "path_place": "*i64", "path_length": "*i64", "P": "i32"}
 PATH_TYPES |= {"update": "*fp32", "update_by_slab": "i64", "update_by_place": "i64"}
 PATH_TYPES |= {"decays": "*fp32", "decay_by_slab": "i64", "decay_by_place": "i64"}
+MAMBA_TYPES = {"keys": "*bf16", "v": "*fp32"}
+"""Mamba-2's keys are what the convolution gives, its values that times a step."""
 
 VARIANTS = [
     Variant(
-        _fold_state, {"state": "*fp32", "state_by_slot": "i64", "slots": "*i64", **PATH_TYPES},
+        _fold_state, {"state": "*fp32", "state_by_slot": "i64", "slots": "*i64", **PATH_TYPES, "keys": keys},
         {"G": groups, "H": heads, "K": 128, "W": columns, "BK": 128, "BW": COLUMNS}, warps=1,
     )
-    for groups, heads, columns in ((16, 32, 128), (8, 128, 64))
+    for groups, heads, columns, keys in ((16, 32, 128, "*fp32"), (8, 128, 64, MAMBA_TYPES["keys"]))
 ]  # fmt: skip

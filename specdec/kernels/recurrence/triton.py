@@ -11,7 +11,14 @@ from torch import Tensor
 
 from specdec.kernels.conv.triton import fold_window, record_ids
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.pending.triton import PATH_TYPES, fold_path, fold_state, inside, path_arguments
+from specdec.kernels.pending.triton import (
+    MAMBA_TYPES,
+    PATH_TYPES,
+    fold_path,
+    fold_state,
+    inside,
+    path_arguments,
+)
 from specdec.kernels.recurrence import cpu
 from specdec.kernels.sweep.triton import sweep
 from specdec.kernels.variants import Variant
@@ -252,6 +259,7 @@ def _variant(width: int, *, delta: bool, fold: bool, record: bool, tree: bool) -
     absent: dict[str, int | None] = {name: None for name, (_, there) in optional.items() if not there}
     if width == 1:  # A launch makes constants of ones.
         absent["M"] = 1
+    types |= {} if delta else MAMBA_TYPES
     types = {name: kind for name, kind in types.items() if name not in absent}
     return Variant(_window, types, {**(_DELTA if delta else _MAMBA), "BM": width, **absent}, warps=1)
 

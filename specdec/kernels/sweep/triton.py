@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.conv.triton import record_ids
 from specdec.kernels.group import Group, RecurrentMemory
-from specdec.kernels.pending.triton import PATH_TYPES, fold_path, inside, path_arguments
+from specdec.kernels.pending.triton import MAMBA_TYPES, PATH_TYPES, fold_path, inside, path_arguments
 from specdec.kernels.variants import Variant
 
 PART = 16
@@ -268,6 +268,7 @@ def _swept(*, delta: bool, fold: bool, record: bool, tree: bool, kept: bool = Fa
     optional |= {name: ("*i64", kept) for name in ("kept_index", "kept_slot")}
     absent = {name: None for name, (_, there) in optional.items() if not there}
     types = _TYPES | PATH_TYPES | {name: kind for name, (kind, there) in optional.items() if there}
+    types |= {} if delta else MAMBA_TYPES
     types = {name: kind for name, kind in types.items() if name not in absent}
     sizes = {"W": 128 if delta else 64, "TREE": tree, "BW": COLUMNS}
     return Variant(_sweep, types, {**(_DELTA if delta else _MAMBA), **sizes, **absent})

@@ -1,0 +1,219 @@
+"""Mamba-2 between its projections: all that feeds the recurrence in one kernel, this, then skip and norm."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.conv.triton import (
+    SPAN,
+    TOKENS,
+    arena,
+    conv_variant,
+    convolve,
+    convolve_path,
+    finish,
+    move,
+    move_window,
+    path_conv,
+)
+from specdec.kernels.gates.triton import step_size
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.mamba import cpu
+from specdec.kernels.mamba.layer import MambaLayer
+from specdec.kernels.pending.triton import inside
+from specdec.kernels.recurrence.triton import recur
+from specdec.kernels.variants import Variant
+
+CHANNELS = 64
+"""Of a tile: half of the convolution's own, for what is made beside its sums wants registers too."""
+
+
+def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
+    """Run everything between the projections; mutates `memory` as the convolution and the recurrence do."""
+    if projected_TN.dtype == torch.float64:
+        return cpu.mamba(projected_TN, layer, memory, group)
+    inner, channels, heads = layer.widths
+    tokens, taps = len(projected_TN), layer.conv_CK.shape[1]
+    assert projected_TN.stride(1) == 1
+    dtype, device = projected_TN.dtype, projected_TN.device
+    q_TGK, k_TGK = torch.empty(2, tokens, layer.groups, layer.state_dim, dtype=torch.float32, device=device)
+    v_THW = torch.empty(tokens, heads, layer.head_dim, dtype=torch.float32, device=device)
+    decay_TH = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    skip_TN = torch.empty(tokens, inner, dtype=dtype, device=device)
+    k_path_BPGK = None
+    if group.path is not None:
+        shape = (*group.path.slab_BN.shape, layer.groups, layer.state_dim)
+        k_path_BPGK = torch.empty(shape, dtype=dtype, device=device)
+    xbc_TC = projected_TN[:, inner : inner + channels]
+    blocks = triton.cdiv(group.width, SPAN)
+    tiles = triton.cdiv(inner, CHANNELS) + 2 * triton.cdiv(layer.shared, CHANNELS)
+    low, high = layer.step_limit
+    _inputs[(tiles, group.rows, blocks)](
+        *(xbc_TC, projected_TN.stride(0), layer.conv_CK.t().contiguous(), layer.conv_C),
+        *(layer.A_H, layer.dt_bias_H, low, high),
+        *(q_TGK, k_TGK, v_THW, decay_TH, skip_TN, k_path_BPGK),
+        **arena(memory, group),
+        M=group.width,
+        H=heads,
+        W=layer.head_dim,
+        SHARED=layer.shared,
+        TAPS=taps,
+        LIMITED=low > 0 or high != math.inf,
+        MOVES=blocks == 1,
+        SPAN=SPAN,
+        BLOCK=CHANNELS,
+        BM=TOKENS,
+        num_warps=4,
+    )
+    if blocks > 1:
+        move(xbc_TC, memory, group)
+    o_THW = recur(q_TGK, k_TGK, v_THW, decay_TH, None, memory, group, k_path_BPGK)
+    out_TN = torch.empty(tokens, inner, dtype=dtype, device=device)
+    size = inner // layer.groups
+    block = triton.next_power_of_2(size)
+    _skip_and_norm[(tokens * layer.groups,)](
+        *(o_THW, skip_TN, layer.D_H, projected_TN, projected_TN.stride(0), layer.norm_N, out_TN, layer.eps),
+        RUNS=layer.groups,
+        SIZE=size,
+        W=layer.head_dim,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out_TN
+
+
+def mamba_keys(
+    layer: MambaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
+) -> Tensor:
+    """Make the keys of the pending paths again, from the inputs that their records hold."""
+    channels = slice(layer.inner, layer.inner + layer.shared)
+    k_BPN = path_conv(layer.conv_CK, layer.conv_C, channels, memory, slot_B, path, length_B)
+    return k_BPN.view(*path.slab_BN.shape, layer.groups, layer.state_dim)
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+@triton.jit
+def _inputs(
+    x, x_by_token, weight, bias, A, dt_bias, low, high, q, k, v, decay, skip, keys, window, window_by_slot,
+    slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
+    snapshots, taps, kept_index, kept_slot, KEPT, M, H: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr,
+    TAPS: tl.constexpr, LIMITED: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Convolve some channels of x, B or C; beside those of x make steps, of these values and decays."""
+    INNER: tl.constexpr = H * W
+    C: tl.constexpr = INNER + 2 * SHARED
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    of_x: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
+    of_b: tl.constexpr = (SHARED + BLOCK - 1) // BLOCK
+    w, shared = tl.arange(0, BLOCK), k
+    if tile < of_x:
+        begin, first = 0, tile * BLOCK
+        in_c = inside(w, first, INNER, BLOCK)
+    elif tile < of_x + of_b:
+        begin, first = INNER, (tile - of_x) * BLOCK
+        in_c = inside(w, first, SHARED, BLOCK)
+    else:
+        begin, first, shared = INNER + SHARED, (tile - of_x - of_b) * BLOCK, q
+        in_c = inside(w, first, SHARED, BLOCK)
+    at = first + w
+    c = begin + at
+    slot, token = tl.load(slots + b), b * M
+    home = window + slot * window_by_slot
+    x += token * x_by_token
+    length = b * 0
+    if path_slab is not None:
+        length = tl.load(path_length + b)
+        path_slab += b * P
+        path_place += b * P
+    own_taps, own_snapshots = taps, snapshots
+    if taps is not None:
+        own_taps += token * TAPS
+    if snapshots is not None:
+        own_snapshots += token
+    until = min(tl.program_id(2) * SPAN + SPAN, M)
+    for start in range(tl.program_id(2) * SPAN, until, BM):
+        m = start + tl.arange(0, BM)
+        in_m = m < M
+        total = convolve(m, in_m, length, length, x, x_by_token, window, home, window_by_slot, record,
+                         by_slab, by_place, path_slab, path_place, own_snapshots, own_taps, weight, bias, c,
+                         in_c & (slot != 0), C, TAPS, BM, BLOCK)  # fmt: skip
+        mask = in_m[:, None] & in_c[None, :]
+        y = finish(total, x.dtype.element_ty)
+        if tile < of_x:
+            h = at // W
+            dt = tl.load(x + m.to(tl.int64)[:, None] * x_by_token + C + h[None, :], mask=mask, other=0.0)
+            step = step_size(dt, tl.load(dt_bias + h, mask=in_c, other=0.0)[None, :], low, high, LIMITED)
+            to = (token + m)[:, None] * INNER + at[None, :]
+            tl.store(v + to, step * y.to(tl.float32), mask=mask)
+            tl.store(skip + to, y, mask=mask)
+            rate = tl.load(A + h, mask=in_c, other=0.0)[None, :]
+            once = mask & (at == h * W)[None, :]
+            tl.store(decay + (token + m)[:, None] * H + h[None, :], step * rate, mask=once)
+        else:
+            tl.store(shared + (token + m)[:, None] * SHARED + at[None, :], y.to(tl.float32), mask=mask)
+    if path_slab is not None:  # Before the path enters the window.
+        of_keys = tile >= of_x and tile < of_x + of_b
+        if of_keys and tl.program_id(2) == 0:
+            convolve_path(keys + b * P * SHARED, home, record, by_slab, by_place, path_slab, path_place,
+                          length, weight, bias, INNER, at, in_c, SHARED, C, TAPS, BM, BLOCK)  # fmt: skip
+    if MOVES:
+        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
+                    path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M,
+                    c, in_c, C, TAPS, BM)  # fmt: skip
+
+
+@triton.jit
+def _skip_and_norm(
+    o, x, D, gate, gate_by_token, weight, out, eps, RUNS: tl.constexpr, SIZE: tl.constexpr, W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add D x to what the recurrence gives, gate it with silu, and normalise: one run of entries."""
+    program = tl.program_id(0).to(tl.int64)
+    token, run = program // RUNS, program % RUNS
+    at = tl.arange(0, BLOCK)
+    mask = at < SIZE
+    entry = run * SIZE + at
+    value = tl.load(o + program * SIZE + at, mask=mask, other=0.0)
+    own = tl.load(x + program * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(gate + token * gate_by_token + entry, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(D + entry // W, mask=mask, other=0.0) * own
+    value *= z / (1.0 + tl.exp(-z))
+    value *= 1.0 / tl.sqrt(tl.sum(value * value) / SIZE + eps)
+    value *= tl.load(weight + entry, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + program * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+_TYPES = dict.fromkeys(("weight", "A", "dt_bias", "q", "k", "v", "decay"), "*fp32")
+_TYPES |= dict.fromkeys(("bias", "skip", "keys"), "*bf16") | {"low": "fp32", "high": "fp32"}
+_SIZES = {"H": 128, "W": 64, "SHARED": 1024, "TAPS": 4}
+_PATH = ("path_slab", "path_place", "path_length")
+_RECORD = ("record_slab", "record_place")
+
+
+def _variant(*there: str, moves: bool = True, limited: bool = True, **constants: int) -> Variant:
+    absent = {} if "path_slab" in there else {"keys": None}
+    constants |= {**_SIZES, "LIMITED": limited, "MOVES": moves}
+    return conv_variant(_inputs, _TYPES, {**constants, **absent, "BLOCK": CHANNELS}, *there)
+
+
+_NORM = {"o": "*fp32", "x": "*bf16", "D": "*fp32", "gate": "*bf16", "gate_by_token": "i64", "eps": "fp32"}
+_NORM |= {"weight": "*bf16", "out": "*bf16"}
+
+VARIANTS = [
+    _variant(*_PATH, M=1),
+    _variant(*_PATH, *_RECORD, M=1),
+    _variant(*_PATH, *_RECORD),
+    _variant(*_PATH, *_RECORD, "taps"),
+    _variant(*_PATH, *_RECORD, "taps", limited=False),
+    _variant("snapshots", "taps"),
+    _variant(*_PATH, "kept_index", "kept_slot"),
+    _variant(*_PATH, moves=False),
+    Variant(_skip_and_norm, _NORM, {"RUNS": 8, "SIZE": 1024, "W": 64, "BLOCK": 1024}, warps=_warps(1024)),
+]
