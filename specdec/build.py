@@ -71,7 +71,7 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
     )
     if settings.quantize or is_narrow(checkpoint.config):
         form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
-        logger.info("8-bit weights: %s", form)
+        logger.log(logging.INFO if settings.narrow else logging.WARNING, "8-bit weights: %s", form)
     return _load(network_spec, weights, tokenizer, settings)
 
 

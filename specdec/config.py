@@ -242,12 +242,14 @@ class EngineConfig(Settings):
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale",
+        title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale, and in "
+        "bfloat16 the width of a window then changes a text more often",
         description="auto or fp8",
     )
     quantize: Literal["fp8"] | None = Field(
         None,
-        title="fp8: round large matrices to 8 bits as they are loaded; what is published so stays so anyway",
+        title="fp8: round large matrices to 8 bits as they are loaded, as published ones are; a GPU keeps them "
+        "so, a CPU widens them again and saves nothing",
         description="fp8 or None",
     )
     draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
