@@ -248,8 +248,8 @@ class EngineConfig(Settings):
     )
     quantize: Literal["fp8"] | None = Field(
         None,
-        title="fp8: round large matrices to 8 bits as they are loaded, as published ones are; a GPU keeps them "
-        "so, a CPU widens them again and saves nothing",
+        title="fp8: round large matrices to 8 bits as they are loaded, as published ones are; a GPU keeps "
+        "them so, a CPU widens them again and saves nothing",
         description="fp8 or None",
     )
     draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
