@@ -169,6 +169,8 @@ class CheckpointWeights:
         elif info.dtype not in _READABLE:
             self.note(f"{name} is stored as {info.dtype}, specdec reads {', '.join(_READABLE)}")
         scales = self._copy(name, blocks, torch.float32)
+        if not self.failed and not bool(((scales > 0) & scales.isfinite()).all()):
+            self.note(f"{name} holds scales that are not positive numbers")
         return self.stand_in(shape, dtype) if self.failed else Fp8(numbers, scales, dtype)
 
     def _copy(self, disk: str, shape: Shape, dtype: torch.dtype) -> Tensor:

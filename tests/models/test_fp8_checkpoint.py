@@ -259,6 +259,16 @@ WRONG: list[tuple[Change, str, str]] = [
         f"{QKVZ}_scale_inv",
         "stored as I32",
     ),
+    *(
+        (
+            lambda f, bad=bad: edit(
+                f, {f"{QKVZ}_scale_inv": torch.ones(12, 2).index_fill(0, torch.tensor(3), bad)}
+            ),
+            f"{QKVZ}_scale_inv",
+            "not positive numbers",
+        )
+        for bad in (torch.nan, torch.inf, 0.0, -1.0)
+    ),
     (lambda f: edit(f, {GATE: torch.ones(256, 256)}), GATE, "not stored as the experts before it"),
     (lambda f: edit(f, {QKVZ: torch.ones(1536, 256)}), f"{QKVZ}_scale_inv", "unexpected"),
     (lambda f: edit_config(f, quantization_config=None), QKVZ, "no quantization_config"),
