@@ -39,7 +39,8 @@ class RequestStats:
     histogram: dict[int, int] = field(default_factory=dict)
     """Verify steps by the number of drafted tokens they accepted."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of its verify steps by phase: draft, verify, commit, rest. Requests share steps."""
+    """Wall time of its verify steps by phase: draft, verify, commit, rest; `whole` of those that the device
+    ran from end to end. Requests share steps."""
     cached_tokens: int = 0
     preemptions: int = 0
     first_token_s: float = 0.0
