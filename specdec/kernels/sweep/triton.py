@@ -18,8 +18,9 @@ from specdec.kernels.variants import Variant
 PART = 16
 """What a matrix product takes at least."""
 COLUMNS = 32
-STATE_PRECISION = tl.constexpr("tf32")
-"""Of products with keys, queries and updates: a state is then off by 3e-4 after some hundred steps."""
+NARROW, WIDE = "tf32", "tf32x3"
+"""Of products with keys, queries and updates: in models of 16 bits, where a state is then off by 3e-4 after
+some hundred steps, and in float32, where narrow windows sum exactly and wide ones must agree with them."""
 SUM_PRECISION = tl.constexpr("tf32x3")
 """Of what is a sum, in fact: near float32."""
 
@@ -47,6 +48,7 @@ def sweep(
     out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=device)
     sizes = {"M": group.width, "G": groups, "H": heads, "K": size, "PART": PART, "num_warps": 4}
     sizes |= {"BK": max(triton.next_power_of_2(size), 16)}
+    sizes |= {"PRECISION": NARROW if memory.input_SRC.itemsize == 2 else WIDE}
     inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
     _prepare[(parts, heads, group.rows)](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes)
     block = max(16, min(COLUMNS, triton.next_power_of_2(columns)))
@@ -79,6 +81,7 @@ def _over(above, b, M, to, by, TREE: tl.constexpr):
 def _prepare(
     q, q_by_token, k, k_by_token, decay, beta, slots, above, matrix, scale, M,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if tl.load(slots + b) == 0:
@@ -120,11 +123,11 @@ def _prepare(
         between = tl.where(_over(above, b, M, m, j, TREE), tl.exp(between), 0.0)
         k_j = tl.load(k + j[:, None] * k_by_token + i[None, :], mask=(j < M)[:, None] & in_k, other=0.0)
         k_j = tl.trans(k_j.to(tl.float32))
-        weight = between * tl.dot(q_m, k_j, input_precision=STATE_PRECISION)
+        weight = between * tl.dot(q_m, k_j, input_precision=PRECISION)
         tl.store(matrix + at_matrix + (near + r - first) * PART * PART, weight)
         if beta is not None:
             strength = tl.load(beta + (b * M + m) * H + h, mask=m < M, other=0.0).to(tl.float32)
-            inner = between * tl.dot(k_m, k_j, input_precision=STATE_PRECISION) * strength[:, None]
+            inner = between * tl.dot(k_m, k_j, input_precision=PRECISION) * strength[:, None]
             if r == part:
                 inner = tl.where(n[:, None] > n[None, :], -inner, 0.0)
                 for row in tl.static_range(1, PART):
@@ -151,7 +154,7 @@ def _sweep(
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place, decays,
     decay_by_slab, decay_by_place, record_slab, record_place, kept_index, kept_slot, KEPT, M, G: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TREE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-    PART: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // (H // G)
@@ -202,24 +205,24 @@ def _sweep(
         k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
         q_m = tl.load(q + m[:, None] * q_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
         u = tl.load(v + m[:, None] * v_by_token + w[None, :], mask=mask, other=0.0).to(tl.float32)
-        o = grow * tl.dot(q_m, s, input_precision=STATE_PRECISION)
+        o = grow * tl.dot(q_m, s, input_precision=PRECISION)
         if beta is not None:
             strength = tl.load(beta + token * H + h, mask=in_m, other=0.0).to(tl.float32)[:, None]
-            u = (u - grow * tl.dot(k_m, s, input_precision=STATE_PRECISION)) * strength
+            u = (u - grow * tl.dot(k_m, s, input_precision=PRECISION)) * strength
         if TREE:
             for r in range(part):
                 before = b * M + r * PART + n
                 slab, place = tl.load(record_slab + before), tl.load(record_place + before)
                 at = update + (slab * update_by_slab + place * update_by_place)[:, None] + w[None, :]
                 u_r = tl.load(at, mask=in_w[None, :], other=0.0)
-                o += tl.dot(tl.load(weigh + r * PART * PART), u_r, input_precision=STATE_PRECISION)
+                o += tl.dot(tl.load(weigh + r * PART * PART), u_r, input_precision=PRECISION)
                 if beta is not None:
-                    u -= tl.dot(tl.load(solve + r * PART * PART), u_r, input_precision=STATE_PRECISION)
+                    u -= tl.dot(tl.load(solve + r * PART * PART), u_r, input_precision=PRECISION)
             solve += part * PART * PART
             weigh += part * PART * PART
         if beta is not None:
-            u = tl.dot(tl.load(solve), u, input_precision=STATE_PRECISION)
-        o += tl.dot(tl.load(weigh), u, input_precision=STATE_PRECISION)
+            u = tl.dot(tl.load(solve), u, input_precision=PRECISION)
+        o += tl.dot(tl.load(weigh), u, input_precision=PRECISION)
         at = out + m[:, None].to(tl.int64) * (H * W) + w[None, :]
         tl.store(at, o.to(out.dtype.element_ty), mask=mask)
         if record_slab is not None:
@@ -236,11 +239,11 @@ def _sweep(
                 end = tl.load(kept_index + b * KEPT + c) - part * PART
                 if to != 0 and end >= 0 and end < PART:
                     weight, total = _until(own, n, end)
-                    mid = tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=STATE_PRECISION)
+                    mid = tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=PRECISION)
                     tl.store(state + to * state_by_slot + at_head, s * total + mid, mask=in_state)
         if not TREE:
             weight, total = _until(own, n, PART - 1)
-            s = s * total + tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=STATE_PRECISION)
+            s = s * total + tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=PRECISION)
     if record_slab is None:
         tl.store(home, s, mask=in_state)
 
@@ -249,8 +252,8 @@ _TYPES = dict.fromkeys(("q", "k", "decay", "matrix", "scale", "out", "state"), "
 _TYPES |= dict.fromkeys(("q_by_token", "k_by_token", "v_by_token", "state_by_slot"), "i64")
 _TYPES |= {"slots": "*i64", "M": "i32", "KEPT": "i32"}
 _PATH = ("keys", "path_slab", "path_place", "path_length")
-_DELTA = {"G": 16, "H": 32, "K": 128, "BK": 128, "PART": PART}
-_MAMBA = {"G": 8, "H": 128, "K": 128, "BK": 128, "PART": PART}
+_DELTA = {"G": 16, "H": 32, "K": 128, "BK": 128, "PART": PART, "PRECISION": NARROW}
+_MAMBA = {**_DELTA, "G": 8, "H": 128}
 
 
 def _prepared(*, delta: bool, tree: bool) -> Variant:
