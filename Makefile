@@ -10,6 +10,13 @@ GPU ?=
 bin := $(VENV)/bin
 stamp := $(VENV)/.specdec-installed
 
+# What a recipe begins with that runs PYTHON itself.
+define new_python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+  echo "specdec needs Python 3.11 or newer; '$(PYTHON)' is missing or older." \
+       "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
+endef
+
 .PHONY: help demo test check bench gpu clean
 .DEFAULT_GOAL := help
 
@@ -38,6 +45,7 @@ bench: $(stamp)
 
 # On a machine that has torch for its GPU already: nothing is installed. GPU="--dry-run" only shows the plan.
 gpu:
+	$(new_python)
 	@$(PYTHON) -m specdec.bench.gpu $(GPU)
 
 clean:
@@ -45,9 +53,7 @@ clean:
 	find specdec tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(bin)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "specdec needs Python 3.11 or newer; '$(PYTHON)' is missing or older." \
-	       "Name another with: make demo PYTHON=python3.12" >&2; exit 1; }
+	$(new_python)
 	$(PYTHON) -m venv $(VENV)
 
 # Torch comes first and by itself: what depends on it then finds one, and pulls no second build.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
-from specdec.bench.commands import add_kernels, add_model, add_random
+from specdec.bench.commands import add_kernels, add_model, add_out, add_random, out_file
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
@@ -175,7 +175,7 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_throughput)
     add, counts = parser.add_argument, listed(at_least(1))
     add("model", metavar="MODEL", nargs="?", type=Path, help="folder of a Hugging Face checkpoint")
-    add("--shape", default="tiny", help="without MODEL: random weights of a named size (default: tiny)")
+    add("--shape", metavar="NAME", help="without MODEL: random weights of a named size (default: tiny)")
     add("--batch", metavar="ROWS", type=counts, default=[1, 4, 16], help="with commas (default: 1,4,16)")
     add(
         "--prompt-tokens",
@@ -201,7 +201,7 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
     )
     add("--repeats", metavar="TIMES", type=at_least(1), default=5, help="counted runs (default: 5)")
     add("--warmup", metavar="TIMES", type=at_least(0), default=1, help="uncounted runs (default: 1)")
-    add("--out", metavar="FILE", type=Path, help="write the JSON line there too")
+    add_out(parser)
     add_random(parser)
     add_settings(parser, EngineConfig, title="engine")
 
@@ -211,14 +211,17 @@ def _throughput(args: argparse.Namespace) -> None:
     from specdec.bench.random_run import run_random
     from specdec.bench.throughput import Options, run
 
-    if (args.fp8 or args.profile) and not args.random:
-        raise ConfigError("fp8, profile: they belong to --random; give it too", field="random")
+    if args.profile and not args.random:
+        raise ConfigError("profile: it belongs to --random; give it too", field="random")
+    if args.model is not None and args.shape is not None:
+        raise ConfigError("shape: a model is named too; measure either of them", field="shape")
     config = settings_from(args, EngineConfig)
-    if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
-        raise ConfigError(f"--out: {args.out} is no file in a folder that exists; name one", field="out")
+    if args.fp8:
+        config = EngineConfig.of(config, {"quantize": "fp8"})
+    out = out_file(args)
     options = Options(
         model=args.model,
-        shape=args.shape,
+        shape=args.shape or "tiny",
         batches=args.batch,
         prompt_tokens=args.prompt_tokens,
         new_tokens=args.new_tokens,
@@ -229,9 +232,9 @@ def _throughput(args: argparse.Namespace) -> None:
         windows=args.window,
     )
     if args.random:
-        run_random(options, config, args.out, fp8=args.fp8, profile=args.profile)
+        run_random(options, config, out, profile=args.profile)
     else:
-        run(options, config, args.out)
+        run(options, config, out)
 
 
 def _demo(_: argparse.Namespace) -> None:

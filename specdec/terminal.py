@@ -96,7 +96,7 @@ def _print_heard(engine: SpecEngine, prompt: Prompt, heard: list[list[Delta]], *
     ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
     for index, deltas in enumerate(heard):
         if as_json:
-            print(_as_json(Completion.of([int(i) for i in ids], index, deltas)))
+            print(_as_json(Completion.of([int(i) for i in ids], index, deltas), ended=_ended(deltas)))
         else:
             print(f"[{index}] {visible(''.join(_shown(engine, delta) for delta in deltas))}")
     sys.stdout.flush()
@@ -107,7 +107,16 @@ def _shown(engine: SpecEngine, delta: Delta) -> str:
     return delta.text if engine.tokenizer else "".join(f"{token} " for token in delta.token_ids)
 
 
-def _as_json(completion: Completion) -> str:
+def _ended(deltas: list[Delta]) -> bool:
+    """Tell whether a choice came to its end, where its statistics are."""
+    return bool(deltas) and deltas[-1].stats is not None
+
+
+def _as_json(completion: Completion, *, ended: bool) -> str:
+    """Write a completion as one line; one that was cut has no statistics, for they come with its end."""
     fields = dataclasses.asdict(completion)
-    fields["stats"]["acceptance_length"] = completion.stats.acceptance_length
+    if ended:
+        fields["stats"]["acceptance_length"] = completion.stats.acceptance_length
+    else:
+        fields["stats"] = None
     return json.dumps(fields, ensure_ascii=False)

@@ -1,5 +1,6 @@
 """Checkpoints that many tests load, written once a session."""
 
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 
 from specdec.bench.random_model import write_random_checkpoint
 from tests.kernels import interpreter
+
+# A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Before any kernel is defined: they are made for the interpreter, or for a GPU.

@@ -73,7 +73,7 @@ def test_a_clock_puts_all_of_a_step_down_to_its_phases(monkeypatch: pytest.Monke
     clock = Clock()
     for phase, _ in laps:
         clock.lap(phase)
-    assert clock.seconds == {"draft": 2.0, "verify": 5.0, "commit": 0.5, "rest": 1.25}
+    assert clock.seconds == {"draft": 2.0, "verify": 5.0, "commit": 0.5, "rest": 1.25, "whole": 0.0}
     counts = Counts()
     counts.spend(clock.seconds)
     counts.spend(clock.seconds)

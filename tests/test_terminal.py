@@ -90,7 +90,7 @@ def test_interrupt_prints_what_each_choice_has_said(hybrid: Path, capsys: Captur
         for choice in choices:
             assert choice["finish_reason"] == "abort"
             assert choice["prompt_token_ids"] == engine.tokenizer.encode(PROMPT)
-            assert choice["stats"]["output_tokens"] == len(choice["token_ids"])
+            assert choice["stats"] is None, "they come with a choice's end, and it has not come"
             whole = engine.tokenizer.decode(choice["token_ids"])
             assert choice["text"] and whole.startswith(choice["text"])
 

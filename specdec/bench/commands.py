@@ -1,6 +1,8 @@
 """The benchmarks' command lines. What measures is imported when it runs: it brings `transformers` along."""
 
 import argparse
+import math
+import re
 from pathlib import Path
 
 from specdec.config import EngineConfig
@@ -12,7 +14,7 @@ def add_random(parser: argparse.ArgumentParser) -> None:
     """Add what the throughput benchmark knows of models that no checkpoint holds."""
     add = parser.add_argument
     add("--random", action="store_true", help="draw the weights of --shape on the device; nothing is written")
-    add("--fp8", action="store_true", help="with --random: layers' matrices in eight bits")
+    add("--fp8", action="store_true", help="the same as --quantize fp8")
     add("--profile", action="store_true", help="with --random: time by kernel, and how long it waits")
 
 
@@ -35,12 +37,13 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     add("--kernels", default="auto", help="auto, reference, cpu, native or triton (default: auto)")
     add("--dtype", default="auto", help="bfloat16 on a GPU, float32 on a CPU (default: auto)")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="beside other packages")
-    _add_out(parser)
+    add_out(parser)
 
 
 def _kernels(args: argparse.Namespace) -> None:
     from specdec.bench.kernels import Options, run
 
+    out = out_file(args)
     settings = EngineConfig(device=args.device, kernels=args.kernels, dtype=args.dtype)
     options = Options(
         device=settings.device,
@@ -54,7 +57,7 @@ def _kernels(args: argparse.Namespace) -> None:
         repeats=args.repeats,
         peers=args.peers,
     )
-    run(options, _out(args))
+    run(options, out)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -70,19 +73,24 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--draft-steps", metavar="STEPS", type=at_least(0), help="passes of the head (default: window - 1)")
     add("--draft-topk", metavar="TOKENS", type=at_least(1), default=1, help="tokens a pass (default: 1)")
     add("--slots", choices=("record", "snapshot"), default="record", help="(default: record)")
-    add("--bandwidth", metavar="BYTES/S", type=float, default=4.3e12, help="(default: 4.3e12, an H200's)")
-    _add_out(parser)
+    add("--bandwidth", metavar="BYTES/S", default="4.3TB", help="(default: 4.3TB, an H200's)")
+    add_out(parser)
 
 
 def _model(args: argparse.Namespace) -> None:
     from specdec.bench.random_model import shape_config
-    from specdec.bench.report import json_line
+    from specdec.bench.report import publish
     from specdec.bench.time_model import Work, describe, render
     from specdec.models.families import network
 
-    if not args.bandwidth > 0 or not args.acceptance > 0:
-        name = "bandwidth" if not args.bandwidth > 0 else "acceptance"
-        raise ConfigError(f"--{name}: give a number above 0", field=name)
+    out = out_file(args)
+    if not 1 <= args.acceptance <= args.window:
+        raise ConfigError(
+            f"--acceptance: a step with a window of {args.window} gains from 1 to {args.window} tokens, not "
+            f"{args.acceptance:g}; give a length in between, or another --window",
+            field="acceptance",
+        )
+    bandwidth = _speed(args.bandwidth)
     shape = network(shape_config(args.shape))
     default_steps = args.window - 1 if shape.mtp else 0
     work = Work(
@@ -95,20 +103,32 @@ def _model(args: argparse.Namespace) -> None:
         fp8=args.fp8,
         slots=args.slots,
     )
-    report = {"shape": args.shape, **describe(shape, work, args.bandwidth)}
-    line, out = json_line(report), _out(args)
-    if out is not None:
-        out.write_text(f"{line}\n", "utf-8")
-    print(f"{args.shape}: {work}\n{render(report)}\n{line}")
+    report = {"shape": args.shape, **describe(shape, work, bandwidth)}
+    publish(render(report), report, out)
 
 
-def _add_out(parser: argparse.ArgumentParser) -> None:
+def _speed(text: str) -> float:
+    """Read bytes per second, with a unit or without."""
+    found = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?)(?:b(?:/s)?)?\s*", text, re.IGNORECASE)
+    try:
+        speed = float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " ") if found else math.nan
+    except ValueError:  # of two points
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise ConfigError(
+            f"--bandwidth: {text!r} is no speed above 0; give bytes per second, such as 4.3e12 or 4.3TB",
+            field="bandwidth",
+        )
+    return speed
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON line there too")
 
 
-def _out(args: argparse.Namespace) -> Path | None:
+def out_file(args: argparse.Namespace) -> Path | None:
     """Return where the report is to go, before anything is measured for it."""
     path: Path | None = args.out
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(f"--out: {path.parent} is not a folder; name one that exists", field="out")
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"--out: {path} is no file in a folder that exists; name one", field="out")
     return path

@@ -7,7 +7,10 @@ stage is a process with a limit of its own.
 import argparse
 import datetime
 import json
+import math
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,8 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.report import commit, json_line, table
+from specdec.bench.report import commit, publish, table
 from specdec.bench.stages import Outcome, Stage, run_stages
+from specdec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,7 +42,7 @@ CHAINS = {"3.413": (3, 1, 4), "2.709": (2, 1, 3), "4.231": (4, 4, 8)}
 with a goal first."""
 LOSSLESS = "mtp-tree-record or mtp-chain-record or oracle-tree-snapshot"
 """Of the capability table's cells those that differ most: each engine captures its graphs anew."""
-FAILED, USER_ERROR = 1, 2
+FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +58,61 @@ class Device:
         return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or self.kind
 
 
+ASSUMED = Device("NVIDIA H200", 150_000_000_000)
+"""What a plan is for where there is no GPU to ask."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan, run, sum up; return 1 if a stage did not pass, 2 if nothing can run."""
-    args = _parser().parse_args(argv)
+    """Plan, run, sum up; return 1 if a stage did not pass, 2 if nothing can run, 130 after Ctrl-C."""
+    try:
+        return _main(_parser().parse_args(argv))
+    except ConfigError as error:
+        print(f"specdec: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _main(args: argparse.Namespace) -> int:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        print(f"specdec: {', '.join(missing)} cannot be imported by {sys.executable}", file=sys.stderr)
-        return USER_ERROR
-    device = Device("cpu", 0, "cpu") if args.device == "cpu" else probe()
-    if device is None:
-        print(
-            "specdec: torch finds no CUDA device; --device cpu tries this out",
-            file=sys.stderr,
+        raise ConfigError(
+            f"{', '.join(missing)} cannot be imported by {sys.executable}; name a Python that has all of "
+            "them, as in make gpu PYTHON=/path/to/python"
         )
-        return USER_ERROR
-    folder: Path = args.out
+    if not 0 < args.budget < math.inf:
+        raise ConfigError("--budget: give a number of seconds above 0", field="budget")
+    device = Device("cpu", 0, "cpu") if args.device == "cpu" else probe()
+    if device is None and not args.dry_run:
+        raise ConfigError(
+            'torch finds no CUDA device; make gpu GPU="--device cpu" tries this out, and make gpu '
+            "GPU=--dry-run shows the plan"
+        )
+    if device is None:
+        device = ASSUMED
+        print(f"torch finds no CUDA device: the plan is for an assumed {device.name}")
+    folder: Path = args.out.resolve()
     prefix = f"{datetime.date.today().isoformat()}-{device.slug}"
     stages = plan(device, folder, prefix)
     print(f"{device.name}: {len(stages)} stages in at most {args.budget:.0f} s, to {folder}", flush=True)
     if args.dry_run:
-        print(table([_planned(stage) for stage in stages]))
+        print(f"# from {ROOT}, where {folder} exists", *map(_planned, stages), sep="\n")
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
-    outcomes = []
-    for outcome in run_stages(stages, budget_s=args.budget, root=ROOT):
-        outcomes.append(outcome)
-        print(_line(outcome), flush=True)
-        if outcome.status == "passed":
-            outcome.stage.log.unlink()
-    report = summary(device, outcomes)
-    (folder / f"{prefix}-summary.json").write_text(f"{json_line(report)}\n", "utf-8")
-    print(f"\n{render(outcomes)}\n{json_line(report)}")
+    _make(folder)
+    outcomes: list[Outcome] = []
+    interrupted = False
+    try:
+        for outcome in run_stages(stages, budget_s=args.budget, root=ROOT):
+            outcomes.append(outcome)
+            interrupted = outcome.status == "interrupted"
+            print(_line(outcome), flush=True)
+            if outcome.status == "passed":
+                outcome.stage.log.unlink()
+    except KeyboardInterrupt:  # between two stages
+        interrupted = True
+    report = summary(device, outcomes, planned=len(stages), interrupted=interrupted)
+    publish(f"\n{render(outcomes, planned=len(stages))}", report, folder / f"{prefix}-summary.json")
+    if interrupted:
+        return INTERRUPTED
     return FAILED if any(outcome.status in ("failed", "hung") for outcome in outcomes) else 0
 
 
@@ -93,13 +122,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="DIR", type=Path, default=RESULTS, help="where reports go (default: bench/results)")
     add("--budget", metavar="SECONDS", type=float, default=470.0, help="for all stages (default: 470)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small shapes, to try it out")
-    add("--dry-run", action="store_true", help="say what would run, and with which limits")
+    add("--dry-run", action="store_true", help="show the commands and their limits")
     return parser
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of the reports, before anything is measured for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise ConfigError(f"--out: {folder} is no folder for reports ({reason}); name another", field="out")
 
 
 def probe() -> Device | None:
     """Ask for the GPU's name and memory; None where torch finds none."""
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return None
     if done.returncode:
         return None
     found = json.loads(done.stdout.splitlines()[-1])
@@ -148,20 +191,15 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     )  # fmt: skip
     chosen, fp8 = largest(device)
     form = ["--fp8"] if fp8 else []
-    base = [
-        "throughput",
-        "--random",
-        "--shape",
-        chosen,
-        *form,
-        *["--new-tokens", "128", "--prompt-tokens", "128"],
-    ]
+    base = ["throughput", "--random", "--shape", chosen, *form]
+    base += ["--new-tokens", "128", "--prompt-tokens", "128"]
     for i, (length, (steps, topk, window)) in enumerate(CHAINS.items()):
         drafts = _drafts(length, steps, topk, window)
         # The first compiles what the others find compiled.
         limit_s, once = 80 if i else 160, ("--batch", "1", "--repeats", "3", "--profile")
         bench(f"{chosen}-length-{length}", limit_s, *base, *drafts, *once)
-    drafts = _drafts("3.413", *CHAINS["3.413"])
+    # Here the engine may choose not to draft: never slower is what the sweep is to show.
+    drafts = _drafts("2.709", *CHAINS["2.709"], adaptive=True)
     sweep = "1,2,4,8,16,32,64,128,256"
     bench(f"{chosen}-batches", 100, *base, *drafts, "--batch", sweep, "--repeats", "1", "--warmup", "1")
     tests("lossless", 150, "-m", "gpu", "tests/gpu/test_gpu_lossless.py", "-k", LOSSLESS)
@@ -174,9 +212,10 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
             bench(name, 60, "throughput", "--random", "--shape", name, *load)
 
 
-def _drafts(length: str, steps: int, topk: int, window: int) -> list[str]:
+def _drafts(length: str, steps: int, topk: int, window: int, *, adaptive: bool = False) -> list[str]:
     sizes = ["--num-steps", str(steps), "--topk", str(topk), "--num-draft-tokens", str(window)]
-    return ["--draft", "mtp", *sizes, "--synthetic-acceptance", length, "--no-adaptive"]
+    fixed = [] if adaptive else ["--no-adaptive"]
+    return ["--draft", "mtp", *sizes, "--synthetic-acceptance", length, *fixed]
 
 
 def largest(device: Device) -> tuple[str, bool]:
@@ -197,12 +236,16 @@ def fits(device: Device, name: str, *, fp8: bool) -> bool:
     return model.weight_bytes(fp8=fp8, mtp=True) + drawn + rows < USABLE * device.bytes
 
 
-def summary(device: Device, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summary(
+    device: Device, outcomes: Sequence[Outcome], *, planned: int, interrupted: bool
+) -> dict[str, Any]:
     return {
         "benchmark": "gpu",
         "commit": commit(),
         "device": device.name,
         "device_bytes": device.bytes,
+        "planned": planned,
+        "interrupted": interrupted,
         "stages": [
             {
                 "name": own.stage.name,
@@ -218,8 +261,10 @@ def summary(device: Device, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def render(outcomes: Sequence[Outcome]) -> str:
+def render(outcomes: Sequence[Outcome], *, planned: int) -> str:
     """Say what passed, and show the end of what did not."""
+    if not outcomes:
+        return "INTERRUPTED before the first stage"
     rows = [
         {
             "stage": own.stage.name,
@@ -231,17 +276,22 @@ def render(outcomes: Sequence[Outcome]) -> str:
     ]
     bad = [f"--- {own.stage.name}: {own.status}\n{own.tail}" for own in outcomes if own.status != "passed"]
     passed = sum(own.status == "passed" for own in outcomes)
-    return "\n".join([*bad, table(rows), f"{passed} of {len(outcomes)} stages passed"])
+    ending = f"{passed} of {planned} stages passed"
+    if len(outcomes) < planned:
+        ending = f"INTERRUPTED: {ending}, {planned - len(outcomes)} were not reached"
+    elif outcomes[-1].status == "interrupted":
+        ending = f"INTERRUPTED in the last stage: {ending}"
+    return "\n".join([*bad, table(rows), ending])
 
 
 def _line(outcome: Outcome) -> str:
     return f"{outcome.status:>8} {outcome.took_s:6.1f} s  {outcome.stage.name}"
 
 
-def _planned(stage: Stage) -> dict[str, str]:
-    words = " ".join(stage.command[1:])
-    shown = f"(needs {stage.absent}) {words}" if stage.absent else words
-    return {"stage": stage.name, "limit s": f"{stage.limit_s:.0f}", "command": shown}
+def _planned(stage: Stage) -> str:
+    """Show a stage as a shell reads it: what it is, as a comment, and its command."""
+    without = f"; left out here, for it needs {stage.absent}" if stage.absent else ""
+    return f"# {stage.name}, at most {stage.limit_s:.0f} s{without}\n{shlex.join(stage.command)}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from specdec.bench import attention_problems, kernel_peers, token_problems, window_problems
 from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.bench.random_model import quiet_transformers, shape_config
-from specdec.bench.report import environment, json_line, table
+from specdec.bench.report import environment, publish, table
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
@@ -91,15 +91,13 @@ def run(options: Options, out: Path | None) -> None:
     """
     with quiet_transformers():
         report = benchmark(options)
-    line = json_line(report)
-    if out is not None:
-        out.write_text(f"{line}\n", "utf-8")
-    print(f"{render(report)}\n{line}")
+    publish(render(report), report, out)
     if bad := [row for row in report["rows"] if row["status"] in ("WRONG", "FAILED") and not row["peer"]]:
         print(f"specdec: {len(bad)} of {len(report['rows'])} problems were not solved", file=sys.stderr)
-        sys.exit(1)
     if report["interrupted"]:
         raise KeyboardInterrupt
+    if bad:
+        sys.exit(1)
 
 
 def benchmark(options: Options) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def benchmark(options: Options) -> dict[str, Any]:
             progress.set_description(f"{problem.operation} {problem.batch}x{problem.window}")
             rows.append(measure(bench, machine, problem, options.repeats))
             progress.update()
-    measured = {row["operation"] for row in rows}
+    known = {problem.operation for problem in planned}
     operations = {field.name for field in fields(Kernels)} - {"name", *ONCE}
     return {
         "benchmark": "kernels",
@@ -129,9 +127,10 @@ def benchmark(options: Options) -> dict[str, Any]:
         "copy_bytes_per_s": machine.copy_bytes_per_s,
         "launch_s": machine.launch_s,
         "cold_bytes": cold,
+        "planned": len(planned),
         "interrupted": len(rows) < len(planned),
         "absent_peers": kernel_peers.absent() if options.peers else None,
-        "not_measured": sorted(operations - measured) if options.only is None else None,
+        "not_measured": sorted(operations - known) if options.only is None else None,
         "rows": rows,
         "verify": list(_ratios(rows)),
     }
@@ -280,6 +279,10 @@ def render(report: Mapping[str, Any]) -> str:
         f"reads and writes together; a launch takes {launch * 1e6:.2f} µs",
         "model: bytes / copy speed + a launch. Weights and states come from memory, activations may not",
     ]
+    if report["interrupted"]:
+        lines.append(
+            f"INTERRUPTED: {len(report['rows'])} of {report['planned']} problems were reached by then"
+        )
     if report["absent_peers"]:
         lines.append(f"absent here, so not measured: {', '.join(report['absent_peers'])}")
     if report["not_measured"]:

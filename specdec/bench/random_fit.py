@@ -61,7 +61,7 @@ class Fit:
         return min(max(needed, 6 * layout.slab_bytes), self.arena_bytes)
 
 
-def fit(name: str, config: EngineConfig, *, fp8: bool) -> Fit:
+def fit(name: str, config: EngineConfig) -> Fit:
     """Describe a named shape on the device that is asked for; refuse one whose weights are too large."""
     raw = shape_config(name)
     network, stored = families.network(raw), families.stored_dtype(raw)
@@ -70,14 +70,15 @@ def fit(name: str, config: EngineConfig, *, fp8: bool) -> Fit:
     roomy = EngineConfig.of(config, {"memory_bytes": ANYTHING})
     settings = resolve(roomy, network, stored, stored_bytes)
     model = TimeModel(network, settings.dtype)
-    weight_bytes = model.weight_bytes(fp8=fp8, mtp="mtp" in settings.drafters)
+    weight_bytes = model.weight_bytes(fp8=settings.quantize, mtp="mtp" in settings.drafters)
     # While the last matrix is drawn it stands beside all others once more.
     largest = max(p.count for p in model.footprint.target) * settings.dtype.itemsize
     free = free_memory(settings.device)
     if weight_bytes + largest > free:
+        narrower = "" if settings.quantize else ", or try --fp8"
         raise CapacityError(
             f"shape: {name} needs {weight_bytes:,} bytes for its weights and {largest:,} to draw them, and "
-            f"{settings.device} has {free:,} free; choose a smaller shape{'' if fp8 else ', or try --fp8'}.",
+            f"{settings.device} has {free:,} free; choose a smaller shape{narrower}.",
             field="shape",
         )
     arenas = 2 if settings.drafters else 1

@@ -8,14 +8,15 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench import profile as profiling
+from specdec.bench.agreement import rounding
 from specdec.bench.peers import Sample
 from specdec.bench.random_fit import Fit, fit, fitting
-from specdec.bench.report import environment, json_line, summarise, table
+from specdec.bench.report import environment, publish, summarise, table
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.throughput import EXACT, WINDOW_ROUNDS, Case, Options
+from specdec.bench.throughput import WINDOW_ROUNDS, Case, Options, legend, longest
 from specdec.bench.time_model import Work
 from specdec.bench.timing import Machine, measure_machine
-from specdec.bench.windows import window_costs
+from specdec.bench.windows import window_costs, window_table
 from specdec.build import build_random
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError, EngineError
@@ -39,29 +40,25 @@ class Counted:
         return 1 + (self.drafted - before.drafted) / max(self.steps - before.steps, 1)
 
 
-def run_random(options: Options, config: EngineConfig, out: Path | None, *, fp8: bool, profile: bool) -> None:
+def run_random(options: Options, config: EngineConfig, out: Path | None, *, profile: bool) -> None:
     """Measure, then print the tables and, as the last line, the report as JSON."""
     if options.model is not None or options.peers:
         name = "model" if options.model is not None else "peers"
         raise ConfigError(f"{name}: --random draws the weights of --shape; nobody else has them", field=name)
-    config = EngineConfig.of(config, {"quantize": "fp8"} if fp8 else {})
-    report = benchmark(options, config, fp8=fp8, profile=profile)
-    line = json_line(report)
-    if out is not None:
-        out.write_text(f"{line}\n", "utf-8")
-    print(f"{render(report)}\n{line}")
+    report = benchmark(options, config, profile=profile)
+    publish(render(report), report, out)
 
 
-def benchmark(options: Options, config: EngineConfig, *, fp8: bool, profile: bool) -> dict[str, Any]:
+def benchmark(options: Options, config: EngineConfig, *, profile: bool) -> dict[str, Any]:
     """Draw the weights, run every batch with drafts and without, and return the report."""
     watched = profiling.room(config.num_steps or DEFAULT_STEPS) if profile else 0
-    longest = max(options.prompt_tokens) + max(options.new_tokens, watched) + 1
+    needed = longest(options, config, watched=watched)
     given = config.model_dump(exclude_unset=True)
-    found = fit(options.shape, EngineConfig.of(EngineConfig(max_model_len=longest), given), fp8=fp8)
+    found = fit(options.shape, EngineConfig.of(EngineConfig(max_model_len=needed), given))
     tokens = found.settings.max_model_len
     batches = fitting(found, options.batches, tokens)
     room = EngineConfig(
-        max_running=max(batches), max_model_len=longest, memory_bytes=found.memory_for(max(batches), tokens)
+        max_running=max(batches), max_model_len=needed, memory_bytes=found.memory_for(max(batches), tokens)
     )
     machine = measure_machine(found.settings.device)  # before the weights leave no room for it
     model = build_random(
@@ -76,7 +73,7 @@ def benchmark(options: Options, config: EngineConfig, *, fp8: bool, profile: boo
     runners = [engine, engine.plain()] if settings.drafters else [engine]
     cases = [Case(batch, prompt) for batch in batches for prompt in options.prompt_tokens]
     prompts = cases[0].prompts(found.model.network.vocab, options.seed)
-    measured = list(_measure(options, found, machine, runners, cases, fp8=fp8))
+    measured = list(_measure(options, found, machine, runners, cases))
     return {
         "benchmark": "random throughput",
         **environment(),
@@ -87,7 +84,8 @@ def benchmark(options: Options, config: EngineConfig, *, fp8: bool, profile: boo
         "arena_bytes": settings.memory_bytes,
         "device": str(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
-        "fp8": fp8,
+        "rounding": rounding(settings),
+        "fp8": settings.quantize,
         "settings": given,
         "seed": options.seed,
         "new_tokens": options.new_tokens,
@@ -109,8 +107,6 @@ def _measure(
     machine: Machine,
     runners: Sequence[EngineRunner],
     cases: Sequence[Case],
-    *,
-    fp8: bool,
 ) -> Iterator[dict[str, Any]]:
     """Let the runners take turns at each case, and compare their tokens where numbers are exact."""
     with tqdm(total=len(cases) * (options.warmup + options.repeats), leave=False, disable=None) as progress:
@@ -130,7 +126,7 @@ def _measure(
             widths = {runner.name: Counted.of(runner).since(before[runner.name]) for runner in runners}
             agreement = check(found, samples)
             figures = {
-                runner.name: _figures(case, found, machine, runner, samples, widths[runner.name], fp8=fp8)
+                runner.name: _figures(case, found, machine, runner, samples, widths[runner.name])
                 for runner in runners
             }
             yield {
@@ -142,7 +138,7 @@ def _measure(
 
 
 def check(found: Fit, samples: Mapping[str, Sequence[Sample]]) -> dict[str, int] | None:
-    """Compare the tokens with drafts and without; in exact types a difference ends the benchmark.
+    """Compare the tokens with drafts and without; where numbers are exact a difference ends the benchmark.
 
     What is accepted at given rates is another text: there is nothing to compare.
     """
@@ -150,7 +146,7 @@ def check(found: Fit, samples: Mapping[str, Sequence[Sample]]) -> dict[str, int]
         return None
     first, second = (own[0].token_ids or () for own in samples.values())
     equal = sum(a == b for a, b in zip(first, second, strict=True))
-    if equal < len(first) and str(found.settings.dtype).removeprefix("torch.") in EXACT:
+    if equal < len(first) and not rounding(found.settings):
         raise EngineError(
             f"{len(first) - equal} of {len(first)} rows say something else with drafts than without; no "
             "figure is shown for a result that is wrong"
@@ -165,8 +161,6 @@ def _figures(
     runner: EngineRunner,
     samples: Mapping[str, Sequence[Sample]],
     width: float,
-    *,
-    fp8: bool,
 ) -> dict[str, Any]:
     own, settings = samples[runner.name], runner.model.settings
     step_s = summarise([s for sample in own for s in sample.step_s])
@@ -180,7 +174,7 @@ def _figures(
         accepted=per_step.median,
         draft_steps=min(settings.bounds.num_steps, round(width) - 1) if "mtp" in settings.drafters else 0,
         topk=settings.bounds.topk,
-        fp8=fp8,
+        fp8=settings.quantize,
         slots=settings.slots,
     )
     floor_s = sum(found.model.step(work).values()) / machine.copy_bytes_per_s
@@ -224,9 +218,16 @@ def render(report: Mapping[str, Any]) -> str:
     if rates is not None:
         shown = ", ".join(f"{rate:.2f}" for rate in rates)
         lines.append(f"SYNTHETIC ACCEPTANCE: drafts are accepted at rates {shown} by depth")
+    if checked := [case["agreement"] for case in report["cases"] if case["agreement"]]:
+        rows, equal = (sum(own[key] for own in checked) for key in ("rows", "equal"))
+        excuse = f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""
+        lines.append(f"checked: {equal} of {rows} rows say the same with drafts and without{excuse}")
     if report["left_out"]:
         lines.append(f"do not fit: batches {', '.join(map(str, report['left_out']))}")
     lines += ["", table(list(_rows(report))), "", table(list(_memory_rows(report)))]
+    if report["windows"]:
+        lines += ["", window_table(report["windows"])]
+    lines += ["", *legend("x none: draft none's time per token over this one's", synthetic=rates is not None)]
     lines += [f"\n{name}: {profiling.render(own)}" for name, own in report["profiles"].items()]
     return "\n".join(lines)
 

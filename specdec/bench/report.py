@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from specdec.errors import ConfigError
 
 
 class Summary(NamedTuple):
@@ -34,6 +34,8 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
 
 def environment() -> dict[str, Any]:
     """Say what a figure was measured on and with."""
+    import torch  # here alone: whoever lacks it is told so by what lays out its words with the rest
+
     versions = {name: _version(name) for name in ("specdec", "torch", "transformers", "triton")}
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
@@ -101,6 +103,23 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 def json_line(report: Mapping[str, Any]) -> str:
     """Write a report as one line, its figures to six digits."""
     return json.dumps(_rounded(report), separators=(", ", ": "))
+
+
+def publish(shown: str, report: Mapping[str, Any], out: Path | None) -> None:
+    """Print what people read and, as the last line, the report; then write that line to `out`.
+
+    In this order, so that a file that cannot be written takes no result with it.
+    """
+    line = json_line(report)
+    print(f"{shown}\n{line}", flush=True)
+    if out is None:
+        return
+    try:
+        out.write_text(f"{line}\n", "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--out: {out} cannot be written ({error.strerror}); the report is printed above", field="out"
+        ) from error
 
 
 def _rounded(value: Any) -> Any:

@@ -31,7 +31,7 @@ class Stage:
 class Outcome:
     stage: Stage
     status: str
-    """passed, failed, hung, skipped, or `no time`."""
+    """passed, failed, hung, interrupted, skipped, or `no time`."""
     took_s: float = 0.0
     code: int | None = None
     tail: str = ""
@@ -44,7 +44,10 @@ def run_stages(
     root: Path,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Outcome]:
-    """Run each stage while the budget lasts, and yield what came of it. What it prints goes to its log."""
+    """Run each stage while the budget lasts, and yield what came of it. What it prints goes to its log.
+
+    Ctrl-C ends the stage that runs, with all that it started, and is the end of the rest.
+    """
     end_s = clock() + budget_s
     for stage in stages:
         left_s = end_s - clock()
@@ -53,14 +56,17 @@ def run_stages(
         elif left_s < min(LEAST_S, stage.limit_s):
             yield Outcome(stage, "no time", tail=f"{max(left_s, 0):.0f} s of the budget were left")
         else:
-            yield _run(stage, min(stage.limit_s, left_s), root)
+            outcome = _run(stage, min(stage.limit_s, left_s), root)
+            yield outcome
+            if outcome.status == "interrupted":
+                return
 
 
 def _run(stage: Stage, limit_s: float, root: Path) -> Outcome:
     """Run one stage in a session of its own, so that whatever it started ends with it."""
     paths = [str(root), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    start_s = time.monotonic()
+    start_s, code, interrupted = time.monotonic(), None, False
     with stage.log.open("wb") as out:
         process = subprocess.Popen(
             stage.command,
@@ -72,21 +78,24 @@ def _run(stage: Stage, limit_s: float, root: Path) -> Outcome:
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(limit_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            code = None
+            pass
+        except KeyboardInterrupt:
+            interrupted = True
         finally:
             _end(process)
     took_s = time.monotonic() - start_s
     tail = "\n".join(stage.log.read_text("utf-8", errors="replace").splitlines()[-TAIL:])
-    status = "hung" if code is None else "failed" if code else "passed"
+    status = "interrupted" if interrupted else "hung" if code is None else "failed" if code else "passed"
     return Outcome(stage, status, took_s, code, tail)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it started; a group that is gone is what is wanted.
 
-    The first signal is that of Ctrl-C: a benchmark then shows what it has finished.
+    The first signal is that of Ctrl-C: a benchmark then shows what it has finished. Who presses it again
+    waits no longer for that.
     """
     for how in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
@@ -95,6 +104,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             break
         try:
             process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             continue
     process.wait()

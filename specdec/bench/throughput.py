@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from specdec.bench.agreement import rounding
 from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
-from specdec.bench.report import Summary, environment, json_line, summarise, table
+from specdec.bench.report import Summary, environment, publish, summarise, table
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.windows import PROMPT, window_costs
+from specdec.bench.windows import PROMPT, window_costs, window_table
 from specdec.config import EngineConfig
-from specdec.errors import EngineError
+from specdec.errors import ConfigError, EngineError
 from specdec.footprint import Footprint, measure
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.families import is_narrow
 
-EXACT = ("float32", "float64")
-"""The types in which a token that differs is an error; in narrower ones two right answers differ often."""
 WINDOW_ROUNDS = 30
 EXCUSED_GAP = 1e-4
 """How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
@@ -77,7 +78,8 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
     contestants: list[Contestant] = [engine, *connect(options.peers, oracle)]
     if plain is not engine:
         contestants.insert(1, plain)
-    results, bandwidth = _measure(options, engine, plain, oracle, contestants)
+    rounded = rounding(settings, stored_narrow=is_narrow(Checkpoint(folder).config))
+    results, bandwidth = _measure(options, engine, plain, oracle, contestants, exact=not rounded)
     footprint = measure(spec, settings.dtype, narrow=settings.narrow)
     windows: list[dict[str, Any]] = []
     interrupted = len(results) < len(_cases(options))
@@ -96,6 +98,7 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
         "parameters": footprint.parameters,
         "device": str(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
+        "rounding": rounded,
         "settings": config.model_dump(exclude_unset=True),
         "seed": options.seed,
         "new_tokens": options.new_tokens,
@@ -118,10 +121,7 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
     """
     with quiet_transformers():
         report = benchmark(options, config)
-    line = json_line(report)
-    if out is not None:
-        out.write_text(f"{line}\n", "utf-8")
-    print(f"{render(report)}\n{line}", flush=True)
+    publish(render(report), report, out)
     if report["interrupted"]:
         raise KeyboardInterrupt
 
@@ -132,6 +132,8 @@ def _measure(
     plain: EngineRunner,
     oracle: TransformersPeer,
     contestants: Sequence[Contestant],
+    *,
+    exact: bool,
 ) -> tuple[list[CaseResult], Summary]:
     """Run every case: the check, the warm-up, then the contestants in turn, then memory's speed.
 
@@ -149,7 +151,7 @@ def _measure(
             prompts = case.prompts(spec.vocab, options.seed)
             # What is accepted at given rates is not the model's text; what speaks for it decodes plainly.
             judged = plain if settings.synthetic else engine
-            result = CaseResult(case, check(judged, oracle, prompts, options.new_tokens, settings.dtype))
+            result = CaseResult(case, check(judged, oracle, prompts, options.new_tokens, exact=exact))
             progress.update()
             for repeat in range(-options.warmup, options.repeats):
                 for contestant in contestants:
@@ -179,11 +181,25 @@ def _until_interrupted(results: Sequence[CaseResult]) -> Iterator[None]:
 
 def _with_room(config: EngineConfig, options: Options) -> EngineConfig:
     """Size the engine for the largest case, where the user did not."""
-    longest = max(
-        max(options.prompt_tokens) + options.new_tokens + 1, PROMPT + max(options.windows, default=0)
-    )
-    room = EngineConfig(max_running=max(options.batches), max_model_len=longest)
+    room = EngineConfig(max_running=max(options.batches), max_model_len=longest(options, config))
     return EngineConfig.of(room, config.model_dump(exclude_unset=True))
+
+
+def longest(options: Options, config: EngineConfig, *, watched: int = 0) -> int:
+    """Return the length that the largest case and the widest window need; refuse one given that is less.
+
+    `watched` tokens are written where steps are watched after the cases.
+    """
+    needed = max(options.prompt_tokens) + max(options.new_tokens, watched) + 1
+    if options.windows:
+        needed = max(needed, PROMPT + max(options.windows))
+    if config.max_model_len is not None and config.max_model_len < needed:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is less than the {needed} tokens that are measured "
+            f"(prompt, new tokens and one more, or {PROMPT} and the widest window); raise it or measure less",
+            field="max_model_len",
+        )
+    return needed
 
 
 def check(
@@ -191,16 +207,17 @@ def check(
     oracle: TransformersPeer,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    dtype: torch.dtype,
+    *,
+    exact: bool,
 ) -> dict[str, float]:
     """Compare each token of the engine with the logits that `transformers` has for the same text.
 
-    In float32 and float64 a token that is not the best one, by more than rounding, ends the benchmark.
+    Where numbers are exact, a token that is not the best one, by more than rounding, ends the benchmark.
     """
     outputs = engine.run(prompts, new_tokens).token_ids
     assert outputs is not None
     gap_BT = oracle.judge(prompts, outputs)
-    if str(dtype).removeprefix("torch.") in EXACT:
+    if exact:
         _refuse(gap_BT)
     return {
         "tokens": gap_BT.numel(),
@@ -273,12 +290,11 @@ def render(report: Mapping[str, Any]) -> str:
         f"memory read at {report['read_bytes_per_s']['median'] / 1e9:.1f} GB/s, measured in this run",
         f"checked: {equal} of {tokens} greedy tokens have the best of transformers' logits"
         + (f"; the others lie at most {worst:.1g} of the largest under it" if equal < tokens else "")
-        + ("" if report["dtype"] in EXACT else f"; in {report['dtype']} that is shown, not required"),
+        + (f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""),
     ]
     fast_paths = report["contestants"].get("transformers", {}).get("fast_paths")
     if fast_paths is not None:
         lines.append(f"fast paths that transformers found: {', '.join(fast_paths) or 'none'}")
-    lines.append("x: time per token over specdec's in the same repeat, median")
     if (rates := report["contestants"][ENGINE]["synthetic_acceptance"]) is not None:
         shown = ", ".join(f"{rate:.2f}" for rate in rates)
         lines.append(
@@ -288,22 +304,22 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(f"INTERRUPTED: these {len(report['cases'])} cases were finished by then")
     lines += ["", table(list(_rows(report)))]
     if report["windows"]:
-        lines += ["", table(list(_window_rows(report)))]
+        lines += ["", window_table(report["windows"])]
+    lines += ["", *legend("x: time per token over specdec's", synthetic=rates is not None)]
     return "\n".join(lines)
 
 
-def _window_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    for figures in report["windows"]:
-        step = figures["step_s"]
-        yield {
-            "slots": figures["slots"],
-            "window": str(figures["width"]),
-            "ms/step": f"{step['median'] * 1e3:.2f}",
-            "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
-            "x window of 1": f"{figures['ratio']['median']:.2f}",
-            "borrows MB": f"{figures['borrowed_bytes'] / 1e6:.2f}",
-            "writes MB": f"{figures['written_bytes'] / 1e6:.2f}",
-        }
+def legend(ratio: str, *, synthetic: bool) -> list[str]:
+    """Say what the columns are made of, those of quotients as the table has them."""
+    lines = [
+        "ms/step: median of steps; decode tok/s: batch over a row's mean time per token, median of repeats",
+        f"tokens/step: what a step gave a row, mean of a repeat; {ratio} in the same repeat, median",
+    ]
+    if synthetic:
+        lines.append(
+            "the synthetic length is that of full drafts; smaller ones, as at a text's end, gain less"
+        )
+    return lines
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:

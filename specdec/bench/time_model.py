@@ -149,6 +149,14 @@ def describe(network: spec.Network, work: Work, bandwidth: float) -> dict[str, A
     total = sum(found.values())
     return {
         "benchmark": "model",
+        "batch": work.rows,
+        "window": work.window,
+        "context": work.context,
+        "acceptance": work.accepted,
+        "draft_steps": work.draft_steps,
+        "draft_topk": work.topk,
+        "fp8": work.fp8,
+        "slots": work.slots,
         "bytes": found,
         "target_bytes": total - found.get(DRAFTING, 0.0),
         "total_bytes": total,
@@ -160,10 +168,12 @@ def describe(network: spec.Network, work: Work, bandwidth: float) -> dict[str, A
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay a model's report out for people."""
+    """Lay the report of a shape out for people."""
+    steps = report["draft_steps"]
+    drafts = f"{steps} draft steps with topk {report['draft_topk']}" if steps else "nothing drafted"
     rows = [
         {
-            "kernels": kind,
+            "part": kind,
             "GB": f"{size / 1e9:.3f}",
             "ms": f"{size / report['bytes_per_s'] * 1e3:.3f}",
             "share": f"{size / report['total_bytes']:.1%}",
@@ -172,6 +182,10 @@ def render(report: Mapping[str, Any]) -> str:
     ]
     return "\n".join(
         [
+            f"{report['shape']}: batch {report['batch']}, a window of {report['window']} tokens behind "
+            f"{report['context']} others, {drafts}, acceptance length {report['acceptance']:g}, "
+            f"{report['slots']} slots{', layers in FP8' if report['fp8'] else ''}",
+            "",
             table(rows),
             "",
             f"weights {report['weight_bytes'] / 1e9:.1f} GB; a step moves "

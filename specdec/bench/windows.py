@@ -1,14 +1,14 @@
 """What a window of several tokens costs beside a window of one: what verifying a draft costs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.report import Summary, summarise
+from specdec.bench.report import Summary, summarise, table
 from specdec.build import Model
 from specdec.errors import EngineError
 from specdec.state_slots.arena import Arena
@@ -124,3 +124,21 @@ def written_bytes(layout: Layout, slots: str, width: int) -> int:
 
 def _ratio(own: Sequence[float], ones: Sequence[float]) -> Summary:
     return summarise([a / b for a, b in zip(own, ones, strict=True)])
+
+
+def window_table(windows: Sequence[Mapping[str, Any]]) -> str:
+    """Lay what windows cost out for people."""
+    return table(
+        [
+            {
+                "slots": own["slots"],
+                "window": str(own["width"]),
+                "ms/step": f"{own['step_s']['median'] * 1e3:.2f}",
+                "p10-p90": f"{own['step_s']['p10'] * 1e3:.2f}-{own['step_s']['p90'] * 1e3:.2f}",
+                "x window of 1": f"{own['ratio']['median']:.2f}",
+                "borrows MB": f"{own['borrowed_bytes'] / 1e6:.2f}",
+                "writes MB": f"{own['written_bytes'] / 1e6:.2f}",
+            }
+            for own in windows
+        ]
+    )

@@ -12,6 +12,7 @@ import torch
 from specdec.bench import kernels, traffic, window_problems
 from specdec.bench.kernels import ONCE, TOLERANCE, measure
 from specdec.bench.problems import Bench, Planned, row_error
+from specdec.bench.report import publish
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.cli import main
 from specdec.errors import ConfigError
@@ -233,6 +234,17 @@ def test_command_ends_with_1_where_an_operation_is_wrong(
     assert "WRONG" in captured.out and "1 of 2" in captured.err
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_and_printed_after(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "benchmark", lambda options: pytest.fail("nothing may be measured"))
+    assert main([*SMALL, "--out", str(tmp_path)]) == 2
+    assert "--out" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="cannot be written"):
+        publish("a table", {"benchmark": "none"}, tmp_path)
+    assert capsys.readouterr().out.splitlines() == ["a table", '{"benchmark": "none"}']
+
+
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--only", "swigloo"]) == 2
     assert "swigloo" in capsys.readouterr().err
@@ -256,10 +268,13 @@ def test_ctrl_c_shows_what_was_finished(
 
     monkeypatch.setattr(kernels, "measure", interrupted)
     kept = tmp_path / "report.json"
-    assert main([*SMALL, "--window", "1", "--only", "linear", "--out", str(kept)]) == 130
+    assert main([*SMALL, "--window", "1", "--no-peers", "--out", str(kept)]) == 130
     report = json.loads(kept.read_text())
     assert report["interrupted"] and [row["status"] for row in report["rows"]] == ["ok", "ok"]
-    assert "delta in" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"INTERRUPTED: 2 of {report['planned']} problems" in out and "delta in" in out
+    # What was not reached has a benchmark all the same.
+    assert "experts" in report["not_measured"] and "swiglu" not in report["not_measured"]
 
 
 @pytest.mark.usefixtures("_small")

@@ -95,7 +95,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
     said = capsys.readouterr().err
     assert "qwen3.5-27b" in said and f"{8 << 30:,}" in said
     # Where weights fit and rows do not, the rows are named.
-    found = fit("small", EngineConfig(device="cpu", max_model_len=64), fp8=False)
+    found = fit("small", EngineConfig(device="cpu", max_model_len=64))
     assert fitting(found, [1, 1 << 40], 64) == [1]
     with pytest.raises(CapacityError, match="rows of 64 tokens"):
         fitting(found, [1 << 40], 64)
@@ -104,7 +104,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
 def test_rows_that_are_said_to_fit_do() -> None:
     """As many rows as were counted run at once, none of them preempted."""
     config = EngineConfig(device="cpu", max_model_len=40, draft="mtp", adaptive=False, dtype="float32")
-    found = fit("small", config, fp8=False)
+    found = fit("small", config)
     for rows in (1, 7):
         memory = found.memory_for(rows, 40)
         room = {"memory_bytes": memory, "max_running": rows}
@@ -184,3 +184,26 @@ def test_profile_names_what_took_the_time() -> None:
 )
 def test_idle_share_is_what_no_kernel_covers(spans: list[tuple[float, float]], idle: float) -> None:
     assert idle_share(spans) == pytest.approx(idle)
+
+
+@pytest.mark.parametrize("words", [["--fp8"], ["--quantize", "fp8"]], ids=str)
+def test_both_words_for_eight_bits_are_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    load = [*LOAD, "--batch", "1", "--draft", "none", "--dtype", "bfloat16"]
+    assert main([*ARGV, *load]) == 0
+    _, wide = report_of(capsys)
+    assert main([*ARGV, *load, *words]) == 0
+    out, narrow = report_of(capsys)
+    assert narrow["fp8"] and narrow["rounding"] == "bfloat16 and 8-bit weights" and "layers in FP8" in out
+    assert narrow["weight_bytes"] < wide["weight_bytes"]
+    eight, all_bits = (report["cases"][0]["figures"]["specdec"]["floor_s"] for report in (narrow, wide))
+    assert eight < all_bits
+
+
+def test_windows_wider_than_the_cases_have_room_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*ARGV, *LOAD, "--batch", "1", "--new-tokens", "2", "--window", "4,8", "--draft", "none"]
+    assert main(argv) == 0
+    out, report = report_of(capsys)
+    assert {own["width"] for own in report["windows"]} == {1, 4, 8}
+    assert "x window of 1" in out and "ms/step: median of steps" in out
+    assert main([*argv, "--max-model-len", "71"]) == 2
+    assert "max_model_len: 71 is less than the 72 tokens" in capsys.readouterr().err

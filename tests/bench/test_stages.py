@@ -1,6 +1,10 @@
 """Stages that pass, fail, hang and leave processes behind; and the plan for a GPU, which needs none."""
 
+import datetime
 import json
+import os
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -102,10 +106,65 @@ def test_names_of_devices_fit_a_file() -> None:
     assert [H200.slug, H100.slug] == ["h200", "h100-80gb"]
 
 
-def test_dry_run_shows_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--device", "cpu", "--dry-run", "--out", str(tmp_path)]) == 0
-    assert "verify" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_dry_run_shows_commands_that_run_as_they_stand(
+    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "probe", lambda: None)
+    folder = tmp_path / "a folder"
+    assert main(["--device", device, "--dry-run", "--out", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert ("assumed NVIDIA H200" in out) == (device == "cuda")
+    shown = [shlex.split(line) for line in out.splitlines() if line.startswith(sys.executable)]
+    known = Device("cpu", 0, "cpu") if device == "cpu" else gpu.ASSUMED
+    prefix = f"{datetime.date.today().isoformat()}-{known.slug}"
+    assert shown == [list(own.command) for own in plan(known, folder, prefix)]
+    assert not folder.exists()
+
+
+def test_what_cannot_run_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.touch()
+    for words in (["--out", str(taken)], ["--budget", "0"], ["--budget", "nan"], ["--budget=-3"]):
+        assert main(["--device", "cpu", *words]) == 2
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert line.startswith(f"specdec: {words[0].partition('=')[0]}: ")
+
+
+def test_missing_packages_are_named_before_they_are_imported() -> None:
+    """Where none of them is found: -S leaves out what is installed."""
+    command = [sys.executable, "-S", "-m", "specdec.bench.gpu"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("specdec: torch, transformers") and "PYTHON=" in line
+
+
+def test_ctrl_c_ends_the_stage_and_sums_up_what_ran(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.bench.stages.GRACE_S", 0.5)
+    # The stage presses it for its parent, once its own child stands.
+    pressing = HANGING.replace("time.sleep(600)\n", "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n")
+    stages = [
+        stage(tmp_path, "first", ""),
+        stage(tmp_path, "pressing", pressing),
+        stage(tmp_path, "last", ""),
+    ]
+    monkeypatch.setattr(gpu, "plan", lambda *_: stages)
+    assert main(["--device", "cpu", "--out", str(tmp_path)]) == 130
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out.splitlines()[-1])
+    assert [own["status"] for own in summary["stages"]] == ["passed", "interrupted"]
+    assert summary["interrupted"] and summary["planned"] == 3
+    assert "INTERRUPTED: 1 of 3 stages passed, 1 were not reached" in captured.out
+    assert json.loads(next(tmp_path.glob("*-summary.json")).read_text()) == summary
+    child = int((tmp_path / "pressing.log").read_text().split()[0])
+    deadline = time.monotonic() + 10
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
 
 
 def test_no_gpu_is_said_in_a_line(
@@ -113,7 +172,8 @@ def test_no_gpu_is_said_in_a_line(
 ) -> None:
     monkeypatch.setattr(gpu, "probe", lambda: None)
     assert main([]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no CUDA device" in said and 'make gpu GPU="--device cpu"' in said
     monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package"))
     assert main([]) == 2
     assert "no_such_package" in capsys.readouterr().err

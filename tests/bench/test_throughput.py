@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from specdec.bench import throughput
+from specdec.bench.agreement import rounding
 from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
-from specdec.bench.peers import Sample
+from specdec.bench.peers import Sample, TransformersPeer
 from specdec.bench.random_model import shape_config, write_random_checkpoint
 from specdec.bench.runner import EngineRunner
 from specdec.bench.throughput import EXCUSED_GAP
@@ -51,7 +53,7 @@ def test_report_has_every_case_and_contestant(
         assert own["decode_ratio"]["median"] == own["prefill_ratio"]["median"] == 1
         assert own["bandwidth_share"] > 0
     assert {"commit", "cpu", "versions", "dtype", "seed", "warmup", "repeats", "settings"} <= report.keys()
-    assert "transformers" in out.splitlines()[-2]
+    assert "transformers" in out.splitlines()[-5]
 
 
 def test_wrong_token_shows_no_figure(
@@ -203,3 +205,48 @@ def test_a_batch_that_never_decodes_together_is_refused_by_name(tmp_path: Path) 
     with pytest.raises(ConfigError, match="lower batch") as caught:
         runner.run([[5, 6, 7]] * 12, 2)
     assert caught.value.field == "batch"
+
+
+@pytest.mark.parametrize("eight_bit", [["--quantize", "fp8"], ["--fp8"], ["--kv-dtype", "fp8"]], ids=str)
+def test_what_was_rounded_on_request_is_shown_and_not_refused(
+    eight_bit: list[str],
+    hybrid: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def judge(self: TransformersPeer, prompts: object, outputs: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.full((len(outputs), len(outputs[0])), 0.25)
+
+    monkeypatch.setattr(TransformersPeer, "judge", judge)
+    assert run(hybrid, *eight_bit, "--window", "4") == 0
+    out = capsys.readouterr().out
+    report = report_of(out)
+    assert report["rounding"].startswith("8-bit") and f"with {report['rounding']} that is shown" in out
+    assert {case["agreement"]["largest_gap"] for case in report["cases"]} == {0.25}
+    assert run(hybrid) == 2
+
+
+def test_rounding_is_named_where_there_is_some(hybrid: Path) -> None:
+    settings = EngineRunner(hybrid, EngineConfig(dtype="float32", max_model_len=16)).model.settings
+    assert rounding(settings) == ""
+    assert rounding(settings, stored_narrow=True) == "8-bit weights"
+    assert rounding(replace(settings, dtype=torch.bfloat16, quantize=True)) == "bfloat16 and 8-bit weights"
+
+
+@pytest.mark.parametrize(("more", "needed"), [([], 38), (["--window", "8"], 72)])
+def test_a_length_below_what_is_measured_is_refused_by_name(
+    more: list[str], needed: int, hybrid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(hybrid, *more, "--max-model-len", str(needed - 1)) == 2
+    captured = capsys.readouterr()
+    assert (
+        captured.out == "" and f"max_model_len: {needed - 1} is less than the {needed} tokens" in captured.err
+    )
+    assert run(hybrid, *more, "--max-model-len", str(needed)) == 0
+
+
+def test_a_model_and_a_shape_are_not_measured_at_once(
+    hybrid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(hybrid, "--shape", "tiny") == 2
+    assert "shape" in capsys.readouterr().err

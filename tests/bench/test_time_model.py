@@ -91,6 +91,34 @@ def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(out.splitlines()[-1])
     assert report["floor_s"] == pytest.approx(2.5e-3, rel=0.02)
     assert "experts" in out and "tokens/s" in out
+    first, _, columns = out.splitlines()[:3]
+    assert first.startswith("qwen3-next-80b-a3b: batch 1, a window of 4 tokens") and "(" not in first
+    assert columns.split()[0] == "part"
+
+
+def test_report_holds_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"batch": 2, "window": 6, "context": 50, "acceptance": 2.5, "draft_steps": 4, "draft_topk": 3}
+    words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["bench", "model", *words, "--slots", "snapshot", "--bandwidth", "4.3TB"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    asked |= {"fp8": False, "slots": "snapshot", "bytes_per_s": 4.3e12, "shape": "qwen3-next-80b-a3b"}
+    assert {name: report[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--acceptance", value) for value in ("nan", "inf", "0.9", "5", "0")),
+        *(("--bandwidth", value) for value in ("0", "-1", "nan", "inf", "1e999", "fast", "1.2.3")),
+        ("--out", "."),
+    ],
+)
+def test_inputs_out_of_range_are_refused_by_name(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "model", "--window", "4", f"{option}={value}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"specdec: {option}: ")
 
 
 def test_draft_steps_without_a_head_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

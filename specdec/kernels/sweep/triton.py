@@ -46,7 +46,14 @@ def sweep(
     matrix_BHL = torch.empty(shape, dtype=torch.float32, device=device)
     scale_BHL = torch.empty(group.rows, heads, parts, PART, dtype=torch.float32, device=device)
     out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=device)
-    sizes = {"M": group.width, "G": groups, "H": heads, "K": size, "PART": PART, "num_warps": 4}
+    sizes: dict[str, int | str] = {
+        "M": group.width,
+        "G": groups,
+        "H": heads,
+        "K": size,
+        "PART": PART,
+        "num_warps": 4,
+    }
     sizes |= {"BK": max(triton.next_power_of_2(size), 16)}
     sizes |= {"PRECISION": NARROW if memory.input_SRC.itemsize == 2 else WIDE}
     inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
