@@ -44,9 +44,11 @@ bench: $(stamp)
 	@$(bin)/specdec bench throughput $(BENCH)
 
 # On a machine that has torch for its GPU already: nothing is installed. GPU="--dry-run" only shows the plan.
+# The environment's Python where there is one, unless another is named.
+gpu: gpu_python = $(if $(and $(wildcard $(bin)/python),$(filter file,$(origin PYTHON))),$(bin)/python,$(PYTHON))
 gpu:
 	$(new_python)
-	@$(PYTHON) -m specdec.bench.gpu $(GPU)
+	@$(gpu_python) -m specdec.bench.gpu $(GPU)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
