@@ -7,7 +7,8 @@ from torch import Tensor
 
 from specdec.counts import Clock, Counts
 from specdec.errors import EngineError
-from specdec.models.network import Network
+from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.models.network import LOGITS, Network
 from specdec.outputs import TokenLogprob
 from specdec.parts import Part, build_parts
 from specdec.scheduler import Scheduler
@@ -16,12 +17,9 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import settle
 from specdec.state_slots.window import Window, build_window, record_ids
 from specdec.streak.runner import Runner
-from specdec.verify.choose import NO_TOKEN, Choice, choose
+from specdec.verify.choose import Choice, choose
 from specdec.verify.synthetic import synthetic_walk
 from specdec.verify.walk import AcceptedPath, walk
-
-LOGITS = 256
-"""Nodes whose logits are held at once: with a large vocabulary, choosing takes several times their memory."""
 
 
 class DecodeLoop:

@@ -48,7 +48,7 @@ class EngineRunner:
         """
         loop = self.model.loop
         requests = self.submit(prompts, new_tokens)
-        prefill_s, step_s, tokens = 0.0, [], 0
+        prefill_s, step_s, tokens, silent_s = 0.0, [], 0, 0.0
         while loop.scheduler.has_work:
             reading = not all(request.output_length for request in requests)
             decoding = not reading and all(request.finish_reason is None for request in requests)
@@ -59,8 +59,11 @@ class EngineRunner:
             if reading:
                 prefill_s += took_s
             elif decoding:
-                step_s.append(took_s)
-                tokens += sum(request.output_length for request in requests) - before
+                # A step on the device gives its tokens when the next has been launched: both are one here.
+                silent_s += took_s
+                if gained := sum(request.output_length for request in requests) - before:
+                    step_s.append(silent_s)
+                    tokens, silent_s = tokens + gained, 0.0
         if not step_s:
             raise ConfigError(
                 f"batch: no step had all {len(prompts)} rows decoding, for the first ended before the last "

@@ -15,6 +15,9 @@ from specdec.models.weights import Weights
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.window import Window
 
+LOGITS = 256
+"""Nodes whose logits are held at once: with a large vocabulary, choosing takes several times their memory."""
+
 
 def memory_layout(
     network: spec.Network,

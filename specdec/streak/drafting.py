@@ -13,9 +13,10 @@ from specdec.draft.head import Head
 from specdec.draft.proposal import Shape
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
+from specdec.models.network import LOGITS
 from specdec.state_slots.arena import Arena
 from specdec.streak.form import Form
-from specdec.streak.pack import LOGITS, Packer, spread
+from specdec.streak.pack import Packer, spread
 from specdec.streak.rows import Rows
 
 Table = Sequence[Sequence[Sequence[float]]]
@@ -68,7 +69,7 @@ class DeviceDrafter:
         read = Read(root_B1, node_BF, rows.last_BD[:, None])
         grown = 0
         for depth in range(1, shape.num_steps + 1):
-            token_BFK, share_BFK = self._guess(after_BFD, rows, form, shape.topk, depth)
+            token_BFK, share_BFK = self._guess(after_BFD, rows, shape.topk, depth)
             chance_BFK = ops.children(share_BFK, score_BF, depth, self.table_3DR)
             _, f, k = token_BFK.shape
             tokens.append(token_BFK.flatten(1))
@@ -101,9 +102,7 @@ class DeviceDrafter:
         seen, read = read.token_BA.shape[1], read.then(level)
         return self._read(rows, read.token_BA, read.parent_BA, start_B, read.hidden_BAD)[:, seen:], read
 
-    def _guess(
-        self, after_BFD: Tensor, rows: Rows, form: Form, count: int, depth: int
-    ) -> tuple[Tensor, Tensor]:
+    def _guess(self, after_BFD: Tensor, rows: Rows, count: int, depth: int) -> tuple[Tensor, Tensor]:
         """Return the best children of each node, by temperature and the noise of the place they would fill.
 
         The target's filters are left out: they cost as much as the rest, and rarely change what is best.

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.request import Request
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
 from specdec.streak.extent import Extent
 from specdec.streak.rows import Rows
-from specdec.verify.choose import NO_TOKEN
 
 
 class Held:

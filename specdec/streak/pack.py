@@ -11,9 +11,6 @@ from specdec.kernels.table import Kernels
 from specdec.state_slots.window import Window
 from specdec.streak.rows import Rows
 
-LOGITS = 256
-"""Nodes whose logits are held at once: with a large vocabulary they are the largest tensor there is."""
-
 
 @dataclass(frozen=True, slots=True)
 class Slots:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
+from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.streak.extent import Extent
-from specdec.verify.choose import NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from specdec.counts import Clock, Counts
 from specdec.draft.policy import WIDTHS
 from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
+from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.parts import Part
 from specdec.request import Request
 from specdec.scheduler import Scheduler, Share
@@ -19,7 +20,6 @@ from specdec.state_slots.tree import TokenTree
 from specdec.streak.form import Form
 from specdec.streak.result import Outcome
 from specdec.streak.streak import Streak
-from specdec.verify.choose import NO_TOKEN
 from specdec.verify.walk import AcceptedPath
 
 Emit = Callable[[Part, AcceptedPath, dict[str, float]], None]

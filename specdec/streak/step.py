@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
-from specdec.models.network import Network
+from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.models.network import LOGITS, Network
 from specdec.state_slots.arena import Arena
 from specdec.streak.drafting import DeviceDrafter
 from specdec.streak.form import Form
-from specdec.streak.pack import LOGITS, Packer, Slots, rules, spread
+from specdec.streak.pack import Packer, Slots, rules, spread
 from specdec.streak.rows import Rows
-from specdec.verify.choose import NO_TOKEN
 
 
 class DeviceStep:

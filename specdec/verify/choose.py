@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.kernels.sampling.reference import splitmix64
-from specdec.kernels.sampling.rules import Bias, Penalties, Rules
+from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Penalties, Rules
 from specdec.kernels.table import Kernels, on_gpu
 
 
@@ -62,10 +62,6 @@ class Logprob(NamedTuple):
 
     chosen: float
     top: tuple[tuple[int, float], ...]
-
-
-NO_TOKEN = -1
-"""What is chosen where the network's output is no number."""
 
 
 class Choice(NamedTuple):

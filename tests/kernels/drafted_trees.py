@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.draft.calibration import Assumed, Calibrator, Tally
 from specdec.draft.grow import Grower
 from specdec.draft.proposal import Proposal, Shape
-from specdec.kernels.tree.reference import NO_TOKEN
+from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import AcceptedPath
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.kernels.sampling import reference
+from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.kernels.table import load_kernels
 from specdec.state_slots.tree import TokenTree
-from specdec.verify.choose import NO_TOKEN, Chooser, Node, choice_seed, choose
+from specdec.verify.choose import Chooser, Node, choice_seed, choose
 from specdec.verify.walk import walk
 
 VOCAB = 65

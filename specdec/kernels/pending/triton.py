@@ -62,7 +62,7 @@ def inside(w, first, W: tl.constexpr, BW: tl.constexpr):
 @triton.jit
 def fold_path(
     s, keys, path_slab, path_place, length, update, update_by_slab, update_by_place, decays, decay_by_slab,
-    decay_by_place, i, w, in_k, in_w, W: tl.constexpr, GK: tl.constexpr, STRIDE: tl.constexpr = 4
+    decay_by_place, i, w, in_k, in_w, GK: tl.constexpr, STRIDE: tl.constexpr = 4
 ):  # fmt: skip
     """Return a block of a state after its row's path; the loads of a stride wait together.
 
@@ -99,7 +99,7 @@ def _fold_state(
         s = tl.load(at, mask=mask, other=0.0)
         s = fold_path(s, keys + (b * P * G + h // (H // G)) * K, path_slab + b * P, path_place + b * P,
                       length, update + h * W + first, update_by_slab, update_by_place, decays + h,
-                      decay_by_slab, decay_by_place, i, w, in_k, in_w, W, G * K)  # fmt: skip
+                      decay_by_slab, decay_by_place, i, w, in_k, in_w, G * K)  # fmt: skip
         tl.store(at, s, mask=mask)
 
 

@@ -7,14 +7,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specdec.kernels.sampling.rules import Penalties, Rules
+from specdec.kernels.sampling.rules import NO_TOKEN, Penalties, Rules
 
 LARGEST = 1 - 2.0**-24
 """As in reference.py."""
 CACHED = 1 << 16
 """Words of noise that are worked on at once: every pass over them then finds them in the cache."""
-NO_TOKEN = -1
-"""What is picked of a row that holds what is no number."""
 GUESS = 256
 """How many tokens are ranked first where only top_p bounds them; rarely does it take more."""
 

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+NO_TOKEN = -1
+"""What is chosen where what is compared holds no number; and what fills a window up."""
+
 
 class Bias(NamedTuple):
     """Add `value` to one token of one row, entry by entry; no two entries name the same place."""

@@ -187,7 +187,7 @@ def _sweep(
         length = tl.load(path_length + b)
         s = fold_path(s, keys + (b * P * G + g) * K, path_slab + b * P, path_place + b * P, length, update,
                       update_by_slab, update_by_place, decays, decay_by_slab, decay_by_place, i, w, in_k,
-                      in_w, W, G * K)  # fmt: skip
+                      in_w, G * K)  # fmt: skip
         if record_slab is not None and length > 0:
             tl.store(home, s, mask=in_state)
     q += b * M * q_by_token + g * K

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.reference import MASK64, splitmix64
-
-NO_TOKEN = -1
+from specdec.kernels.sampling.rules import NO_TOKEN
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
