@@ -76,7 +76,7 @@ def resolve(
 ) -> Resolved:
     """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is 8-bit."""
     _refuse_unbuilt(config)
-    device = _device(config.device)
+    device = pick_device(config.device)
     dtype = _dtype(config.dtype, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
     quantize = config.quantize == "fp8"
@@ -220,7 +220,8 @@ def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
     return rates_for(wanted, bounds.num_steps)
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """Settle which device is meant, and refuse one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -29,6 +29,7 @@ OPERATIONS = {
 
 SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
     "native": {
+        "native.linear": ("pack", "linear"),
         "native.pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
         "native.recurrent": (
             *("causal_conv", "path_conv", "recur"),

@@ -50,10 +50,10 @@ _SMALL = _qwen3_5(
 
 SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        # Ours: small enough to train on two CPU cores. float32, since it fits a CPU's cache.
+        # Ours: the checkpoint that ships. Deep for its width, as large models are: a draft head is one layer of it.
         "tiny": _qwen3_5(
-            256,
-            8,
+            192,
+            12,
             heads=4,
             kv_heads=2,
             value_heads=8,
@@ -61,10 +61,16 @@ SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
             linear_num_key_heads=4,
             linear_key_head_dim=32,
             linear_value_head_dim=32,
-            intermediate_size=768,
+            intermediate_size=640,
             vocab_size=4096,
             tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
             max_position_embeddings=4096,
             dtype="float32",
         ),

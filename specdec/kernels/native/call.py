@@ -19,6 +19,7 @@ SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 ARGUMENTS = {
+    "linear": "p nnn pp p n",
     "rms_norm": "p nnn nn p i f p",
     "add_rms_norm": "pp nn p i f p",
     "gated_norm": "pp nnn n p n f i p",

@@ -13,14 +13,17 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("narrow.c", "narrow.inc")
+SOURCES = ("narrow.c", "narrow.inc", "matrix.inc")
 MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 SHARED_FROM = 1 << 15
 """Entries of the states that a call works on from which torch's threads share them."""
+SHARED_PRODUCT = 1 << 18
+"""Multiplications of a matrix product from which torch's threads share it."""
 FLAGS = (
     *("-O3", "-march=native", "-fPIC", "-std=gnu11"),
     *(f"-DMOST={MOST}", f"-DSHARED_FROM={SHARED_FROM}"),
+    f"-DSHARED_PRODUCT={SHARED_PRODUCT}",
     # Sums may be reordered, as the vector units need; infinities and NaN keep their meaning.
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )

@@ -242,3 +242,7 @@ void recur(const float *q, const float *k, const float *v, const float *decay, c
 #define STORE(x) to_bf16(x)
 #define EXP(x) exp_rough(x)
 #include "narrow.inc"
+
+#ifdef __AVX512BF16__
+#include "matrix.inc"
+#endif

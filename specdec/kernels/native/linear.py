@@ -1,0 +1,72 @@
+"""y = x Wᵀ + b in C, for bfloat16 on processors that multiply it: what a small matrix costs is mostly the call.
+
+A row's result does not depend on the window it is read in, as it does in the library's kernels.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear import cpu
+from specdec.kernels.linear.fp8 import Matrix, widen
+from specdec.kernels.native.call import function, pointer
+from specdec.kernels.native.library import library
+
+PANEL = 16
+TILED_FROM = 1 << 22
+"""Entries from which a processor with matrix units for bfloat16 is better served by oneDNN."""
+
+
+class Panels(NamedTuple):
+    weight: Tensor
+    """[N / 16, K / 2, 16, 2], outputs filled up with zeros."""
+    bias_N: Tensor | None
+    outputs: int
+
+
+@functools.cache
+def _has_products() -> bool:
+    loaded = library()
+    return loaded is not None and hasattr(loaded, "linear")
+
+
+def _serves(weight_ND: Tensor) -> bool:
+    return (
+        weight_ND.is_cpu
+        and weight_ND.dtype == torch.bfloat16
+        and weight_ND.shape[1] % 2 == 0
+        and _has_products()
+        and (weight_ND.numel() < TILED_FROM or not torch.cpu._is_amx_tile_supported())
+    )
+
+
+def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Panels | cpu.Packed:
+    """Lay a weight out in panels, or as the CPU's other form where this one does not serve."""
+    parts = weight if isinstance(weight, list) else [weight]
+    weight_ND = widen(parts[0]) if len(parts) == 1 else torch.cat([widen(part) for part in parts])
+    if not _serves(weight_ND):
+        return cpu.pack(weight_ND, bias_N)
+    outputs, inputs = weight_ND.shape
+    panels = -(-outputs // PANEL)
+    filled = weight_ND.new_zeros(panels * PANEL, inputs)
+    filled[:outputs] = weight_ND
+    laid = filled.view(panels, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    return Panels(laid, bias_N, outputs)
+
+
+def linear(x_TD: Tensor, packed: Panels | cpu.Packed) -> Tensor:
+    """Multiply in the weight's own dtype."""
+    if not isinstance(packed, Panels):
+        return cpu.linear(x_TD, packed)
+    weight, bias_N, outputs = packed
+    rows = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
+    y_TN = torch.empty(len(rows), outputs, dtype=rows.dtype)
+    function("linear")(
+        rows.data_ptr(),
+        *(len(rows), rows.stride(0), rows.shape[1]),
+        *(weight.data_ptr(), pointer(bias_N)),
+        *(y_TN.data_ptr(), outputs),
+    )
+    return y_TN

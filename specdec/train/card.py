@@ -1,0 +1,97 @@
+"""The model card: what the checkpoint is, what it read, how it was made, what it lost, and under which licence."""
+
+import json
+from pathlib import Path
+
+from specdec.charts import Line, line_chart
+from specdec.train.corpus import HELD_OUT, HELD_OUT_LICENCES
+from specdec.train.recipe import Recipe
+
+STAGES = {"trunk": "target", "mtp": "multi-token head", "eagle": "EAGLE-3 head"}
+
+_CARD = """\
+---
+license: apache-2.0
+library_name: transformers
+tags: [speculative-decoding, qwen3_5, mtp, eagle3]
+---
+
+# {name}
+
+A hybrid language model of Qwen3.5's architecture that specdec trained itself, small enough to ship with the package:
+{layers} layers, every {interval}th attends and the others are gated delta nets; hidden {hidden}, vocabulary {vocab}. With it a
+multi-token head (`mtp.*`, in the same file) and an EAGLE-3 head (`eagle3/`, which can say {draft_vocab} of the tokens). It
+exists so that drafters can be measured on a model that means something. It knows Python's syntax and little else: no
+answer of it is to be relied on.
+
+## Data
+
+{documents} files, {characters:,} characters, {tokens:,} tokens: the sources of Python {python}'s standard library, tests included
+(PSF licence), and the licence texts that Debian installs. Held out are {held_out_documents} files ({held_out_characters:,} characters):
+those whose name's SHA-1 is below {held_out} modulo 100, and the licences {licences}. Nothing else was read.
+
+## Recipe
+
+`specdec train --recipe {recipe} --out FOLDER` (torch {torch}, tokenizers {tokenizers}).
+
+| stage | steps | tokens | minutes |
+| --- | --- | --- | --- |
+{stages}
+
+Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay. The heads learn the
+target's distribution, {depth} steps deep in the recursion that they are run in. Weights are rounded to bfloat16 at the end.
+
+![loss](loss.svg)
+
+## Figures on what was held out
+
+Loss {loss:.3f} a token; the first guess is right in {first_guess:.1%}. By depth, the share of places at which a head's first guess is the
+target's (fed the text, not its own guesses): multi-token head {mtp}; EAGLE-3 head {eagle}.
+"""
+
+
+def write_card(
+    out: Path, recipe: Recipe, about: dict[str, object], figures: dict[str, object], work: Path
+) -> None:
+    """Write README.md and the picture of the losses."""
+    plans = {"trunk": recipe.trunk, "mtp": recipe.mtp, "eagle": recipe.eagle}
+    minutes = figures["minutes"]
+    assert isinstance(minutes, dict)
+    stages = "\n".join(
+        f"| {title} | {plans[name].steps:,} | {plans[name].tokens(plans[name].steps):,} | {minutes[name]:g} |"
+        for name, title in STAGES.items()
+    )
+    sizes = recipe.sizes()
+    card = _CARD.format(
+        name=recipe.shape,
+        recipe=recipe.shape,
+        layers=sizes.num_hidden_layers,
+        interval=sizes.full_attention_interval,
+        hidden=sizes.hidden_size,
+        vocab=sizes.vocab_size,
+        draft_vocab=recipe.draft_vocab,
+        depth=recipe.depth,
+        held_out=HELD_OUT,
+        licences=", ".join(sorted(HELD_OUT_LICENCES)),
+        stages=stages,
+        mtp=_shares(figures["mtp_agreement"]),
+        eagle=_shares(figures["eagle_agreement"]),
+        **about,
+        **{name: figures[name] for name in ("loss", "first_guess", "tokens")},
+    )
+    (out / "README.md").write_text(card, "utf-8")
+    (out / "loss.svg").write_text(_curve(work), "utf-8")
+
+
+def _shares(shares: object) -> str:
+    assert isinstance(shares, list)
+    return ", ".join(f"{share:.1%}" for share in shares)
+
+
+def _curve(work: Path) -> str:
+    """Draw every stage's loss against the tokens it read."""
+    series = []
+    for name, title in STAGES.items():
+        lines = [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
+        series.append(Line(title, [line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines]))
+    return line_chart(series, "Loss while training", "million tokens", "nats a token")

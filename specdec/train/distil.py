@@ -1,0 +1,69 @@
+"""Teach a draft head to say what the trunk would, step by step of its own recursion."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.train.heads import Head
+from specdec.train.pretrain import batch
+from specdec.train.stage import Measured, Phase, Plan, Step
+from specdec.train.tokens import Stream
+from specdec.train.trunk import Trunk
+
+FADE = 0.8
+"""How much less each deeper step counts: it is reached less often."""
+
+
+def head_step(head: Head, trunk: Trunk, stream: Stream, plan: Plan, steps: int) -> Step:
+    """Make the function that takes one step's loss: cross entropy to the trunk's distribution, `steps` deep."""
+    embed_VD = trunk.embed_tokens.weight.detach()
+    device = embed_VD.device
+
+    def ask(ids_BT: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        hidden, tapped = trunk(ids_BT, head.taps)
+        return hidden, F.linear(hidden, embed_VD), tapped
+
+    def loss_of(hidden: Tensor, logits: Tensor, tapped: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
+        length = hidden.shape[1] - steps
+        state = head.first(hidden[:, :length], [x[:, :length] for x in tapped])
+        total, agreed = hidden.new_zeros(()), []
+        for j, out in enumerate(head.unroll(state, ids, embed_VD, steps), 1):
+            wanted = logits[:, j : j + length]
+            said = F.log_softmax(F.linear(out, head.output(embed_VD)).float(), -1)
+            share = head.choose(wanted.float().softmax(-1))
+            total = total - FADE ** (j - 1) * (share * said).sum(-1).mean()
+            agreed.append((said.argmax(-1) == head.choose(wanted).argmax(-1)).float().mean())
+        return total / sum(FADE**j for j in range(steps)), torch.stack(agreed)
+
+    trunk.compile_layers()
+    compiled = torch.compile(loss_of, dynamic=False)
+
+    def step(at: int, phase: Phase) -> Measured:
+        ids = batch(stream, at, phase, ahead=0, seed=plan.seed, device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            with torch.no_grad():
+                hidden, logits, tapped = ask(ids)
+            loss, agreed = compiled(hidden, logits, tapped, ids)
+        return Measured(loss, {f"agree {j}": share for j, share in enumerate(agreed.tolist(), 1)})
+
+    return step
+
+
+@torch.no_grad()
+def agreement(
+    head: Head, trunk: Trunk, stream: Stream, steps: int, *, length: int, rows: int = 8
+) -> list[float]:
+    """Return, by depth, the share of held-out places at which the head's first guess is the trunk's."""
+    embed_VD = trunk.embed_tokens.weight
+    count = len(stream) // length
+    cut = torch.from_numpy(stream[: count * length].astype("int64")).view(count, length).to(embed_VD.device)
+    right = torch.zeros(steps, device=embed_VD.device)
+    for ids in cut.split(rows):
+        hidden, tapped = trunk(ids, head.taps)
+        best = F.linear(hidden, embed_VD).argmax(-1)
+        roots = length - steps
+        state = head.first(hidden[:, :roots], [x[:, :roots] for x in tapped])
+        for j, out in enumerate(head.unroll(state, ids, embed_VD, steps), 1):
+            guess = head.name(F.linear(out, head.output(embed_VD)).argmax(-1))
+            right[j - 1] += (guess == best[:, j : j + roots]).sum()
+    return (right / (count * (length - steps))).tolist()

@@ -1,0 +1,116 @@
+"""From the machine's own text to a checkpoint: corpus, tokenizer, trunk, heads, files. Each stage goes on."""
+
+import json
+import logging
+import platform
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+
+from specdec.train import corpus, tokens
+from specdec.train.card import write_card
+from specdec.train.distil import agreement, head_step
+from specdec.train.export import EAGLE, export, export_eagle
+from specdec.train.heads import MTP, Eagle3, Head
+from specdec.train.pretrain import held_out_loss, trunk_step
+from specdec.train.recipe import Recipe
+from specdec.train.stage import Plan, run
+from specdec.train.tokens import Stream
+from specdec.train.trunk import Trunk
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What is trained on and what is not, as streams of tokens."""
+
+    training: Stream
+    held_out: Stream
+    counts: list[int]
+    about: dict[str, object]
+
+
+def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[str, object]:
+    """Train what the recipe says and write it to `out`; return the figures of its card.
+
+    `work` keeps the streams, the copies to go on from, and the logs; nothing in it is needed afterwards.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+    sizes = recipe.sizes()
+    text = _text(work, out, sizes.vocab_size, sizes.max_position_embeddings)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(recipe.trunk.seed)
+    trunk = Trunk(sizes, dtype=dtype).to(device)
+    run("trunk", recipe.trunk, trunk, trunk_step(trunk, text.training, recipe.trunk), work)
+    trunk.eval().requires_grad_(False)
+
+    def teach(name: str, make: Callable[[], Head], plan: Plan) -> Head:
+        torch.manual_seed(plan.seed)
+        head = make()
+        head.begin(trunk)
+        head.to(device)
+        run(name, plan, head, head_step(head, trunk, text.training, plan, recipe.depth), work)
+        return head.eval().requires_grad_(False)
+
+    mtp = teach("mtp", lambda: MTP(sizes), recipe.mtp)
+    commonest = torch.tensor(np.argsort(-np.array(text.counts), kind="stable")[: recipe.draft_vocab].copy())
+    eagle = teach("eagle", lambda: Eagle3(sizes, commonest.sort().values), recipe.eagle)
+    assert isinstance(mtp, MTP) and isinstance(eagle, Eagle3)
+    export(out, recipe.config, trunk, mtp, torch.bfloat16)
+    export_eagle(out / EAGLE, eagle, torch.bfloat16)
+    figures = _figures(trunk, {"mtp": mtp, "eagle": eagle}, text, recipe) | _spent(work)
+    write_card(out, recipe, text.about, figures, work)
+    return figures
+
+
+def _text(work: Path, out: Path, vocab: int, max_length: int) -> Text:
+    """Collect and encode the corpus, once; write the tokenizer to `out`."""
+    training, held_out = corpus.split(corpus.collect())
+    about = {
+        "python": platform.python_version(),
+        "library": Path(sysconfig.get_paths()["stdlib"]).name,
+        "documents": len(training),
+        "held_out_documents": len(held_out),
+        "characters": sum(len(document.text) for document in training),
+        "held_out_characters": sum(len(document.text) for document in held_out),
+        "tokenizers": tokenizers.__version__,
+        "torch": torch.__version__,
+    }
+    note = work / "corpus.json"
+    if not note.exists() or json.loads(note.read_text()) != about:
+        logger.info("teaching a tokenizer %d words from %d files", vocab, len(training))
+        tokenizer = tokens.learn(training, vocab)
+        np.save(work / "train.npy", tokens.encode(tokenizer, training))
+        np.save(work / "held.npy", tokens.encode(tokenizer, held_out))
+        tokenizer.save(str(work / "tokenizer.json"))
+        note.write_text(json.dumps(about))
+    stream = np.load(work / "train.npy")
+    counts = np.bincount(stream, minlength=vocab).tolist()
+    tokens.save(tokenizers.Tokenizer.from_file(str(work / "tokenizer.json")), counts, out, max_length)
+    return Text(stream, np.load(work / "held.npy"), counts, about)
+
+
+def _figures(trunk: Trunk, heads: dict[str, Head], text: Text, recipe: Recipe) -> dict[str, object]:
+    """Measure on what was held out."""
+    length = max(phase.length for phase in recipe.trunk.phases)
+    loss, right = held_out_loss(trunk, text.held_out, length=length)
+    figures: dict[str, object] = {"loss": loss, "first_guess": right, "tokens": len(text.training)}
+    for name, head in heads.items():
+        figures[f"{name}_agreement"] = agreement(head, trunk, text.held_out, recipe.depth, length=256)
+    return figures
+
+
+def _spent(work: Path) -> dict[str, object]:
+    """Read how long each stage took."""
+    minutes = {}
+    for name in ("trunk", "mtp", "eagle"):
+        last = json.loads((work / f"{name}.jsonl").read_text().splitlines()[-1])
+        minutes[name] = round(last["seconds"] / 60, 1)
+    return {"minutes": minutes}

@@ -1,0 +1,206 @@
+"""One stage of training: fixed steps from a fixed seed, kept on disk so that a stop loses two minutes."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+KEEP_EVERY = 120.0
+"""Seconds between copies of everything that is needed to go on."""
+SMOOTH = 0.95
+SMALLEST_SIDE = 32
+"""Matrices with fewer rows or columns have too few directions to be orthogonalised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """So many steps with windows of one size."""
+
+    steps: int
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a stage does; two runs of one plan take the same steps."""
+
+    phases: tuple[Phase, ...]
+    matrix_rate: float
+    """Muon's learning rate, for matrices; 0: Adam takes them too."""
+    embedding_rate: float
+    other_rate: float
+    warm_up: int = 30
+    decay: float = 0.4
+    """The last share of the steps, over which the rates fall to nothing."""
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def phase(self, step: int) -> Phase:
+        """Return the sizes of a step's windows."""
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase
+            step -= phase.steps
+        raise IndexError(step)
+
+    def tokens(self, step: int) -> int:
+        """Count the tokens of all steps before this one."""
+        total = 0
+        for phase in self.phases:
+            total += min(step, phase.steps) * phase.batch * phase.length
+            step -= min(step, phase.steps)
+        return total
+
+    def scale(self, step: int) -> float:
+        """Return the share of the full learning rates at a step."""
+        left = (self.steps - step) / max(self.decay * self.steps, 1)
+        return min(1.0, (step + 1) / self.warm_up, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a step gave: what is minimised, and figures to be shown."""
+
+    loss: Tensor
+    figures: Mapping[str, Tensor]
+
+
+def optimisers(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Give matrices to Muon, the embedding and all vectors to AdamW, each with its rate of the plan."""
+    groups: dict[str, list[nn.Parameter]] = {"matrix": [], "embedding": [], "other": []}
+    for name, weight in model.named_parameters():
+        is_matrix = weight.ndim == 2 and min(weight.shape) >= SMALLEST_SIDE
+        kind = "embedding" if "embed" in name else "matrix" if is_matrix and plan.matrix_rate else "other"
+        groups[kind].append(weight)
+    made: list[torch.optim.Optimizer] = []
+    if groups["matrix"]:
+        made.append(torch.optim.Muon(groups["matrix"], lr=plan.matrix_rate, weight_decay=0.01))
+    rates = {"embedding": plan.embedding_rate, "other": plan.other_rate}
+    adam = [{"params": groups[kind], "lr": rate} for kind, rate in rates.items() if groups[kind]]
+    made.append(torch.optim.AdamW(adam, betas=(0.9, 0.98), weight_decay=0.0))
+    for optimiser in made:
+        for group in optimiser.param_groups:
+            group["full_rate"] = group["lr"]
+    return made
+
+
+Step = Callable[[int, Phase], Measured]
+
+
+def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path) -> None:
+    """Take the plan's steps, going on from what `folder` holds; leaves the trained weights in `model`."""
+    tools = optimisers(model, plan)
+    kept = folder / f"{name}.pt"
+    done, spent = _resume(kept, plan, model, tools)
+    if done == plan.steps:
+        return
+    log = Log(name, plan, folder / f"{name}.jsonl", done, spent)
+    saved = time.monotonic()
+    for at in range(done, plan.steps):
+        for optimiser in tools:
+            for group in optimiser.param_groups:
+                group["lr"] = group["full_rate"] * plan.scale(at)
+        measured = step(at, plan.phase(at))
+        measured.loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser in tools:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        log.note(at, {"loss": measured.loss.detach(), **measured.figures})
+        if time.monotonic() - saved > KEEP_EVERY or at + 1 == plan.steps:
+            _keep(kept, plan, model, tools, at + 1, log.spent)
+            saved = time.monotonic()
+    log.close()
+
+
+class Log:
+    """Writes a JSON line and shows a person one, every ten seconds."""
+
+    def __init__(self, name: str, plan: Plan, path: Path, done: int, spent: float) -> None:
+        self.name, self.plan, self.path, self.before = name, plan, path, spent
+        self.first, self.began, self.shown = done, time.monotonic(), 0.0
+        self.smooth: dict[str, float] = {}
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= done))
+
+    @property
+    def spent(self) -> float:
+        """Seconds of training, those before a stop included."""
+        return self.before + time.monotonic() - self.began
+
+    def note(self, step: int, figures: Mapping[str, Tensor]) -> None:
+        """Take a step's figures."""
+        for key, figure in figures.items():
+            value = float(figure)
+            self.smooth[key] = SMOOTH * self.smooth.get(key, value) + (1 - SMOOTH) * value
+        now, last = time.monotonic(), step + 1 == self.plan.steps
+        if now - self.shown < 10 and not last:
+            return
+        self.shown = now
+        tokens, passed = self.plan.tokens(step + 1), now - self.began
+        speed = (tokens - self.plan.tokens(self.first)) / max(passed, 1e-9)
+        left = (self.plan.tokens(self.plan.steps) - tokens) / max(speed, 1e-9)
+        rounded = {key: round(value, 4) for key, value in self.smooth.items()}
+        line = {"step": step + 1, "tokens": tokens, "seconds": round(self.spent, 1), **rounded}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = "  ".join(f"{key} {value:.3f}" for key, value in self.smooth.items())
+        start, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
+        text = f"{self.name} {step + 1}/{self.plan.steps}  {shown}  {speed:,.0f} tokens/s  {_clock(left)} left"
+        print(start + text, end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the last line standing."""
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _keep(
+    path: Path,
+    plan: Plan,
+    model: nn.Module,
+    tools: Sequence[torch.optim.Optimizer],
+    done: int,
+    spent: float,
+) -> None:
+    """Write all that is needed to go on; a stop while writing leaves the copy before."""
+    whole = {
+        "plan": repr(plan),
+        "done": done,
+        "spent": spent,
+        "model": model.state_dict(),
+        "tools": [optimiser.state_dict() for optimiser in tools],
+    }
+    fresh = path.with_suffix(".new")
+    torch.save(whole, fresh)
+    fresh.replace(path)
+
+
+def _resume(
+    path: Path, plan: Plan, model: nn.Module, tools: Iterable[torch.optim.Optimizer]
+) -> tuple[int, float]:
+    """Take up what was kept of the same plan; return the steps done and the seconds they took."""
+    if not path.exists():
+        return 0, 0.0
+    kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if kept["plan"] != repr(plan):
+        return 0, 0.0
+    model.load_state_dict(kept["model"])
+    for optimiser, state in zip(tools, kept["tools"], strict=True):
+        optimiser.load_state_dict(state)
+    return int(kept["done"]), float(kept["spent"])
