@@ -19,7 +19,7 @@ OPERATIONS = {
     "mamba": ("mamba", "mamba_keys"),
     "ffn": ("swiglu", "relu2", "add_gated"),
     "moe": ("route_softmax", "route_sigmoid", "pack_experts", "experts"),
-    "sampling": ("gumbel", "process", "pick", "best"),
+    "sampling": ("gumbel", "process", "pick", "best", "top"),
     "tree": (
         *("relations", "walk", "synthetic_walk", "promote"),
         *("children", "frontier", "prune", "hang"),
@@ -36,6 +36,7 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
             *("delta_net", "path_keys", "mamba", "mamba_keys"),
         ),
         "native.attention": ("self_attention",),
+        "native.sampling": ("gumbel", "pick", "best", "top"),
     },
     "triton": {
         "linear.triton": ("pack", "linear"),
@@ -99,6 +100,7 @@ class Kernels:
     process: Callable[..., Tensor]
     pick: Callable[..., Tensor]
     best: Callable[..., tuple[Tensor, Tensor]]
+    top: Callable[..., tuple[Tensor, Tensor]]
     relations: Callable[..., tuple[Tensor, Tensor, Tensor]]
     walk: Callable[..., tuple[Tensor, Tensor]]
     synthetic_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]

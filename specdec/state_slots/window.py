@@ -93,10 +93,15 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
         snapshot_BM=_ids([row.snapshots for row in rows], device) if whole else None,
         ancestors_BMM=None if chains else _ancestors(trees, device),
         tap_BMC=None if chains else _ids([tree.taps(conv_width) for tree in trees], device),
-        table_BN=pad_sequence([row.table_N for row in rows], batch_first=True).to(device),
+        table_BN=_tables([row.table_N for row in rows]).to(device),
         length_B=_ids(lengths, device),
         max_length=max(lengths),
     )
+
+
+def _tables(tables: Sequence[Tensor]) -> Tensor:
+    """Stack rows of block ids; the shorter ones are filled up."""
+    return tables[0][None] if len(tables) == 1 else pad_sequence(list(tables), batch_first=True)
 
 
 def _ids(values: Sequence[object], device: torch.device) -> Tensor:

@@ -12,7 +12,12 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", metavar="FOLDER", type=Path, required=True, help="where the checkpoint is written")
     add("--recipe", default="tiny", help="what is trained: tiny (hours), sketch (minutes) (default: tiny)")
-    add("--work", metavar="FOLDER", type=Path, help="keeps what a stopped run goes on from (default: OUT/work)")
+    add(
+        "--work",
+        metavar="FOLDER",
+        type=Path,
+        help="keeps what a stopped run goes on from (default: OUT/work)",
+    )
     add("--seed", metavar="NUMBER", type=int, default=0, help="of every draw (default: 0)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<number> (default: auto)")
 

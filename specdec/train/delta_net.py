@@ -31,7 +31,9 @@ def unit_inverse(lower: Tensor) -> Tensor:
     blocks = inverse.reshape(size, size, -1, many).permute(2, 3, 0, 1).contiguous()
     while size < n:
         first, second = blocks[:, 0::2], blocks[:, 1::2]
-        below = torch.stack([flat[:, i + size : i + 2 * size, i : i + size] for i in range(0, n, 2 * size)], 1)
+        below = torch.stack(
+            [flat[:, i + size : i + 2 * size, i : i + size] for i in range(0, n, 2 * size)], 1
+        )
         joined = blocks.new_zeros(len(flat), many // 2, 2 * size, 2 * size)
         joined[:, :, :size, :size], joined[:, :, size:, size:] = first, second
         joined[:, :, size:, :size] = -(second @ (below @ first))

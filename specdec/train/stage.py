@@ -156,7 +156,9 @@ class Log:
             file.write(json.dumps(line) + "\n")
         shown = "  ".join(f"{key} {value:.3f}" for key, value in self.smooth.items())
         start, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
-        text = f"{self.name} {step + 1}/{self.plan.steps}  {shown}  {speed:,.0f} tokens/s  {_clock(left)} left"
+        text = (
+            f"{self.name} {step + 1}/{self.plan.steps}  {shown}  {speed:,.0f} tokens/s  {_clock(left)} left"
+        )
         print(start + text, end=end, file=sys.stderr, flush=True)
 
     def close(self) -> None:

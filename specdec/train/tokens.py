@@ -21,9 +21,7 @@ CHAT = (
 BATCH = 256
 
 # Words with the sign before them, single digits, runs of signs, line ends with the indentation that follows.
-_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 Stream = NDArray[np.uint16]
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from specdec.kernels.sampling.cpu import top
 from specdec.kernels.table import Kernels
 from specdec.verify.choose import Node, perturb
 
@@ -20,5 +19,5 @@ def rank(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, count: int)
     under a softmax of what is compared, which is no probability once noise is in it: whoever compares nodes
     must calibrate it.
     """
-    token_NK, share_NK = top(perturb(logits_NV, nodes, kernels), count)
+    token_NK, share_NK = kernels.top(perturb(logits_NV, nodes, kernels), count)
     return list(zip(token_NK.tolist(), share_NK.tolist(), strict=True))

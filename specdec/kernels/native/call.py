@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, cty
 
 ARGUMENTS = {
     "linear": "p nnn pp p n",
+    "gumbel": "pp nn p",
+    "top": "p nnn pp",
     "rms_norm": "p nnn nn p i f p",
     "add_rms_norm": "pp nn p i f p",
     "gated_norm": "pp nnn n p n f i p",
@@ -32,6 +35,7 @@ ARGUMENTS = {
     "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
     "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f pp p",
 }
+ANSWERS = ("top",)
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
 
@@ -45,13 +49,13 @@ class Records(ctypes.Structure):
 
 
 @functools.cache
-def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
+def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
     loaded = library()
     assert loaded is not None
     found = getattr(loaded, f"{name}_{SUFFIX[dtype]}" if dtype else name)
     found.argtypes = [KINDS[letter] for letter in ARGUMENTS[name].replace(" ", "")]
-    found.restype = None
-    return found  # type: ignore[no-any-return]
+    found.restype = Flag if name in ANSWERS else None
+    return found
 
 
 def serves(x_T: Tensor) -> bool:

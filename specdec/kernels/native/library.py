@@ -13,7 +13,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("narrow.c", "narrow.inc", "matrix.inc")
+SOURCES = ("narrow.c", "narrow.inc", "matrix.inc", "sampling.inc")
 MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 SHARED_FROM = 1 << 15

@@ -61,12 +61,11 @@ def linear(x_TD: Tensor, packed: Panels | cpu.Packed) -> Tensor:
     if not isinstance(packed, Panels):
         return cpu.linear(x_TD, packed)
     weight, bias_N, outputs = packed
-    rows = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
-    y_TN = torch.empty(len(rows), outputs, dtype=rows.dtype)
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    tokens, inputs = x_TD.shape
+    y_TN = x_TD.new_empty((tokens, outputs))
     function("linear")(
-        rows.data_ptr(),
-        *(len(rows), rows.stride(0), rows.shape[1]),
-        *(weight.data_ptr(), pointer(bias_N)),
-        *(y_TN.data_ptr(), outputs),
+        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs),
+        *(weight.data_ptr(), pointer(bias_N), y_TN.data_ptr(), outputs),
     )
     return y_TN

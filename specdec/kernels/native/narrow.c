@@ -243,6 +243,8 @@ void recur(const float *q, const float *k, const float *v, const float *decay, c
 #define EXP(x) exp_rough(x)
 #include "narrow.inc"
 
+#include "sampling.inc"
+
 #ifdef __AVX512BF16__
 #include "matrix.inc"
 #endif

@@ -1,7 +1,7 @@
 """Sampling for many rows at once. What a row does not use leaves its numbers as they were, bit for bit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,8 @@ LARGEST = 1 - 2.0**-24
 """As in reference.py."""
 CACHED = 1 << 16
 """Words of noise that are worked on at once: every pass over them then finds them in the cache."""
+Noise = Callable[[Tensor, Tensor, int], Tensor]
+"""Whoever makes the noise: `gumbel`, or a form of it."""
 GUESS = 256
 """How many tokens are ranked first where only top_p bounds them; rarely does it take more."""
 
@@ -47,12 +49,16 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     return scores_NV
 
 
-def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+def pick(
+    logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, noise: Noise = gumbel
+) -> Tensor:
     """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
 
     -1 where something of what is compared is no number.
     """
-    best_N = _perturb(logits_NV, rules, seed_N, position_N).max(-1)  # of equals the first, as `max` promises
+    best_N = perturb(logits_NV, rules, seed_N, position_N, noise).max(
+        -1
+    )  # of equals the first, as `max` promises
     return best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN)
 
 
@@ -60,7 +66,7 @@ def best(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it."""
-    return top(_perturb(logits_NV, rules, seed_N, position_N), count)
+    return top(perturb(logits_NV, rules, seed_N, position_N), count)
 
 
 def top(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -94,13 +100,15 @@ def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int]) 
     return [*(token for _, token in above), *equal]
 
 
-def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+def perturb(
+    logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, noise: Noise = gumbel
+) -> Tensor:
     """Return what is compared; the logits themselves where no row has rules."""
     row_R = rules.temperature_N.nonzero()[:, 0]
     if not len(row_R) and rules.bias is None and rules.penalties is None:
         return logits_NV
     scores_NV = process(logits_NV, rules)
-    noise_RV = gumbel(seed_N[row_R], position_N[row_R], scores_NV.shape[1])
+    noise_RV = noise(seed_N[row_R], position_N[row_R], scores_NV.shape[1])
     if len(row_R) == len(scores_NV):
         return scores_NV.add_(noise_RV)
     return scores_NV.index_add_(0, row_R, noise_RV.to(scores_NV.dtype))

@@ -56,14 +56,17 @@ def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) ->
 def best(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it.
+    """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it."""
+    return top(_perturb(logits_NV, rules, seed_N, position_N), count)
 
-    Of equals the smaller id is first. What is no number counts as the best; its share, and all shares beside
-    it, are 0.
+
+def top(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` best tokens, of equals the smaller id first, and their shares under a softmax.
+
+    What is no number counts as the best; its share, and all shares beside it, are 0.
     """
-    scores_NV = _perturb(logits_NV, rules, seed_N, position_N)
     tokens = [_ranked(row)[:count] for row in scores_NV.tolist()]
-    token_NC = torch.tensor(tokens, dtype=torch.int64, device=logits_NV.device)
+    token_NC = torch.tensor(tokens, dtype=torch.int64, device=scores_NV.device)
     return token_NC, scores_NV.softmax(-1).nan_to_num(0.0).gather(-1, token_NC)
 
 

@@ -1,0 +1,1 @@
+"""The benchmark of acceptance: how many drafted tokens a verify step keeps, and what that earns."""

@@ -1,0 +1,55 @@
+"""The palette: told apart by every sight, and readable on its paper in both lights."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from specdec.charts.style import DARK, GROUND, LIGHT
+
+SIGHTS = {
+    "whole": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red": ((0.1523, 1.0526, -0.2049), (0.1145, 0.7863, 0.0992), (-0.0039, -0.0481, 1.0520)),
+    "no green": ((0.3673, 0.8606, -0.2280), (0.2801, 0.6725, 0.0474), (-0.0118, 0.0429, 0.9689)),
+    "no blue": ((1.2555, -0.0767, -0.1788), (-0.0784, 0.9308, 0.1476), (0.0047, 0.6914, 0.3039)),
+}
+"""What is left of linear red, green and blue where a kind of cone is missing."""
+LMS = ((0.41222, 0.53633, 0.05145), (0.21190, 0.68070, 0.10740), (0.08830, 0.28172, 0.62998))
+LAB = ((0.21045, 0.79362, -0.00407), (1.97800, -2.42859, 0.45059), (0.02590, 0.78277, -0.80868))
+
+Vector = Sequence[float]
+
+
+def product(matrix: Sequence[Vector], vector: Vector) -> list[float]:
+    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+
+def linear(colour: str) -> list[float]:
+    channels = [byte / 255 for byte in bytes.fromhex(colour[1:])]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def seen(colour: str, sight: Sequence[Vector]) -> list[float]:
+    """Return where a colour lies in a space (Oklab) whose distances are those that are seen."""
+    cones = product(LMS, [min(max(c, 0.0), 1.0) for c in product(sight, linear(colour))])
+    return product(LAB, [cone ** (1 / 3) for cone in cones])
+
+
+def contrast(one: str, other: str) -> float:
+    light = sorted(
+        sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(x), strict=True)) for x in (one, other)
+    )
+    return (light[1] + 0.05) / (light[0] + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_are_told_apart_by_every_sight(theme: int) -> None:
+    colours, paper = (LIGHT, DARK)[theme], GROUND["paper"][theme]
+    assert min(contrast(colour, paper) for colour in colours) >= 3
+    assert min(contrast(GROUND[name][theme], paper) for name in ("ink", "muted")) >= 4.5
+    for name, sight in SIGHTS.items():
+        places = [seen(colour, sight) for colour in colours]
+        assert min(math.dist(a, b) for a, b in itertools.combinations(places, 2)) > 0.08, name
+    # Red and green of equal lightness, which many cannot tell apart, must not pass.
+    assert math.dist(seen("#c04040", SIGHTS["no green"]), seen("#708020", SIGHTS["no green"])) < 0.08

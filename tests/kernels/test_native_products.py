@@ -1,0 +1,111 @@
+"""The C forms of matrix products, noise and ranking against the plain forms and the specification."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear import cpu as linear_cpu
+from specdec.kernels.linear import reference as linear_reference
+from specdec.kernels.native import library, linear, sampling
+from specdec.kernels.sampling import cpu, reference
+from tests.tolerances import KERNEL
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no C compiler")
+
+needs_products = pytest.mark.skipif(
+    library.library() is None or not linear._has_products(),
+    reason="this processor does not multiply bfloat16",
+)
+
+
+def _weights(outputs: int, inputs: int) -> Tensor:
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    return torch.randn(outputs, inputs, generator=generator).bfloat16()
+
+
+@needs_products
+@pytest.mark.parametrize("tokens", [1, 5, 6, 7, 63])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (15, 4), (65, 64), (130, 192)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_product_is_the_references(tokens: int, outputs: int, inputs: int, biased: bool) -> None:
+    weight_ND, x_TD = _weights(outputs, inputs), _weights(tokens, inputs)
+    bias_N = _weights(outputs, 1)[:, 0] if biased else None
+    packed = linear.pack(weight_ND, bias_N)
+    assert isinstance(packed, linear.Panels)
+    found = linear.linear(x_TD, packed)
+    wanted = linear_reference.linear(x_TD, linear_reference.pack(weight_ND, bias_N))
+    limit = KERNEL[torch.bfloat16]
+    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit)
+
+
+@needs_products
+def test_a_rows_product_does_not_depend_on_its_window() -> None:
+    packed, x_TD = linear.pack(_weights(200, 96)), _weights(129, 96)
+    whole = linear.linear(x_TD, packed)
+    for width in (1, 2, 5, 64):
+        parts = [linear.linear(part, packed) for part in x_TD.split(width)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@needs_products
+def test_strided_rows_are_read_where_they_lie() -> None:
+    packed, wide_TD = linear.pack(_weights(33, 32)), _weights(9, 80)
+    view_TD = wide_TD[:, 16:48]
+    assert torch.equal(linear.linear(view_TD, packed), linear.linear(view_TD.contiguous(), packed))
+    turned = _weights(32, 9).t()
+    assert torch.equal(linear.linear(turned, packed), linear.linear(turned.contiguous(), packed))
+
+
+@needs_products
+def test_what_is_no_number_stays_in_its_row() -> None:
+    packed, x_TD = linear.pack(_weights(20, 16)), _weights(3, 16)
+    x_TD[1, 3] = math.nan
+    found = linear.linear(x_TD, packed)
+    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_weights_take_the_plain_form(dtype: torch.dtype) -> None:
+    assert isinstance(linear.pack(_weights(8, 8).to(dtype)), linear_cpu.Packed)
+    assert isinstance(linear.pack(_weights(8, 7)), linear_cpu.Packed)
+
+
+def test_noise_is_the_references() -> None:
+    seed_N, position_N = torch.tensor([0, -3, 2**62, 0, 7]), torch.tensor([0, 5, 1 << 40, 0, 9])
+    found = sampling.gumbel(seed_N, position_N, 65)
+    torch.testing.assert_close(found, reference.gumbel(seed_N, position_N, 65), rtol=2e-6, atol=2e-6)
+    assert torch.equal(found[0], found[3])
+
+
+def test_noise_at_the_ends_of_its_range() -> None:
+    """Among two million words are some next to 0 and next to 1; the plain form keeps all their digits."""
+    seed_N, position_N = torch.arange(64), torch.arange(64) * 17
+    found, wanted = (form.gumbel(seed_N, position_N, 1 << 15) for form in (sampling, cpu))
+    assert found.isfinite().all() and found.max() > 13 and found.min() < -2.6
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 63, 65, 4096])
+@pytest.mark.parametrize("count", [1, 4, 64])
+def test_ranking_is_the_references(vocab: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(vocab + count)
+    scores_NV = torch.randn(4, vocab, generator=generator)
+    scores_NV[1] = scores_NV[1].round()  # many are equal
+    scores_NV[2, vocab // 2 :] = -math.inf
+    scores_NV[3] = -math.inf
+    token_NC, share_NC = sampling.top(scores_NV, count)
+    wanted_NC, wanted_share_NC = reference.top(scores_NV, count)
+    assert torch.equal(token_NC, wanted_NC)
+    torch.testing.assert_close(share_NC, wanted_share_NC, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_ranking_of_what_is_no_number(odd: float) -> None:
+    scores_NV = torch.zeros(2, 40)
+    scores_NV[0, 7] = odd
+    token_NC, share_NC = sampling.top(scores_NV, 3)
+    wanted_NC, wanted_share_NC = reference.top(scores_NV, 3)
+    assert torch.equal(token_NC, wanted_NC)
+    torch.testing.assert_close(share_NC, wanted_share_NC)
