@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
-from specdec.bench.commands import add_kernels, add_model, add_out, add_random, out_file
+from specdec.bench.commands import add_kernels, add_model, add_out, add_random, add_serve, out_file
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
 from specdec.terminal import print_choices, stream_text
+from specdec.train.commands import add_train
 
 USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
 DEMO_PROMPT = "def fibonacci(n):"
@@ -68,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_throughput(benches.add_parser("throughput", help="prefill and decode speed, beside other engines"))
     add_kernels(benches.add_parser("kernels", help="each operation: checked, then timed beside its bytes"))
     add_model(benches.add_parser("model", help="the bytes of a step and the speed they allow, computed"))
+    add_serve(benches.add_parser("serve", help="a running server: latencies, speed, what its drafts earn"))
+    add_train(commands.add_parser("train", help="train the small checkpoint that ships, heads included"))
     demo = commands.add_parser("demo", help="stream a completion of a small model with random weights")
     demo.set_defaults(command=_demo)
     return parser

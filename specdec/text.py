@@ -26,9 +26,12 @@ class Tokenizer:
         self._inner = inner
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the special ones that the tokenizer puts around it."""
-        ids: list[int] = self._inner.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text, with the special ones that the tokenizer puts around it.
+
+        A chat that a template rendered has its own already: encode it with `special=False`.
+        """
+        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
 CORE = {"engine", "worker", "loop", "scheduler", "request", "outputs", "text"}
 CORE |= {"build", "config", "resolve", "options", "footprint", "capabilities", "counts", "parts"}
-CORE |= {"speculation", "warmup", "streak"}
+CORE |= {"speculation", "warmup", "streak", "chat"}
 PUBLIC = {PACKAGE}
 """The package itself: what `from specdec import SpecEngine` names."""
 
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verify": {"kernels", "state_slots", "config"},
     **{name: PARTS | CORE for name in CORE},
     "config": set(),
+    "chat": set(),
     PACKAGE: CORE,
     "bench": PARTS | CORE | PUBLIC | {"charts"},
     # Training needs nothing that serves but the settings of devices and shapes.

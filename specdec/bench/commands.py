@@ -2,9 +2,11 @@
 
 import argparse
 import math
+import os
 import re
 from pathlib import Path
 
+from specdec.bench.acceptance.prompts import choose
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.options import at_least, listed
@@ -120,6 +122,82 @@ def _speed(text: str) -> float:
             field="bandwidth",
         )
     return speed
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the benchmark of servers."""
+    parser.set_defaults(command=_serve)
+    add, counts = parser.add_argument, listed(at_least(1))
+    add("url", metavar="URL", help="an OpenAI-style server, such as http://localhost:8000")
+    add("--model", metavar="NAME", help="(default: the first that the server names)")
+    add("--chat", action="store_true", help="/v1/chat/completions, with the server's own template")
+    add_prompts(parser)
+    add("--concurrency", metavar="REQUESTS", type=counts, default=[1, 4, 16], help="(default: 1,4,16)")
+    add("--requests", metavar="COUNT", type=at_least(1), help="at each (default: 4 a place, 16 at least)")
+    add("--rate", metavar="PER SECOND", type=_above_0, help="arrivals by chance, at most CONCURRENCY at once")
+    add("--max-tokens", metavar="TOKENS", type=at_least(1), default=128, help="(default: 128)")
+    add("--temperature", type=_number, default=0.0, help="(default: 0)")
+    add("--ignore-eos", action="store_true", help="ask for answers of full length")
+    add("--seed", type=at_least(0), default=0, help="of prompts' order, arrivals, sampling (default: 0)")
+    add("--api-key-env", metavar="NAME", help="the environment variable that holds the key")
+    add("--warmup", metavar="REQUESTS", type=at_least(0), help="before each, uncounted (default: as many)")
+    add("--timeout", metavar="SECONDS", type=_above_0, default=600.0, help="of a request (default: 600)")
+    add_out(parser)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from specdec.bench.serve.run import Options, run
+
+    out = out_file(args)
+    options = Options(
+        url=args.url,
+        model=args.model,
+        chat=args.chat,
+        prompts=choose(args.prompts, args.category, args.limit),
+        source=str(args.prompts or "the package"),
+        concurrency=args.concurrency,
+        requests=args.requests,
+        rate=args.rate,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        ignore_eos=args.ignore_eos,
+        seed=args.seed,
+        api_key=_secret(args.api_key_env),
+        warmup=args.warmup,
+        timeout_s=args.timeout,
+    )
+    run(options, out)
+
+
+def _secret(name: str | None) -> str | None:
+    """Read a key from the environment: on the command line everybody would see it."""
+    if name is not None and name not in os.environ:
+        raise ConfigError(f"--api-key-env: no variable {name!r} is set; export it first", field="api_key_env")
+    return None if name is None else os.environ[name]
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return number
+
+
+def _above_0(text: str) -> float:
+    if not (number := _number(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return number
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose prompts, for `choose`."""
+    add, names = parser.add_argument, listed(str)
+    add("--prompts", metavar="FILE", type=Path, help="JSON lines, or .txt (default: the sets that ship)")
+    add("--category", metavar="NAME", type=names, default=[], help="of these alone, with commas")
+    add("--limit", metavar="PROMPTS", type=at_least(1), help="at most so many of each category")
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -5,17 +5,17 @@ import importlib.util
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import aiohttp
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specdec.bench.client import DONE, ask_model, base_url, event_data, is_url, reason
 from specdec.errors import ConfigError, EngineError
 
 FAST_PATHS = ("fla", "causal_conv1d", "mamba_ssm")
@@ -99,7 +99,7 @@ class ServerPeer:
     """A running server with a streaming `/v1/completions`; its figures include HTTP and its own queue."""
 
     def __init__(self, url: str) -> None:
-        self.name = url.rstrip("/").removesuffix("/v1")
+        self.name = base_url(url)
         self.model = ""
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
@@ -108,7 +108,7 @@ class ServerPeer:
             return asyncio.run(self._run(prompts, new_tokens))
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
             raise EngineError(
-                f"--peers: the server at {self.name} did not serve the benchmark ({_reason(error)}); check "
+                f"--peers: the server at {self.name} did not serve the benchmark ({reason(error)}); check "
                 "that it runs and answers GET /v1/models, and POST /v1/completions with stream=true and a "
                 "prompt of token ids",
                 field="peers",
@@ -118,8 +118,7 @@ class ServerPeer:
         timeout = aiohttp.ClientTimeout(total=SERVER_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
             if not self.model:
-                async with session.get(f"{self.name}/v1/models") as reply:
-                    self.model = (await reply.json())["data"][0]["id"]
+                self.model = await ask_model(session, self.name)
             start_s = time.perf_counter()
             streams = [self._complete(session, prompt, 1 + new_tokens) for prompt in prompts]
             marks = await asyncio.gather(*streams)
@@ -146,7 +145,10 @@ class ServerPeer:
         first_s = last_s = 0.0
         chunks, counted = 0, 0
         async with session.post(f"{self.name}/v1/completions", json=body) as reply:
-            async for event in _events(reply):
+            async for data in event_data(reply):
+                if data == DONE:
+                    break
+                event = json.loads(data)
                 if event.get("choices"):
                     last_s = time.perf_counter()
                     first_s = first_s or last_s
@@ -159,44 +161,15 @@ class ServerPeer:
         return {"model": self.model, "tokens": "not compared"}
 
 
-async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON of each server-sent event up to the closing `[DONE]`."""
-    async for raw in reply.content:
-        line = raw.decode().strip()
-        if line == "data: [DONE]":
-            return
-        if line.startswith("data:"):
-            yield json.loads(line.removeprefix("data:"))
-
-
 def refuse_unknown(names: Sequence[str]) -> None:
     """Refuse a peer that is neither `transformers` nor a URL, before anything is loaded."""
     for name in names:
-        if name != "transformers" and not _is_url(name):
+        if name != "transformers" and not is_url(name):
             raise ConfigError(
                 f"--peers: {name!r} is neither 'transformers' nor the URL of a server; give one such as "
                 "http://localhost:8000",
                 field="peers",
             )
-
-
-def _is_url(name: str) -> bool:
-    try:
-        parts = urlsplit(name)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number, or brackets that do not close
-        return False
-
-
-def _reason(error: Exception) -> str:
-    """Say in words what went wrong with a server; some errors have none of their own."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "nothing answers there"
-    if isinstance(error, aiohttp.ClientResponseError):
-        return f"it answered {error.status} {error.message} to {error.request_info.url.path}"
-    if isinstance(error, LookupError | TypeError):
-        return "its answer has not the fields of that API"
-    return "it took too long" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
 def connect(names: Sequence[str], transformers: TransformersPeer) -> list[Contestant]:

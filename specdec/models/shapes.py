@@ -50,7 +50,7 @@ _SMALL = _qwen3_5(
 
 SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        # Ours: the checkpoint that ships. Deep for its width, as large models are: a draft head is one layer of it.
+        # Ours: the checkpoint that ships. Deep for its width, as large models are; a head is one layer.
         "tiny": _qwen3_5(
             192,
             12,

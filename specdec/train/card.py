@@ -1,4 +1,4 @@
-"""The model card: what the checkpoint is, what it read, how it was made, what it lost, and under which licence."""
+"""The model card: what the checkpoint is, what it read, how it was made, and what it lost."""
 
 import json
 from pathlib import Path
@@ -18,17 +18,18 @@ tags: [speculative-decoding, qwen3_5, mtp, eagle3]
 
 # {name}
 
-A hybrid language model of Qwen3.5's architecture that specdec trained itself, small enough to ship with the package:
-{layers} layers, every {interval}th attends and the others are gated delta nets; hidden {hidden}, vocabulary {vocab}. With it a
-multi-token head (`mtp.*`, in the same file) and an EAGLE-3 head (`eagle3/`, which can say {draft_vocab} of the tokens). It
-exists so that drafters can be measured on a model that means something. It knows Python's syntax and little else: no
-answer of it is to be relied on.
+A hybrid language model of Qwen3.5's architecture that specdec trained itself, small enough to ship with
+the package: {layers} layers, every {interval}th attends and the others are gated delta nets; hidden {hidden},
+vocabulary {vocab}. With it a multi-token head (`mtp.*`, in the same file) and an EAGLE-3 head (`eagle3/`,
+which can say {draft_vocab} of the tokens). It exists so that drafters can be measured on a model that means
+something. It knows Python's syntax and little else: no answer of it is to be relied on.
 
 ## Data
 
-{documents} files, {characters:,} characters, {tokens:,} tokens: the sources of Python {python}'s standard library, tests included
-(PSF licence), and the licence texts that Debian installs. Held out are {held_out_documents} files ({held_out_characters:,} characters):
-those whose name's SHA-1 is below {held_out} modulo 100, and the licences {licences}. Nothing else was read.
+{documents} files, {characters:,} characters, {tokens:,} tokens: the sources of Python {python}'s standard
+library, tests included (PSF licence), and the licence texts that Debian installs. Held out are
+{held_out_documents} files ({held_out_characters:,} characters): those whose name's SHA-1 is below {held_out}
+modulo 100, and the licences {licences}. Nothing else was read.
 
 ## Recipe
 
@@ -39,14 +40,16 @@ those whose name's SHA-1 is below {held_out} modulo 100, and the licences {licen
 {stages}
 
 Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay. The heads learn the
-target's distribution, {depth} steps deep in the recursion that they are run in. Weights are rounded to bfloat16 at the end.
+target's distribution, {depth} steps deep in the recursion that they are run in. Weights are rounded to
+bfloat16 at the end.
 
 ![loss](loss.svg)
 
 ## Figures on what was held out
 
-Loss {loss:.3f} a token; the first guess is right in {first_guess:.1%}. By depth, the share of places at which a head's first guess is the
-target's (fed the text, not its own guesses): multi-token head {mtp}; EAGLE-3 head {eagle}.
+Loss {loss:.3f} a token; the first guess is right in {first_guess:.1%}. By depth, the share of places at which
+a head's first guess is the target's (fed the text, not its own guesses): multi-token head {mtp};
+EAGLE-3 head {eagle}.
 """
 
 

@@ -13,7 +13,7 @@ BLOCK = 8
 
 @torch.library.custom_op("specdec_train::unit_inverse", mutates_args=())
 def unit_inverse(lower: Tensor) -> Tensor:
-    """Return (I + L)^{-1} of strictly lower triangular matrices [..., n, n], n a multiple of 8 times a power of 2.
+    """Return (I + L)^{-1} of strictly lower triangular L [..., n, n], n being 8 times a power of 2.
 
     Blocks of 8 by substitution over all matrices at once, then pairs of blocks: [[A, 0], [B, D]] has the
     inverse [[A', 0], [−D' B A', D']]. An operator of its own, so that a compiler keeps it whole.

@@ -15,7 +15,7 @@ FADE = 0.8
 
 
 def head_step(head: Head, trunk: Trunk, stream: Stream, plan: Plan, steps: int) -> Step:
-    """Make the function that takes one step's loss: cross entropy to the trunk's distribution, `steps` deep."""
+    """Make the function that takes one step's loss: cross entropy to the trunk, `steps` deep."""
     embed_VD = trunk.embed_tokens.weight.detach()
     device = embed_VD.device
 
@@ -58,7 +58,7 @@ def agreement(
     count = len(stream) // length
     cut = torch.from_numpy(stream[: count * length].astype("int64")).view(count, length).to(embed_VD.device)
     right = torch.zeros(steps, device=embed_VD.device)
-    for ids in cut.split(rows):
+    for ids in torch.split(cut, rows):
         hidden, tapped = trunk(ids, head.taps)
         best = F.linear(hidden, embed_VD).argmax(-1)
         roots = length - steps

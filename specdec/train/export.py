@@ -1,4 +1,4 @@
-"""Write what was trained as Hugging Face folders: target and multi-token head in one, the EAGLE head beside it."""
+"""Write what was trained in Hugging Face's layout: target and multi-token head, and the EAGLE head."""
 
 import json
 from pathlib import Path

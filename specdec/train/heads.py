@@ -1,8 +1,8 @@
 """Draft heads as modules, and the recursion that they are trained in because they will be run in it.
 
-At position p a head reads the target's hidden state there and token p+1; below, it reads what it wrote itself.
-In a pass over a text every position is such a root at once: step j reads token p+j and attends to the roots up
-to p, whose keys came from the target, and to its own chain. That is what an engine computes, in parallel.
+At position p a head reads the target's hidden state there and token p+1; below, it reads what it wrote.
+In a pass over a text every position is such a root at once: step j reads token p+j and attends to the
+roots up to p, whose keys came from the target, and to its own chain: what an engine computes, in parallel.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ def attend(q: Tensor, roots: Keys, chain: list[Keys]) -> Tensor:
     out = (share[..., :length].to(q.dtype) @ roots[1]).float()
     for i, (_, value) in enumerate(chain):
         out = out + share[..., length + i, None] * value.float()
-    return out.to(q.dtype)
+    joined: Tensor = out.to(q.dtype)
+    return joined
 
 
 class Head(nn.Module):
@@ -99,7 +100,7 @@ class Head(nn.Module):
 
 
 class MTP(Head):
-    """Qwen3.5's own head: one gated layer over cat[norm(embedding), norm(hidden)]; the recursion is normed."""
+    """Qwen3.5's own head: a gated layer over cat[norm(embedding), norm(hidden)]; what recurs is normed."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -113,16 +114,21 @@ class MTP(Head):
     @torch.no_grad()
     def begin(self, trunk: Trunk) -> None:
         """Begin as the target's last layer, reading embedding and hidden state alike."""
-        self.layers[0].load_state_dict(trunk.layers[-1].state_dict())
+        self.block.load_state_dict(trunk.layers[-1].state_dict())
         self.norm.load_state_dict(trunk.norm.state_dict())
         one = torch.eye(self.shape.hidden_size)
         self.fc.weight.copy_(torch.cat([one, one], 1) * 0.5)
 
     @property
+    def block(self) -> Layer:
+        """Return the one layer."""
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
+    @property
     def attention(self) -> Attention:  # type: ignore[override]
-        attention = self.layers[0].self_attn
-        assert isinstance(attention, Attention)
-        return attention
+        return self.block.self_attn
 
     def rope(self, positions: int) -> Rope:
         dim = int(self.shape.head_dim * self.shape.partial_rotary_factor)
@@ -134,10 +140,10 @@ class MTP(Head):
     def enter(self, embed_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
         joined = [self.pre_fc_norm_embedding(embed_BTD), self.pre_fc_norm_hidden(state_BTD)]
         x = self.fc(torch.cat(joined, -1))
-        return x, self.layers[0].input_layernorm(x)
+        return x, self.block.input_layernorm(x)
 
     def leave(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.layers[0]
+        layer = self.block
         state = self.norm(x_BTD + layer.mlp(layer.post_attention_layernorm(x_BTD)))
         return state, state
 
@@ -155,7 +161,7 @@ class Midlayer(nn.Module):
 
 
 class Eagle3(Head):
-    """EAGLE-3's head: three residual streams of the target, a vocabulary of its own, a state before its norm."""
+    """EAGLE-3's head: three residual streams of the target, its own vocabulary, a state before its norm."""
 
     def __init__(self, shape: Shape, vocabulary: Tensor) -> None:
         super().__init__()
@@ -175,10 +181,10 @@ class Eagle3(Head):
         """Begin with the target's output rows and the last layer's feed-forward."""
         self.lm_head.weight.copy_(trunk.embed_tokens.weight[self.vocabulary])
         self.norm.weight.copy_(1 + trunk.norm.weight)
-        self.midlayer.mlp.load_state_dict(trunk.layers[-1].mlp.state_dict())
-        self.midlayer.post_attention_layernorm.weight.copy_(
-            1 + trunk.layers[-1].post_attention_layernorm.weight
-        )
+        last = trunk.layers[-1]
+        assert isinstance(last, Layer)
+        self.midlayer.mlp.load_state_dict(last.mlp.state_dict())
+        self.midlayer.post_attention_layernorm.weight.copy_(1 + last.post_attention_layernorm.weight)
         one, none = torch.eye(self.shape.hidden_size), torch.zeros(self.shape.hidden_size)
         self.fc.weight.copy_(torch.cat([none.expand_as(one), none.expand_as(one), one], 1))
 

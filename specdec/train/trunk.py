@@ -156,9 +156,9 @@ class GatedDeltaNet(nn.Module):
         B, T, _ = x_BTD.shape
         inputs = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         joined = F.linear(x_BTD, torch.cat([projection.weight for projection in inputs]))
-        qkv, z, b, a = joined.split([projection.out_features for projection in inputs], -1)
+        qkv, z, b, a = torch.split(joined, [projection.out_features for projection in inputs], -1)
         qkv = F.silu(self._convolve(qkv.float()))
-        q, k, v = qkv.split([self.keys, self.keys, self.values], -1)
+        q, k, v = torch.split(qkv, [self.keys, self.keys, self.values], -1)
         q, k = (x.view(B, T, self.key_heads, -1).transpose(1, 2) for x in (q, k))
         v = v.view(B, T, self.value_heads, -1).transpose(1, 2)
         q = q * torch.rsqrt(q.pow(2).sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5
@@ -194,6 +194,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    self_attn: Attention
+    linear_attn: GatedDeltaNet
+
     def __init__(
         self, shape: Shape, *, attends: bool, chunk: int = 32, dtype: torch.dtype = torch.float32
     ) -> None:
@@ -210,7 +213,8 @@ class Layer(nn.Module):
     def forward(self, x_BTD: Tensor, rope: Rope) -> Tensor:
         mixer = self.self_attn if self.attends else self.linear_attn
         x_BTD = x_BTD + mixer(self.input_layernorm(x_BTD), rope)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        x_BTD = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return x_BTD
 
 
 class Trunk(nn.Module):

@@ -55,7 +55,8 @@ def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
     found = getattr(loaded, f"{name}_{SUFFIX[dtype]}" if dtype else name)
     found.argtypes = [KINDS[letter] for letter in ARGUMENTS[name].replace(" ", "")]
     found.restype = Flag if name in ANSWERS else None
-    return found
+    called: Callable[..., Any] = found
+    return called
 
 
 def serves(x_T: Tensor) -> bool:

@@ -1,5 +1,6 @@
-"""y = x Wᵀ + b in C, for bfloat16 on processors that multiply it: what a small matrix costs is mostly the call.
+"""y = x Wᵀ + b in C, for bfloat16 on processors that multiply it.
 
+What the product of a small matrix costs is mostly the call, and here that is short.
 A row's result does not depend on the window it is read in, as it does in the library's kernels.
 """
 

@@ -15,14 +15,16 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
     """Return the noise [N, V] of every token at each row's position, each place of a tree's siblings once."""
     if not seed_N.is_cpu:
         return cpu.gumbel(seed_N, position_N, vocab)
-    place_N2 = torch.stack([seed_N, position_N], 1)
-    place_R2, row_N = place_N2.unique(dim=0, return_inverse=True) if len(place_N2) > 1 else (place_N2, None)
-    seed_R, position_R = place_R2.t().contiguous()
+    if len(seed_N) == 1:
+        return _noise(seed_N, position_N, vocab)
+    place_R2, row_N = torch.unique(torch.stack([seed_N, position_N], 1), dim=0, return_inverse=True)
+    return _noise(*place_R2.t().contiguous(), vocab)[row_N]
+
+
+def _noise(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
     noise_RV = torch.empty(len(seed_R), vocab, dtype=torch.float32)
-    function("gumbel")(
-        *(seed_R.data_ptr(), position_R.data_ptr(), *noise_RV.shape, noise_RV.data_ptr()),
-    )
-    return noise_RV if row_N is None else noise_RV[row_N]
+    function("gumbel")(seed_R.data_ptr(), position_R.data_ptr(), *noise_RV.shape, noise_RV.data_ptr())
+    return noise_RV
 
 
 def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:

@@ -56,9 +56,8 @@ def pick(
 
     -1 where something of what is compared is no number.
     """
-    best_N = perturb(logits_NV, rules, seed_N, position_N, noise).max(
-        -1
-    )  # of equals the first, as `max` promises
+    scores_NV = perturb(logits_NV, rules, seed_N, position_N, noise)
+    best_N = scores_NV.max(-1)  # of equals the first, as `max` promises
     return best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN)
 
 

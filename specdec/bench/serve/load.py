@@ -1,0 +1,90 @@
+"""The load: so many requests at a time, the next as soon as one has been answered, or arrivals by chance."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.serve.speculation import Speculation, gauge, has_gauge, read_metrics, told
+from specdec.bench.serve.stream import Outcome, Server
+
+READING_S = 1.0
+"""How often a gauge is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompt: Prompt
+    seed: int
+    due_s: float | None = None
+    """Seconds after the start at which it arrives; None: as soon as there is a place."""
+
+
+@dataclass(slots=True)
+class Level:
+    """One concurrency with what came of it; outcomes are added as they come, so that a stop keeps them."""
+
+    concurrency: int
+    warmup: Sequence[Job]
+    """What is sent before, uncounted: other prompts, so that no cache knows those that count."""
+    jobs: Sequence[Job]
+    repeated: int
+    """Prompts among them that this benchmark had sent before."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    start_s: float = 0.0
+    speculation: Speculation | None = None
+
+
+def arrivals(count: int, rate: float | None, seed: int) -> list[float | None]:
+    """Draw when requests arrive: a Poisson process of `rate` a second, or whenever there is a place."""
+    if rate is None:
+        return [None] * count
+    draw, at_s, times_s = random.Random(seed), 0.0, []
+    for _ in range(count):
+        times_s.append(at_s)
+        at_s += draw.expovariate(rate)
+    return [*times_s]
+
+
+async def warm_up(server: Server, level: Level) -> list[Outcome]:
+    """Send what does not count, all at once."""
+    return await asyncio.gather(*(server.complete(job.prompt, job.seed) for job in level.warmup))
+
+
+async def drive(server: Server, level: Level, on_outcome: Callable[[], object]) -> None:
+    """Send a level's requests; fill in its outcomes, and what the server tells of its drafts meanwhile."""
+    before = read_metrics(await server.metrics() or "")
+    lengths: list[float] = []
+    watch = asyncio.create_task(_watch(server, lengths)) if has_gauge(before) else None
+    level.start_s = time.perf_counter()
+    jobs = iter(level.jobs)
+    try:
+        await asyncio.gather(*(_work(server, level, jobs, on_outcome) for _ in range(level.concurrency)))
+    finally:
+        if watch:
+            watch.cancel()
+    after = read_metrics(await server.metrics() or "")
+    if (length := gauge(after)) is not None:
+        lengths.append(length)
+    done = [outcome for outcome in level.outcomes if outcome.failure is None]
+    level.speculation = told(done, before, after, lengths)
+
+
+async def _work(server: Server, level: Level, jobs: Iterator[Job], on_outcome: Callable[[], object]) -> None:
+    """Hold one place: take the next request when the last has been answered."""
+    for job in jobs:
+        due_s = None if job.due_s is None else level.start_s + job.due_s
+        if due_s is not None:
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        level.outcomes.append(await server.complete(job.prompt, job.seed, due_s))
+        on_outcome()
+
+
+async def _watch(server: Server, lengths: list[float]) -> None:
+    """Read the gauge again and again."""
+    while True:
+        await asyncio.sleep(READING_S)
+        if (length := gauge(read_metrics(await server.metrics() or ""))) is not None:
+            lengths.append(length)

@@ -1,0 +1,183 @@
+"""`specdec bench serve URL`: load by load, what a client waits for and what the server's drafts earn."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.client import ask_model, base_url, is_url, reason
+from specdec.bench.report import environment, publish
+from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
+from specdec.bench.serve.report import level_report, render
+from specdec.bench.serve.stream import Outcome, Request, Server
+from specdec.errors import ConfigError, EngineError
+
+FEWEST, PER_PLACE = 16, 4
+"""Requests of a level where their number is not given: so many for each at a time, and never fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to send, and how."""
+
+    url: str
+    model: str | None
+    chat: bool
+    prompts: Sequence[Prompt]
+    source: str
+    """Where the prompts are from."""
+    concurrency: Sequence[int]
+    requests: int | None
+    rate: float | None
+    max_tokens: int
+    temperature: float
+    ignore_eos: bool
+    seed: int
+    api_key: str | None
+    warmup: int | None
+    timeout_s: float
+
+
+def run(options: Options, out: Path | None) -> None:
+    """Measure, then print the table and, as the last line, the report as JSON.
+
+    Ctrl-C ends it as it ends anything, once what had been answered by then is shown.
+    """
+    _refuse(options)
+    base, levels = base_url(options.url), plan(options)
+    told: dict[str, Any] = {"model": options.model}
+    interrupted = False
+    try:
+        asyncio.run(_measure(options, base, levels, told))
+    except KeyboardInterrupt:
+        interrupted = True
+        if not any(level.outcomes for level in levels):
+            raise
+    report = {
+        "benchmark": "serve",
+        **environment(),
+        "url": base,
+        **told,
+        **_asked(options),
+        "interrupted": interrupted,
+        "levels": [level_report(level) for level in levels if level.outcomes],
+    }
+    publish(render(report), report, out)
+    if interrupted:
+        raise KeyboardInterrupt
+    if not any(level["completed"] for level in report["levels"]):
+        raise EngineError(f"url: {base} completed no request; the reasons stand above", field="url")
+
+
+def plan(options: Options) -> list[Level]:
+    """Lay out every request: prompts shuffled once by the seed, each level going on where the last ended."""
+    order = list(options.prompts)
+    random.Random(options.seed).shuffle(order)
+    endless, sent, levels = enumerate(cycle(order)), 0, []
+
+    def take(times_s: Sequence[float | None]) -> list[Job]:
+        drawn = zip(times_s, endless, strict=False)
+        return [Job(prompt, options.seed + number, at_s) for at_s, (number, prompt) in drawn]
+
+    for places in options.concurrency:
+        warmup = take([None] * (places if options.warmup is None else options.warmup))
+        jobs = take(arrivals(options.requests or max(FEWEST, PER_PLACE * places), options.rate, options.seed))
+        sent += len(warmup) + len(jobs)
+        levels.append(Level(places, warmup, jobs, min(len(jobs), max(0, sent - len(order)))))
+    return levels
+
+
+async def _measure(options: Options, base: str, levels: Sequence[Level], told: dict[str, Any]) -> None:
+    """Fill in the levels one after the other, and what the server says of itself."""
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    limit = aiohttp.ClientTimeout(total=options.timeout_s)
+    # A connection for each request: some servers close one that was used, and the next would fail by it.
+    connections = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=connections) as session:
+        told["model"] = await _find(session, base, options.model)
+        request = Request(
+            model=told["model"],
+            chat=options.chat,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            ignore_eos=options.ignore_eos,
+        )
+        server = Server(session, base, request)
+        for number, level in enumerate(levels, 1):
+            _refuse_useless(base, await warm_up(server, level))
+            of_all = f"level {number} of {len(levels)}: {level.concurrency} at a time"
+            with _progress(len(level.jobs), of_all) as progress:
+                await drive(server, level, progress.update)
+
+
+@contextmanager
+def _progress(total: int, what: str) -> Iterator[Any]:
+    with tqdm(total=total, desc=what, unit="request", leave=False, disable=None) as progress:
+        yield progress
+
+
+async def _find(session: aiohttp.ClientSession, base: str, model: str | None) -> str:
+    """Return the model's name; ask the server even if it is given, to know that somebody is there."""
+    try:
+        return model or await ask_model(session, base)
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        raise EngineError(
+            f"url: the server at {base} does not say which model it has ({reason(error)}); check that it "
+            "runs and answers GET /v1/models, or name the model with --model",
+            field="url",
+        ) from error
+
+
+def _refuse_useless(base: str, outcomes: Sequence[Outcome]) -> None:
+    """Refuse a server that completed none of the requests that were to warm it up."""
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    if outcomes and len(failures) == len(outcomes):
+        raise EngineError(
+            f"url: the server at {base} completed none of {len(failures)} requests to warm it up "
+            f"({failures[0]})",
+            field="url",
+        )
+
+
+def _asked(options: Options) -> dict[str, Any]:
+    """Say what was sent."""
+    return {
+        "endpoint": "chat" if options.chat else "completions",
+        "prompts": {
+            "source": options.source,
+            "count": len(options.prompts),
+            "categories": Counter(prompt.category for prompt in options.prompts),
+            "chats_as_text": 0 if options.chat else sum(bool(prompt.messages) for prompt in options.prompts),
+        },
+        "settings": {
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "ignore_eos": options.ignore_eos,
+            "rate": options.rate,
+            "timeout_s": options.timeout_s,
+        },
+        "seed": options.seed,
+        "warmup": options.warmup,
+    }
+
+
+def _refuse(options: Options) -> None:
+    if not is_url(options.url):
+        raise ConfigError(
+            f"url: {options.url!r} is no address of a server; give one such as http://localhost:8000",
+            field="url",
+        )
+    ids = next((prompt for prompt in options.prompts if prompt.token_ids is not None), None)
+    if options.chat and ids:
+        raise ConfigError(
+            f"--chat: the prompt {ids.name!r} is token ids, and a chat takes text", field="chat"
+        )

@@ -1,0 +1,121 @@
+"""What a server tells of its drafts: in its streams, or in the Prometheus metrics around a run."""
+
+import itertools
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from specdec.bench.serve.stream import Outcome
+
+COUNTERS = "spec_decode_num_"
+"""What vLLM's counters begin with, after the name of the engine; other engines use them too."""
+GAUGES = ("sglang:spec_accept_length",)
+"""Acceptance lengths of an engine's last moments."""
+
+_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_POSITION = re.compile(r'position="(\d+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What drafts gave in one run."""
+
+    source: str
+    """Who says so, and of what."""
+    acceptance_length: float
+    """Tokens a verifying step gave, its own one included."""
+    drafted: int | None = None
+    accepted: int | None = None
+    per_depth: tuple[float, ...] = ()
+    """How often each depth was accepted where the one before it was."""
+
+
+Metrics = Mapping[tuple[str, int | None], float]
+"""Values by name and, of those that have one, position; over other labels counts are added."""
+
+
+def read_metrics(text: str) -> Metrics:
+    """Read the metrics that say something of drafts."""
+    values: dict[tuple[str, int | None], list[float]] = {}
+    for name, labels, value in _samples(text):
+        kept = name.partition(":")[2].removesuffix("_total")
+        if kept.startswith(COUNTERS) or name in GAUGES:
+            place = _POSITION.search(labels)
+            key = (name if name in GAUGES else kept, int(place[1]) if place else None)
+            values.setdefault(key, []).append(value)
+    return {key: _mean(x) if key[0] in GAUGES else sum(x) for key, x in values.items()}
+
+
+def _mean(lengths: Sequence[float]) -> float:
+    """Average the lengths of an engine's replicas, of those that have one."""
+    return sum(lengths) / max(1, sum(length > 0 for length in lengths))
+
+
+def _samples(text: str) -> Iterator[tuple[str, str, float]]:
+    for line in text.splitlines():
+        found = _LINE.fullmatch(line.strip())
+        if found and not line.startswith("#"):
+            try:
+                yield found[1], found[2] or "", float(found[3])
+            except ValueError:
+                continue
+
+
+def has_gauge(metrics: Metrics) -> bool:
+    """Tell whether a server shows a length worth reading while it works."""
+    return any((name, None) in metrics for name in GAUGES)
+
+
+def gauge(metrics: Metrics) -> float | None:
+    """Return the acceptance length that metrics show at this moment; 0 is that of an engine at rest."""
+    return next((metrics[name, None] for name in GAUGES if metrics.get((name, None))), None)
+
+
+def told(
+    outcomes: Sequence[Outcome], before: Metrics, after: Metrics, lengths: Sequence[float]
+) -> Speculation | None:
+    """Choose the best of what was told: the requests' own, counters, then a gauge; None if nothing was."""
+    streamed, counted = _streamed(outcomes), _counted(before, after)
+    if streamed and counted and counted.per_depth:
+        source = f"{streamed.source}, by depth the server's counters"
+        return replace(streamed, source=source, per_depth=counted.per_depth)
+    return streamed or counted or _gauged(lengths)
+
+
+def _streamed(outcomes: Sequence[Outcome]) -> Speculation | None:
+    """Add up what the streams said. A step gives one token that was not drafted: so many there were."""
+    pairs = [(outcome.tokens, outcome.drafts) for outcome in outcomes if outcome.drafts]
+    drafted, accepted = (
+        sum(getattr(drafts, name) for _, drafts in pairs) for name in ("drafted", "accepted")
+    )
+    tokens = sum(tokens for tokens, _ in pairs)
+    if not drafted or tokens <= accepted:
+        return None
+    source = f"the streams of {len(pairs)} requests"
+    return Speculation(source, tokens / (tokens - accepted), drafted, accepted)
+
+
+def _counted(before: Metrics, after: Metrics) -> Speculation | None:
+    """Take the difference of the counters; they count steps that drafted, of all that the server did."""
+
+    def grown(name: str, position: int | None = None) -> float:
+        key = (f"{COUNTERS}{name}", position)
+        return after.get(key, 0.0) - before.get(key, 0.0)
+
+    steps, drafted, accepted = grown("drafts"), grown("draft_tokens"), grown("accepted_tokens")
+    if steps <= 0 or drafted < 0 or accepted < 0:  # nothing was drafted, or the server began anew
+        return None
+    reached = [steps]
+    while (name := (f"{COUNTERS}accepted_tokens_per_pos", len(reached) - 1)) in after:
+        reached.append(grown("accepted_tokens_per_pos", name[1]))
+    rates = tuple(b / a for a, b in itertools.pairwise(reached) if a > 0)
+    length = 1 + accepted / steps
+    return Speculation("the server's counters", length, int(drafted), int(accepted), rates)
+
+
+def _gauged(lengths: Sequence[float]) -> Speculation | None:
+    if not lengths:
+        return None
+    source = f"the server's gauge of its last moments, median of {len(lengths)} readings"
+    return Speculation(source, statistics.median(lengths))

@@ -1,0 +1,203 @@
+"""One request to a server: what its stream said and when, or why it failed."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.client import DONE, event_data, reason
+
+EXCERPT = 120
+"""Characters of a server's own words that are kept."""
+SAYS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
+"""Fields of a choice, or of its delta, that hold something new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What speculation gave one request, as its own stream told it."""
+
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request as a client saw it; times are of one clock."""
+
+    start_s: float
+    """When it was sent, or when it was due if that was before."""
+    chunk_s: tuple[float, ...]
+    """When each piece of its text came."""
+    end_s: float
+    tokens: int
+    counted_by: str
+    """`usage` or `timings`, if the server counted the tokens; `chunks`: each piece of text stands for one."""
+    drafts: Drafts | None
+    failure: str | None
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Return the mean time of a token after the first."""
+        if self.tokens < 2 or len(self.chunk_s) < 2:
+            return None
+        return (self.chunk_s[-1] - self.chunk_s[0]) / (self.tokens - 1)
+
+
+class Fault(Exception):
+    """Say in words why an answer cannot be used."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """Collect what a stream says, event by event."""
+
+    chunk_s: list[float] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Tokens by whom they were counted."""
+    drafts: Drafts | None = None
+    finished: bool = False
+
+    def take(self, data: str, now_s: float) -> None:
+        """Add one event; raise for one that is an error, or not of this API."""
+        if data == DONE:
+            self.finished = True
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise Fault(f"an event is no JSON: {data[:EXCERPT]}") from None
+        if not isinstance(event, dict):
+            raise Fault(f"an event is no JSON object: {data[:EXCERPT]}")
+        if (error := event.get("error")) or event.get("object") == "error":
+            raise Fault(f"error in the stream: {_words(error or event)}")
+        choices = event.get("choices") or []
+        if any(_says_something(choice) for choice in choices):
+            self.chunk_s.append(now_s)
+        self.finished |= any(choice.get("finish_reason") is not None for choice in choices)
+        self._count(event)
+
+    def _count(self, event: Mapping[str, Any]) -> None:
+        """Read the tokens, and the drafts among them, that an event counts."""
+        usage, timings = event.get("usage") or {}, event.get("timings") or {}
+        details = usage.get("completion_tokens_details") or {}
+        accepted, rejected = (details.get(f"{what}_prediction_tokens") for what in ("accepted", "rejected"))
+        if (tokens := usage.get("completion_tokens")) is not None:
+            self.counts["usage"] = int(tokens)
+        if (tokens := timings.get("predicted_n")) is not None:
+            self.counts["timings"] = int(tokens)
+        if accepted is not None and rejected is not None and accepted + rejected:
+            self.drafts = Drafts(int(accepted + rejected), int(accepted))
+        if timings.get("draft_n"):
+            self.drafts = Drafts(int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0)))
+
+    def outcome(self, start_s: float, failure: str | None) -> Outcome:
+        """Close the answer at this moment."""
+        end_s = time.perf_counter()
+        if failure is None and not self.finished:
+            failure = "the stream ended before its finish reason"
+        by = next((name for name in ("usage", "timings") if name in self.counts), "chunks")
+        tokens = self.counts.get(by, len(self.chunk_s))
+        return Outcome(start_s, tuple(self.chunk_s), end_s, tokens, by, self.drafts, failure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of each prompt."""
+
+    model: str
+    chat: bool
+    max_tokens: int
+    temperature: float
+    ignore_eos: bool
+
+    def body(self, prompt: Prompt, seed: int) -> dict[str, Any]:
+        """Return the JSON of a streamed request."""
+        if self.chat:
+            user = {"role": "user", "content": prompt.text}
+            asked: dict[str, Any] = {"messages": list(prompt.messages) or [user]}
+        else:
+            asked = {"prompt": prompt.text if prompt.token_ids is None else list(prompt.token_ids)}
+        body = {
+            "model": self.model,
+            **asked,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": seed,
+            "stream": True,
+        }
+        return body | {"ignore_eos": True} if self.ignore_eos else body
+
+
+class Server:
+    """A server under test; it learns with the first refusal that tokens are not counted there."""
+
+    def __init__(self, session: aiohttp.ClientSession, base: str, request: Request) -> None:
+        self.session, self.base, self.request = session, base, request
+        self.counts_tokens = True
+
+    async def complete(self, prompt: Prompt, seed: int, due_s: float | None = None) -> Outcome:
+        """Send one prompt and read the answer to its end. What goes wrong becomes part of the outcome."""
+        answer, failure = Answer(), None
+        start_s = time.perf_counter() if due_s is None else due_s
+        try:
+            await self._ask(prompt, seed, answer)
+        except Fault as fault:
+            failure = str(fault)
+        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            failure = reason(error)
+        return answer.outcome(start_s, failure)
+
+    async def metrics(self) -> str | None:
+        """Return the server's Prometheus metrics, if it has any."""
+        try:
+            async with self.session.get(f"{self.base}/metrics") as reply:
+                return await reply.text() if reply.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+
+    async def _ask(self, prompt: Prompt, seed: int, answer: Answer) -> None:
+        body = self.request.body(prompt, seed)
+        counting = self.counts_tokens
+        if counting:
+            body["stream_options"] = {"include_usage": True}
+        path = "/v1/chat/completions" if self.request.chat else "/v1/completions"
+        async with self.session.post(f"{self.base}{path}", json=body) as reply:
+            if reply.status == 200:
+                return await _read(reply, answer)
+            words = await reply.text(errors="replace")
+        if counting and reply.status in (400, 422) and "stream_options" in words:
+            self.counts_tokens = False
+            return await self._ask(prompt, seed, answer)
+        raise Fault(f"HTTP {reply.status}: {_words(words)}")
+
+
+async def _read(reply: aiohttp.ClientResponse, answer: Answer) -> None:
+    if reply.content_type == "application/json":
+        raise Fault(f"it answered without streaming: {_words(await reply.text(errors='replace'))}")
+    async for data in event_data(reply):
+        answer.take(data, time.perf_counter())
+        if data == DONE:
+            return
+
+
+def _says_something(choice: Mapping[str, Any]) -> bool:
+    said = choice.get("delta") or choice
+    return any(said.get(name) for name in SAYS)
+
+
+def _words(error: Any) -> str:
+    """Find the words in an error, whichever of the usual forms it has."""
+    if isinstance(error, str):
+        try:
+            error = json.loads(error)
+        except ValueError:
+            return " ".join(error.split())[:EXCERPT] or "no reason given"
+    if isinstance(error, dict):
+        inner = next((error[name] for name in ("error", "message", "detail") if error.get(name)), None)
+        return _words(inner) if inner else json.dumps(error)[:EXCERPT]
+    return str(error)[:EXCERPT]

@@ -1,0 +1,134 @@
+"""From a chat to the text that a model reads: the template of a checkpoint, run in a sandbox."""
+
+import datetime
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specdec.errors import CheckpointError, RequestError
+
+log = logging.getLogger(__name__)
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+"""Tokens that templates write, by the names that `tokenizer_config.json` gives them."""
+
+Message = Mapping[str, Any]
+
+
+class _Generation(Extension):
+    """Let `{% generation %}` pass: it marks for training what a model says, and prints it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Turn messages into text as the checkpoint's tokenizer does; without a template, join their texts."""
+
+    def __init__(self, source: str | None, special: Mapping[str, str], *, where: Path) -> None:
+        self.is_plain = source is None
+        self._special, self._where = special, where
+        try:
+            self._template = _environment().from_string(source or "")
+        except jinja2.TemplateError as error:
+            raise CheckpointError(
+                f"{where} has a chat template that does not parse ({error}); mend or remove it",
+                field="chat_template",
+            ) from error
+
+    def render(self, messages: Sequence[Message], *, answer: bool = True, **variables: Any) -> str:
+        """Return the chat as text, up to where the model's answer begins.
+
+        It holds the special tokens already: encode it without those that a tokenizer puts around a text.
+        `answer=False` leaves out what opens the answer; `variables` are the template's own, such as `tools`.
+        """
+        if self.is_plain:
+            return "\n\n".join(str(message.get("content") or "") for message in messages)
+        known = {**self._special, "messages": messages, "add_generation_prompt": answer, **variables}
+        try:
+            return self._template.render(known)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise RequestError(
+                f"messages: the chat template of {self._where} refuses them ({error}); check roles, their "
+                "order and contents",
+                field="messages",
+            ) from error
+
+
+def load_template(folder: Path) -> ChatTemplate:
+    """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; say so where there is none."""
+    config = _config(folder / "tokenizer_config.json")
+    special = {name: text for name in SPECIAL if (text := _token(config.get(name))) is not None}
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return ChatTemplate(path.read_text("utf-8"), special, where=path)
+    source = _default(config.get("chat_template"))
+    if source is None:
+        log.warning("%s has no chat template: of a chat the model reads the plain texts", folder)
+    return ChatTemplate(source, special, where=folder / "tokenizer_config.json")
+
+
+def render(folder: Path, messages: Sequence[Message]) -> str:
+    """Return one chat as a checkpoint's model reads it."""
+    return load_template(folder).render(messages)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON ({error}); download it again", field=path.name) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object; download it again", field=path.name)
+    return config
+
+
+def _token(value: Any) -> str | None:
+    """Return a special token's text; some files write it as an object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _default(templates: Any) -> str | None:
+    """Choose among named templates, as older files have them, the one for ordinary chats."""
+    if isinstance(templates, list):
+        named = {entry["name"]: entry["template"] for entry in templates}
+        return named.get("default")
+    return templates if isinstance(templates, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Give templates what `transformers` gives them, and nothing of this process."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **settings: Any) -> str:
+    """Write JSON as it stands in a prompt: Jinja's own filter would escape it for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **settings)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

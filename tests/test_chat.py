@@ -1,0 +1,130 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from specdec.chat import load_template, render
+from specdec.errors import CheckpointError, RequestError
+from specdec.text import load_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": 'Say "hé"\n'},
+    {"role": "assistant", "content": "hé"},
+    {"role": "user", "content": "Again."},
+]
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "  {%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}\n"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\n"
+    "{%- endfor %}\n"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "break": "{% for m in messages %}{{ m.role }}{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}",
+    "json": "{% for m in messages %}{{ m | tojson }}{{ m | tojson(indent=2) }}{% endfor %}",
+    "blocks": "  {% set n = 1 %}\n{% for m in messages %}\n{{ m.role }}\n  {% endfor %}\n{{ n }}",
+    "date": "{{ strftime_now('%Y') | length }}{{ eos_token }}{{ missing }}",
+}
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(template: Any, file: str = "") -> Path:
+        config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+        if file:
+            (tmp_path / "chat_template.jinja").write_text(file, "utf-8")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_renders_as_transformers_does(name: str, write: Write, hybrid: Path) -> None:
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(hybrid / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    template = load_template(write(TEMPLATES[name]))
+    for answer in (True, False):
+        expected = theirs.apply_chat_template(
+            CHAT, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=answer
+        )
+        assert template.render(CHAT, answer=answer) == expected
+    assert not template.is_plain
+
+
+def test_template_in_its_own_file_comes_first(write: Write) -> None:
+    assert render(write("config", file="file"), CHAT) == "file"
+
+
+def test_default_is_chosen_among_named_templates(write: Write) -> None:
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "plain {{ bos_token }}"},
+    ]
+    assert render(write(named), CHAT) == "plain <s>"
+
+
+def test_folder_without_template_joins_the_texts_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = load_template(tmp_path)
+    assert template.is_plain
+    assert template.render(CHAT[:2]) == 'Be <brief> & kind.\n\nSay "hé"\n'
+    assert "has no chat template" in caplog.text
+
+
+def test_template_reaches_nothing_of_this_process(write: Write) -> None:
+    for escape in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ):
+        with pytest.raises(RequestError, match="refuses them"):
+            render(write(escape), CHAT)
+
+
+def test_what_a_template_refuses_is_the_requests_fault(write: Write) -> None:
+    with pytest.raises(RequestError, match="no tools") as caught:
+        render(write(CHATML), [{"role": "tool", "content": "x"}])
+    assert caught.value.field == "messages"
+
+
+def test_template_that_does_not_parse_names_its_file(write: Write) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer_config\.json has a chat template that does not parse"
+    ):
+        load_template(write("{% for %}"))
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+        load_template(write("", file="{{"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_config_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no JSON"):
+        load_template(tmp_path)
+
+
+def test_rendered_chat_is_encoded_without_a_second_beginning(hybrid: Path, tmp_path: Path) -> None:
+    inner = json.loads((hybrid / "tokenizer.json").read_text("utf-8"))
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    inner["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [7], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(inner), "utf-8")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("ab") == [7, *tokenizer.encode("ab", special=False)]
