@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,6 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.errors import CheckpointError
+
+SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
+"""Checkpoints that come with the package, by the names that stand for them; ./tiny is a folder of one's own."""
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -70,11 +74,12 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         if not isinstance(folder, str | Path):
             raise CheckpointError(f"model: {folder!r} is no path; give a folder", field="model")
-        self.folder = Path(folder)
+        self.folder = SHIPPED.get(str(folder), Path(folder))
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} is not a folder; give the path of a Hugging Face checkpoint "
-                "(hf download OWNER/NAME --local-dir FOLDER fetches one)",
+                f"(hf download OWNER/NAME --local-dir FOLDER fetches one), or {' or '.join(SHIPPED)}, which "
+                "ships with specdec",
                 field="model",
             )
         self.config: Mapping[str, Any] = self._json("config.json", required=True)

@@ -18,7 +18,8 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
     if len(seed_N) == 1:
         return _noise(seed_N, position_N, vocab)
     place_R2, row_N = torch.unique(torch.stack([seed_N, position_N], 1), dim=0, return_inverse=True)
-    return _noise(*place_R2.t().contiguous(), vocab)[row_N]
+    seed_R, position_R = place_R2.t().contiguous().unbind()
+    return _noise(seed_R, position_R, vocab)[row_N]
 
 
 def _noise(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:

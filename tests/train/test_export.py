@@ -1,0 +1,104 @@
+"""What training computes is what `transformers` and the engine compute of the files it writes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specdec.models.shapes import SHAPES
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row, build_window
+from specdec.train.export import export
+from specdec.train.heads import MTP, Eagle3
+from specdec.train.recipe import recipe
+from specdec.train.trunk import Shape, Trunk
+from tests.models.runner import CPU, Runner
+from tests.tolerances import LOGITS_RELATIVE
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+LENGTH, DEPTH = 29, 3
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Trunk, MTP]:
+    """Draw a trunk and a head with norms that are not what they begin as."""
+    torch.manual_seed(0)
+    shape = Shape(**SIZES)
+    trunk, head = Trunk(shape, chunk=16), MTP(shape)
+    head.begin(trunk)
+    for module in (trunk, head):
+        for name, weight in module.named_parameters():
+            spread = 0.1 if weight.ndim == 1 else 0.3 * weight.shape[-1] ** -0.5
+            weight.data += torch.randn(weight.shape) * (0.0 if name.endswith("A_log") else spread)
+    return trunk.eval().requires_grad_(False), head.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def folder(trained: tuple[Trunk, MTP], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("trained")
+    export(made, {**SHAPES["tiny"], **SIZES}, *trained, torch.float32)
+    return made
+
+
+def _ids(length: int) -> Tensor:
+    return torch.randint(SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(1))
+
+
+def _far(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_transformers_computes_the_same_logits(trained: tuple[Trunk, MTP], folder: Path) -> None:
+    ids = _ids(LENGTH + DEPTH)[None]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    hidden, _ = trained[0](ids)
+    assert _far(hidden @ trained[0].embed_tokens.weight.T, reference(ids).logits.detach()) < LOGITS_RELATIVE
+
+
+def test_the_engine_drafts_what_the_head_was_taught(trained: tuple[Trunk, MTP], folder: Path) -> None:
+    """A root's recursion in the arena, step by step, is one column of the unrolled one."""
+    trunk, head = trained
+    ids = _ids(LENGTH + DEPTH)
+    embed = trunk.embed_tokens.weight
+    hidden, _ = trunk(ids[None])
+    wanted = list(head.unroll(hidden[:, :LENGTH], ids[None], embed, DEPTH))
+    runner = Runner(folder, torch.float32, mtp=True)
+    assert runner.head is not None
+    own = runner.sequence()
+    runner.step([(own, ids[:LENGTH].tolist())])
+    assert _far(own.hidden[0], hidden[0, :LENGTH]) < LOGITS_RELATIVE
+
+    def read(tokens: Tensor, start: int, before: Tensor) -> Tensor:
+        assert runner.head is not None
+        row = Row(TokenTree.chain(tokens.tolist()), start, own.table_N, own.state)
+        window = build_window([row], runner.conv_width, CPU)
+        return runner.head.forward(window, before, runner.arena)
+
+    for root in (0, 7, LENGTH - 1):
+        out = read(ids[1 : root + 2], 0, own.hidden[0][: root + 1])[-1:]
+        assert _far(out, wanted[0][:, root]) < LOGITS_RELATIVE
+        for j in range(1, DEPTH):
+            assert _far(out, wanted[j][:, root]) > LOGITS_RELATIVE
+            out = read(ids[root + j + 1 : root + j + 2], root + j, out)
+            assert _far(out, wanted[j][:, root]) < LOGITS_RELATIVE
+
+
+def test_an_eagle_heads_words_are_the_targets() -> None:
+    shape = Shape(**SIZES)
+    chosen = torch.tensor([3, 8, 90])
+    head = Eagle3(shape, chosen)
+    assert head.name(torch.tensor([2, 0])).tolist() == [90, 3]
+    logits = torch.arange(96.0)[None]
+    assert head.choose(logits).tolist() == [[3.0, 8.0, 90.0]]
+    assert head.taps == (2, 2, 1)
+
+
+def test_the_shipped_recipe_fits_its_shape() -> None:
+    plan = recipe("tiny")
+    sizes = plan.sizes()
+    assert sizes.hidden_size == SHAPES["tiny"]["hidden_size"]
+    assert plan.draft_vocab <= sizes.vocab_size
+    chunks = [phase.length % 32 for stage in (plan.trunk, plan.mtp, plan.eagle) for phase in stage.phases]
+    assert not any(chunks)
