@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
-"""Checkpoints that come with the package, by the names that stand for them; ./tiny is a folder of one's own."""
+"""Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
