@@ -51,7 +51,7 @@ RECIPES = MappingProxyType(
         "tiny": Recipe(
             shape="tiny",
             trunk=Plan(
-                (Phase(1500, 16, 256), Phase(1000, 8, 512)),
+                (Phase(1200, 16, 256), Phase(800, 8, 512)),
                 matrix_rate=0.02,
                 embedding_rate=4e-3,
                 other_rate=3e-3,

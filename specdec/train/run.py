@@ -4,7 +4,6 @@ import json
 import logging
 import platform
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,24 +49,29 @@ def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[s
     trunk = Trunk(sizes, dtype=dtype).to(device)
     run("trunk", recipe.trunk, trunk, trunk_step(trunk, text.training, recipe.trunk), work)
     trunk.eval().requires_grad_(False)
-
-    def teach(name: str, make: Callable[[], Head], plan: Plan) -> Head:
-        torch.manual_seed(plan.seed)
-        head = make()
-        head.begin(trunk)
-        head.to(device)
-        run(name, plan, head, head_step(head, trunk, text.training, plan, recipe.depth), work)
-        return head.eval().requires_grad_(False)
-
-    mtp = teach("mtp", lambda: MTP(sizes), recipe.mtp)
-    commonest = torch.tensor(np.argsort(-np.array(text.counts), kind="stable")[: recipe.draft_vocab].copy())
-    eagle = teach("eagle", lambda: Eagle3(sizes, commonest.sort().values), recipe.eagle)
-    assert isinstance(mtp, MTP) and isinstance(eagle, Eagle3)
+    mtp, eagle = heads(recipe, text.counts)
+    for name, head, plan in (("mtp", mtp, recipe.mtp), ("eagle", eagle, recipe.eagle)):
+        teach(name, head, plan, recipe.depth, trunk, text.training, work)
     export(out, recipe.config, trunk, mtp, torch.bfloat16)
     export_eagle(out / EAGLE, eagle, torch.bfloat16)
     figures = _figures(trunk, {"mtp": mtp, "eagle": eagle}, text, recipe) | _spent(work)
     write_card(out, recipe, text.about, figures, work)
     return figures
+
+
+def heads(recipe: Recipe, counts: list[int]) -> tuple[MTP, Eagle3]:
+    """Make both heads; the second can say the commonest tokens."""
+    torch.manual_seed(recipe.mtp.seed)
+    commonest = torch.tensor(counts).argsort(descending=True, stable=True)[: recipe.draft_vocab]
+    return MTP(recipe.sizes()), Eagle3(recipe.sizes(), commonest.sort().values)
+
+
+def teach(name: str, head: Head, plan: Plan, depth: int, trunk: Trunk, stream: Stream, work: Path) -> None:
+    """Train a head in place, beginning from the target's own weights."""
+    head.begin(trunk)
+    head.to(trunk.embed_tokens.weight.device)
+    run(name, plan, head, head_step(head, trunk, stream, plan, depth), work)
+    head.eval().requires_grad_(False)
 
 
 def _text(work: Path, out: Path, vocab: int, max_length: int) -> Text:
