@@ -9,7 +9,7 @@ import torch
 
 from specdec.config import EngineConfig
 from specdec.draft.drafter import Drafter
-from specdec.draft.head import HeadDrafter
+from specdec.draft.head import Head, HeadDrafter
 from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.policy import Policy
@@ -115,7 +115,7 @@ def _load(
     return Model(loop, network, tokenizer, settings)
 
 
-def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> DecodeLoop:
+def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeLoop:
     """Put the loop together around a loaded network, and let it learn what its steps cost."""
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     scheduler = Scheduler(arena, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens)
@@ -126,6 +126,7 @@ def assemble(network: Network, head: MTPHead | None, settings: Resolved) -> Deco
         scheduler,
         network.kernels,
         synthetic=settings.synthetic,
+        noise=settings.draft_noise,
     )
     for name in settings.drafters:
         speculation.enlist(_drafter(name, head, arena, speculation, settings.chunk_tokens))
@@ -145,7 +146,8 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     pack = Packer(kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
     drafter = None
     if head and is_alone:
-        drafter = DeviceDrafter(head.head, kernels, arena, pack, head.calibrator.table())
+        table, noise = head.calibrator.table(), settings.draft_noise
+        drafter = DeviceDrafter(head.head, kernels, arena, pack, table, noise=noise)
     snapshots = settings.slots == "snapshot"
     step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
     extent = Extent.of(settings.max_running, settings.bounds if settings.drafters else None)
@@ -172,7 +174,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
 
 
 def _drafter(
-    name: str, head: MTPHead | None, arena: Arena, speculation: Speculation, chunk_tokens: int
+    name: str, head: Head | None, arena: Arena, speculation: Speculation, chunk_tokens: int
 ) -> Drafter:
     match name:
         case "mtp":

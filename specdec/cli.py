@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
+from specdec.bench.acceptance.command import add_acceptance
 from specdec.bench.commands import add_kernels, add_model, add_out, add_random, add_serve, out_file
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
-from specdec.terminal import print_choices, stream_text
+from specdec.terminal import COLOURS, print_choices, stream_text
 from specdec.train.commands import add_train
 
 USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
@@ -67,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_info(commands.add_parser("info", help="what a model is made of and what memory it needs"))
     benches = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="BENCHMARK")
     _add_throughput(benches.add_parser("throughput", help="prefill and decode speed, beside other engines"))
+    add_acceptance(
+        benches.add_parser("acceptance", help="how much of drafts is accepted, and what that earns")
+    )
     add_kernels(benches.add_parser("kernels", help="each operation: checked, then timed beside its bytes"))
     add_model(benches.add_parser("model", help="the bytes of a step and the speed they allow, computed"))
     add_serve(benches.add_parser("serve", help="a running server: latencies, speed, what its drafts earn"))
@@ -85,6 +89,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", metavar="FILE", help="a file with the prompt; - is standard input")
     add("--prompt-ids", metavar="IDS", help='token ids, as in "12 7 9"; - reads them from standard input')
     parser.add_argument("--json", action="store_true", help="print one JSON object per completion instead")
+    parser.add_argument(
+        "--colour",
+        choices=COLOURS,
+        default="auto",
+        help="tokens accepted from the draft; auto: on a terminal, unless NO_COLOR is set (default: auto)",
+    )
     add_settings(parser, SamplingParams, title="sampling")
     add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
 
@@ -96,9 +106,9 @@ def _generate(args: argparse.Namespace) -> None:
         print(SYNTHETIC, file=sys.stderr)
     with SpecEngine(args.model, config) as engine:
         if params.n == 1 and not args.json:
-            stream_text(engine, prompt, params)
+            stream_text(engine, prompt, params, colour=args.colour)
         else:
-            print_choices(engine, prompt, params, as_json=args.json)
+            print_choices(engine, prompt, params, as_json=args.json, colour=args.colour)
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:

@@ -288,6 +288,12 @@ class EngineConfig(Settings):
         title="measure, and draft each step what pays, nothing included; False: always the largest draft",
         description="True or False",
     )
+    draft_noise: bool = Field(
+        True,
+        title="rank a head's guesses with the noise by which the target will choose; False: by its logits "
+        "alone, to measure what the noise is worth; it changes no text",
+        description="True or False",
+    )
     slots: Literal["record", "snapshot"] = Field(
         "record",
         title="what a draft token keeps: the record of what it adds to the state, or the whole state",

@@ -29,6 +29,8 @@ class Counts:
     """Steps by the number of drafted tokens that they accepted."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Wall time of the steps by phase. Rows share steps, so requests' times overlap."""
+    timed: int = 0
+    """The steps that this is the time of; rows that shared one make it no more."""
 
     def note(self, *, drafted: int, depth: int, accepted: int, tokens: int) -> None:
         """Count one row of one step: a draft of so many nodes and such depth, and what came of it."""
@@ -45,6 +47,7 @@ class Counts:
 
     def spend(self, seconds: Mapping[str, float]) -> None:
         """Add one step's time."""
+        self.timed += 1
         for phase, took_s in seconds.items():
             self.seconds[phase] += took_s
 

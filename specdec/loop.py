@@ -11,6 +11,7 @@ from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS, Network
 from specdec.outputs import TokenLogprob
 from specdec.parts import Part, build_parts
+from specdec.request import Said
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
@@ -154,7 +155,9 @@ class DecodeLoop:
             return
         self.speculation.learn(request, path.emitted)
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
-        kept = request.accept(list(zip(path.emitted, logprobs, strict=True)))
+        kept = request.accept(
+            [Said(*each) for each in zip(path.emitted, part.origins(path), logprobs, strict=True)]
+        )
         if part.decodes:
             part.count(request.counts, path, kept)
             part.count(self.counts, path, kept)

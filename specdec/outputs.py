@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from specdec.state_slots.arena import ArenaUsage
+from specdec.text import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -92,6 +93,10 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
+    origins: tuple[int, ...] = ()
+    """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+    pieces: tuple[Piece, ...] = ()
+    """The text by the tokens that wrote it, each piece with its token's origin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,8 @@ class Completion:
     stats: RequestStats
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    origins: tuple[int, ...] = field(default=(), repr=False)
+    """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], index: int, deltas: Sequence[Delta]) -> Self:
@@ -120,4 +127,5 @@ class Completion:
             stats=last.stats or RequestStats(prompt_tokens=len(prompt), output_tokens=len(token_ids)),
             index=index,
             logprobs=None if last.logprobs is None else logprobs,
+            origins=tuple(origin for delta in deltas for origin in delta.origins),
         )

@@ -39,6 +39,11 @@ class Part:
             request.chooser, len(request.tokens) + len(path), tuple(self.tree.tokens[n] for n in path)
         )
 
+    def origins(self, path: AcceptedPath) -> list[int]:
+        """Say where each token that the path emits came from: the depth of its draft, or 0, the target."""
+        accepted = len(path.nodes) - 1 if self.draft else 0
+        return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
+
     def count(self, counts: Counts, path: AcceptedPath, tokens: int) -> None:
         """Note what came of the draft, of whose tokens the request took so many."""
         accepted = len(path.nodes) - 1

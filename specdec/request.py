@@ -8,6 +8,7 @@ logits choose the next token. Prefill, resumption and decoding are therefore one
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,12 +17,21 @@ from specdec.counts import Counts
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta, FinishReason, RequestStats, TokenLogprob
 from specdec.state_slots.backing import Committed
-from specdec.text import TextStream
+from specdec.text import Cutter, TextStream
 from specdec.verify.choose import Chooser
 
 logger = logging.getLogger(__name__)
 
 Emit = Callable[[Delta | SpecdecError], None]
+
+
+class Said(NamedTuple):
+    """One token of a step."""
+
+    token: int
+    origin: int = 0
+    """0: the target's own choice; n: accepted from a draft, where it stood at depth n."""
+    logprob: TokenLogprob | None = None
 
 
 class Request:
@@ -57,7 +67,8 @@ class Request:
         """Set by any thread; acted upon between two steps."""
         self.finish_reason: FinishReason | None = None
         self._unsent_text = ""
-        self._unsent: list[tuple[int, TokenLogprob | None]] = []
+        self._unsent: list[Said] = []
+        self._cutter = Cutter()
         self.forget_memory()
 
     def forget_memory(self) -> None:
@@ -90,21 +101,22 @@ class Request:
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 
-    def accept(self, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> int:
+    def accept(self, chosen: Sequence[Said]) -> int:
         """Append the tokens of one step up to the first that ends the request; return how many that were.
 
         `take_delta` gives what is to be sent of them.
         """
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
-        for token, logprob in chosen:
-            self.tokens.append(token)
-            self._unsent.append((token, logprob))
-            self.chooser.observe(token)
-            if token in self.stop_ids:
+        for said in chosen:
+            self.tokens.append(said.token)
+            self._unsent.append(said)
+            self.chooser.observe(said.token)
+            if said.token in self.stop_ids:
                 self.finish_reason = "stop"
             elif self.text is not None:
-                self._unsent_text += self.text.push(token)
+                self._unsent_text += self.text.push(said.token)
+                self._cutter.note(self.text.length, said.origin)
                 if self.text.stopped:
                     self.finish_reason = "stop"
             if self.finish_reason is None and len(self.tokens) >= self.last_length:
@@ -130,14 +142,16 @@ class Request:
         if self.finish_reason:
             text += self.text.finish() if self.text else ""
             stats = self._stats()
-        logprobs = tuple(logprob for _, logprob in kept if logprob)
+        logprobs = tuple(said.logprob for said in kept if said.logprob)
         return Delta(
             text=text,
-            token_ids=tuple(token for token, _ in kept),
+            token_ids=tuple(said.token for said in kept),
             index=self.index,
             logprobs=logprobs if self.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stats=stats,
+            origins=tuple(said.origin for said in kept),
+            pieces=self._cutter.cut(text),
         )
 
     def send(self, item: Delta | SpecdecError) -> None:

@@ -54,6 +54,7 @@ class Resolved:
     bounds: Shape
     """The largest draft."""
     adaptive: bool
+    draft_noise: bool
     slots: str
     synthetic: tuple[float, ...] | None
     """Rates by depth at which drafts are accepted whatever they say."""
@@ -89,7 +90,7 @@ def resolve(
     if kv_dtype and kernels == "native":
         logger.info("attention: in torch, since the C forms read no keys of 8 bits")
     layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype, kv_dtype=kv_dtype)
-    bounds = _bounds(config)
+    bounds = bounds_of(config)
     longest = config.max_model_len or network.max_length
     if longest > network.max_length:
         raise ConfigError(
@@ -121,6 +122,7 @@ def resolve(
         drafters=drafters,
         bounds=bounds,
         adaptive=config.adaptive,
+        draft_noise=config.draft_noise,
         slots=config.slots,
         synthetic=_synthetic(config, bounds),
         graphs=graphs,
@@ -141,7 +143,7 @@ def _refuse_unbuilt(config: EngineConfig) -> None:
             raise ConfigError(f"{field}: {value!r} is not supported yet; use {choices}.", field=field)
 
 
-def _bounds(config: EngineConfig) -> Shape:
+def bounds_of(config: EngineConfig) -> Shape:
     """Return the largest draft. What is given bounds it; what is not follows from what is.
 
     Alone, `num_steps` asks for a chain, as elsewhere; nothing given, there is room for a tree.

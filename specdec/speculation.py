@@ -3,13 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.calibration import Assumed
+from specdec.draft.calibration import Assumed, Tally
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.head import HeadDrafter, Place
 from specdec.draft.policy import Batch, Policy
@@ -40,6 +41,14 @@ class Asked:
     merged: Proposal
 
 
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What was accepted so far, as an engine and its drafters remember it."""
+
+    track: TrackRecord
+    tallies: tuple[list[list[Tally]], ...]
+
+
 class Speculation:
     """Owns the drafters, the choice of shape, and every request's track record."""
 
@@ -51,6 +60,7 @@ class Speculation:
         kernels: Kernels,
         *,
         synthetic: Sequence[float] | None = None,
+        noise: bool = True,
     ) -> None:
         self.policy, self.backing, self.scheduler, self.kernels = policy, backing, scheduler, kernels
         self.drafters: list[Drafter] = []
@@ -58,6 +68,8 @@ class Speculation:
         """The drafter that reads the target's hidden states, if there is one."""
         self.synthetic = synthetic
         """Rates by depth at which drafts are accepted whatever they say."""
+        self.noise = noise
+        """Whether guesses are ranked with the noise by which the target will choose."""
         self.track = TrackRecord()
         self._tracks: dict[int, TrackRecord] = {}
         self._requests: dict[int, Request] = {}
@@ -165,13 +177,13 @@ class Speculation:
         return None
 
     def rank(self, logits_NV: Tensor, places: Sequence[Place], count: int) -> list[Ranked]:
-        """Rank a head's guesses by the rule and the noise by which their request will choose."""
+        """Rank a head's guesses by the rule by which their request will choose, and its noise if asked to."""
         nodes = [
             Node(request.chooser, len(request.tokens) + len(place.path), place.path)
             for place in places
             if (request := self._requests[place.key])  # type: ignore[index]
         ]
-        return rank(logits_NV, nodes, self.kernels, count)
+        return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
 
     def learn(self, request: Request, emitted: Sequence[int]) -> None:
         """Compare what was proposed, verified or not, with the tokens that came."""
@@ -198,6 +210,17 @@ class Speculation:
         self._asked.clear()
         for drafter in self.drafters:
             drafter.calibrator.forget()
+
+    def experience(self) -> Experience:
+        """Copy what was accepted so far."""
+        return Experience(deepcopy(self.track), tuple(deepcopy(d.calibrator.tallies) for d in self.drafters))
+
+    def recall(self, experience: Experience) -> None:
+        """Go on as after this experience, whatever has come since."""
+        self.forget_experience()
+        self.track = deepcopy(experience.track)
+        for drafter, tallies in zip(self.drafters, experience.tallies, strict=True):
+            drafter.calibrator.tallies = deepcopy(tallies)
 
     def distrust(self, request: Request) -> None:
         """Let a request decode by itself in the next step: its last draft made the target's numbers NaN."""

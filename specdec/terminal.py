@@ -1,37 +1,73 @@
-"""What `generate` shows: text as it comes, figures at its end; interrupted, what was said until then."""
+"""What `generate` shows: text as it comes, drafted tokens in colour, figures at its end.
+
+Interrupted, it shows what was said until then.
+"""
 
 import asyncio
 import dataclasses
 import json
+import os
 import re
 import sys
+from collections.abc import Iterable
 
 from specdec.config import SamplingParams
 from specdec.engine import SpecEngine
 from specdec.outputs import Completion, Delta, RequestStats
+from specdec.text import Piece
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """What a terminal would obey instead of showing it: all but the tab and the end of a line."""
 
+ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
+"""What makes a terminal write what a draft got right, and all else."""
+COLOURS = ("auto", "always", "never")
+LEGEND = f"{ACCEPTED}In this colour{PLAIN}: accepted from the draft. The rest is the verifier's own choice."
+
 Prompt = str | list[int]
 
 
-def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams) -> None:
+def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, colour: str = "auto") -> None:
     """Print a completion as it comes, and its figures on stderr at the end."""
-    stats = asyncio.run(_print_deltas(engine, prompt, params))
+    coloured = paints(colour)
+    stats = asyncio.run(_print_deltas(engine, prompt, params, coloured=coloured))
     if stats is not None:
+        if coloured and stats.accepted:
+            print(f"\n{LEGEND}", end="", file=sys.stderr)
         print(f"\n{figures(stats, engine.model.settings.drafters)}", file=sys.stderr)
 
 
-def print_choices(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
+def print_choices(
+    engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, as_json: bool, colour: str = "auto"
+) -> None:
     """Print every choice once all have ended; Ctrl-C prints what they had said by then."""
     heard: list[list[Delta]] = [[] for _ in range(params.n)]
+    coloured = paints(colour)
     try:
         asyncio.run(_hear(engine, prompt, params, heard))
     except KeyboardInterrupt:
-        _print_heard(engine, prompt, heard, as_json=as_json)
+        _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
         raise
-    _print_heard(engine, prompt, heard, as_json=as_json)
+    _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
+
+
+def paints(colour: str) -> bool:
+    """Tell whether to write in colour: `auto` does on a terminal, unless NO_COLOR is set to something."""
+    if colour != "auto":
+        return colour == "always"
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
+    """Return pieces as a terminal may show them, those that a draft got right in a colour of their own."""
+    shown, accepted = [], False
+    for text, origin in pieces:
+        if coloured and accepted != (origin > 0):
+            accepted = origin > 0
+            shown.append(ACCEPTED if accepted else PLAIN)
+        shown.append(visible(text))
+    # No colour outlives its piece: whatever is printed next, and whoever stops here, begins plain.
+    return "".join([*shown, PLAIN] if accepted else shown)
 
 
 def visible(text: str) -> str:
@@ -70,12 +106,14 @@ def _earned(stats: RequestStats) -> str:
     )
 
 
-async def _print_deltas(engine: SpecEngine, prompt: Prompt, params: SamplingParams) -> RequestStats | None:
+async def _print_deltas(
+    engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, coloured: bool
+) -> RequestStats | None:
     stats, began = None, False
     try:
         async for delta in engine.stream(prompt, params):
             began = True
-            print(visible(_shown(engine, delta)), end="", flush=True)
+            print(painted(_pieces(engine, delta), coloured=coloured), end="", flush=True)
             stats = delta.stats
     except asyncio.CancelledError:
         began = True
@@ -92,19 +130,24 @@ async def _hear(engine: SpecEngine, prompt: Prompt, params: SamplingParams, hear
         heard[delta.index].append(delta)
 
 
-def _print_heard(engine: SpecEngine, prompt: Prompt, heard: list[list[Delta]], *, as_json: bool) -> None:
+def _print_heard(
+    engine: SpecEngine, prompt: Prompt, heard: list[list[Delta]], *, as_json: bool, coloured: bool
+) -> None:
     ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
     for index, deltas in enumerate(heard):
         if as_json:
             print(_as_json(Completion.of([int(i) for i in ids], index, deltas), ended=_ended(deltas)))
         else:
-            print(f"[{index}] {visible(''.join(_shown(engine, delta) for delta in deltas))}")
+            pieces = [piece for delta in deltas for piece in _pieces(engine, delta)]
+            print(f"[{index}] {painted(pieces, coloured=coloured)}")
     sys.stdout.flush()
 
 
-def _shown(engine: SpecEngine, delta: Delta) -> str:
+def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[Piece]:
     """Return what can be shown of a delta: without a tokenizer there is no text, but there are ids."""
-    return delta.text if engine.tokenizer else "".join(f"{token} " for token in delta.token_ids)
+    if engine.tokenizer:
+        return delta.pieces
+    return [Piece(f"{token} ", origin) for token, origin in zip(delta.token_ids, delta.origins, strict=True)]
 
 
 def _ended(deltas: list[Delta]) -> bool:

@@ -1,7 +1,9 @@
 """Text to tokens and back: a folder's tokenizer, and the stream that turns one output's tokens into text."""
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
@@ -77,6 +79,8 @@ class TextStream:
         self._unfinished = 0
         """Tokens since the text was whole, that is, ended with a finished character."""
         self._held = ""
+        self.length = 0
+        """Characters of the text so far, those that are held back for a stop string included."""
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -92,6 +96,7 @@ class TextStream:
         new = text[self._decoded : certain]
         self._decoded = max(self._decoded, certain)
         self._slide(len(text) - self._decoded)
+        self.length += len(new)
         return self._release(new, last=False)
 
     def finish(self) -> str:
@@ -123,6 +128,44 @@ class TextStream:
         keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+class Piece(NamedTuple):
+    """A part of a text that one token wrote, or finished."""
+
+    text: str
+    origin: int
+    """Where the token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+
+
+class Cutter:
+    """Cut a text, which may lag behind its tokens, into what each of them wrote."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[int, int]] = deque()
+        """Where the tokens' texts end that have not been cut to their end, and the tokens' origins."""
+        self._noted = self._cut = 0
+        self._last = 0
+        """The origin of the token noted last: what is shown at the end for lack of more is its."""
+
+    def note(self, length: int, origin: int) -> None:
+        """Hear of a token, and how long the text is with it."""
+        self._last = origin
+        if length > self._noted:
+            self._ends.append((length, origin))
+            self._noted = length
+
+    def cut(self, text: str) -> tuple[Piece, ...]:
+        """Return the next part of the text in pieces."""
+        pieces = []
+        while text:
+            end, origin = self._ends[0] if self._ends else (self._cut + len(text), self._last)
+            piece, text = text[: end - self._cut], text[end - self._cut :]
+            self._cut += len(piece)
+            pieces.append(Piece(piece, origin))
+            if self._ends and self._cut == end:
+                self._ends.popleft()
+        return tuple(pieces)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -42,9 +42,9 @@ def test_the_fields_are_those_of_the_api() -> None:
         "stop_token_ids ignore_eos seed logprobs logit_bias n"
     )
     assert " ".join(EngineConfig.model_fields) == (
-        "device dtype kv_dtype quantize draft draft_model num_steps topk num_draft_tokens adaptive slots "
-        "memory_bytes max_running max_model_len chunk_tokens prefix_cache kernels graphs seed "
-        "synthetic_acceptance"
+        "device dtype kv_dtype quantize draft draft_model num_steps topk num_draft_tokens adaptive "
+        "draft_noise slots memory_bytes max_running max_model_len chunk_tokens prefix_cache kernels graphs "
+        "seed synthetic_acceptance"
     )
 
 
@@ -111,6 +111,7 @@ def test_temperatures_too_small_for_float32_are_greedy() -> None:
         ("topk", [0, -1]),
         ("num_draft_tokens", [1, 65]),
         ("adaptive", [None, "on"]),
+        ("draft_noise", [None, "shared", 1]),
         ("slots", ["copy"]),
         ("memory_bytes", [0, -5, 1.5, "x", "2 XB", "1.2.3GB", "-1GB", "", ".", "GB", "0.1 B"]),
         ("max_running", [0, None]),

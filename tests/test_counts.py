@@ -21,6 +21,13 @@ def test_nothing_counted_is_nothing() -> None:
     assert (counts.acceptance_length, counts.per_depth, counts.steps) == (0.0, (), 0)
 
 
+def test_time_is_of_so_many_steps() -> None:
+    counts = Counts()
+    for took_s in (1.0, 2.0):
+        counts.spend({"draft": took_s, "verify": 0.5})
+    assert (counts.timed, counts.seconds["draft"], counts.seconds["verify"]) == (2, 3.0, 1.0)
+
+
 def test_counts_by_hand() -> None:
     """A chain of 3 of which 1 is accepted, a tree that is followed to its end, a step without a draft."""
     counts = Counts()

@@ -16,7 +16,7 @@ from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, SpecdecError
 from specdec.kernels.table import load_kernels
 from specdec.outputs import Delta
-from specdec.request import Request
+from specdec.request import Request, Said
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
@@ -74,7 +74,7 @@ class Bench:
             # What a share reads has its place.
             assert len(request.table_N) >= LAYOUT.blocks_for(request.computed) and request.committed
             if not request.owed:
-                request.accept([(TOKEN, None)])
+                request.accept([Said(TOKEN)])
             if request.finish_reason:
                 self.scheduler.release(request)
                 request.send(request.take_delta())

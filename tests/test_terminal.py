@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -11,9 +12,16 @@ import pytest
 
 from specdec import Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.cli import main
-from specdec.terminal import figures, print_choices, stream_text, visible
+from specdec.terminal import ACCEPTED, LEGEND, PLAIN, figures, print_choices, stream_text, visible
+from tests.agreeing import write_agreeing
 
 PROMPT = "def f():"
+CODES = re.compile(r"\x1b\[\d+m")
+DRAFTED = [
+    *("--prompt-ids", "5 6", "--temperature", "0", "--max-tokens", "7", "--ignore-eos", "--draft", "mtp"),
+    *("--synthetic-acceptance", "1,1,0", "--num-steps", "3", "--no-adaptive"),
+]
+"""The first token comes of the prompt, then twice two of a draft and one of the verifier's own."""
 Capture = pytest.CaptureFixture[str]
 
 
@@ -22,6 +30,13 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.fixture(scope="module")
+def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agreeing")
+    write_agreeing(folder, "qwen3_5")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +59,7 @@ def test_what_a_model_says_reaches_a_terminal_escaped_and_a_pipe_as_it_is(
     assert engine.tokenizer
     (escape,) = engine.tokenizer.encode("\x1b")
     params = SamplingParams(max_tokens=3, temperature=0.1, logit_bias={escape: 100.0}, n=n)
+    monkeypatch.setenv("NO_COLOR", "1")
     for stream, expected in ((Terminal(), "\\x1b" * 3), (io.StringIO(), "\x1b" * 3)):
         monkeypatch.setattr(sys, "stdout", stream)
         if n == 1:
@@ -55,6 +71,54 @@ def test_what_a_model_says_reaches_a_terminal_escaped_and_a_pipe_as_it_is(
     monkeypatch.setattr(sys, "stdout", terminal)
     print_choices(engine, PROMPT, params, as_json=True)
     assert [json.loads(line)["text"] for line in terminal.getvalue().splitlines()] == ["\x1b" * 3] * n
+
+
+@pytest.mark.parametrize(
+    ("colour", "no_color", "terminal", "expected"),
+    [
+        ("auto", "", True, True),
+        ("auto", "1", True, False),
+        ("auto", "", False, False),
+        ("always", "1", False, True),
+        ("never", "", True, False),
+    ],
+)
+def test_accepted_tokens_have_a_colour_where_there_are_colours(
+    colour: str,
+    no_color: str,
+    terminal: bool,
+    expected: bool,
+    agreeing: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    out = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["generate", str(agreeing), *DRAFTED, "--colour", colour]) == 0
+    # The first token, then twice two that were drafted and the verifier's own.
+    plain = CODES.sub("", out.getvalue())
+    a, b, c, d, e, f, g = plain.strip()
+    marked = f"{a}{ACCEPTED}{b}{c}{PLAIN}{d}{ACCEPTED}{e}{f}{PLAIN}{g}\n"
+    assert CODES.sub("", painted_whole(out.getvalue())) == plain
+    assert painted_whole(out.getvalue()) == (marked if expected else plain)
+    assert (LEGEND in capsys.readouterr().err) == expected
+
+
+def painted_whole(text: str) -> str:
+    """Leave out codes that change nothing, as between two deltas."""
+    return text.replace(f"{PLAIN}{ACCEPTED}", "")
+
+
+def test_choices_have_colours_and_json_has_none(agreeing: Path, capsys: Capture) -> None:
+    argv = ["generate", str(agreeing), *DRAFTED, "--temperature", "1", "--n", "2", "--seed", "3"]
+    assert main([*argv, "--colour", "always"]) == 0
+    assert capsys.readouterr().out.count(ACCEPTED) >= 3
+    assert main([*argv, "--json"]) == 0
+    choices = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [choice["origins"] for choice in choices] == [[0, 1, 2, 0, 1, 2, 0]] * 2
+    assert not any(ACCEPTED in choice["text"] for choice in choices)
 
 
 @pytest.fixture

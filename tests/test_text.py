@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from specdec.errors import CheckpointError
-from specdec.text import CONTEXT, TextStream, Tokenizer, load_tokenizer
+from specdec.text import CONTEXT, Cutter, Piece, TextStream, Tokenizer, load_tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 SAMPLES = (
@@ -105,6 +105,41 @@ def cut(text: str, stops: list[str]) -> str:
 def test_pieces_make_up_the_decoded_text(data: bytes, rng: random.Random) -> None:
     tokens = tokens_of(data, rng)
     assert "".join(pieces_of(tokens)) == TOKENIZER.decode(tokens) == data.decode(errors="replace")
+
+
+def told(tokens: list[int], stop: list[str] | None, rng: random.Random) -> tuple[list[str], list[Piece]]:
+    """Send a text now and then; return what was sent and how it was cut, each token's origin its place."""
+    stream, cutter, unsent = TextStream(TOKENIZER, stop), Cutter(), ""
+    sent: list[str] = []
+    pieces: list[Piece] = []
+    for place, token in enumerate(tokens):
+        unsent += stream.push(token)
+        cutter.note(stream.length, place)
+        if stream.stopped:
+            break
+        if rng.random() < 0.4:
+            sent, pieces, unsent = [*sent, unsent], [*pieces, *cutter.cut(unsent)], ""
+    unsent += stream.finish()
+    return [*sent, unsent], [*pieces, *cutter.cut(unsent)]
+
+
+@given(st.lists(BYTES, max_size=8).map(b"".join), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=100)
+def test_pieces_are_what_each_token_wrote(data: bytes, rng: random.Random) -> None:
+    tokens = tokens_of(data, rng)
+    stream = TextStream(TOKENIZER)
+    written = [stream.push(token) for token in tokens]
+    sent, pieces = told(tokens, None, rng)
+    assert "".join(piece.text for piece in pieces) == "".join(sent)
+    for place, text in enumerate(written[:-1]):  # the last one's piece may end with what was unfinished
+        assert "".join(piece.text for piece in pieces if piece.origin == place) == text
+
+
+def test_pieces_held_back_for_a_stop_stay_their_tokens_own() -> None:
+    tokens = [TOKEN_OF[byte] for byte in b"ab12x12345"]
+    sent, pieces = told(tokens, ["1234"], random.Random(1))
+    assert "".join(sent) == "ab12x"
+    assert pieces == [Piece(letter, place) for place, letter in enumerate("ab12x")]
 
 
 @given(st.data())

@@ -70,7 +70,11 @@ class CaseResult:
 def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
     """Check, measure, and return the report."""
     refuse_unknown(options.peers)
-    folder = options.model or cached_checkpoint(shape_config(options.shape), seed=options.seed)
+    folder = (
+        Checkpoint(options.model).folder
+        if options.model
+        else cached_checkpoint(shape_config(options.shape), seed=options.seed)
+    )
     engine = EngineRunner(folder, _with_room(config, options))
     settings, spec = engine.model.settings, engine.model.network.spec
     oracle = TransformersPeer(folder, dtype=settings.dtype, device=settings.device)

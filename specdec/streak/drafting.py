@@ -37,8 +37,10 @@ class Read(NamedTuple):
 class DeviceDrafter:
     """Owns the table that makes the head's beliefs probabilities; all else that changes is in the rows."""
 
-    def __init__(self, head: Head, kernels: Kernels, arena: Arena, pack: Packer, table: Table) -> None:
-        self.head, self.kernels, self.arena, self.pack = head, kernels, arena, pack
+    def __init__(
+        self, head: Head, kernels: Kernels, arena: Arena, pack: Packer, table: Table, *, noise: bool = True
+    ) -> None:
+        self.head, self.kernels, self.arena, self.pack, self.noise = head, kernels, arena, pack, noise
         self.table_3DR = torch.tensor(table, dtype=torch.float64, device=arena.data.device)
 
     def calibrate(self, table: Table) -> None:
@@ -112,7 +114,8 @@ class DeviceDrafter:
         for start in range(0, b, some := max(1, LOGITS // f)):
             part = rows.part(start, start + some)
             logits_NV = self.head.logits(after_BFD[start : start + some].flatten(0, 1))
-            own = Rules(spread(part.temperature_B, f))
+            # A temperature orders nothing; what is asked for at none gets no noise.
+            own = Rules(spread(part.temperature_B if self.noise else 0 * part.temperature_B, f))
             at_N = spread(part.seed_B, f), spread(part.length_B + depth, f)
             token_NK, share_NK = self.kernels.best(logits_NV, own, *at_N, count)
             tokens.append(token_NK.view(-1, f, token_NK.shape[1]))

@@ -109,24 +109,25 @@ def _picked(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tenso
     return token_N
 
 
-def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
+def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise: bool = True) -> Tensor:
     """Return what is compared at each node: its logits by its request's rules, plus the noise of its place.
 
-    The argument itself where no node has rules.
+    The argument itself where no node has rules. Without `noise` it is what plain ranking would compare.
     """
     busy = [n for n, node in enumerate(nodes) if not node.chooser.is_plain]
     if not busy:
         return logits_NV
     if len(busy) == len(nodes):
-        return _scores(logits_NV, nodes, kernels)
+        return _scores(logits_NV, nodes, kernels, noise=noise)
     scores_NV, busy_R = logits_NV.clone(), torch.tensor(busy, device=logits_NV.device)
-    scores_NV[busy_R] = _scores(logits_NV[busy_R], [nodes[n] for n in busy], kernels)
+    scores_NV[busy_R] = _scores(logits_NV[busy_R], [nodes[n] for n in busy], kernels, noise=noise)
     return scores_NV
 
 
-def _scores(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
+def _scores(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise: bool) -> Tensor:
     scores_NV = kernels.process(logits_NV, _rules(nodes, logits_NV.device))
-    _add_noise(scores_NV, nodes, kernels)
+    if noise:
+        _add_noise(scores_NV, nodes, kernels)
     return scores_NV
 
 

@@ -11,13 +11,15 @@ Ranked = tuple[list[int], list[float]]
 """Tokens, the likeliest first, and how sure the drafter is of each."""
 
 
-def rank(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, count: int) -> list[Ranked]:
+def rank(
+    logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, count: int, *, noise: bool = True
+) -> list[Ranked]:
     """Return the `count` best tokens of each node under its request's own rule of choice.
 
     Of equals the smaller id is first, as it is chosen. The target will compare its logits plus the noise of
     (seed, position, token); so does this, with the drafter's logits. A confidence is the share of a token
     under a softmax of what is compared, which is no probability once noise is in it: whoever compares nodes
-    must calibrate it.
+    must calibrate it. Without the noise it is one, of tokens that are the likeliest and not the coming ones.
     """
-    token_NK, share_NK = kernels.top(perturb(logits_NV, nodes, kernels), count)
+    token_NK, share_NK = kernels.top(perturb(logits_NV, nodes, kernels, noise=noise), count)
     return list(zip(token_NK.tolist(), share_NK.tolist(), strict=True))

@@ -71,6 +71,18 @@ def test_shares_are_of_what_is_compared_and_fall(seed: int) -> None:
         assert len(set(tokens)) == 6
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_without_the_noise_it_is_the_likeliest_by_the_rule_alone(seed: int) -> None:
+    nodes, logits_NV = make_nodes(seed), make_logits(len(RULES), seed).double()
+    ranked = rank(logits_NV, nodes, KERNELS, 4, noise=False)
+    elsewhere = [Node(own.chooser, own.position + 1, own.path) for own in nodes]
+    assert ranked == rank(logits_NV, elsewhere, KERNELS, 4, noise=False)
+    plain = plain_node(temperature=0.5)
+    ((tokens, shares),) = rank(logits_NV[:1], [plain], KERNELS, 4, noise=False)
+    expected = (logits_NV[0] / 0.5).softmax(-1).topk(4)
+    assert tokens == expected.indices.tolist() and shares == pytest.approx(expected.values.tolist(), abs=1e-6)
+
+
 def test_a_place_is_ranked_alike_in_any_company() -> None:
     nodes, logits_NV = make_nodes(1), make_logits(len(RULES), 1)
     before_NV, together = logits_NV.clone(), rank(logits_NV, nodes, KERNELS, 3)

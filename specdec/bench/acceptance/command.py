@@ -1,0 +1,201 @@
+"""The acceptance benchmark's command line."""
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
+from specdec.config import EngineConfig, SamplingParams
+from specdec.draft.proposal import Shape
+from specdec.errors import ConfigError
+from specdec.options import add_settings, at_least, listed, settings_from
+
+DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
+DEFAULT_TREE = 16
+"""Tokens of a tree of which nothing is said."""
+DRAFTS = ("auto", "mtp", "eagle", "ngram", "suffix", "none")
+SWEPT = {
+    *("draft", "num_steps", "topk", "num_draft_tokens", "adaptive", "draft_noise", "seed", "prefix_cache"),
+    *("memory_bytes", "max_running", "max_model_len", "synthetic_acceptance"),
+}
+"""Settings of an engine that the benchmark sets itself."""
+ABOUT = """\
+All settings take turns on every batch of prompts, `none` among them, and every text is compared with what
+`none` says. A model is loaded once for each kind of head that drafts; the engines over it share its weights,
+and each has its own memory for sequences. As many engines stand side by side as --memory holds; where that
+is fewer than there are settings, the one used least recently is put together anew when its turn comes. With
+--out a run that was cut short goes on where it ended when it is repeated. What the columns mean stands under
+the table."""
+
+
+def add_acceptance(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the acceptance benchmark."""
+    parser.set_defaults(command=_acceptance)
+    parser.description, parser.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
+    add, counts = parser.add_argument, listed(at_least(1))
+    add("model", metavar="MODEL", type=Path, nargs="?", help="folder of a Hugging Face checkpoint, or tiny")
+    add("--compare", metavar="FILE", type=Path, nargs=2, help="say what moved from one result to another")
+    swept = parser.add_argument_group("what is swept, with commas")
+    sweep = swept.add_argument
+    sweep(
+        "--draft",
+        metavar="NAMES",
+        type=listed(_one_of(*DRAFTS)),
+        default=["auto"],
+        help=f"{', '.join(DRAFTS)} (default: auto); none is always measured",
+    )
+    sweep("--num-steps", metavar="STEPS", type=counts, help="how deep drafts are")
+    sweep("--topk", metavar="TOKENS", type=counts, help="children of a drafted token; 1 drafts a chain")
+    sweep("--num-draft-tokens", metavar="TOKENS", type=counts, help="tokens verified a step, with the root")
+    sweep(
+        "--shape",
+        metavar="STEPS:TOPK:TOKENS",
+        type=listed(_shape),
+        help="shapes instead of all products of the three (default: 4:1:5,4:4:16)",
+    )
+    sweep(
+        "--adaptive",
+        metavar="STEPS:TOPK:TOKENS",
+        nargs="?",
+        type=_shape,
+        const=DEFAULT_BOUNDS,
+        help="also let the loop choose, within this shape (default: the engine's own bounds)",
+    )
+    sweep(
+        "--temperature", metavar="TEMPERATURES", type=listed(_temperature), default=[0.0], help="(default: 0)"
+    )
+    sweep("--batch", metavar="ROWS", type=counts, default=[1], help="prompts answered at once (default: 1)")
+    sweep(
+        "--draft-noise",
+        metavar="NOISE",
+        type=listed(_one_of("shared", "none")),
+        default=["shared"],
+        help="at a temperature, rank a head's guesses with the target's noise, or without (default: shared)",
+    )
+    asked = parser.add_argument_group("prompts").add_argument
+    asked("--prompts", metavar="FILE", type=Path, help="a file of prompts (default: those that ship)")
+    asked("--category", metavar="NAMES", type=listed(str), default=[], help="with commas (default: all)")
+    asked("--limit", metavar="PROMPTS", type=at_least(1), help="so many of each category at most")
+    asked("--max-tokens", metavar="TOKENS", type=at_least(2), default=128, help="of output (default: 128)")
+    asked("--ignore-eos", action="store_true", help="write on past the model's own end")
+    add("--seed", metavar="SEED", type=at_least(0), default=0, help="what texts are drawn from (default: 0)")
+    add(
+        "--warmup",
+        metavar="PROMPTS",
+        type=at_least(0),
+        default=4,
+        help="uncounted, each setting (default: 4)",
+    )
+    add("--peers", metavar="PEER", type=listed(_one_of("transformers")), default=[], help="transformers")
+    add(
+        "--memory",
+        metavar="BYTES",
+        help="of all engines beside the weights; one is always there (default: half of what is free)",
+    )
+    add("--out", metavar="FOLDER", type=Path, help="keep measurements and results there")
+    add_settings(parser, EngineConfig, title="engine", without=SWEPT)
+
+
+def _acceptance(args: argparse.Namespace) -> None:
+    if args.compare:
+        from specdec.bench.acceptance import compare
+
+        return compare.run(*args.compare)
+    if args.model is None:
+        raise ConfigError("MODEL: name a checkpoint's folder, or tiny, which ships", field="model")
+    # Imported here, for it brings `transformers` along, which nothing else needs.
+    from specdec.bench.acceptance.measure import Length
+    from specdec.bench.acceptance.prompts import choose
+    from specdec.bench.acceptance.run import Options, run
+
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise ConfigError(f"--out: {args.out} is a file; name a folder", field="out")
+    config = _engine(args)
+    options = Options(
+        model=args.model,
+        sweep=_sweep(args),
+        prompts=choose(args.prompts, args.category, args.limit),
+        length=Length(args.max_tokens, args.ignore_eos),
+        seed=args.seed,
+        warmup=args.warmup,
+        memory=EngineConfig.model_validate({"memory_bytes": args.memory}).memory_bytes,
+        arguments=_arguments(args),
+    )
+    run(options, config, args.out)
+
+
+def _engine(args: argparse.Namespace) -> EngineConfig:
+    """Return what was said of the engine beside what is swept."""
+    given = {name: value for name, value in vars(args).items() if name not in SWEPT}
+    return settings_from(argparse.Namespace(**given), EngineConfig)
+
+
+def _sweep(args: argparse.Namespace) -> Sweep:
+    return Sweep(
+        drafts=args.draft,
+        shapes=_shapes(args),
+        chosen=args.adaptive,
+        temperatures=args.temperature,
+        batches=args.batch,
+        noises=args.draft_noise,
+        transformers="transformers" in args.peers,
+    )
+
+
+def _shapes(args: argparse.Namespace) -> list[Shape]:
+    """Return the shapes that are named, or all products of the three numbers."""
+    products = {"num_steps": args.num_steps, "topk": args.topk, "num_draft_tokens": args.num_draft_tokens}
+    given = [name for name, values in products.items() if values]
+    if args.shape and given:
+        option = given[0].replace("_", "-")
+        raise ConfigError(f"--{option}: --shape says it already; give one of the two", field=given[0])
+    if args.shape or not given:
+        return list(args.shape or DEFAULT_SHAPES)
+    shapes = []
+    for steps, topk in itertools.product(args.num_steps or [4], args.topk or [1]):
+        default = steps + 1 if topk == 1 else max(DEFAULT_TREE, steps + 1)
+        shapes += [Shape(steps, topk, tokens) for tokens in args.num_draft_tokens or [default]]
+    return shapes
+
+
+def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what was asked for, all defaults filled in, as a report can hold it."""
+    left = {"command", "verbose", "out", "model", "compare", "num_steps", "topk", "num_draft_tokens"}
+    shown = {name: value for name, value in vars(args).items() if name not in left}
+    shown["shape"] = [_written(shape) for shape in _shapes(args)]
+    shown["adaptive"] = _written(args.adaptive) if args.adaptive else None
+    shown["prompts"] = str(args.prompts) if args.prompts else None
+    return shown
+
+
+def _written(shape: Shape) -> str:
+    return f"{shape.num_steps}:{shape.topk}:{shape.num_draft_tokens}"
+
+
+def _shape(text: str) -> Shape:
+    """Read STEPS:TOPK:TOKENS."""
+    found = re.fullmatch(r"([1-9]\d{0,3}):([1-9]\d{0,3}):([1-9]\d{0,3})", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write STEPS:TOPK:TOKENS, such as 4:4:16")
+    return Shape(*map(int, found.groups()))
+
+
+def _temperature(text: str) -> float:
+    try:
+        return SamplingParams.model_validate({"temperature": float(text)}).temperature
+    except (ValueError, ConfigError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no temperature; give numbers from 0 on") from None
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    """Make a type of option that takes one of some words."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return read

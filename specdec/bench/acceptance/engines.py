@@ -1,0 +1,105 @@
+"""One engine for each way to draft, over weights that they share: side by side, or in turn in less memory."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specdec.bench.acceptance.settings import HEADS, NONE, TRANSFORMERS, Drafting, widest
+from specdec.build import Model, assemble, build
+from specdec.config import EngineConfig
+from specdec.draft.head import Head
+from specdec.errors import ConfigError
+from specdec.models.network import Network
+from specdec.resolve import Resolved, free_memory
+from specdec.text import Tokenizer
+
+SHARE = 0.5
+"""Part of the free memory that engines may hold beside the weights, where nothing says how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Weights, with a head or without, and settings that have room for every shape asked of them."""
+
+    draft: str
+    network: Network
+    head: Head | None
+    tokenizer: Tokenizer | None
+    settings: Resolved
+
+
+class Engines:
+    """Owns the weights, and as many engines as memory holds; of those asked for least recently one gives way.
+
+    An engine put together anew has its weights, and learns again what its steps cost.
+    """
+
+    def __init__(
+        self, folder: Path, config: EngineConfig, draftings: Sequence[Drafting], memory: int | None
+    ) -> None:
+        """Load the weights of everyone who drafts; `config` says all else."""
+        self.left_out: list[str] = []
+        """Who cannot draft here, and why."""
+        self._loaded: list[Loaded] = []
+        for draft in sorted({d.draft for d in draftings} & {*HEADS}, key=HEADS.index):
+            if not self._donor(draft):
+                self._load(folder, config, draft, draftings)
+        if not self._loaded:
+            looked_up = next((d.draft for d in draftings if d.draft not in HEADS), NONE)
+            self._load(folder, config, looked_up, draftings)
+        self.draftings = [d for d in draftings if d.draft not in HEADS or self._donor(d.draft)]
+        budget = memory or int(SHARE * free_memory(self.first.settings.device))
+        self.most = max(1, budget // max(own.settings.memory_bytes for own in self._loaded))
+        """Engines at once."""
+        self._open: OrderedDict[Drafting, Model] = OrderedDict()
+
+    @property
+    def first(self) -> Loaded:
+        """Show what does not depend on who drafts: the network, its tokenizer, where it runs and in what."""
+        return self._loaded[0]
+
+    def open(self, drafting: Drafting) -> Model:
+        """Return an engine, put together now if it is not there."""
+        if drafting not in self._open:
+            while len(self._open) >= self.most:
+                self._open.popitem(last=False)
+            self._open[drafting] = self._assemble(drafting)
+        self._open.move_to_end(drafting)
+        return self._open[drafting]
+
+    def _load(self, folder: Path, config: EngineConfig, draft: str, draftings: Sequence[Drafting]) -> None:
+        """Read the weights and a head; who has none is left out."""
+        own_head = config.draft_model if draft in ("auto", "eagle") else None
+        fields = {**widest(draftings, draft), "adaptive": False, "draft_model": own_head}
+        try:
+            model = build(folder, EngineConfig.of(config, fields))
+        except ConfigError as error:
+            if draft == NONE or error.field not in ("draft", "draft_model"):
+                raise
+            self.left_out.append(str(error))
+            return
+        head = model.loop.speculation.head
+        own = Loaded(draft, model.network, head.head if head else None, model.tokenizer, model.settings)
+        self._loaded.append(own)
+
+    def _donor(self, draft: str) -> Loaded | None:
+        """Return the weights for a drafter: those with its head; of one without any."""
+        if draft not in HEADS:
+            return self.first
+        return next((own for own in self._loaded if draft in (*own.settings.drafters, own.draft)), None)
+
+    def _assemble(self, drafting: Drafting) -> Model:
+        donor = self._donor(drafting.draft)
+        assert donor is not None and drafting.draft != TRANSFORMERS
+        drafters = {NONE: (), "auto": donor.settings.drafters}.get(drafting.draft, (drafting.draft,))
+        settings = replace(
+            donor.settings,
+            drafters=drafters,
+            bounds=drafting.shape or donor.settings.bounds,
+            adaptive=drafting.chosen,
+            draft_noise=drafting.noise,
+        )
+        head = donor.head if drafting.draft in HEADS else None
+        loop = assemble(donor.network, head, settings)
+        return Model(loop, donor.network, donor.tokenizer, settings)

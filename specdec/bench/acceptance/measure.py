@@ -1,0 +1,211 @@
+"""Let one engine answer one batch of prompts: what was drafted, what came of it, and how long it took."""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Self
+
+from specdec.bench.acceptance.looping import loops
+from specdec.bench.acceptance.settings import Group
+from specdec.bench.peers import TransformersPeer
+from specdec.build import Model
+from specdec.config import SamplingParams
+from specdec.counts import PHASES
+from specdec.errors import SpecdecError
+from specdec.outputs import Delta
+from specdec.request import Request
+from specdec.text import Cutter, TextStream, Tokenizer
+from specdec.verify.choose import Chooser
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt as the model reads it."""
+
+    category: str
+    name: str
+    ids: tuple[int, ...]
+
+    def seed(self, seed: int, what: str = "") -> int:
+        """Return its own seed, which hangs on no other prompt."""
+        digest = hashlib.sha256(f"{seed} {self.category} {self.name} {what}".encode()).digest()
+        return int.from_bytes(digest[:8]) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """When an answer ends."""
+
+    max_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a setting said to one prompt, and what its verify steps did."""
+
+    category: str
+    name: str
+    token_ids: tuple[int, ...]
+    origins: tuple[int, ...]
+    steps: int
+    tokens: int
+    """What the verify steps added: all but the token that reading the prompt gave."""
+    drafted: int
+    reached: tuple[int, ...]
+    """By depth: the drafts that had a token there below what was accepted."""
+    followed: tuple[int, ...]
+    """By depth: those of them of which it was accepted."""
+    histogram: tuple[int, ...]
+    """Steps by the number of drafted tokens that they accepted, from 0."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Read one that was written as JSON."""
+        own: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
+        return cls(**own)
+
+    @property
+    def is_looping(self) -> bool:
+        return loops(self.token_ids)
+
+    @property
+    def length(self) -> float | None:
+        """Return its acceptance length; None where the prompt's own step said it all."""
+        return self.tokens / self.steps if self.steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One batch of prompts in one setting."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+    """From the first prompt's arrival to the last token of all."""
+    reading_s: float
+    """The part of it until every row had its first token."""
+    phases: Mapping[str, float]
+    """Seconds of the decoding steps by phase."""
+    timed: int
+    """How many steps that was, whatever rows took part."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Read what `as_json` wrote."""
+        answers = tuple(Answer.of(own) for own in fields["answers"])
+        return cls(**{**fields, "answers": answers})
+
+
+def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str = "") -> SamplingParams:
+    """Return how a prompt is answered in every setting of a group; `what` makes another draw of it."""
+    return SamplingParams(
+        max_tokens=length.max_tokens,
+        temperature=group.temperature,
+        ignore_eos=length.ignore_eos,
+        seed=asked.seed(seed, what),
+    )
+
+
+def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParams]) -> Measurement:
+    """Step an engine, in this thread, until it has answered a batch; later ones look nothing of it up."""
+    loop = model.loop
+    loop.scheduler.on_end = partial(loop.speculation.end, shared=False)
+    said: list[list[Delta | SpecdecError]] = [[] for _ in batch]
+    requests = [
+        _request(model, row, asked, own, said[row])
+        for row, (asked, own) in enumerate(zip(batch, params, strict=True))
+    ]
+    before, timed = dict(loop.counts.seconds), loop.counts.timed
+    start_s, reading_s = time.perf_counter(), 0.0
+    for request in requests:
+        loop.scheduler.submit(request)
+    while loop.scheduler.has_work:
+        loop.step()
+        if not reading_s and all(request.output_length for request in requests):
+            reading_s = time.perf_counter() - start_s
+    seconds = time.perf_counter() - start_s
+    for error in (item for items in said for item in items if isinstance(item, SpecdecError)):
+        raise error
+    return Measurement(
+        tuple(_answer(a, r, items) for a, r, items in zip(batch, requests, said, strict=True)),
+        seconds=seconds,
+        reading_s=reading_s,
+        phases={phase: loop.counts.seconds[phase] - before[phase] for phase in PHASES},
+        timed=loop.counts.timed - timed,
+    )
+
+
+def measure_peer(peer: TransformersPeer, asked: Asked, count: int) -> Measurement:
+    """Let `transformers` write as many tokens as the engine did to one prompt, each the likeliest."""
+    sample = peer.run([asked.ids], count - 1)
+    assert sample.token_ids is not None
+    answer = Answer(
+        category=asked.category,
+        name=asked.name,
+        token_ids=sample.token_ids[0],
+        origins=(0,) * count,
+        steps=count - 1,
+        tokens=count - 1,
+        drafted=0,
+        reached=(),
+        followed=(),
+        histogram=(count - 1,),
+    )
+    decoding_s = sum(sample.step_s)
+    phases = {**dict.fromkeys(PHASES, 0.0), "verify": decoding_s}
+    return Measurement((answer,), sample.prefill_s + decoding_s, sample.prefill_s, phases, count - 1)
+
+
+def pieces(tokenizer: Tokenizer | None, answer: Answer) -> list[tuple[str, int]]:
+    """Cut an answer's text into what each token wrote, with the token's origin; ids without a tokenizer."""
+    if tokenizer is None:
+        return [(f"{t} ", origin) for t, origin in zip(answer.token_ids, answer.origins, strict=True)]
+    stream, cutter, text = TextStream(tokenizer), Cutter(), ""
+    for token, origin in zip(answer.token_ids, answer.origins, strict=True):
+        text += stream.push(token)
+        cutter.note(stream.length, origin)
+    return [(piece.text, piece.origin) for piece in cutter.cut(text + stream.finish())]
+
+
+def _request(
+    model: Model, row: int, asked: Asked, params: SamplingParams, said: list[Delta | SpecdecError]
+) -> Request:
+    spec = model.network.spec
+    assert params.seed is not None
+    return Request(
+        row + 1,
+        asked.ids,
+        params,
+        chooser=Chooser(params, seed=params.seed, prompt=asked.ids, vocab=spec.vocab),
+        text=None,
+        stop_ids=frozenset() if params.ignore_eos else frozenset(spec.eos),
+        max_length=model.settings.max_model_len,
+        emit=said.append,
+    )
+
+
+def _answer(asked: Asked, request: Request, said: Sequence[Delta | SpecdecError]) -> Answer:
+    counts = request.counts
+    return Answer(
+        category=asked.category,
+        name=asked.name,
+        token_ids=tuple(request.tokens[request.prompt_length :]),
+        origins=tuple(origin for delta in said if isinstance(delta, Delta) for origin in delta.origins),
+        steps=counts.steps,
+        tokens=counts.tokens,
+        drafted=counts.drafted,
+        reached=tuple(counts.reached),
+        followed=tuple(counts.followed),
+        histogram=tuple(counts.histogram[i] for i in range(max(counts.histogram, default=0) + 1)),
+    )

@@ -1,0 +1,325 @@
+"""The run: all settings take turns on every batch of prompts, each text is checked, then all is summed up."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.bench.acceptance.differing import differ, require_rounding
+from specdec.bench.acceptance.engines import Engines
+from specdec.bench.acceptance.measure import (
+    Asked,
+    Length,
+    Measurement,
+    measure,
+    measure_peer,
+    params_for,
+    pieces,
+)
+from specdec.bench.acceptance.page import write_page
+from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.acceptance.settings import TRANSFORMERS, Group, Setting, Sweep
+from specdec.bench.acceptance.store import Store
+from specdec.bench.acceptance.summary import Pair, records
+from specdec.bench.acceptance.table import render
+from specdec.bench.agreement import rounding
+from specdec.bench.peers import TransformersPeer
+from specdec.bench.random_model import quiet_transformers
+from specdec.bench.report import environment, json_line, publish
+from specdec.chat import render as render_chat
+from specdec.config import EngineConfig
+from specdec.errors import ConfigError
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.families import is_narrow, read_network
+from specdec.speculation import Experience
+from specdec.text import Tokenizer, load_tokenizer
+
+T = TypeVar("T")
+
+EXAMPLES = 3
+"""Texts that a report shows of a setting, of as many categories."""
+SHOWN = 400
+"""Characters of a prompt that are shown with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to measure, on what."""
+
+    model: Path
+    sweep: Sweep
+    prompts: Sequence[Prompt]
+    length: Length
+    seed: int
+    warmup: int
+    """Prompts that every setting answers before it counts."""
+    memory: int | None
+    """Bytes that all engines may hold together beside the weights."""
+    arguments: Mapping[str, Any]
+    """What was asked for, as the report shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A batch of prompts of one category, and all settings of a group, which take turns on it."""
+
+    group: Group
+    number: int
+    batch: tuple[Asked, ...]
+
+    @property
+    def category(self) -> str:
+        return self.batch[0].category
+
+    def turns(self, settings: Sequence[Setting]) -> list[Setting]:
+        """Rotate the settings from batch to batch; `transformers`, which must know their lengths, is last."""
+        own = [s for s in settings if s.name != TRANSFORMERS]
+        start = self.number % len(own)
+        return [*own[start:], *own[:start], *settings[len(own) :]]
+
+
+class Run:
+    """Owns the engines, what was measured, and what each setting had learnt when it was first asked."""
+
+    def __init__(self, options: Options, config: EngineConfig, out: Path | None) -> None:
+        self.options, self.out = options, out
+        checkpoint = Checkpoint(options.model)
+        tokenizer, most = load_tokenizer(checkpoint.folder), read_network(checkpoint).max_length
+        self.asked, too_long = _read(options, checkpoint.folder, tokenizer, most)
+        longest = max(len(asked.ids) for asked in self.asked) + options.length.max_tokens
+        config = EngineConfig.of(
+            config, {"max_running": max(options.sweep.batches), "max_model_len": min(longest, most)}
+        )
+        self.store = Store(out, _identity(options, config, checkpoint, self.asked))
+        draftings, left_out = options.sweep.draftings()
+        self.engines = Engines(options.model, config, draftings, options.memory)
+        self.left_out = [*too_long, *left_out, *self.engines.left_out]
+        self.settings = {
+            group: options.sweep.settings(group, self.engines.draftings) for group in options.sweep.groups()
+        }
+        resolved = self.engines.first.settings
+        self.rounded = rounding(resolved, stored_narrow=is_narrow(checkpoint.config))
+        self.peer = (
+            TransformersPeer(checkpoint.folder, dtype=resolved.dtype, device=resolved.device)
+            if options.sweep.transformers
+            else None
+        )
+        self._experience: dict[Setting, Experience] = {}
+        self.done: list[Unit] = []
+        """Measured in every setting, and checked."""
+
+    def measure(self) -> None:
+        """Measure and check every batch; Ctrl-C leaves those that are done."""
+        units = list(self._units())
+        total = sum(len(self.settings[unit.group]) for unit in units)
+        with tqdm(total=total, leave=False, disable=None) as progress:
+            for unit in units:
+                for setting in unit.turns(self.settings[unit.group]):
+                    progress.set_description(f"{unit.group}: {unit.category}, {setting.name}")
+                    if self.store.get(setting, unit.number) is None:
+                        self.store.add(setting, unit.number, self._measure(setting, unit))
+                    progress.update()
+                self._check(unit)
+                self.done.append(unit)
+
+    def report(self, *, interrupted: bool) -> dict[str, Any]:
+        """Sum up what was done."""
+        measured = {
+            setting: [self._pair(setting, unit) for unit in self.done if unit.group == group]
+            for group, settings in self.settings.items()
+            for setting in settings
+        }
+        first = self.engines.first
+        return {
+            "benchmark": "acceptance",
+            **environment(),
+            "model": str(self.options.model),
+            "family": first.network.spec.family,
+            "device": str(first.settings.device),
+            "dtype": str(first.settings.dtype).removeprefix("torch."),
+            "rounding": self.rounded,
+            "arguments": dict(self.options.arguments),
+            "left_out": self.left_out,
+            "interrupted": interrupted,
+            "records": records({setting: pairs for setting, pairs in measured.items() if pairs}),
+            "examples": [example for setting in measured for example in self._examples(setting)],
+        }
+
+    def _units(self) -> Iterator[Unit]:
+        """Let categories and groups take turns, so that what was done by any time is some of each."""
+        for_group = [
+            [Unit(group, number, batch) for number, batch in enumerate(self._batches(group.batch))]
+            for group in self.settings
+        ]
+        yield from _in_turn(for_group)
+
+    def _batches(self, size: int) -> Iterator[tuple[Asked, ...]]:
+        """Cut each category into batches, which take turns."""
+        categories: dict[str, list[Asked]] = {}
+        for asked in self.asked:
+            categories.setdefault(asked.category, []).append(asked)
+        return _in_turn(
+            [[tuple(own[at : at + size]) for at in range(0, len(own), size)] for own in categories.values()]
+        )
+
+    def _measure(self, setting: Setting, unit: Unit) -> Measurement:
+        if setting.name == TRANSFORMERS:
+            plain = self._plain(unit).answers[0]
+            assert self.peer is not None
+            return measure_peer(self.peer, unit.batch[0], len(plain.token_ids))
+        model = self.engines.open(setting.drafting)
+        speculation = model.loop.speculation
+        if setting not in self._experience:
+            speculation.forget_experience()
+            warm = [batch[0] for batch in islice(self._batches(1), self.options.warmup)]
+            for at in range(0, len(warm), unit.group.batch):
+                batch = warm[at : at + unit.group.batch]
+                measure(model, batch, [self._params(asked, unit.group, "warm-up") for asked in batch])
+            self._experience[setting] = speculation.experience()
+        # Each batch finds what the warm-up left: its figures hang on no other batch, nor on their order.
+        speculation.recall(self._experience[setting])
+        return measure(model, unit.batch, [self._params(asked, unit.group) for asked in unit.batch])
+
+    def _params(self, asked: Asked, group: Group, what: str = "") -> Any:
+        return params_for(asked, group, self.options.length, self.options.seed, what)
+
+    def _plain(self, unit: Unit) -> Measurement:
+        plain = self.store.get(self.settings[unit.group][0], unit.number)
+        assert plain is not None
+        return plain
+
+    def _pair(self, setting: Setting, unit: Unit) -> Pair:
+        own = self.store.get(setting, unit.number)
+        assert own is not None
+        return Pair(unit.category, own, self._plain(unit))
+
+    def _check(self, unit: Unit) -> None:
+        """Refuse texts that drafts have changed, where rounding is too fine to have done it."""
+        if self.rounded:
+            return
+        for setting in self.settings[unit.group]:
+            if setting.name == TRANSFORMERS:
+                continue  # its texts are counted: at a temperature it draws no tokens
+            pair = self._pair(setting, unit)
+            for asked, plain, own in zip(unit.batch, pair.plain.answers, pair.own.answers, strict=True):
+                if differ(plain, own):
+                    model = self.engines.open(self.settings[unit.group][0].drafting)
+                    params = self._params(asked, unit.group)
+                    require_rounding(model, f"{setting.name}, {unit.group}", asked, params, plain, own)
+
+    def _examples(self, setting: Setting) -> Iterator[dict[str, Any]]:
+        """Show the first text of some categories, cut by where each token came from."""
+        shown: set[str] = set()
+        tokenizer = self.engines.first.tokenizer
+        for unit in self.done:
+            if unit.group != setting.group or unit.category in shown or len(shown) == EXAMPLES:
+                continue
+            shown.add(unit.category)
+            answer = self._pair(setting, unit).own.answers[0]
+            ids = unit.batch[0].ids
+            yield {
+                "setting": f"{setting.name}, {setting.group}",
+                "category": unit.category,
+                "prompt": (tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)))[-SHOWN:],
+                "pieces": [list(piece) for piece in pieces(tokenizer, answer)],
+            }
+
+
+def run(options: Options, config: EngineConfig, out: Path | None) -> None:
+    """Measure, print the tables and, as the last line, the report; with `out`, write it all there.
+
+    Ctrl-C ends it as it ends anything, once what was done is shown.
+    """
+    interrupted = False
+    with quiet_transformers():
+        whole = Run(options, config, out)
+        try:
+            whole.measure()
+        except KeyboardInterrupt:
+            if not whole.done:
+                raise
+            interrupted = True
+    report = whole.report(interrupted=interrupted)
+    publish(render(report), report, out / "acceptance.json" if out else None)
+    if out:
+        write_results(report, out)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def write_results(result: Mapping[str, Any], folder: Path) -> None:
+    """Write what is made of a report beside it: its records, one a line, pictures, and a page."""
+    lines = "".join(f"{json_line(record)}\n" for record in result["records"])
+    (folder / "results.jsonl").write_text(lines, "utf-8")
+    write_page(dict(result), folder)
+
+
+def _in_turn(lists: Sequence[Sequence[T]]) -> Iterator[T]:
+    """Yield the first of each, then the second of each, and so on."""
+    for some in zip_longest(*lists):
+        yield from (item for item in some if item is not None)
+
+
+def _read(
+    options: Options, folder: Path, tokenizer: Tokenizer | None, most: int
+) -> tuple[list[Asked], list[str]]:
+    """Turn prompts into tokens; return those that leave room for an answer, and say how many do not."""
+    asked, too_long = [], []
+    names: dict[tuple[str, str], int] = {}
+    for prompt in options.prompts:
+        ids = _ids(prompt, folder, tokenizer)
+        if not ids or len(ids) + options.length.max_tokens > most:
+            too_long.append(prompt.name)
+            continue
+        seen = names[prompt.category, prompt.name] = names.get((prompt.category, prompt.name), 0) + 1
+        name = prompt.name if seen == 1 else f"{prompt.name} ({seen})"
+        asked.append(Asked(prompt.category, name, tuple(ids)))
+    if not asked:
+        raise ConfigError(
+            f"--prompts: none fits the model's {most} tokens with {options.length.max_tokens} of output; "
+            "give shorter ones, or lower --max-tokens",
+            field="prompts",
+        )
+    shown = f"{too_long[0]}, …" if len(too_long) > 1 else "".join(too_long)
+    why = (
+        f"{len(too_long)} prompts ({shown}): empty, or longer than the model's {most} tokens with the output"
+    )
+    return asked, [why] if too_long else []
+
+
+def _ids(prompt: Prompt, folder: Path, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """Return a prompt as the model reads it; a chat by the checkpoint's template."""
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if tokenizer is None:
+        raise ConfigError(
+            f"--prompts: {folder} has no tokenizer.json; give prompts of token ids", field="prompts"
+        )
+    if prompt.messages:
+        return tokenizer.encode(render_chat(folder, prompt.messages), special=False)
+    return tokenizer.encode(prompt.text or "")
+
+
+def _identity(
+    options: Options, config: EngineConfig, checkpoint: Checkpoint, asked: Sequence[Asked]
+) -> dict[str, Any]:
+    """Return what must be the same for measurements to belong to one run."""
+    files = [
+        [file.name, file.stat().st_size, file.stat().st_mtime_ns]
+        for file in sorted(checkpoint.folder.iterdir())
+        if file.suffix in (".safetensors", ".json")
+    ]
+    prompts = json.dumps([[a.category, a.name, a.ids] for a in asked])
+    return {
+        "model": str(checkpoint.folder.resolve()),
+        "files": files,
+        "content of --prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+        **{f"--{name.replace('_', '-')}": value for name, value in options.arguments.items()},
+        "commit": environment()["commit"],
+        "engine": config.model_dump(exclude_unset=True),
+    }

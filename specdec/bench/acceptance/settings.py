@@ -1,0 +1,158 @@
+"""What is measured: who drafts, in what shape, at what temperature, for how many rows at once."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdec.config import EngineConfig
+from specdec.draft.proposal import Shape
+from specdec.errors import ConfigError
+from specdec.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_of
+
+NONE, TRANSFORMERS = "none", "transformers"
+HEADS = ("auto", "mtp", "eagle")
+"""Who may draft with a head, and so rank guesses with the noise or without; `auto` may have another's."""
+DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Who drafts, and how; engines differ in nothing else."""
+
+    draft: str
+    shape: Shape | None = None
+    """The draft's shape, or with `chosen` the largest; None: nothing is drafted."""
+    chosen: bool = False
+    """The loop measures and chooses within the shape."""
+    noise: bool = True
+    """A head's guesses are ranked with the noise by which the target chooses."""
+
+    @property
+    def name(self) -> str:
+        """Name it as the table does: `mtp 4x1` is a chain of 4, `mtp 4x4:16` a tree of 16 tokens."""
+        if self.shape is None:
+            return self.draft
+        steps, topk, tokens = self.shape.num_steps, self.shape.topk, self.shape.num_draft_tokens
+        nodes = "" if tokens == steps + 1 and topk == 1 else f":{tokens}"
+        shape = "chosen" if self.chosen else f"{steps}x{topk}{nodes}"
+        return f"{self.draft} {shape}" if self.noise else f"{self.draft} {shape} plain"
+
+    def fields(self) -> dict[str, Any]:
+        """Return it as fields of EngineConfig."""
+        if self.shape is None:
+            return {"draft": self.draft}
+        return {
+            "draft": self.draft,
+            "num_steps": self.shape.num_steps,
+            "topk": self.shape.topk,
+            "num_draft_tokens": self.shape.num_draft_tokens,
+            "adaptive": self.chosen,
+            "draft_noise": self.noise,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What settings share that take turns on the same prompts."""
+
+    temperature: float
+    batch: int
+
+    def __str__(self) -> str:
+        return f"temperature {self.temperature:g}, batch {self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    drafting: Drafting
+    group: Group
+
+    @property
+    def name(self) -> str:
+        return self.drafting.name
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as reports have it."""
+        shape = self.drafting.shape
+        return {
+            "draft": self.drafting.draft,
+            "num_steps": shape.num_steps if shape else None,
+            "topk": shape.topk if shape else None,
+            "num_draft_tokens": shape.num_draft_tokens if shape else None,
+            "temperature": self.group.temperature,
+            "batch": self.group.batch,
+            "chosen": self.drafting.chosen,
+            "draft_noise": self.drafting.noise,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What was asked for."""
+
+    drafts: Sequence[str]
+    shapes: Sequence[Shape]
+    chosen: Shape | None
+    """Measure the loop's own choice within these bounds too; None: do not."""
+    temperatures: Sequence[float]
+    batches: Sequence[int]
+    noises: Sequence[str]
+    """`shared`, `none` or both."""
+    transformers: bool
+
+    def groups(self) -> list[Group]:
+        return [Group(*pair) for pair in itertools.product(self.temperatures, self.batches)]
+
+    def settings(self, group: Group, draftings: Sequence[Drafting]) -> list[Setting]:
+        """Return what takes turns in a group: `none` first, `transformers` last.
+
+        Without a temperature there is no noise to leave out, and `transformers` reads prompts of one length.
+        """
+        heard = (replace(d, noise=d.noise or not group.temperature) for d in draftings)
+        own = [Drafting(NONE), *dict.fromkeys(heard)]
+        if self.transformers and group.batch == 1:
+            own.append(Drafting(TRANSFORMERS))
+        return [Setting(drafting, group) for drafting in own]
+
+    def draftings(self) -> tuple[list[Drafting], list[str]]:
+        """Return all that may be measured beside `none`, and what is left out and why."""
+        found: dict[Drafting, None] = {}
+        left_out: dict[str, None] = {}
+        for drafting in self._asked():
+            try:
+                bounds_of(EngineConfig.of(None, drafting.fields()))
+            except ConfigError as error:
+                left_out[f"{drafting.name}: {error}"] = None
+            else:
+                found[drafting] = None
+        if self.transformers and max(self.batches) > 1:
+            left_out["transformers at more than one row: its rows must have prompts of one length"] = None
+        return list(found), list(left_out)
+
+    def _asked(self) -> Iterator[Drafting]:
+        for draft in self.drafts:
+            if draft == NONE:
+                continue  # it is always there
+            # Who looks text up ranks by no logits.
+            noises = [noise == "shared" for noise in self.noises] if draft in HEADS else [True]
+            yield from (Drafting(draft, *own) for own in itertools.product(self.shapes, [False], noises))
+            if self.chosen:
+                yield Drafting(draft, self.chosen, chosen=True, noise=noises[0])
+
+
+def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:
+    """Return fields of EngineConfig whose memory serves all shapes of one who drafts."""
+    shapes = [d.shape for d in draftings if d.draft == draft and d.shape]
+    if not shapes:
+        return {"draft": draft}
+    whole = Shape(
+        *(max(getattr(s, name) for s in shapes) for name in ("num_steps", "topk", "num_draft_tokens"))
+    )
+    fields = Drafting(draft, whole).fields()
+    try:
+        bounds_of(EngineConfig.of(None, fields))
+    except ConfigError:
+        # No drafter grows all of that at once.
+        fields = Drafting(draft, max(shapes, key=lambda s: (s.num_draft_tokens, s.num_steps))).fields()
+    return fields

@@ -1,0 +1,149 @@
+"""The report as people read it: a table for each temperature and batch, what its columns mean below."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from specdec.bench.acceptance.settings import NONE, TRANSFORMERS, Group
+from specdec.bench.acceptance.summary import ALL
+from specdec.bench.report import table
+
+Record = Mapping[str, Any]
+
+WIDTH = 110
+"""Columns that a terminal is expected to have."""
+
+LEGEND = """\
+length: output tokens per verify step, the bonus token included; straight: the same without looping texts
+looping: the last half of the output repeats with a period of at most a third of it, three times or more
+p10-p90: over prompts behind the length, over batches of prompts behind x none, which is their median
+top-k: the length where guesses are ranked by the drafter's logits alone, without the target's noise
+tok/s: output over the time from a batch's arrival to its last token, reading included, median of batches
+x none: tok/s over those without drafts, on the same prompts in the same turn
+by depth: the share accepted of the drafts that got there; accepted 0 1 2 …: the share of verify steps"""
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Lay the report out."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
+    said = [
+        f"{report['model']}: {report['family']}, {report['dtype']}",
+        f"{machine}; {versions}; commit {report['commit']}",
+        _checked(report),
+        *(f"left out: {what}" for what in report["left_out"]),
+    ]
+    if report["interrupted"]:
+        said.append("INTERRUPTED: these are the prompts that every setting had answered by then")
+    lines = [part for line in said for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
+    for group, records in _groups(report["records"]):
+        lines += [
+            "",
+            f"{group}, {_whole(records)['prompts']} prompts",
+            "",
+            _lengths(records),
+            "",
+            *_steps(records),
+        ]
+    return "\n".join([*lines, "", LEGEND])
+
+
+def _checked(report: Mapping[str, Any]) -> str:
+    """Say what came of the comparison of texts."""
+    whole = [r for r in report["records"] if r["category"] == ALL and r["differing_texts"] is not None]
+    drafted = [r for r in whole if r["setting"]["draft"] not in (NONE, TRANSFORMERS)]
+    texts, other = sum(r["prompts"] for r in drafted), sum(r["differing_texts"] for r in drafted)
+    line = f"checked: {texts - other} of {texts} texts with drafts are those without"
+    for peer in (r for r in whole if r["setting"]["draft"] == TRANSFORMERS):
+        line += f", {peer['prompts'] - peer['differing_texts']} of {peer['prompts']} of transformers' are"
+    if not other:
+        return line
+    why = (
+        f"{report['rounding']} rounds windows of different widths differently"
+        if report["rounding"]
+        else "near ties"
+    )
+    each = ", ".join(f"{r['name']} {r['differing_texts']}" for r in drafted if r["differing_texts"])
+    return f"{line}; differing texts ({why}): {each}"
+
+
+def _groups(records: Sequence[Record]) -> Iterator[tuple[Group, list[Record]]]:
+    """Gather the records of each temperature and batch."""
+    groups: dict[Group, list[Record]] = {}
+    for record in records:
+        setting = record["setting"]
+        groups.setdefault(Group(setting["temperature"], setting["batch"]), []).append(record)
+    yield from groups.items()
+
+
+def _whole(records: Sequence[Record]) -> Record:
+    return next(record for record in records if record["category"] == ALL)
+
+
+def _lengths(records: Sequence[Record]) -> str:
+    """Lay out every setting in every category, the longest first; a twin without noise is a column."""
+    plain = {(_twin(r), r["category"]): r for r in records if not r["setting"]["draft_noise"]}
+    shared = {(r["name"], r["category"]) for r in records}
+    own = [r for r in records if r["setting"]["draft_noise"] or (_twin(r), r["category"]) not in shared]
+    categories = list(dict.fromkeys(record["category"] for record in own))
+    own.sort(key=lambda r: (categories.index(r["category"]), -(r["acceptance_length"] or 0)))
+    rows = []
+    for record in own:
+        row = {
+            "category": record["category"],
+            "setting": record["name"],
+            "looping": str(record["looping"]),
+            "length": _number(record["acceptance_length"]),
+            "straight": _number(record["acceptance_length_not_looping"]),
+            "p10-p90": _range(record["spread"]),
+        }
+        if plain:
+            twin = plain.get((record["name"], record["category"]))
+            row["top-k"] = _number(twin["acceptance_length"]) if twin else ""
+        speed, ratio = record["tokens_per_second"], record["speedup"]
+        rows.append(
+            {
+                **row,
+                "ms/step": f"{sum(record['ms_per_step'].values()):.2f}",
+                "tok/s": f"{speed['median']:,.1f}",
+                "x none": f"{ratio['median']:.2f}",
+                "p10-p90 ": _range([ratio["p10"], ratio["p90"]]),
+            }
+        )
+    names, rule, first, *rest = table(rows).split("\n")
+    lines = [names, rule, first]
+    for (above, row), line in zip(pairwise(rows), rest, strict=True):
+        lines += [line] if row["category"] == above["category"] else ["", line]
+    return "\n".join(lines)
+
+
+def _twin(record: Record) -> str:
+    """Return the name of the same setting with the noise."""
+    return str(record["name"]).removesuffix(" plain")
+
+
+def _steps(records: Sequence[Record]) -> Iterator[str]:
+    """Say of each setting that drafts, over all prompts, what its steps did and took."""
+    whole = [r for r in records if r["category"] == ALL and r["drafted_per_step"]]
+    for record in whole:
+        spent = ", ".join(f"{phase} {ms:.2f}" for phase, ms in record["ms_per_step"].items() if ms)
+        yield (
+            f"{record['name']}: {record['drafted_per_step']:.1f} drafted a step, "
+            f"{record['accepted_per_step']:.2f} accepted; ms: {spent}"
+        )
+        yield f"    by depth {_shares(record['per_depth'])}"
+        steps = max(record["steps"], 1)
+        yield f"    accepted 0 1 2 … {_shares([count / steps for count in record['histogram']])}"
+
+
+def _shares(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.0%}" for share in shares)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _range(pair: Sequence[float] | None) -> str:
+    return "-" if pair is None else f"{pair[0]:.2f}-{pair[1]:.2f}"

@@ -1,0 +1,295 @@
+"""The benchmark on a small model: figures agree with each other, and are withheld where a text is wrong."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.bench.acceptance import differing, run
+from specdec.bench.acceptance.engines import Engines
+from specdec.bench.acceptance.measure import Asked, Length, Measurement, measure, params_for
+from specdec.bench.acceptance.settings import Drafting, Group
+from specdec.build import Model
+from specdec.cli import main
+from specdec.config import EngineConfig
+from specdec.draft.proposal import Shape
+from specdec.speculation import Speculation
+
+CHAIN, TREE = Drafting("mtp", Shape(4, 1, 5)), Drafting("mtp", Shape(4, 4, 16))
+TIMES = {"ms_per_step", "tokens_per_second", "speedup", "seconds", "reading_seconds"}
+QUICK = ["--max-tokens", "12", "--ignore-eos", "--warmup", "1", "--limit", "2", "--dtype", "float32"]
+
+Bench = Callable[..., int]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def bench(agreeing: Path, prompts: Path) -> Bench:
+    def call(*more: str) -> int:
+        return main(["bench", "acceptance", str(agreeing), "--prompts", str(prompts), *QUICK, *more])
+
+    return call
+
+
+def report_of(out: str) -> dict[str, Any]:
+    return json.loads(out.splitlines()[-1])
+
+
+def figures(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the records without what a clock said."""
+    return [{name: x for name, x in record.items() if name not in TIMES} for record in report["records"]]
+
+
+def test_a_report_has_every_setting_in_every_category(bench: Bench, capsys: Capture, tmp_path: Path) -> None:
+    swept = ["--draft", "mtp,suffix,eagle", "--shape", "4:1:5,4:4:16,2:1:9", "--adaptive"]
+    groups = ["--temperature", "0,1", "--batch", "1,2", "--draft-noise", "shared,none"]
+    out = tmp_path / "made" / "here"
+    assert bench(*swept, *groups, "--peers", "transformers", "--limit", "1", "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    report = report_of(shown)
+    assert json.loads((out / "acceptance.json").read_text()) == report
+    assert [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()] == report[
+        "records"
+    ]
+    found = {
+        (r["name"], r["setting"]["temperature"], r["setting"]["batch"], r["category"])
+        for r in report["records"]
+    }
+    names = {"none", *(f"{d} {s}" for d in ("mtp", "suffix") for s in ("4x1", "4x4:16", "chosen"))}
+    plain = {"mtp 4x1 plain", "mtp 4x4:16 plain"}
+    assert found == {
+        (name, temperature, batch, category)
+        for temperature in (0.0, 1.0)
+        for batch in (1, 2)
+        for name in names | (plain if temperature else set()) | ({"transformers"} if batch == 1 else set())
+        for category in ("all", "code", "edit", "prose")
+    }
+    assert any(what.startswith("mtp 2x1:9: num_draft_tokens") for what in report["left_out"])
+    assert {"commit", "machine", "versions", "model", "arguments", "examples"} <= report.keys()
+    assert report["arguments"]["shape"] == ["4:1:5", "4:4:16", "2:1:9"]
+    for record in report["records"]:
+        agrees_with_itself(record)
+    for line in shown.splitlines()[:-1]:
+        assert len(line) <= 110, line
+    # A tree of the tokens likely to come finds more of them than one of the tokens that are likely.
+    length = {
+        (r["name"], r["category"]): r["acceptance_length"]
+        for r in report["records"]
+        if r["setting"]["temperature"]
+    }
+    assert length["mtp 4x4:16", "all"] > length["mtp 4x4:16 plain", "all"]
+    assert "top-k" in shown and "temperature 1, batch 2" in shown
+
+
+def agrees_with_itself(record: dict[str, Any]) -> None:
+    each = record["per_prompt"]
+    assert record["prompts"] == len(each)
+    assert record["differing_texts"] == 0 or record["name"] == "transformers"
+    assert record["tokens"] == sum(own["tokens"] for own in each)
+    assert record["steps"] == sum(own["steps"] for own in each) == sum(record["histogram"])
+    assert record["acceptance_length"] == pytest.approx(record["tokens"] / record["steps"], rel=1e-5)
+    for at, count in enumerate(record["histogram"]):
+        assert count == sum(own["accepted"][at] for own in each if at < len(own["accepted"]))
+    accepted = sum(at * count for at, count in enumerate(record["histogram"]))
+    assert record["accepted_per_step"] == pytest.approx(accepted / record["steps"], rel=1e-5)
+    # The bonus of a step in which the text ended may be missing.
+    assert 0 <= record["steps"] + accepted - record["tokens"] <= record["prompts"]
+    assert record["output_tokens"] == record["tokens"] + record["prompts"]
+    assert record["looping"] == sum(own["looping"] for own in each)
+    if record["name"] == "none":
+        assert record["acceptance_length"] == 1 and record["per_depth"] == []
+        assert record["speedup"] == {"median": 1, "p10": 1, "p90": 1}
+
+
+def test_examples_are_texts_cut_by_origin(bench: Bench, capsys: Capture) -> None:
+    assert bench("--draft", "mtp", "--shape", "4:1:5") == 0
+    report = report_of(capsys.readouterr().out)
+    examples = report["examples"]
+    assert {example["setting"] for example in examples} == {
+        "none, temperature 0, batch 1",
+        "mtp 4x1, temperature 0, batch 1",
+    }
+    texts = {}
+    for example in examples:
+        texts.setdefault(example["category"], set()).add("".join(text for text, _ in example["pieces"]))
+        origins = {origin for _, origin in example["pieces"]}
+        assert origins == {0} if example["setting"].startswith("none") else max(origins) > 0
+    assert all(len(own) == 1 for own in texts.values()) and example["prompt"] == "thelicence"
+
+
+SETTINGS = ["--draft", "auto", "--shape", "4:1:5,4:4:16", "--temperature", "1", "--batch", "1,2"]
+
+
+def test_two_runs_with_one_seed_give_the_same_figures(bench: Bench, capsys: Capture) -> None:
+    reports = []
+    for seed in ("1", "1", "2"):
+        assert bench(*SETTINGS, "--limit", "1", "--seed", seed) == 0
+        reports.append(report_of(capsys.readouterr().out))
+    first, again, other = map(figures, reports)
+    assert first == again and first != other
+    assert reports[0]["examples"] == reports[1]["examples"]
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_a_prompts_figures_hang_on_no_other(
+    forgets: bool, bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the mutant: drafters that go on learning from batch to batch."""
+    if not forgets:
+        monkeypatch.setattr(Speculation, "recall", lambda *_: None)
+    found = []
+    for categories in ("prose", "code,edit,prose"):
+        argv = ["--draft", "auto", "--shape", "4:4:16", "--temperature", "1", "--max-tokens", "40"]
+        assert bench(*argv, "--warmup", "0", "--category", categories) == 0
+        (record,) = (
+            r
+            for r in report_of(capsys.readouterr().out)["records"]
+            if (r["name"], r["category"]) == ("auto 4x4:16", "prose")
+        )
+        found.append(record["per_prompt"])
+    assert (found[0] == found[1]) == forgets
+
+
+def test_a_run_that_was_cut_short_goes_on_to_the_same_figures(
+    bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where engines must be put together anew for each turn, as they had not to be before."""
+    argv = [*SETTINGS, "--memory", "1MB"]
+    assert bench(*SETTINGS) == 0
+    whole = report_of(capsys.readouterr().out)
+    count, right = 0, measure
+
+    def stop(*given: Any) -> Measurement:
+        nonlocal count
+        count += 1
+        if count == 14:
+            raise KeyboardInterrupt
+        return right(*given)
+
+    monkeypatch.setattr(run, "measure", stop)
+    assert bench(*argv, "--out", str(tmp_path)) == 130
+    captured = capsys.readouterr()
+    part = report_of(captured.out)
+    assert part["interrupted"] and "INTERRUPTED" in captured.out and "Traceback" not in captured.err
+    assert 0 < part["records"][0]["prompts"] < whole["records"][0]["prompts"]
+    kept = tmp_path / "measurements.jsonl"
+    measured = kept.read_bytes()
+    kept.write_bytes(measured + b'{"key": ["half a li')
+    assert bench(*argv, "--out", str(tmp_path)) == 0
+    assert kept.read_bytes().startswith(measured) and b"half" not in kept.read_bytes()
+    resumed = report_of(capsys.readouterr().out)
+    assert figures(resumed) == figures(whole) and resumed["examples"] == whole["examples"]
+    assert not resumed["interrupted"]
+
+
+def test_what_another_run_left_is_refused_by_what_differs(
+    bench: Bench, capsys: Capture, tmp_path: Path
+) -> None:
+    assert bench("--draft", "suffix", "--out", str(tmp_path)) == 0
+    assert bench("--draft", "suffix", "--seed", "3", "--out", str(tmp_path)) == 2
+    assert "measurements with another --seed (0, not 3)" in capsys.readouterr().err
+    for content in ("not ours\n", '"text"\n', "5\n", '{"model": 1}\n'):
+        (tmp_path / "measurements.jsonl").write_text(content)
+        assert bench("--draft", "suffix", "--out", str(tmp_path)) == 2
+        assert "--out" in capsys.readouterr().err
+
+
+def test_a_wrong_text_withholds_every_figure(
+    bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = measure
+
+    def wrong(model: Model, batch: Sequence[Asked], params: Any) -> Measurement:
+        found = right(model, batch, params)
+        if not model.settings.drafters:
+            return found
+        fields = found.as_json()
+        ids = fields["answers"][0]["token_ids"]
+        fields["answers"][0]["token_ids"] = (*ids[:5], (ids[5] + 1) % 63, *ids[6:])
+        return Measurement.of(json.loads(json.dumps(fields)))
+
+    monkeypatch.setattr(run, "measure", wrong)
+    assert bench("--draft", "suffix") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "suffix 4x1" in captured.err and "no figure is shown" in captured.err
+    # Where two tokens as good as tie, and where numbers are coarse, it is counted and shown.
+    with monkeypatch.context() as patched:
+        patched.setattr(differing, "EXCUSED_GAP", 10.0)
+        assert bench("--draft", "suffix") == 0
+        assert "differing texts (near ties): suffix 4x1 5" in capsys.readouterr().out
+    assert bench("--draft", "suffix", "--dtype", "bfloat16") == 0
+    shown = capsys.readouterr().out
+    assert "differing texts (bfloat16 rounds" in shown
+    assert {r["differing_texts"] for r in report_of(shown)["records"] if r["category"] == "all"} >= {0, 5}
+
+
+def test_a_text_that_only_ends_elsewhere_is_wrong(agreeing: Path) -> None:
+    engines = Engines(agreeing, EngineConfig(max_model_len=64, dtype="float32"), [], None)
+    asked, length, group = Asked("code", "a", (5, 6)), Length(12, ignore_eos=True), Group(0.0, 1)
+    params = params_for(asked, group, length, 0)
+    (answer,) = measure(engines.open(Drafting("none")), [asked], [params]).answers
+    shorter = Measurement.of({"answers": [], "seconds": 1, "reading_s": 0, "phases": {}, "timed": 0})
+    assert shorter.answers == ()
+    fields = {**measure(engines.open(Drafting("none")), [asked], [params]).as_json()["answers"][0]}
+    cut = type(answer).of({**fields, "token_ids": answer.token_ids[:-1]})
+    with pytest.raises(differing.EngineError, match="no figure is shown"):
+        differing.require_rounding(engines.open(Drafting("none")), "cut", asked, params, answer, cut)
+    engines.open(Drafting("none")).loop.arena.check_integrity()
+
+
+def test_engines_share_weights_and_give_way(agreeing: Path) -> None:
+    config = EngineConfig(max_model_len=64, max_running=2)
+    wide = Engines(agreeing, config, [CHAIN, TREE, Drafting("suffix", Shape(4, 1, 5))], None)
+    opened = [wide.open(own) for own in (Drafting("none"), *wide.draftings)]
+    assert len({id(model.network) for model in opened}) == 1
+    assert [model.settings.drafters for model in opened] == [(), ("mtp",), ("mtp",), ("suffix",)]
+    assert wide.open(CHAIN) is opened[1]
+    narrow = Engines(agreeing, config, [CHAIN, TREE], 1)
+    first = narrow.open(CHAIN)
+    assert narrow.most == 1 and narrow.open(TREE) is not first and narrow.open(CHAIN) is not first
+
+
+def test_settings_take_turns_in_rotated_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, ...]] = []
+    right = measure
+
+    def watch(model: Model, batch: Sequence[Asked], params: Any) -> Measurement:
+        order.append((batch[0].name, *model.settings.drafters))
+        return right(model, batch, params)
+
+    monkeypatch.setattr(run, "measure", watch)
+    assert bench("--draft", "mtp,suffix", "--shape", "4:1:5", "--warmup", "0") == 0
+    assert [own[1:] for own in order] == [
+        *((), ("mtp",), ("suffix",)),
+        *(("mtp",), ("suffix",), ()),
+        *(("suffix",), (), ("mtp",)),
+        *((), ("mtp",), ("suffix",)),
+        *(("mtp",), ("suffix",), ()),
+    ]
+    assert [own[0] for own in order[::3]] == ["code 0", "edit 0", "prose 0", "code 1", "edit 1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--shape", "4:1"], "'4:1' is no shape; write STEPS:TOPK:TOKENS"),
+        (["--shape", "4:1:5", "--topk", "2"], "--topk: --shape says it already"),
+        (["--draft", "oracle"], "'oracle' is none of auto, mtp, eagle"),
+        (["--temperature", "hot"], "'hot' is no temperature"),
+        (["--max-tokens", "400"], "none fits the model's 256 tokens"),
+        (["--memory", "much"], "memory_bytes cannot be 'much'"),
+        (["--out", "{prompts}"], "is a file; name a folder"),
+        (["--category", "songs"], "'songs'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    argv: list[str], says: str, bench: Bench, prompts: Path, capsys: Capture
+) -> None:
+    try:
+        code = bench(*(part.format(prompts=prompts) for part in argv))
+    except SystemExit as left:
+        code = left.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == "" and says in captured.err and captured.err.count("\n") == 1

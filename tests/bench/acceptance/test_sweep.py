@@ -1,0 +1,86 @@
+"""What is measured: every combination that is asked for once, what cannot be left out by name."""
+
+import pytest
+
+from specdec.bench.acceptance.settings import Drafting, Group, Setting, Sweep, widest
+from specdec.config import EngineConfig
+from specdec.draft.proposal import Shape
+from specdec.resolve import bounds_of
+
+CHAIN, TREE, BOUNDS = Shape(4, 1, 5), Shape(4, 4, 16), Shape(3, 4, 8)
+
+
+def sweep(**changes: object) -> Sweep:
+    asked: dict[str, object] = {
+        "drafts": ["mtp", "suffix"],
+        "shapes": [CHAIN, TREE],
+        "chosen": None,
+        "temperatures": [0.0, 1.0],
+        "batches": [1],
+        "noises": ["shared", "none"],
+        "transformers": False,
+    }
+    return Sweep(**{**asked, **changes})  # type: ignore[arg-type]
+
+
+def names(settings: list[Setting]) -> list[str]:
+    return [setting.name for setting in settings]
+
+
+def test_noise_is_swept_where_there_is_some() -> None:
+    asked = sweep(chosen=BOUNDS)
+    draftings, left_out = asked.draftings()
+    assert left_out == []
+    shapes = ["4x1", "4x4:16"]
+    shared = [*(f"mtp {s}" for s in shapes), "mtp chosen", *(f"suffix {s}" for s in shapes), "suffix chosen"]
+    greedy, sampled = (asked.settings(Group(t, 1), draftings) for t in (0.0, 1.0))
+    assert names(greedy) == ["none", *shared]
+    assert sorted(names(sampled)) == sorted(["none", *shared, *(f"mtp {s} plain" for s in shapes)])
+    # Without the noise alone, a greedy text is drafted for all the same, and once.
+    alone = sweep(noises=["none"])
+    assert names(alone.settings(Group(0.0, 1), alone.draftings()[0]))[1:3] == ["mtp 4x1", "mtp 4x4:16"]
+
+
+def test_what_no_drafter_can_grow_is_left_out_by_name() -> None:
+    draftings, left_out = sweep(drafts=["mtp"], shapes=[CHAIN, Shape(2, 1, 9), Shape(40, 4, 50)]).draftings()
+    assert {d.shape for d in draftings} == {CHAIN}
+    assert len(left_out) == 4
+    assert left_out[0].startswith("mtp 2x1:9: num_draft_tokens") and "topk" in left_out[1]
+
+
+def test_transformers_takes_part_where_it_can() -> None:
+    asked = sweep(transformers=True, batches=[1, 4])
+    draftings, left_out = asked.draftings()
+    assert "transformers" in left_out[0]
+    assert names(asked.settings(Group(0.0, 1), draftings))[-1] == "transformers"
+    assert "transformers" not in names(asked.settings(Group(0.0, 4), draftings))
+    assert [str(group) for group in asked.groups()][:2] == [
+        "temperature 0, batch 1",
+        "temperature 0, batch 4",
+    ]
+
+
+def test_none_is_measured_once_whoever_asks() -> None:
+    draftings, _ = sweep(drafts=["none", "mtp"]).draftings()
+    assert {d.draft for d in draftings} == {"mtp"}
+
+
+@pytest.mark.parametrize("shapes", [[CHAIN, TREE], [Shape(16, 1, 17), Shape(4, 8, 64)]])
+def test_the_widest_has_room_for_the_most_tokens(shapes: list[Shape]) -> None:
+    fields = widest([Drafting("mtp", shape) for shape in shapes], "mtp")
+    bounds = bounds_of(EngineConfig.of(None, fields))
+    assert bounds.num_draft_tokens == max(shape.num_draft_tokens for shape in shapes)
+
+
+def test_a_setting_says_what_it_is() -> None:
+    said = Setting(Drafting("mtp", TREE, noise=False), Group(0.7, 3)).describe()
+    assert said == {
+        "draft": "mtp",
+        "num_steps": 4,
+        "topk": 4,
+        "num_draft_tokens": 16,
+        "temperature": 0.7,
+        "batch": 3,
+        "chosen": False,
+        "draft_noise": False,
+    }
