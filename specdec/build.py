@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from specdec.config import EngineConfig
 from specdec.draft.drafter import Drafter
@@ -19,11 +20,12 @@ from specdec.kernels.linear.cpu import describe
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.loop import DecodeLoop
 from specdec.models import spec
-from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import is_narrow, open_weights, read_network, stored_dtype
+from specdec.models.eagle import EagleFolder
+from specdec.models.eagle_head import EagleHead
+from specdec.models.families import is_narrow, open_weights
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import CheckpointWeights, RandomWeights
-from specdec.resolve import Resolved, resolve
+from specdec.resolve import Resolved, open_model, resolve
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
@@ -54,10 +56,9 @@ class Model:
 
 def build(folder: str | Path, config: EngineConfig) -> Model:
     """Read a checkpoint, settle every "auto", take the memory, and put the loop together."""
-    checkpoint = Checkpoint(folder)
-    network_spec = read_network(checkpoint)
+    opened = open_model(folder, config)
+    checkpoint, network_spec, settings = opened.checkpoint, opened.network, opened.settings
     tokenizer = load_tokenizer(checkpoint.folder)
-    settings = resolve(config, network_spec, stored_dtype(checkpoint.config), *checkpoint.sizes())
     if settings.device.type == "cuda":
         torch.cuda.set_device(settings.device)
     wants_head = "mtp" in settings.drafters
@@ -72,7 +73,7 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
     if settings.quantize or is_narrow(checkpoint.config):
         form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if settings.narrow else logging.WARNING, "8-bit weights: %s", form)
-    return _load(network_spec, weights, tokenizer, settings)
+    return _load(network_spec, weights, tokenizer, settings, opened.eagle, opened.shortlist_C)
 
 
 def build_random(
@@ -90,7 +91,9 @@ def build_random(
         norm_offset=network_spec.norm.offset,
         quantize=settings.quantize,
     )
-    return _load(network_spec, weights, None, settings)
+    # Of weights that are drawn no token is commoner than another.
+    shortlist_C = torch.arange(min(config.draft_vocab, network_spec.vocab)) if config.draft_vocab else None
+    return _load(network_spec, weights, None, settings, None, shortlist_C)
 
 
 def _load(
@@ -98,6 +101,8 @@ def _load(
     weights: CheckpointWeights | RandomWeights,
     tokenizer: Tokenizer | None,
     settings: Resolved,
+    eagle: EagleFolder | None,
+    shortlist_C: Tensor | None,
 ) -> Model:
     """Fill the network and the head, and put the loop together."""
     network = Network(
@@ -106,13 +111,24 @@ def _load(
         load_kernels(settings.kernels),
         max_length=settings.max_model_len,
         device=settings.device,
+        shortlist_C=shortlist_C,
     )
-    head = MTPHead(network, weights) if "mtp" in settings.drafters else None
+    head: Head | None = MTPHead(network, weights) if "mtp" in settings.drafters else None
     weights.finish()
+    if eagle and "eagle" in settings.drafters:
+        head = _load_eagle(eagle, network, settings)
     matrices = "Triton's" if on_gpu(settings.kernels) else describe(settings.dtype, settings.device)
     logger.info("kernels: %s; matrices: %s", settings.kernels, matrices)
     loop = assemble(network, head, settings)
     return Model(loop, network, tokenizer, settings)
+
+
+def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> EagleHead:
+    """Fill a head that has a folder of its own."""
+    weights = folder.open(dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
+    head = EagleHead(folder.spec, network, weights, folder.ids_C, max_length=settings.max_model_len)
+    weights.finish()
+    return head
 
 
 def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeLoop:
@@ -129,7 +145,7 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
         noise=settings.draft_noise,
     )
     for name in settings.drafters:
-        speculation.enlist(_drafter(name, head, arena, speculation, settings.chunk_tokens))
+        speculation.enlist(_drafter(name, head, arena, speculation, settings))
     loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
     if settings.drafters and settings.adaptive:
         warm_up(loop, settings.max_model_len)
@@ -141,13 +157,15 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
     head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
-    is_alone = settings.drafters in ((), ("mtp",))
+    is_alone = settings.drafters in ((), ("mtp",), ("eagle",))
     is_free = on_gpu(settings.kernels)
-    pack = Packer(kernels, loop.conv_width, settings.max_model_len, asks=not is_free)
+    size = settings.layout.block_tokens
+    pack = Packer(kernels, loop.conv_width, settings.max_model_len, asks=not is_free, block_tokens=size)
     drafter = None
     if head and is_alone:
-        table, noise = head.calibrator.table(), settings.draft_noise
-        drafter = DeviceDrafter(head.head, kernels, arena, pack, table, noise=noise)
+        own, table = (kernels, arena, pack), head.calibrator.table()
+        noise = settings.draft_noise
+        drafter = DeviceDrafter(head.head, *own, table, window=head.window, noise=noise)
     snapshots = settings.slots == "snapshot"
     step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
     extent = Extent.of(settings.max_running, settings.bounds if settings.drafters else None)
@@ -155,7 +173,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
         Rows.empty,
         extent,
         blocks=max(settings.layout.blocks_for(settings.max_model_len + extent.ahead), 1),
-        hidden=network.spec.hidden,
+        hidden=head.head.width if head else network.spec.hidden,
         dtype=settings.dtype,
         device=settings.device,
     )
@@ -174,12 +192,13 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
 
 
 def _drafter(
-    name: str, head: Head | None, arena: Arena, speculation: Speculation, chunk_tokens: int
+    name: str, head: Head | None, arena: Arena, speculation: Speculation, settings: Resolved
 ) -> Drafter:
     match name:
-        case "mtp":
+        case "mtp" | "eagle":
             assert head is not None
-            return HeadDrafter(head, arena, speculation.rank, arena.data.device, chunk_tokens)
+            own = arena, speculation.rank, settings.device, settings.chunk_tokens
+            return HeadDrafter(head, *own, window=settings.draft_window)
         case "ngram":
             return Lookup(NgramDrafter())
         case "suffix":

@@ -74,12 +74,16 @@ NO_HEAD = Refusal(
     "'mtp' needs the model's own multi-token head, and this checkpoint holds no mtp.* tensors",
     "use draft='suffix' or 'auto'",
 )
-NO_EAGLE = Refusal("draft", "'eagle' is not supported yet", "use 'auto', 'mtp' or 'suffix'")
+NO_EAGLE = Refusal(
+    "draft_model",
+    "draft='eagle' needs the folder of a head, and the model's own folder holds none called eagle3 or eagle",
+    "give draft_model=FOLDER, or use draft='auto'",
+)
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
 SYNTHETIC_LOOKUP = Refusal(
     "synthetic_acceptance",
     "look-ups draft only where the text repeats itself, so no length can be promised of them",
-    "use draft='mtp', on a model that has a multi-token head",
+    "use draft='mtp' or 'eagle', with a model that has such a head",
 )
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",
@@ -89,7 +93,6 @@ SYNTHETIC_LOGPROBS = Refusal(
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
 
 RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
-    ({"drafter": "eagle"}, NO_EAGLE),
     ({"drafter": "mtp", "family": "qwen3"}, NO_HEAD),
     ({"drafter": "none", "shape": "tree"}, NO_DRAFT),
 )
@@ -108,23 +111,23 @@ def refusal(cell: Cell) -> Refusal | None:
 
 
 def resolve_drafters(
-    draft: str, network: spec.Network, *, synthetic: bool = False, graphs: bool = False
+    draft: str, network: spec.Network, *, eagle: bool = False, synthetic: bool = False, graphs: bool = False
 ) -> tuple[str, ...]:
-    """Say who drafts. `auto` asks the model's own head, where there is one, and looks text up.
+    """Say who drafts. `auto` asks the EAGLE head that was given, or else the model's own, and looks text up.
 
     Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
     graphs run steps, which the device then drafts for itself.
     """
-    has_head = bool(network.mtp)
-    if synthetic and (draft in ("ngram", "suffix") or (draft == "auto" and not has_head)):
+    head = "eagle" if eagle else "mtp" if network.mtp else None
+    if synthetic and (draft in ("ngram", "suffix") or (draft == "auto" and not head)):
         raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
-    if draft == "auto" and has_head and (synthetic or graphs):
-        return ("mtp",)
+    if draft == "auto" and head and (synthetic or graphs):
+        return (head,)
     if draft == "none":
         return ()
     if draft == "auto":
-        return ("mtp", "suffix") if has_head else ("suffix",)
-    refused = {"mtp": None if has_head else NO_HEAD, "eagle": NO_EAGLE}.get(draft)
+        return (head, "suffix") if head else ("suffix",)
+    refused = {"mtp": None if network.mtp else NO_HEAD, "eagle": None if eagle else NO_EAGLE}.get(draft)
     if refused:
         raise ConfigError(str(refused), field=refused.field)
     return (draft,)

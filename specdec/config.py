@@ -1,102 +1,21 @@
 """What a user may set: SamplingParams for a request, EngineConfig for an engine."""
 
-import difflib
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.errors import ConfigError
+from specdec.settings import MAX_BYTES, Settings, contradiction, parse_bytes
 
-UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 GREEDY_BELOW = 1e-5
 """A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
-MAX_BYTES = 1 << 60
 MAX_WINDOW = 64
 """The widest window that can be recorded."""
 
 
-class Settings(BaseModel):
-    """Refuse what is unknown, of a wrong type or out of range.
-
-    Each field's description says what fits, its title what it does; --help and docs/settings.md show both.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    def __new__(cls, *values: object, **fields: object) -> Self:
-        """Meet what is not given by name with our own words; pydantic reads the rest."""
-        if values:
-            raise cls._refusal({"": ""}, {})
-        return super().__new__(cls)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(data)
-        except ValidationError as error:
-            problems = {str(e["loc"][0]) if e["loc"] else "": e["type"] for e in error.errors()}
-            raise cls._refusal(problems, data if isinstance(data, Mapping) else {}) from None
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise ConfigError(
-            f"{type(self).__name__}.{name} cannot be changed: settings are frozen; make new ones.",
-            field=name,
-        )
-
-    @classmethod
-    def _refusal(cls, problems: Mapping[str, str], data: Mapping[str, object]) -> ConfigError:
-        lines = [
-            cls._unknown(name) if kind == "extra_forbidden" else cls._unfit(name, data.get(name))
-            for name, kind in problems.items()
-        ]
-        return ConfigError(" ".join(lines), field=next(iter(problems)) or None)
-
-    @classmethod
-    def _unknown(cls, name: str) -> str:
-        close = difflib.get_close_matches(name, cls.model_fields)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(cls.model_fields)}."
-        return f"{cls.__name__} has no setting {name!r}; {hint}"
-
-    @classmethod
-    def _unfit(cls, name: str, value: object) -> str:
-        if name not in cls.model_fields:
-            example = next(iter(cls.model_fields))
-            return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return f"{cls.__name__}.{name} cannot be {shown}; give {cls.model_fields[name].description}."
-
-
-def _contradiction(field: str, message: str) -> ConfigError:
-    return ConfigError(f"{field}: {message}", field=field)
-
-
 def _round_to_greedy(value: object) -> object:
     return 0.0 if isinstance(value, int | float) and 0 <= value < GREEDY_BELOW else value
-
-
-def _parse_bytes(value: object) -> object:
-    """Turn "2GiB", "512 MB" or "1024" into a number of bytes; leave the rest for the field to judge."""
-    match = (
-        re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
-        if isinstance(value, str)
-        else None
-    )
-    if match is None or match[1].count(".") > 1 or match[1] == ".":
-        return value
-    size = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
-    return int(size) if size < MAX_BYTES else MAX_BYTES + 1
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -211,13 +130,15 @@ class SamplingParams(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.n > 1 and self.temperature == 0:
-            raise _contradiction(
+            raise contradiction(
                 "n",
                 f"{self.n} choices at temperature 0 would be one text; raise temperature or leave n at 1.",
             )
         return self
 
 
+HEAD_FIELDS = ("draft_model", "draft_vocab", "draft_window")
+"""What only a head has a use for."""
 DRAFTERS = "auto, none, mtp, eagle, ngram or suffix"
 
 
@@ -254,13 +175,29 @@ class EngineConfig(Settings):
     )
     draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
         "auto",
-        title="who drafts; auto: the model's multi-token head, where it has one, with suffixes on a CPU",
+        title="who drafts; auto: the head of draft_model, or else the model's multi-token head, where it has "
+        "one, with suffixes on a CPU",
         description=DRAFTERS,
     )
     draft_model: NonEmpty | None = Field(
         None,
-        title="weights of a draft head, for eagle; not supported yet",
+        title="weights of an EAGLE head (1 to 3) in safetensors; None: for eagle the folder eagle3 or eagle "
+        "in the model's own",
         description="the folder of a draft head, or None",
+    )
+    draft_vocab: int | None = Field(
+        None,
+        ge=1,
+        title="a head drafts only so many tokens, the commonest by token_counts.json in the model's folder; "
+        "fewer rows of its output are read",
+        description="a whole number of at least 1, or None for all",
+    )
+    draft_window: int | None = Field(
+        None,
+        ge=1,
+        title="a head's attention reads so many of the last tokens, and the rest of the block of 16 that the "
+        "first of them lies in",
+        description="a whole number of at least 1, or None for all",
     )
     num_steps: int | None = Field(
         None,
@@ -299,7 +236,7 @@ class EngineConfig(Settings):
         title="what a draft token keeps: the record of what it adds to the state, or the whole state",
         description="record or snapshot",
     )
-    memory_bytes: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
+    memory_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         None,
         ge=1,
         le=MAX_BYTES,
@@ -374,13 +311,13 @@ class EngineConfig(Settings):
 
     def _check_draft(self) -> None:
         if self.draft == "none":
-            for field in ("draft_model", "num_steps", "topk", "num_draft_tokens", "synthetic_acceptance"):
+            for field in (*HEAD_FIELDS, "num_steps", "topk", "num_draft_tokens", "synthetic_acceptance"):
                 if getattr(self, field) is not None:
-                    raise _contradiction(
+                    raise contradiction(
                         field, 'it has no meaning with draft="none"; choose a drafter or leave it out.'
                     )
         elif self.draft_model is not None and self.draft not in ("auto", "eagle"):
-            raise _contradiction(
+            raise contradiction(
                 "draft_model",
                 f"draft={self.draft!r} reads no weights of its own; leave it out or choose eagle.",
             )
@@ -391,7 +328,7 @@ class EngineConfig(Settings):
             return
         most = 1 + self.topk + self.topk**2 * (self.num_steps - 1)
         if self.num_draft_tokens > most:
-            raise _contradiction(
+            raise contradiction(
                 "num_draft_tokens",
                 f"num_steps={self.num_steps} and topk={self.topk} grow at most {most} tokens, with the root, "
                 f"not {self.num_draft_tokens}; lower it or raise the other two.",

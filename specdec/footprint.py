@@ -14,11 +14,9 @@ from specdec.config import EngineConfig
 from specdec.kernels.linear import fp8
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
-from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import read_network, stored_dtype
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
-from specdec.resolve import resolve
+from specdec.resolve import open_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +136,9 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     `sequences` counts how many of each length fit in the arena, of those that the engine would take, or of
     its longest. `record_share` is a draft token's record over a state; who drafts in records has it.
     """
-    checkpoint = Checkpoint(folder)
-    network = read_network(checkpoint)
-    stored_bytes, narrow_bytes = checkpoint.sizes()
-    settings = resolve(config, network, stored_dtype(checkpoint.config), stored_bytes, narrow_bytes)
+    opened = open_model(folder, config)
+    network, settings = opened.network, opened.settings
+    stored_bytes, narrow_bytes = opened.checkpoint.sizes()
     footprint = measure(network, settings.dtype, narrow=settings.narrow)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]

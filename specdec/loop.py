@@ -56,11 +56,13 @@ class DecodeLoop:
         clock.lap("draft")
         rows = [part.row(self.speculation.backing) for part in parts]
         window = build_window(rows, self.conv_width, self.device)
-        hidden_TD = self.network.forward(window, self.arena)
+        head = self.speculation.head.head if self.speculation.head else None
+        taps = head.taps if head else ()
+        hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
         choices = self._choose(parts, window, hidden_TD)
         clock.lap("verify")
         paths = [self._walk(part, own) for part, own in zip(parts, choices, strict=True)]
-        self._commit(parts, paths, window, hidden_TD)
+        self._commit(parts, paths, window, head.condense(hidden_TD, tapped) if head else hidden_TD)
         clock.lap("commit")
         for part, path, own in zip(parts, paths, choices, strict=True):
             self._emit(part, path, own, clock.seconds)

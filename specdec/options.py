@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from specdec.config import Settings
+from specdec.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 

@@ -3,14 +3,16 @@
 import logging
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from specdec.capabilities import resolve_drafters
-from specdec.config import MAX_WINDOW, EngineConfig
+from specdec.config import HEAD_FIELDS, MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.attention.quantise import FP8
@@ -18,7 +20,11 @@ from specdec.kernels.native.call import SUFFIX
 from specdec.kernels.native.library import library
 from specdec.kernels.table import on_gpu
 from specdec.models import spec
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.eagle import EagleFolder, find_head, read_head
+from specdec.models.families import read_network, stored_dtype
 from specdec.models.network import memory_layout
+from specdec.models.shortlist import commonest
 from specdec.state_slots.layout import Layout
 from specdec.streak.extent import Extent
 from specdec.verify.synthetic import rates_for
@@ -60,6 +66,10 @@ class Resolved:
     """Rates by depth at which drafts are accepted whatever they say."""
     graphs: bool = False
     """Whether steps in which every row decodes are the device's to decide, captured where it is a GPU."""
+    draft_vocab: int | None = None
+    """How many tokens a head drafts; None: all."""
+    draft_window: int | None = None
+    """How many tokens a head's attention looks back; None: to the first."""
 
     def __str__(self) -> str:
         """Show one setting a line."""
@@ -72,11 +82,47 @@ class Resolved:
         return "".join(f"\n  {name}: {value}" for name, value in named.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model's folder, described and not yet read, with the head that is to draft if it has its own."""
+
+    checkpoint: Checkpoint
+    network: spec.Network
+    eagle: EagleFolder | None
+    settings: Resolved
+    shortlist_C: Tensor | None
+    """The tokens that a head drafts; None: all."""
+
+
+def open_model(folder: str | Path, config: EngineConfig) -> Opened:
+    """Describe a folder's model and its draft head, and settle how they run; nothing large is read."""
+    checkpoint = Checkpoint(folder)
+    network = read_network(checkpoint)
+    place = find_head(checkpoint.folder, config.draft, config.draft_model)
+    eagle = read_head(place, network) if place else None
+    held = [checkpoint, eagle.checkpoint] if eagle else [checkpoint]
+    sizes = map(sum, zip(*(own.sizes() for own in held), strict=True))
+    head = eagle.spec if eagle else None
+    settings = resolve(config, network, stored_dtype(checkpoint.config), *sizes, eagle=head)
+    count = settings.draft_vocab
+    shortlist_C = commonest(checkpoint.folder, count, network.vocab) if count else None
+    return Opened(checkpoint, network, eagle, settings, shortlist_C)
+
+
 def resolve(
-    config: EngineConfig, network: spec.Network, stored: torch.dtype, stored_bytes: int, narrow_bytes: int = 0
+    config: EngineConfig,
+    network: spec.Network,
+    stored: torch.dtype,
+    stored_bytes: int,
+    narrow_bytes: int = 0,
+    *,
+    eagle: spec.Eagle | None = None,
 ) -> Resolved:
-    """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is 8-bit."""
-    _refuse_unbuilt(config)
+    """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is 8-bit.
+
+    `eagle` is the draft head that was found in a folder of its own.
+    """
+    _refuse_unbuilt(config, eagle)
     device = pick_device(config.device)
     dtype = _dtype(config.dtype, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
@@ -85,11 +131,21 @@ def resolve(
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
-    drafters = resolve_drafters(config.draft, network, synthetic=synthetic, graphs=graphs)
+    drafters = resolve_drafters(
+        config.draft, network, eagle=eagle is not None, synthetic=synthetic, graphs=graphs
+    )
+    _refuse_without_head(config, drafters)
     kv_dtype = FP8 if config.kv_dtype == "fp8" else None
     if kv_dtype and kernels == "native":
         logger.info("attention: in torch, since the C forms read no keys of 8 bits")
-    layout = memory_layout(network, dtype, mtp="mtp" in drafters, state_dtype=state_dtype, kv_dtype=kv_dtype)
+    layout = memory_layout(
+        network,
+        dtype,
+        mtp="mtp" in drafters,
+        eagle=eagle if "eagle" in drafters else None,
+        state_dtype=state_dtype,
+        kv_dtype=kv_dtype,
+    )
     bounds = bounds_of(config)
     longest = config.max_model_len or network.max_length
     if longest > network.max_length:
@@ -126,21 +182,33 @@ def resolve(
         slots=config.slots,
         synthetic=_synthetic(config, bounds),
         graphs=graphs,
+        draft_vocab=config.draft_vocab,
+        draft_window=config.draft_window,
     )
     logger.info("settings:%s", settings)
     return settings
 
 
-def _refuse_unbuilt(config: EngineConfig) -> None:
+def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
     """Refuse by name what the configuration can say and this version cannot do."""
-    for field, supported in (
-        ("prefix_cache", (False,)),
-        ("draft_model", (None,)),
-    ):
-        value = getattr(config, field)
-        if value not in supported:
-            choices = ", ".join(map(repr, supported))
-            raise ConfigError(f"{field}: {value!r} is not supported yet; use {choices}.", field=field)
+    if config.prefix_cache:
+        raise ConfigError("prefix_cache: True is not supported yet; use False.", field="prefix_cache")
+    if config.draft_model is not None and eagle is None:
+        raise ConfigError(
+            "draft_model: weights that are drawn have no head's beside them; leave it out.",
+            field="draft_model",
+        )
+
+
+def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
+    """Refuse what would be left unread where no head drafts."""
+    for field in HEAD_FIELDS:
+        if getattr(config, field) is not None and not {"mtp", "eagle"}.intersection(drafters):
+            raise ConfigError(
+                f"{field}: only a head has a use for it, and {' and '.join(drafters) or 'nobody'} drafts; "
+                "leave it out, or choose draft='mtp' or 'eagle'.",
+                field=field,
+            )
 
 
 def bounds_of(config: EngineConfig) -> Shape:

@@ -1,7 +1,7 @@
-"""Small random models of every family whose multi-token head agrees with them in part.
+"""Small random models of every family whose multi-token head, and EAGLE-3 head, agree with them in part.
 
 The output matrices of all layers are small, so that the next token depends mostly on the last one, which the
-head reads as the target does; what the layers add, and some noise in the head, makes them disagree at times.
+heads read as the target does; what the layers add, and some noise in a head, makes them disagree at times.
 """
 
 import string
@@ -15,6 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from specdec.bench.random_eagle import eagle_config, eagle_tensors, write_eagle
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.families import read_network
 from tests.models.random_checkpoints import Sample, add_tensors, head_tensors
 
 VOCAB, HIDDEN, MAX_LENGTH = 64, 32, 256
@@ -121,7 +124,26 @@ def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:
                 elif "norm" in name:
                     head[name] = torch.full_like(value, float(family == "nemotron_h"))
             add_tensors(folder, head)
+        _add_eagle(folder, own["lm_head.weight"].detach())
     _characters(vocab).save_pretrained(folder)
+
+
+def _add_eagle(folder: Path, head_VD: Tensor) -> None:
+    """Write an EAGLE-3 head whose attention finds the token itself, and copies its embedding.
+
+    It has heads of its own, and cannot draft every fourth token.
+    """
+    network = read_network(Checkpoint(folder))
+    ids_C = torch.tensor([token for token in range(network.vocab) if token % 4 != 1])
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": HIDDEN // 4}
+    config = eagle_config(network, "eagle3", **heads, draft_vocab_size=len(ids_C))
+    tensors = eagle_tensors(config, network, seed=0, spread=NOISE / 2)
+    copies, layer = torch.eye(HIDDEN, 2 * HIDDEN), "midlayer.self_attn"
+    for name, strength in (("q", 2.0), ("k", 2.0), ("v", 1.0)):
+        tensors[f"{layer}.{name}_proj.weight"] += strength * copies
+    tensors[f"{layer}.o_proj.weight"] += torch.eye(HIDDEN)
+    tensors |= {"lm_head.weight": head_VD[ids_C], "d2t": ids_C - torch.arange(len(ids_C))}
+    write_eagle(folder / "eagle3", config, tensors)
 
 
 def _weaken(tensors: Mapping[str, Tensor], strength: float) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.config import EngineConfig, SamplingParams, Settings
+from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import ConfigError
+from specdec.settings import Settings
 
 NAN, INF = math.nan, math.inf
 
@@ -42,9 +43,9 @@ def test_the_fields_are_those_of_the_api() -> None:
         "stop_token_ids ignore_eos seed logprobs logit_bias n"
     )
     assert " ".join(EngineConfig.model_fields) == (
-        "device dtype kv_dtype quantize draft draft_model num_steps topk num_draft_tokens adaptive "
-        "draft_noise slots memory_bytes max_running max_model_len chunk_tokens prefix_cache kernels graphs "
-        "seed synthetic_acceptance"
+        "device dtype kv_dtype quantize draft draft_model draft_vocab draft_window num_steps topk "
+        "num_draft_tokens adaptive draft_noise slots memory_bytes max_running max_model_len chunk_tokens "
+        "prefix_cache kernels graphs seed synthetic_acceptance"
     )
 
 

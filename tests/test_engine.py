@@ -262,7 +262,7 @@ def test_one_bad_prompt_leaves_the_engine_whole(engine: SpecEngine) -> None:
     ("fields", "error", "field"),
     [
         ({"draft": "mtp"}, ConfigError, "draft"),
-        ({"draft": "eagle"}, ConfigError, "draft"),
+        ({"draft": "eagle"}, ConfigError, "draft_model"),
         ({"kernels": "triton", "dtype": "float64"}, ConfigError, "kernels"),
         ({"prefix_cache": True}, ConfigError, "prefix_cache"),
         ({"draft": "suffix", "num_steps": 2, "synthetic_acceptance": 4}, ConfigError, "synthetic_acceptance"),

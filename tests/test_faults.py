@@ -48,15 +48,15 @@ def test_closing_ends_what_still_runs(hybrid: Path) -> None:
 def test_a_failing_step_fails_the_requests_in_it_and_no_others(hybrid: Path) -> None:
     with SpecEngine(hybrid, max_running=1) as engine:
         network = engine.model.network
-        right = network.forward
+        right = network.forward_tapped
         waiting = threading.Event()
 
         def fail_once(*arguments: object) -> object:
             waiting.wait()
-            network.forward = right
+            network.forward_tapped = right
             return 1 / 0
 
-        network.forward = fail_once
+        network.forward_tapped = fail_once
         outcomes: dict[str, object] = {}
 
         def call(name: str) -> None:

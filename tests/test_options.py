@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.config import EngineConfig, SamplingParams, Settings
+from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import ConfigError
 from specdec.options import add_settings, at_least, listed, settings_from, settings_table
+from specdec.settings import Settings
 
 SETTINGS = Path(__file__).parents[1] / "docs" / "settings.md"
 

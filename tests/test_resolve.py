@@ -15,6 +15,7 @@ from specdec.models import spec
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
 from specdec.resolve import Resolved, resolve
+from specdec.state_slots.layout import KVShape
 
 SMALL = {
     **SHAPES["tiny"],
@@ -30,9 +31,23 @@ steps, topks = st.integers(1, 70), st.integers(1, 9)
 windows = st.integers(2, MAX_WINDOW)
 
 
-def settle(model: spec.Network = WITH_HEAD, /, **fields: Any) -> Resolved:
+EAGLE = spec.Eagle(
+    width=32,
+    vocab=65,
+    layer=spec.Layer(spec.Attention(2, 1, 8, 1.0, None, None, gated=False), None, reads=64),
+    norm=WITH_HEAD.norm,
+    taps=(0, 1, 2),
+    target_width=32,
+    ranked=65,
+    fc_bias=False,
+    own_embed=False,
+    own_head=False,
+)
+
+
+def settle(model: spec.Network = WITH_HEAD, /, *, eagle: spec.Eagle | None = None, **fields: Any) -> Resolved:
     config = EngineConfig.of(None, {"device": "cpu", "memory_bytes": PLENTY, **fields})
-    return resolve(config, model, torch.float32, stored_bytes=1 << 20)
+    return resolve(config, model, torch.float32, stored_bytes=1 << 20, eagle=eagle)
 
 
 def most_tokens(num_steps: int, topk: int) -> int:
@@ -135,9 +150,22 @@ def test_who_drafts_is_what_the_checkpoint_has(
         if expected is None:
             with pytest.raises(ConfigError) as caught:
                 settle(model, draft=draft)
-            assert caught.value.field == "draft"
+            assert caught.value.field == ("draft_model" if draft == "eagle" else "draft")
         else:
             assert settle(model, draft=draft).drafters == expected
+
+
+def test_an_eagle_head_drafts_where_it_was_given() -> None:
+    """In place of the model's own; with suffixes, unless the device drafts or acceptance is assumed."""
+    for model in (WITH_HEAD, WITHOUT_HEAD):
+        assert settle(model, eagle=EAGLE, draft="eagle").drafters == ("eagle",)
+        assert settle(model, eagle=EAGLE, draft="auto").drafters == ("eagle", "suffix")
+        assert settle(model, eagle=EAGLE, draft="auto", graphs=True).drafters == ("eagle",)
+        assert settle(model, eagle=EAGLE, draft="auto", synthetic_acceptance=2.0).drafters == ("eagle",)
+    assert settle(eagle=EAGLE, draft="eagle").layout.kv == (
+        *settle(draft="none").layout.kv,
+        KVShape(1, 8),
+    )
 
 
 def test_only_a_head_that_drafts_gets_keys_and_values() -> None:

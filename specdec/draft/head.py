@@ -24,11 +24,22 @@ MOST_UNREAD = 4 << 20
 
 
 class Head(Protocol):
+    width: int
+    """Of the hidden states that it reads and writes."""
+    taps: tuple[int, ...]
+    """The target's residual streams that it condenses, by the layer that they enter."""
+
+    def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """Make what it reads of what the target gave: the last hidden states, and the tapped streams."""
+        ...
+
     def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor:
         """Return the head's own hidden states for each token and the hidden state before it."""
         ...
 
-    def logits(self, hidden_TD: Tensor) -> Tensor: ...
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return logits of the target's tokens; minus infinity for those that it cannot draft."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +97,24 @@ class HeadDrafter:
     A step has the head read `chunk_tokens` of what is behind, all sequences together, or one token of each.
     """
 
-    def __init__(self, head: Head, arena: Arena, rank: Rank, device: torch.device, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        head: Head,
+        arena: Arena,
+        rank: Rank,
+        device: torch.device,
+        chunk_tokens: int,
+        *,
+        window: int | None = None,
+    ) -> None:
+        """Let the head's attention read `window` tokens before what it reads at once; None: all."""
         self.head, self.arena, self.rank, self.device = head, arena, rank, device
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.window = chunk_tokens, window
         self.calibrator = Calibrator()
         self._unread: dict[Hashable, Unread] = {}
 
     def read(self, key: Hashable, hidden_MD: Tensor) -> None:
-        """Take the target's hidden states of the next positions that a sequence has committed."""
+        """Take what the head condensed of the next positions that a sequence has committed."""
         unread = self._unread.setdefault(key, Unread())
         # A view would keep the hidden states of the whole step alive.
         whole = hidden_MD.untyped_storage().nbytes() == hidden_MD.nbytes
@@ -164,7 +185,7 @@ class HeadDrafter:
             assert unread.count and unread.read + unread.count == len(want.tokens) - 1
             count, start = min(unread.count - keep, max(spare, 1)), unread.read
             spare -= count
-            rows.append(Row(TokenTree.chain(want.tokens[start + 1 :][:count]), start, want.table_N, 0))
+            rows.append(self._row(TokenTree.chain(want.tokens[start + 1 :][:count]), start, want))
             inputs.append(unread.take(count))
             if not unread.count:
                 reached[i] = len(rows) - 1
@@ -188,7 +209,7 @@ class HeadDrafter:
                 tuple(-1 if i == 0 else place[grower.parents[node]] for i, node in enumerate(ran)),
             )
             skipped = len(draft.ran) - len(ran)
-            rows.append(Row(tree, start + skipped, draft.want.table_N, 0))
+            rows.append(self._row(tree, start + skipped, draft.want))
             own = [draft.root_D if node == ROOT else draft.after[grower.parents[node]] for node in ran]
             inputs.append(torch.stack(own))
             nodes.append(ran)
@@ -204,6 +225,12 @@ class HeadDrafter:
         topk = max(draft.grower.shape.topk for draft in drafts)
         for (draft, node), (tokens, shares) in zip(at, self.rank(logits_NV, places, topk), strict=True):
             draft.grower.add(node, tokens, shares)
+
+    def _row(self, tree: TokenTree, start: int, want: Want) -> Row:
+        """Give the head tokens at a position, and the blocks that it may look back to."""
+        size = self.arena.layout.block_tokens
+        first = 0 if self.window is None else max(start - self.window, 0) // size
+        return Row(tree, start - first * size, want.table_N[first:], 0, skipped=first * size)
 
     def _forward(self, rows: Sequence[Row], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the head over rows and the hidden states they read; return its own, row by row."""

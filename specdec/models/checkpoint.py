@@ -124,7 +124,8 @@ class Checkpoint:
         if pickles := [name for name in found if name.endswith(_PICKLES)]:
             raise CheckpointError(
                 f"{self.folder} holds only pickles ({few(pickles)}), and opening a pickle runs its code; "
-                "convert them to safetensors (where you trust them: load with transformers, save_pretrained)",
+                "convert them to safetensors (where you trust them: torch.load with weights_only=True, then "
+                "safetensors.torch.save_file)",
                 field=pickles[0],
             )
         raise CheckpointError(

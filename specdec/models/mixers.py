@@ -43,8 +43,16 @@ class Step:
 
 class Attention:
     def __init__(
-        self, s: spec.Attention, hidden: int, weights: Weights, kernels: Kernels, index: int
+        self,
+        s: spec.Attention,
+        hidden: int,
+        weights: Weights,
+        kernels: Kernels,
+        index: int,
+        *,
+        reads: int | None = None,
     ) -> None:
+        """Build a layer that writes `hidden` wide, and reads as wide where `reads` says nothing else."""
         self.kernels, self.index, self.rope = kernels, index, s.rope
         norm = s.qk_norm
         self.layer = AttentionLayer(
@@ -54,12 +62,12 @@ class Attention:
             eps=norm.eps if norm else 0.0,
         )
         rows = dict(zip("qkv", self.layer.widths, strict=True))
-        weight = join([weights.matrix(f"{n}.weight", (width, hidden)) for n, width in rows.items()])
+        weight = join([weights.matrix(f"{n}.weight", (width, reads or hidden)) for n, width in rows.items()])
         bias = (
             torch.cat([weights.take(f"{n}.bias", (width,)) for n, width in rows.items()]) if s.bias else None
         )
         self.project = kernels.pack(weight, bias)
-        out_bias = weights.take("o.bias", (hidden,)) if s.bias else None
+        out_bias = weights.take("o.bias", (hidden,)) if s.bias and s.out_bias else None
         self.out = kernels.pack(weights.matrix("o.weight", (hidden, s.heads * s.head_dim)), out_bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:

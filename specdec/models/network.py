@@ -1,6 +1,6 @@
 """A network as a list of layers, run over one packed window."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2, Memory, Step, take_norm
+from specdec.models.shortlist import Shortlist
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.window import Window
@@ -24,13 +25,15 @@ def memory_layout(
     dtype: torch.dtype,
     *,
     mtp: bool,
+    eagle: spec.Eagle | None = None,
     state_dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
 ) -> Layout:
-    """Say what the arena must hold for one token and for one sequence of this network."""
+    """Say what the arena must hold for one token and for one sequence of this network, and for its head."""
     kv: list[KVShape] = []
     states: list[StateShape] = []
-    for layer in (*network.layers, *(network.mtp if mtp else ())):
+    head = (eagle.layer,) if eagle else network.mtp if mtp else ()
+    for layer in (*network.layers, *head):
         match layer.mixer:
             case spec.Attention() as m:
                 kv.append(KVShape(m.kv_heads, m.head_dim))
@@ -50,23 +53,24 @@ class Block:
     """One layer in its residual frame: x + mixer(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
-        self, layer: spec.Layer, network: spec.Network, weights: Weights, kernels: Kernels, index: int
+        self, layer: spec.Layer, hidden: int, norm: spec.Norm, weights: Weights, kernels: Kernels, index: int
     ) -> None:
-        hidden, self.eps, self.kernels = network.hidden, network.norm.eps, kernels
+        self.eps, self.kernels = norm.eps, kernels
         self.mixer: Attention | GatedDeltaNet | Mamba2 | None = None
         self.ffn: MLP | MoE | None = None
         if layer.mixer:
-            self.mixer_norm_D = take_norm(weights, "mixer_norm.weight", hidden, network.norm)
+            if layer.reads is None:
+                self.mixer_norm_D = take_norm(weights, "mixer_norm.weight", hidden, norm)
             inner = weights.within("mixer")
             match layer.mixer:
                 case spec.Attention() as m:
-                    self.mixer = Attention(m, hidden, inner, kernels, index)
+                    self.mixer = Attention(m, hidden, inner, kernels, index, reads=layer.reads)
                 case spec.GatedDeltaNet() as m:
                     self.mixer = GatedDeltaNet(m, hidden, inner, kernels, index)
                 case spec.Mamba2() as m:
                     self.mixer = Mamba2(m, hidden, inner, kernels, index)
         if layer.ffn:
-            self.ffn_norm_D = take_norm(weights, "ffn_norm.weight", hidden, network.norm)
+            self.ffn_norm_D = take_norm(weights, "ffn_norm.weight", hidden, norm)
             inner = weights.within("ffn")
             match layer.ffn:
                 case spec.MLP() as f:
@@ -79,20 +83,41 @@ class Block:
 
         Mutates x: what each half finds waiting is added by the norm that reads it.
         """
-        norm = self.kernels.add_rms_norm
         if self.mixer:
-            added_TD = self.mixer(norm(x_TD, added_TD, self.mixer_norm_D, self.eps), step)
-        if self.ffn:
-            added_TD = self.ffn(norm(x_TD, added_TD, self.ffn_norm_D, self.eps))
-        return added_TD
+            read_TD = self.kernels.add_rms_norm(x_TD, added_TD, self.mixer_norm_D, self.eps)
+            added_TD = self.mixer(read_TD, step)
+        return self.feed(x_TD, added_TD)
+
+    def feed(self, x_TD: Tensor, added_TD: Tensor | None) -> Tensor | None:
+        """Run the second half alone, after whatever the first gave."""
+        if self.ffn is None:
+            return added_TD
+        return self.ffn(self.kernels.add_rms_norm(x_TD, added_TD, self.ffn_norm_D, self.eps))
 
 
-def run_blocks(blocks: Sequence[Block], x_TD: Tensor, step: Step, norm_D: Tensor, eps: float) -> Tensor:
-    """Run the layers on the residual stream x, which is overwritten, and normalise what comes out."""
+def run_blocks(
+    blocks: Sequence[Block],
+    x_TD: Tensor,
+    step: Step,
+    norm_D: Tensor,
+    eps: float,
+    *,
+    taps: Collection[int] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Run the layers on the residual stream x, which is overwritten, and normalise what comes out.
+
+    With it come copies of the stream as it enters the layers in `taps`; their number is the end.
+    """
     added_TD: Tensor | None = None
-    for block in blocks:
+    tapped: dict[int, Tensor] = {}
+    for i, block in enumerate(blocks):
+        if i in taps:
+            tapped[i] = x_TD.clone() if added_TD is None else x_TD + added_TD
         added_TD = block(x_TD, added_TD, step)
-    return step.kernels.add_rms_norm(x_TD, added_TD, norm_D, eps)
+    out_TD = step.kernels.add_rms_norm(x_TD, added_TD, norm_D, eps)
+    if len(blocks) in taps:
+        tapped[len(blocks)] = x_TD
+    return out_TD, tapped
 
 
 def build_blocks(
@@ -108,10 +133,17 @@ def build_blocks(
     for i, layer in enumerate(layers):
         is_attention = isinstance(layer.mixer, spec.Attention)
         index = attention if is_attention else recurrent
-        blocks.append(Block(layer, network, weights.within(f"layers.{i}"), kernels, index))
+        blocks.append(
+            Block(layer, network.hidden, network.norm, weights.within(f"layers.{i}"), kernels, index)
+        )
         attention += is_attention
         recurrent += layer.mixer is not None and not is_attention
     return blocks
+
+
+def attention_layers(network: spec.Network) -> int:
+    """Count the target's attention layers: a head's pages come behind theirs."""
+    return sum(isinstance(layer.mixer, spec.Attention) for layer in network.layers)
 
 
 def rope_tables(
@@ -123,30 +155,57 @@ def rope_tables(
     return {rope: kernels.rope_table(position_T, rope.dim, rope.theta) for rope in ropes}
 
 
+def begin_step(
+    window: Window, memory: Memory, tables: Mapping[spec.Rope, tuple[Tensor, Tensor]], kernels: Kernels
+) -> Step:
+    """Look the rotations of a window's positions up."""
+    at_T = window.position_T
+    rope = {key: (cos_LR[at_T], sin_LR[at_T]) for key, (cos_LR, sin_LR) in tables.items()}
+    return Step(window, memory, rope, kernels)
+
+
 class Network:
     """The target: embeds a window's tokens, runs every layer, normalises, and projects to the vocabulary."""
 
     def __init__(
-        self, s: spec.Network, weights: Weights, kernels: Kernels, *, max_length: int, device: torch.device
+        self,
+        s: spec.Network,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        max_length: int,
+        device: torch.device,
+        shortlist_C: Tensor | None = None,
     ) -> None:
+        """Fill the network; `shortlist` are the tokens that are drafted, None: all."""
         self.spec, self.kernels = s, kernels
         self.embed_VD = weights.take("embed.weight", (s.vocab, s.hidden))
         self.blocks = build_blocks(s.layers, s, weights, kernels)
         self.norm_D = take_norm(weights, "norm.weight", s.hidden, s.norm)
         head_VD = self.embed_VD if s.tied else weights.take("head.weight", (s.vocab, s.hidden))
         self.head = kernels.pack(head_VD)
+        self.shortlist: Shortlist | None = None
+        if shortlist_C is not None:
+            shortlist_C = shortlist_C.to(device)
+            self.shortlist = Shortlist(head_VD[shortlist_C], shortlist_C, s.vocab, kernels)
         self.rope = rope_tables((*s.layers, *s.mtp), max_length, kernels, device)
 
     def begin(self, window: Window, memory: Memory) -> Step:
         """Gather what all layers of this pass share."""
-        at_T = window.position_T
-        rope = {key: (cos_LR[at_T], sin_LR[at_T]) for key, (cos_LR, sin_LR) in self.rope.items()}
-        return Step(window, memory, rope, self.kernels)
+        return begin_step(window, memory, self.rope, self.kernels)
 
     def forward(self, window: Window, memory: Memory) -> Tensor:
         """Return the hidden states after the final norm; KV, states and records in `memory` are advanced."""
-        x_TD = F.embedding(window.token_T, self.embed_VD)
-        return run_blocks(self.blocks, x_TD, self.begin(window, memory), self.norm_D, self.spec.norm.eps)
+        return self.forward_tapped(window, memory, ())[0]
+
+    def forward_tapped(
+        self, window: Window, memory: Memory, taps: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the same, and the residual streams that a head asks for, by the layer that they enter."""
+        x_TD, step = F.embedding(window.token_T, self.embed_VD), self.begin(window, memory)
+        own = self.norm_D, self.spec.norm.eps
+        hidden_TD, tapped = run_blocks(self.blocks, x_TD, step, *own, taps=taps)
+        return hidden_TD, [tapped[layer] for layer in taps]
 
     def materialize(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         """Bring the recurrent states up to date with their rows' paths, in place, as the next window would.
@@ -171,6 +230,10 @@ class Network:
         logits_TV: Tensor = self.kernels.linear(hidden_TD, self.head)
         return logits_TV
 
+    def project_drafts(self, hidden_TD: Tensor) -> Tensor:
+        """Project a head's hidden states; what is not to be drafted has minus infinity."""
+        return self.shortlist(hidden_TD) if self.shortlist else self.project(hidden_TD)
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return float logits."""
         logits_TV = self.project(hidden_TD)
@@ -183,16 +246,21 @@ class MTPHead:
     Its attention layers keep KV of their own, behind the target's in the arena.
     """
 
+    taps: tuple[int, ...] = ()
+
     def __init__(self, target: Network, weights: Weights) -> None:
         s, kernels = target.spec, target.kernels
-        self.target, self.eps = target, s.norm.eps
+        self.target, self.eps, self.width = target, s.norm.eps, s.hidden
         weights = weights.within("mtp")
         self.embed_norm_D = take_norm(weights, "embed_norm.weight", s.hidden, s.norm)
         self.hidden_norm_D = take_norm(weights, "hidden_norm.weight", s.hidden, s.norm)
         self.fc = kernels.pack(weights.take("fc.weight", (s.hidden, 2 * s.hidden)))
-        first = sum(isinstance(layer.mixer, spec.Attention) for layer in s.layers)
-        self.blocks = build_blocks(s.mtp, s, weights, kernels, first_attention=first)
+        self.blocks = build_blocks(s.mtp, s, weights, kernels, first_attention=attention_layers(s))
         self.norm_D = take_norm(weights, "norm.weight", s.hidden, s.norm)
+
+    def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """Take the target's last hidden states as they are."""
+        return hidden_TD
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
         """Return h' for each token of the window, given the hidden state of the position before it.
@@ -204,8 +272,8 @@ class MTPHead:
         embed_TD = ops.rms_norm(embed_TD, self.embed_norm_D, self.eps)
         hidden_TD = ops.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
         x_TD = ops.linear(torch.cat([embed_TD, hidden_TD], dim=-1), self.fc)
-        return run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)
+        return run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)[0]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Project the head's hidden states as the target's are, in the model's dtype."""
-        return self.target.project(hidden_TD)
+        return self.target.project_drafts(hidden_TD)

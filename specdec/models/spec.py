@@ -35,6 +35,8 @@ class Attention:
     gated: bool
     """The query projection holds [query | gate] per head; the output is multiplied by sigmoid(gate)."""
     bias: bool = False
+    out_bias: bool = True
+    """Of one whose projections have biases: the last one too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class Layer:
 
     mixer: Mixer | None
     ffn: FeedForward | None
+    reads: int | None = None
+    """Width of what its attention reads in place of norm(x): a draft head makes that of its two inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +114,25 @@ class Network:
     eos: tuple[int, ...]
     mtp: tuple[Layer, ...] = ()
     """The layers of the multi-token head; empty: the checkpoint has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle:
+    """A draft head with a folder of its own: one layer, which reads a hidden state and the token after it."""
+
+    width: int
+    vocab: int
+    """Rows of its own embedding."""
+    layer: Layer
+    norm: Norm
+    taps: tuple[int, ...]
+    """The target's residual streams that it fuses, by the layer that they enter; one more than there are: the
+    last layer's output. Empty: it reads what the target's final norm gives (EAGLE-1 and 2)."""
+    target_width: int
+    ranked: int
+    """Tokens that it ranks."""
+    fc_bias: bool
+    own_embed: bool
+    own_head: bool
+    normed_residual: bool = False
+    """The layer's residual stream starts from the normalised hidden state."""

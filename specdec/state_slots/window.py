@@ -30,6 +30,8 @@ class Row:
     path: Sequence[RecordSlot] = ()
     records: Sequence[RecordSlot] | None = None
     snapshots: Sequence[int] | None = None
+    skipped: int = 0
+    """Tokens before those whose blocks are in `table_N` and that `length` counts: nobody reads them."""
 
     def __post_init__(self) -> None:
         for slots in (self.records, self.snapshots):
@@ -62,7 +64,7 @@ def build_window(rows: Sequence[Row], conv_width: int, device: torch.device) -> 
         row = rows[i]
         first[i] = len(tokens)
         tokens += row.tree.tokens
-        positions += [row.length + depth for depth in row.tree.depths]
+        positions += [row.skipped + row.length + depth for depth in row.tree.depths]
         members.append(row)
         if rank + 1 == len(order) or shape(order[rank + 1]) != shape(i):
             start = len(tokens) - len(members) * len(row.tree)

@@ -38,9 +38,19 @@ class DeviceDrafter:
     """Owns the table that makes the head's beliefs probabilities; all else that changes is in the rows."""
 
     def __init__(
-        self, head: Head, kernels: Kernels, arena: Arena, pack: Packer, table: Table, *, noise: bool = True
+        self,
+        head: Head,
+        kernels: Kernels,
+        arena: Arena,
+        pack: Packer,
+        table: Table,
+        *,
+        window: int | None,
+        noise: bool = True,
     ) -> None:
-        self.head, self.kernels, self.arena, self.pack, self.noise = head, kernels, arena, pack, noise
+        """Let the head's attention read `window` tokens before what it reads at once; None: all."""
+        self.head, self.kernels, self.arena, self.pack = head, kernels, arena, pack
+        self.window, self.noise = window, noise
         self.table_3DR = torch.tensor(table, dtype=torch.float64, device=arena.data.device)
 
     def calibrate(self, table: Table) -> None:
@@ -126,6 +136,6 @@ class DeviceDrafter:
         self, rows: Rows, token_BA: Tensor, parent_BA: Tensor | None, start_B: Tensor, hidden_BAD: Tensor
     ) -> Tensor:
         """Run the head over a window of each row; its KV lies where the row's tokens have theirs."""
-        window = self.pack(rows, token_BA, parent_BA, start_B.clamp(min=0))
+        window = self.pack(rows, token_BA, parent_BA, start_B.clamp(min=0), last=self.window)
         hidden_TD = hidden_BAD.reshape(-1, hidden_BAD.shape[-1])
         return self.head.forward(window, hidden_TD, self.arena).view_as(hidden_BAD)

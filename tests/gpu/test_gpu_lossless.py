@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 CELLS = [
     pytest.param(*cell, id="-".join(cell))
     for cell in itertools.product(
-        AXES["family"], ("mtp", "ngram", "suffix", "auto", "oracle"), AXES["shape"], AXES["backing"]
+        AXES["family"], ("mtp", "eagle", "ngram", "suffix", "auto", "oracle"), AXES["shape"], AXES["backing"]
     )
     if cell[:2] != ("qwen3", "mtp")
 ]

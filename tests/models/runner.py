@@ -8,6 +8,8 @@ from torch import Tensor
 
 from specdec.kernels.table import load_kernels
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.eagle import read_head
+from specdec.models.eagle_head import EagleHead
 from specdec.models.families import open_weights, read_network
 from specdec.models.network import MTPHead, Network, memory_layout
 from specdec.state_slots.arena import Arena
@@ -22,17 +24,30 @@ class Runner:
     """Own a network loaded from a folder and an arena that its sequences share."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, *, mtp: bool = False, kernels: str = "cpu", slabs: int = 40
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        *,
+        mtp: bool = False,
+        eagle: Path | None = None,
+        kernels: str = "cpu",
+        slabs: int = 40,
     ) -> None:
         checkpoint = Checkpoint(folder)
         self.spec = read_network(checkpoint)
         weights = open_weights(checkpoint, self.spec, dtype=dtype, mtp=mtp, progress=False)
         table = load_kernels(kernels)
         self.network = Network(self.spec, weights, table, max_length=MAX_LENGTH, device=CPU)
-        self.head = MTPHead(self.network, weights) if mtp else None
+        self.head: MTPHead | EagleHead | None = MTPHead(self.network, weights) if mtp else None
         weights.finish()
+        found = read_head(eagle, self.spec) if eagle else None
+        if found:
+            weights = found.open(dtype=dtype, device=CPU, progress=False)
+            self.head = EagleHead(found.spec, self.network, weights, found.ids_C, max_length=MAX_LENGTH)
+            weights.finish()
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.layout = memory_layout(self.spec, dtype, mtp=mtp, state_dtype=state_dtype)
+        own = found.spec if found else None
+        self.layout = memory_layout(self.spec, dtype, mtp=mtp, eagle=own, state_dtype=state_dtype)
         blocks = self.layout.blocks_for(MAX_LENGTH)
         per_sequence = 2 * self.layout.slab_bytes + blocks * self.layout.block_bytes
         self.arena = Arena(self.layout, slabs * per_sequence, CPU)
@@ -49,8 +64,10 @@ class Runner:
         """Read each sequence's next tokens in one window; return the logits of each of them [M, V]."""
         rows = [Row(TokenTree.chain(tokens), own.length, own.table_N, own.state) for own, tokens in parts]
         window = build_window(rows, self.conv_width, CPU)
-        hidden_TD = self.network.forward(window, self.arena)
+        taps = self.head.taps if self.head else ()
+        hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
         logits_TV = self.network.logits(hidden_TD)
+        hidden_TD = self.head.condense(hidden_TD, tapped) if self.head else hidden_TD
         out = []
         for (own, tokens), first in zip(parts, window.first_B, strict=True):
             own.length += len(tokens)
@@ -77,3 +94,4 @@ class Sequence_:
         self.state = state
         self.length = 0
         self.hidden: list[Tensor] = []
+        """What the head is given of each position; the last hidden states, where there is none."""

@@ -74,7 +74,7 @@ def test_a_batch_filled_up_with_padding_says_the_same(known: tuple[Path, list[Ca
         assert runner.steps > 0
 
 
-@pytest.mark.parametrize("draft", ["none", "mtp"])
+@pytest.mark.parametrize("draft", ["none", "mtp", "eagle"])
 def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], draft: str) -> None:
     folder, cases = known
     with drafting_engine(folder, draft, cases, graphs=True, adaptive=True, **SHAPES["tree"]) as (engine, _):
@@ -211,10 +211,11 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[Case]]) -> None:
+@pytest.mark.parametrize("draft", ["mtp", "eagle"])
+def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[Case]], draft: str) -> None:
     """The network's own kernels are a GPU's to bring; what a step does beside them runs as it stands."""
     folder, _ = known
-    with open_engine(folder) as engine:
+    with open_engine(folder, draft=draft) as engine:
         runner = engine.model.loop.runner
         assert isinstance(runner, Pipeline)
         streak, network = runner.streak, engine.model.network
@@ -223,6 +224,9 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
 
         def still(window: Any, *_: Any) -> Tensor:
             return torch.zeros(len(window.token_T), hidden, dtype=torch.float64)
+
+        def tapped(window: Any, memory: Any, taps: Any) -> Any:
+            return still(window), [still(window) for _ in taps]
 
         step, drafter = streak.step, streak.step.drafter
         assert drafter is not None
@@ -236,7 +240,7 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
             p.setattr(drafter, "pack", step.pack)
             p.setattr(step, "kernels", chooses)
             p.setattr(drafter, "kernels", chooses)
-            p.setattr(network, "forward", still)
+            p.setattr(network, "forward_tapped", tapped)
             p.setattr(network, "move", lambda *_: None)
             p.setattr(type(drafter.head), "forward", lambda self, window, *_: still(window))
             assert count_syncs(partial(step, rows, form)) == []

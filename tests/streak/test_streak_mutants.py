@@ -83,11 +83,13 @@ def a_swapped_parent(patch: Patch) -> None:
     """Hang the last node on the root when its ancestors are counted."""
     inner = pack.Packer.__call__
 
-    def wrong(self: pack.Packer, rows: Rows, token_BM: Tensor, parent_BM: Any, *rest: Any) -> Any:
+    def wrong(
+        self: pack.Packer, rows: Rows, token_BM: Tensor, parent_BM: Any, *rest: Any, **last: Any
+    ) -> Any:
         if parent_BM is not None and len(rest) > 1:
             parent_BM = parent_BM.clone()
             parent_BM[:, 2:] = 0
-        return inner(self, rows, token_BM, parent_BM, *rest)
+        return inner(self, rows, token_BM, parent_BM, *rest, **last)
 
     patch.setattr(pack.Packer, "__call__", wrong)
 

@@ -33,3 +33,22 @@ def test_a_step_of_triton_kernels_says_what_torch_says(family: str, tmp_path: Pa
             assert runner is not None and runner.steps > 1
             assert engine.stats().drafted > 0
     assert said["triton"] == said["cpu"]
+
+
+def test_an_eagle_head_that_looks_back_in_part_drafts_as_in_torch(tmp_path: Path) -> None:
+    """Its kernels are told how far back there is to read; blocks before that are not in its tables.
+
+    The row is alone: what is said of it must reach each of its nodes.
+    """
+    write_agreeing(tmp_path, "qwen3")
+    made = {}
+    for kernels in ("cpu", "triton"):
+        shape = {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}
+        fields = {"draft": "eagle", "draft_window": 5, "adaptive": False, "max_model_len": 48, **shape}
+        with SpecEngine(tmp_path, dtype="float32", kernels=kernels, graphs=True, **fields) as engine:
+            params = SamplingParams(max_tokens=4, temperature=0.8, seed=5, ignore_eos=True)
+            text = engine.generate([list(range(24))], params)[0].token_ids
+            made[kernels] = text, engine.stats().drafted, engine.stats().accepted
+            runner = engine.model.loop.runner
+            assert runner is not None and runner.steps > 1
+    assert made["triton"] == made["cpu"]

@@ -58,6 +58,8 @@ def _best(
 ) -> tuple[Tensor, Tensor]:
     rows, vocab = logits_NV.shape
     assert logits_NV.stride(1) == 1
+    columns = rules.temperature_N, rules.top_k_N, rules.top_p_N, rules.min_p_N
+    assert all(column_N is None or column_N.is_contiguous() for column_N in columns)
     stride, device, parts = logits_NV.stride(0), logits_NV.device, triton.cdiv(vocab, PART)
     least_N, last_N = _limits(logits_NV, rules)
     key_NPC = torch.empty(rows, parts, count, dtype=torch.int64, device=device)

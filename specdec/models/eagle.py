@@ -1,0 +1,201 @@
+"""EAGLE draft heads as they are published: which of the layouts a folder holds, and where its tensors lie.
+
+EAGLE-1 and 2: `fc` [D, 2D] makes of the token's embedding and the hidden state before it, which the target's
+final norm gave, what `layers.0` reads, without a norm of its own. The target's output head ranks its output.
+
+EAGLE-3: `fc` [D, 3D] fuses three residual streams of the target, once. `midlayer` reads the normalised
+embedding beside the normalised fusion, and its output, before `norm`, is what it is run on again.
+`lm_head` ranks a part of the vocabulary; draft id i is token i + d2t[i].
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+from specdec.models import spec
+from specdec.models.blocks import attention, refuse_unsupported, swiglu
+from specdec.models.checkpoint import Checkpoint, few
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout, Rule
+from specdec.models.narrow import stores_fp8
+from specdec.models.weights import CheckpointWeights
+
+FOLDERS = ("eagle3", "eagle")
+"""Where a model's own folder may hold its head."""
+EXPECTED = (
+    "fc.weight with layers.0.self_attn.q_proj.weight (EAGLE-1, EAGLE-2), "
+    "or with midlayer.hidden_norm.weight (EAGLE-3)"
+)
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleFolder:
+    """A head's folder, found to fit its target."""
+
+    checkpoint: Checkpoint
+    spec: spec.Eagle
+    layout: Layout
+    ids_C: Tensor | None
+    """The tokens that its logits rank; None: all of the target's."""
+
+    def open(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: bool = False,
+        progress: bool | None = None,
+    ) -> CheckpointWeights:
+        """Open its tensors by our names."""
+        return CheckpointWeights(
+            self.checkpoint,
+            self.layout,
+            dtype=dtype,
+            device=device,
+            mtp=True,
+            narrow=stores_fp8(Fields(self.checkpoint.config)),
+            quantize=quantize,
+            progress=progress,
+        )
+
+
+def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | None:
+    """Say where the head lies that is to draft: where it is said to, or, for eagle, in the model's folder."""
+    if draft_model is not None:
+        return Path(draft_model)
+    own = (Path(model) / name for name in FOLDERS)
+    return next((folder for folder in own if folder.is_dir()), None) if draft == "eagle" else None
+
+
+def read_head(folder: Path, target: spec.Network) -> EagleFolder:
+    """Describe the head in a folder; whatever is wrong with it is an error that begins with draft_model."""
+    try:
+        return _read(Checkpoint(folder), target)
+    except CheckpointError as error:
+        field = "draft_model" if error.field == "model" else error.field
+        raise CheckpointError(f"draft_model: {error}", field=field) from error
+
+
+def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
+    names, fields = frozenset(checkpoint.names()), Fields(checkpoint.config)
+    layout, fuses = _layout(checkpoint, names)
+    refuse_unsupported(fields)
+    if fields.integer("num_hidden_layers", default=1) != 1:
+        fields.refuse("num_hidden_layers", "a head of one layer (1)")
+    for name in ("add_para_norm", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
+        fields.absent(name, "a head of the published EAGLE-1 to 3 (false)")
+    fields.within("eagle_config").only("use_aux_hidden_state", fuses)
+
+    def has(ours: str) -> bool:
+        return any(source.present(names, 1) for source in layout.sources(ours, layout.prefix(names)))
+
+    width = fields.integer("hidden_size")
+    fields.only("target_hidden_size", target.hidden)
+    if width != target.hidden and not (fuses and has("embed.weight") and has("head.weight")):
+        needed = f"the target's width ({target.hidden})"
+        fields.refuse("hidden_size", f"{needed}, or EAGLE-3 with embed_tokens and lm_head of its own")
+    norm = spec.Norm(fields.number("rms_norm_eps"), wide=False)
+    mixer = replace(
+        attention(fields, norm=norm, gated=False, partial=1.0),
+        qk_norm=norm if has("layers.0.mixer.q_norm.weight") else None,
+        bias=has("layers.0.mixer.q.bias"),
+        out_bias=has("layers.0.mixer.o.bias"),
+    )
+    vocab = fields.integer("vocab_size", default=target.vocab)
+    if has("embed.weight") and vocab < target.vocab:
+        fields.refuse("vocab_size", f"an embedding of all {target.vocab} tokens of the target")
+    ranked = fields.integer("draft_vocab_size", default=vocab if has("head.weight") else target.vocab)
+    ids_C = _ids(checkpoint, fields, ranked, target.vocab)
+    head = spec.Eagle(
+        width=width,
+        vocab=vocab,
+        layer=spec.Layer(mixer, swiglu(fields), reads=2 * width if fuses else width),
+        norm=norm,
+        taps=_taps(fields, len(target.layers)) if fuses else (),
+        target_width=target.hidden,
+        ranked=ranked,
+        fc_bias=has("fc.bias"),
+        own_embed=has("embed.weight"),
+        own_head=has("head.weight") or ids_C is not None,
+        normed_residual=fuses and fields.flag("norm_before_residual", default=False),
+    )
+    return EagleFolder(checkpoint, head, layout, ids_C)
+
+
+def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool]:
+    """Find out which layout the tensors are in; tell also whether it is EAGLE-3's."""
+    prefix = next((p for p in ("", "model.") if f"{p}fc.weight" in names), None)
+    for layer in ("midlayer.", "layers.0."):
+        if prefix is not None and f"{prefix}{layer}self_attn.q_proj.weight" in names:
+            fuses = f"{prefix}{layer}hidden_norm.weight" in names
+            if fuses or layer == "layers.0.":
+                return _table(f"~{layer}", fuses=fuses), fuses
+    kind = checkpoint.config.get("architectures") or checkpoint.config.get("model_type")
+    raise CheckpointError(
+        f"{checkpoint.folder} holds no EAGLE head that specdec knows: its config.json says {kind!r}, and its "
+        f"tensors are {few(sorted(names)) or 'none'}; expected is {EXPECTED}",
+        field="draft_model",
+    )
+
+
+def _table(layer: str, *, fuses: bool) -> Layout:
+    """Name the disk tensors of a head whose layer has this prefix."""
+    ours = r"layers\.0\."
+    fused = (
+        Rule(r"embed_norm\.weight", f"{layer}input_layernorm.weight"),
+        Rule(r"hidden_norm\.weight", f"{layer}hidden_norm.weight"),
+        Rule(r"norm\.weight", "~norm.weight"),
+    )
+    return Layout(
+        rules=(
+            Rule(r"embed\.weight", "~embed_tokens.weight"),
+            Rule(r"head\.weight", "lm_head.weight"),
+            Rule(r"head\.weight", "~lm_head.weight"),
+            Rule(r"fc\.(weight|bias)", r"~fc.\1"),
+            Rule(rf"{ours}ffn_norm\.weight", f"{layer}post_attention_layernorm.weight"),
+            Rule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{layer}self_attn.\1_proj.\2"),
+            Rule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{layer}self_attn.\1_norm.weight"),
+            Rule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{layer}mlp.\1_proj.weight"),
+            *(fused if fuses else ()),
+        ),
+        prefixes=("", "model."),
+        embedding="fc.weight",
+        ignored=(r".*\.inv_freq", r"(.*\.)?(d2t|t2d)"),
+    )
+
+
+def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Say which residual streams are fused, as the numbers of the layers that they enter.
+
+    Two ways of counting are published. A list that begins with 1 names layers by what they put out; any
+    other by what they take in, as the unnamed choice does: layers 2, N // 2 and N - 3. What layer 0 puts
+    out is in neither.
+    """
+    nested = fields.within("eagle_config")
+    where = nested if _TAPS in nested else fields
+    ids = where.integers(_TAPS) or (2, layers // 2, layers - 3)
+    taps = tuple(i + 1 for i in ids) if ids[0] == 1 else ids
+    if not all(0 <= tap <= layers for tap in taps):
+        where.refuse(_TAPS, f"layers of a target that has {layers}")
+    return taps
+
+
+def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Tensor | None:
+    """Read which token each draft id stands for."""
+    name = next((name for name in checkpoint.names() if re.fullmatch(r"(.*\.)?d2t", name)), None)
+    if name is None:
+        if ranked != vocab:
+            fields.refuse("draft_vocab_size", f"the target's ({vocab}), as there is no tensor d2t")
+        return None
+    offset_C = checkpoint.tensor(name)
+    if offset_C.shape != (ranked,) or offset_C.is_floating_point():
+        raise CheckpointError(f"{name} is no list of {ranked} whole numbers (draft_vocab_size)", field=name)
+    ids_C = offset_C.long() + torch.arange(ranked)
+    if not bool(((ids_C >= 0) & (ids_C < vocab)).all()) or len(set(ids_C.tolist())) < ranked:
+        raise CheckpointError(f"{name} names tokens twice, or beyond the target's {vocab}", field=name)
+    return ids_C

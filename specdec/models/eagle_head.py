@@ -1,0 +1,93 @@
+"""An EAGLE head beside its target: its layer's KV lies behind the target's in the arena."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.models import spec
+from specdec.models.mixers import Attention, Memory, take_norm
+from specdec.models.network import Block, Network, attention_layers, begin_step, rope_tables
+from specdec.models.shortlist import Shortlist
+from specdec.models.weights import Weights
+from specdec.state_slots.window import Window
+
+
+class EagleHead:
+    """Predict the token after next from what the target gave at a position and the token chosen there."""
+
+    def __init__(
+        self, s: spec.Eagle, target: Network, weights: Weights, ids_C: Tensor | None, *, max_length: int
+    ) -> None:
+        """Fill the head; `ids_C` are the tokens that its output head ranks, None: all, in order."""
+        kernels, width = target.kernels, s.width
+        self.spec, self.target, self.kernels = s, target, kernels
+        self.width, self.taps, self.eps = width, s.taps, s.norm.eps
+        device = target.embed_VD.device
+        self.embed_VD = self._embedding(weights)
+        reads = len(s.taps) * s.target_width or 2 * width
+        bias_D = weights.take("fc.bias", (width,)) if s.fc_bias else None
+        self.fc = kernels.pack(weights.take("fc.weight", (width, reads)), bias_D)
+        if s.taps:
+            self.embed_norm_D, self.hidden_norm_D, self.norm_D = (
+                take_norm(weights, f"{name}.weight", width, s.norm)
+                for name in ("embed_norm", "hidden_norm", "norm")
+            )
+        own = width, s.norm, weights.within("layers.0"), kernels, attention_layers(target.spec)
+        self.block = Block(s.layer, *own)
+        self.rope = rope_tables((s.layer,), max_length, kernels, device)
+        self.project = self._output(weights, ids_C) if s.own_head else target.project_drafts
+
+    def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """Fuse what was tapped of the target; a head that taps nothing takes its last hidden states."""
+        if not self.taps:
+            return hidden_TD
+        fused_TD: Tensor = self.kernels.linear(torch.cat(list(tapped), dim=-1), self.fc)
+        return fused_TD
+
+    def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
+        """Return the layer's output for each token, given the hidden state of the position before it.
+
+        What was condensed of the target enters first; the recursion feeds the output back as it is.
+        """
+        step = begin_step(window, memory, self.rope, self.kernels)
+        x_TD, read_TD = self._enter(F.embedding(window.token_T, self.embed_VD), hidden_TD)
+        assert isinstance(self.block.mixer, Attention)
+        added_TD = self.block.feed(x_TD, self.block.mixer(read_TD, step))
+        return x_TD if added_TD is None else x_TD + added_TD
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Rank the target's tokens; what the head cannot draft has minus infinity."""
+        if self.taps:
+            hidden_TD = self.kernels.rms_norm(hidden_TD, self.norm_D, self.eps)
+        return self.project(hidden_TD)
+
+    def _enter(self, embed_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a residual stream that may be written to, and what attention reads."""
+        if not self.taps:
+            x_TD: Tensor = self.kernels.linear(torch.cat([embed_TD, hidden_TD], dim=-1), self.fc)
+            return x_TD, x_TD
+        normed_TD = self.kernels.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
+        embed_TD = self.kernels.rms_norm(embed_TD, self.embed_norm_D, self.eps)
+        x_TD = normed_TD.clone() if self.spec.normed_residual else hidden_TD.clone()
+        return x_TD, torch.cat([embed_TD, normed_TD], dim=-1)
+
+    def _output(self, weights: Weights, ids_C: Tensor | None) -> Shortlist:
+        """Take the rows of the head's own output head whose tokens are to be drafted."""
+        head_CD, only = weights.take("head.weight", (self.spec.ranked, self.width)), self.target.shortlist
+        ids_C = None if ids_C is None else ids_C.to(head_CD.device)
+        if only:
+            assert only.ids_C is not None
+            ids_C = torch.arange(len(head_CD), device=head_CD.device) if ids_C is None else ids_C
+            kept_C = torch.isin(ids_C, only.ids_C)
+            head_CD, ids_C = head_CD[kept_C], ids_C[kept_C]
+        return Shortlist(head_CD, ids_C, self.target.spec.vocab, self.kernels)
+
+    def _embedding(self, weights: Weights) -> Tensor:
+        """Take the head's own embedding, unless it is the target's."""
+        shared_VD = self.target.embed_VD
+        if not self.spec.own_embed:
+            return shared_VD
+        own_VD = weights.take("embed.weight", (self.spec.vocab, self.width))
+        return shared_VD if own_VD.shape == shared_VD.shape and torch.equal(own_VD, shared_VD) else own_VD

@@ -1,0 +1,59 @@
+"""A part of the vocabulary that a draft head ranks: fewer rows of the output head to read.
+
+Which part, a head of its own knows (EAGLE-3's d2t), or the counts of tokens in some text tell.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.errors import ConfigError
+from specdec.kernels.table import Kernels
+
+COUNTS = "token_counts.json"
+"""In a model's folder: {"counts": [how often token 0 occurs, token 1, …]}; those left out never do."""
+
+
+def commonest(folder: Path, count: int, vocab: int) -> Tensor:
+    """Return the ids of the commonest tokens by a folder's counts, in order; of equals the smaller ids."""
+    path = folder / COUNTS
+    if not path.is_file():
+        raise ConfigError(
+            f"draft_vocab: {folder} has no {COUNTS}, which says how common tokens are; write "
+            '{"counts": [of token 0, of token 1, …]} there, or leave draft_vocab out.',
+            field="draft_vocab",
+        )
+    try:
+        counts = json.loads(path.read_text("utf-8"))["counts"]
+        fits = len(counts) <= vocab and all(type(own) is int and own >= 0 for own in counts)
+    except (ValueError, KeyError, TypeError, OSError):
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f'draft_vocab: {path} must hold {{"counts": [of token 0, of token 1, …]}}, whole numbers from 0, '
+            f"of the model's {vocab} tokens at most; write it anew, or leave draft_vocab out.",
+            field="draft_vocab",
+        )
+    counts_V = torch.zeros(vocab, dtype=torch.int64)
+    counts_V[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
+    return counts_V.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+class Shortlist:
+    """Project to the logits of tokens `ids`, laid out by the target's ids; None: they are all, in order.
+
+    So whoever ranks deals with the target's tokens, and with the noise of each.
+    """
+
+    def __init__(self, head_CD: Tensor, ids_C: Tensor | None, vocab: int, kernels: Kernels) -> None:
+        self.head, self.ids_C, self.vocab, self.kernels = kernels.pack(head_CD), ids_C, vocab, kernels
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        """Return logits of the whole vocabulary, minus infinity where nothing is ranked."""
+        logits_TC: Tensor = self.kernels.linear(hidden_TD, self.head)
+        if self.ids_C is None:
+            return logits_TC
+        logits_TV = logits_TC.new_full((len(logits_TC), self.vocab), -torch.inf)
+        return logits_TV.index_copy_(1, self.ids_C, logits_TC)

@@ -1,0 +1,84 @@
+"""What all settings have in common: they are frozen, and refuse in our own words what does not fit."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from specdec.errors import ConfigError
+
+UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+MAX_BYTES = 1 << 60
+
+
+class Settings(BaseModel):
+    """Refuse what is unknown, of a wrong type or out of range.
+
+    Each field's description says what fits, its title what it does; --help and docs/settings.md show both.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __new__(cls, *values: object, **fields: object) -> Self:
+        """Meet what is not given by name with our own words; pydantic reads the rest."""
+        if values:
+            raise cls._refusal({"": ""}, {})
+        return super().__new__(cls)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            problems = {str(e["loc"][0]) if e["loc"] else "": e["type"] for e in error.errors()}
+            raise cls._refusal(problems, data if isinstance(data, Mapping) else {}) from None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ConfigError(
+            f"{type(self).__name__}.{name} cannot be changed: settings are frozen; make new ones.",
+            field=name,
+        )
+
+    @classmethod
+    def _refusal(cls, problems: Mapping[str, str], data: Mapping[str, object]) -> ConfigError:
+        lines = [
+            cls._unknown(name) if kind == "extra_forbidden" else cls._unfit(name, data.get(name))
+            for name, kind in problems.items()
+        ]
+        return ConfigError(" ".join(lines), field=next(iter(problems)) or None)
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        close = difflib.get_close_matches(name, cls.model_fields)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(cls.model_fields)}."
+        return f"{cls.__name__} has no setting {name!r}; {hint}"
+
+    @classmethod
+    def _unfit(cls, name: str, value: object) -> str:
+        if name not in cls.model_fields:
+            example = next(iter(cls.model_fields))
+            return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        return f"{cls.__name__}.{name} cannot be {shown}; give {cls.model_fields[name].description}."
+
+
+def contradiction(field: str, message: str) -> ConfigError:
+    """Say why two settings do not go together; the field is the one to change."""
+    return ConfigError(f"{field}: {message}", field=field)
+
+
+def parse_bytes(value: object) -> object:
+    """Turn "2GiB", "512 MB" or "1024" into a number of bytes; leave the rest for the field to judge."""
+    match = (
+        re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
+        if isinstance(value, str)
+        else None
+    )
+    if match is None or match[1].count(".") > 1 or match[1] == ".":
+        return value
+    size = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
+    return int(size) if size < MAX_BYTES else MAX_BYTES + 1

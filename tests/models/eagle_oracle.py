@@ -1,0 +1,89 @@
+"""EAGLE heads in plain torch, whole text by whole text, from the description of their published layouts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Oracle:
+    """Run a head over a text. `embed_VD` and `head_VD` are the target's, used where the head has none."""
+
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], embed_VD: Tensor, head_VD: Tensor
+    ) -> None:
+        self.config, dtype = config, embed_VD.dtype
+        plain = {
+            name.removeprefix("model.").replace("midlayer.", "layers.0."): value
+            for name, value in tensors.items()
+        }
+        self.own = {n: v.to(dtype) if v.is_floating_point() else v for n, v in plain.items()}
+        self.embed_VD = self.own.get("embed_tokens.weight", embed_VD)
+        self.head_VD = self.own.get("lm_head.weight", head_VD)
+        self.vocab = len(embed_VD)
+        self.fuses = "layers.0.hidden_norm.weight" in plain
+
+    def fuse(self, given: Sequence[Tensor]) -> Tensor:
+        """Make one hidden state of what the target gave: its last, or three of its residual streams."""
+        return torch.cat(list(given), -1) @ self.own["fc.weight"].T if self.fuses else given[-1]
+
+    def run(self, tokens: Sequence[int], hidden_TD: Tensor, seen: Sequence[int] = ()) -> Tensor:
+        """Return what the layer puts out at each position, given its hidden state and the token after it.
+
+        `seen` names the first position that each may look back to; otherwise it is the text's first.
+        """
+        x, read = self.embed_VD[torch.tensor(tokens)], hidden_TD
+        if self.fuses:
+            read = self._norm(hidden_TD, "hidden_norm")
+            x = read if self.config.get("norm_before_residual") else hidden_TD
+            read = torch.cat([self._norm(self.embed_VD[torch.tensor(tokens)], "input_layernorm"), read], -1)
+        else:
+            x = torch.cat([x, hidden_TD], -1) @ self.own["fc.weight"].T + self.own.get("fc.bias", 0)
+            read = x
+        x = x + self._attend(read, seen or [0] * len(read))
+        y = self._norm(x, "post_attention_layernorm")
+        gate, up = (self._layer(y, f"mlp.{name}_proj") for name in ("gate", "up"))
+        return x + self._layer(torch.nn.functional.silu(gate) * up, "mlp.down_proj")
+
+    def logits(self, out_TD: Tensor) -> Tensor:
+        """Return the logits of the target's tokens."""
+        if self.fuses:
+            out_TD = self._rms(out_TD, self.own["norm.weight"])
+        own_TC = out_TD @ self.head_VD.T
+        logits_TV = own_TC.new_full((len(own_TC), self.vocab), -torch.inf)
+        offset_C = self.own.get("d2t", torch.zeros(own_TC.shape[1], dtype=torch.int64))
+        for draft, offset in enumerate(offset_C.tolist()):
+            logits_TV[:, draft + offset] = own_TC[:, draft]
+        return logits_TV
+
+    def _attend(self, x: Tensor, seen: Sequence[int]) -> Tensor:
+        heads, keys = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        dim, count = self.config["head_dim"], len(x)
+        q, k, v = (self._layer(x, f"self_attn.{n}_proj").view(count, -1, dim).transpose(0, 1) for n in "qkv")
+        q, k = self._rotate(q), self._rotate(k)
+        k, v = (y.repeat_interleave(heads // keys, 0) for y in (k, v))
+        scores = q @ k.transpose(1, 2) * dim**-0.5
+        hidden = [[not seen[i] <= j <= i for j in range(count)] for i in range(count)]
+        scores = scores.masked_fill(torch.tensor(hidden), -torch.inf)
+        out = scores.softmax(-1) @ v
+        return self._layer(out.transpose(0, 1).reshape(count, -1), "self_attn.o_proj")
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        dim, half = x.shape[-1], x.shape[-1] // 2
+        power = torch.arange(half, dtype=torch.float64) * 2 / dim
+        angle = torch.outer(
+            torch.arange(x.shape[1], dtype=torch.float64), self.config["rope_theta"] ** -power
+        )
+        cos, sin = (torch.cat([y, y], -1).to(x.dtype) for y in (angle.cos(), angle.sin()))
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def _layer(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.own[f"layers.0.{name}.weight"].T
+        return y + self.own.get(f"layers.0.{name}.bias", 0)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return self._rms(x, self.own[f"layers.0.{name}.weight"])
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * weight

@@ -1,0 +1,329 @@
+"""EAGLE heads equal plain torch in every published layout; what they do not know they refuse by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.bench.random_eagle import eagle_config, eagle_tensors, write_eagle, write_random_eagle
+from specdec.draft.drafter import Want
+from specdec.draft.head import HeadDrafter
+from specdec.errors import CheckpointError
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.eagle import find_head, read_head
+from specdec.models.eagle_head import EagleHead
+from specdec.models.families import read_network
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row, build_window
+from tests.agreeing import VOCAB, write_agreeing
+from tests.models.eagle_oracle import Oracle
+from tests.models.random_checkpoints import draw, save
+from tests.models.runner import CPU, Runner
+from tests.tolerances import FLOAT64_LOGITS, LOGITS_RELATIVE
+
+TEXT = [5, 17, 40, 3, 3, 28, 61, 9, 12, 33, 7, 50, 2, 2, 19, 44, 8, 30, 21, 6, 11, 11, 57, 4]
+DRAFT = [13, 25, 37]
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+IDS = "eagle_aux_hidden_state_layer_ids"
+TAPS = {IDS: [0, 1, 2]}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A way in which heads are published: fields of the config, and what is done to the drawn tensors."""
+
+    kind: str
+    fields: Mapping[str, Any]
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+
+
+def renamed(old: str, new: str, prefix: str = "") -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {
+        (name if name in ("lm_head.weight", "d2t", "t2d") else prefix + name).replace(old, new): value
+        for name, value in tensors.items()
+    }
+
+
+def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {name: value for name, value in tensors.items() if name not in names}
+
+
+def with_biases(layer: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """As in heads of Qwen2's kind: queries, keys and values have a bias, the output has none."""
+
+    def add(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = [f"{layer}.self_attn.{n}_proj" for n in "qkv"]
+        return tensors | {f"{n}.bias": torch.linspace(-1, 1, len(tensors[f"{n}.weight"])) for n in names}
+
+    return add
+
+
+def with_embedding(width: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    drawn = torch.randn(VOCAB, width, generator=torch.Generator().manual_seed(3))
+    return lambda tensors: tensors | {"embed_tokens.weight": drawn}
+
+
+PUBLISHED = {
+    "eagle": Published("eagle", {}),
+    "eagle without fc.bias": Published("eagle", {}, without("fc.bias")),
+    "eagle of Qwen2": Published("eagle", {"rope_theta": 1e6}, with_biases("layers.0")),
+    "eagle with an embedding": Published("eagle", {}, with_embedding(32)),
+    "eagle3": Published("eagle3", TAPS),
+    "eagle3 below model.": Published("eagle3", TAPS, renamed("midlayer.", "layers.0.", "model.")),
+    "eagle3 of all tokens": Published("eagle3", {**TAPS, "draft_vocab_size": VOCAB}, without("d2t", "t2d")),
+    "eagle3 with heads of its own": Published(
+        "eagle3", {**TAPS, "num_attention_heads": 6, "num_key_value_heads": 3, "rope_theta": 500.0}
+    ),
+    "eagle3 narrower than its target": Published(
+        "eagle3", {**TAPS, "hidden_size": 24, "target_hidden_size": 32}, with_embedding(24)
+    ),
+    "eagle3 normed before the residual": Published("eagle3", {**TAPS, "norm_before_residual": True}),
+    "eagle3 with biases": Published("eagle3", {**TAPS, "attention_bias": True}, with_biases("midlayer")),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_agreeing(folder, "qwen3_5")
+    return folder
+
+
+def published(folder: Path, target: Path, how: Published) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    own = read_network(Checkpoint(target))
+    config = eagle_config(own, how.kind, **{**HEADS, **how.fields})  # type: ignore[arg-type]
+    tensors = how.change(eagle_tensors(config, own, seed=4))
+    write_eagle(folder, config, tensors)
+    return config, tensors
+
+
+@torch.inference_mode()
+def drafted(
+    runner: Runner, *, fuse_again: bool = False, back: int | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the logits at each position of the text, read in pieces, and below it, the head run on itself.
+
+    With it comes what the target gave of every position. `fuse_again` is the mutant that fuses at each step;
+    `back` says how far attention looks.
+    """
+    head, own = runner.head, runner.sequence()
+    assert isinstance(head, EagleHead)
+    tree = TokenTree.chain(TEXT[:-1])
+    window = build_window([Row(tree, 0, own.table_N, own.state)], runner.conv_width, CPU)
+    hidden_TD, tapped = runner.network.forward_tapped(window, runner.arena, head.taps)
+    read_TD = head.condense(hidden_TD, tapped)
+
+    drafter = HeadDrafter(head, runner.arena, lambda *_: (), CPU, 512, window=back)
+
+    def read(tokens: list[int], start: int, given_TD: Tensor) -> Tensor:
+        row = drafter._row(TokenTree.chain(tokens), start, Want("", 0, (), own.table_N, None))
+        return head.forward(build_window([row], 1, CPU), given_TD, runner.arena)
+
+    pieces = [read(TEXT[a + 1 : b + 1], a, read_TD[a:b]) for a, b in ((0, 9), (9, 10), (10, 23))]
+    out_1D, outs = pieces[-1][-1:], [*pieces]
+    for depth, token in enumerate(DRAFT):
+        out_1D = read(
+            [token], len(TEXT) - 1 + depth, head.condense(out_1D, [out_1D] * 3) if fuse_again else out_1D
+        )
+        outs.append(out_1D)
+    return head.logits(torch.cat(outs)), tapped or [hidden_TD]
+
+
+def expected(oracle: Oracle, given: list[Tensor], seen: Sequence[int] = ()) -> Tensor:
+    """Return the same from the oracle, which reads the whole text again for each drafted token."""
+    tokens, hidden_TD = TEXT[1:], oracle.fuse(given)
+    out_TD = oracle.run(tokens, hidden_TD, seen[: len(tokens)])
+    for depth in range(len(DRAFT)):
+        hidden_TD = torch.cat([hidden_TD, out_TD[-1:]])
+        out_TD = oracle.run([*tokens, *DRAFT[: depth + 1]], hidden_TD, seen[: len(hidden_TD)])
+    return oracle.logits(out_TD)
+
+
+def apart(found: Tensor, right: Tensor) -> float:
+    """Return how far logits lie apart, as a norm; infinitely, if other tokens are ranked."""
+    if not torch.equal(found.isinf(), right.isinf()):
+        return float("inf")
+    gap, whole = (x.masked_fill(right.isinf(), 0.0) for x in (found - right, right))
+    return float(gap.nan_to_num().norm() / whole.norm())
+
+
+@pytest.mark.parametrize("how", PUBLISHED)
+def test_each_layout_equals_plain_torch(tmp_path: Path, target: Path, how: str) -> None:
+    config, tensors = published(tmp_path, target, PUBLISHED[how])
+    runner = Runner(target, torch.float64, eagle=tmp_path)
+    embed_VD, head = runner.network.embed_VD, runner.network.head
+    found, given = drafted(runner)
+    right = expected(Oracle(config, tensors, embed_VD, head.weight_ND), given)
+    assert apart(found, right) < FLOAT64_LOGITS
+    assert apart(found[:-1], right[1:]) > 1e-2
+
+
+def test_a_window_leaves_out_whole_blocks_before_it(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At position 10, 5 tokens back lie in the first block; at 23 and behind it, in the second.
+
+    The mutant counts positions from the first block that is read.
+    """
+    config, tensors = published(tmp_path, target, PUBLISHED["eagle3"])
+    runner = Runner(target, torch.float64, eagle=tmp_path)
+    oracle = Oracle(config, tensors, runner.network.embed_VD, runner.network.head.weight_ND)
+    found, given = drafted(runner, back=5)
+    seen = [0] * (len(TEXT) - 1) + [16] * len(DRAFT)
+    right = expected(oracle, given, seen)
+    assert apart(found, right) < FLOAT64_LOGITS
+    assert apart(expected(oracle, given), right) > FLOAT64_LOGITS
+    inner = HeadDrafter._row
+    monkeypatch.setattr(HeadDrafter, "_row", lambda *own: replace(inner(*own), skipped=0))
+    assert apart(drafted(runner, back=5)[0], right) > FLOAT64_LOGITS
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "nemotron_h"])
+@torch.inference_mode()
+def test_the_streams_are_those_that_transformers_hands_out(tmp_path: Path, family: str) -> None:
+    """By the published numbers: hidden_states[i] of transformers is what enters layer i."""
+    sample = next(s for s in (draw(family, seed) for seed in range(60)) if s.config.num_hidden_layers > 2)
+    reference = save(sample, tmp_path)
+    runner = Runner(tmp_path, torch.float32)
+    layers, vocab = len(runner.spec.layers), sample.config.vocab_size
+    own, tokens = runner.sequence(), [token % vocab for token in TEXT]
+    window = build_window([Row(TokenTree.chain(tokens), 0, own.table_N, own.state)], runner.conv_width, CPU)
+    hidden_TD, tapped = runner.network.forward_tapped(window, runner.arena, range(layers + 1))
+    states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    assert len(states) == layers + 1
+    for layer, (found, right) in enumerate(zip(tapped[:-1], states[:-1], strict=True)):
+        assert float((found - right[0]).norm() / right.norm()) < LOGITS_RELATIVE, layer
+    norm = runner.network.kernels.rms_norm
+    assert torch.equal(norm(tapped[-1], runner.network.norm_D, runner.spec.norm.eps), hidden_TD)
+    assert float((tapped[1] - states[2][0]).norm() / states[2].norm()) > LOGITS_RELATIVE
+
+
+def test_mutants_of_the_published_layout_are_seen(tmp_path: Path, target: Path) -> None:
+    """Streams of other layers, a second fusion, draft ids taken for tokens: each drafts worse in silence."""
+    config, tensors = published(tmp_path, target, PUBLISHED["eagle3"])
+    runner = Runner(target, torch.float64, eagle=tmp_path)
+    found, given = drafted(runner)
+    right = expected(Oracle(config, tensors, runner.network.embed_VD, runner.network.head.weight_ND), given)
+    assert apart(found, right) < FLOAT64_LOGITS
+    head = runner.head
+    assert isinstance(head, EagleHead)
+    assert apart(drafted(runner, fuse_again=True)[0], right) > FLOAT64_LOGITS
+    head.taps = (1, 2, 3)
+    assert apart(drafted(runner)[0], right) > FLOAT64_LOGITS
+    head.taps = (0, 2, 1)
+    assert apart(drafted(runner)[0], right) > FLOAT64_LOGITS
+    head.taps = (0, 1, 2)
+    head.project.ids_C = torch.arange(config["draft_vocab_size"])  # type: ignore[union-attr]
+    assert apart(drafted(runner)[0], right) > FLOAT64_LOGITS
+
+
+@pytest.mark.parametrize(
+    ("layers", "given", "taps"),
+    [
+        (32, {IDS: None}, (2, 16, 29)),
+        (32, {IDS: [2, 16, 29]}, (2, 16, 29)),
+        (32, {IDS: [1, 15, 28]}, (2, 16, 29)),
+        (32, {IDS: None, "eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29)),
+        (36, {IDS: None, "eagle_config": {IDS: [24, 30, 36]}}, (24, 30, 36)),
+        (5, {IDS: None}, (2, 2, 2)),
+    ],
+)
+def test_layers_are_counted_in_both_published_ways(
+    tmp_path: Path, target: Path, layers: int, given: dict[str, Any], taps: tuple[int, ...]
+) -> None:
+    published(tmp_path, target, Published("eagle3", given))
+    network = read_network(Checkpoint(target))
+    deep = replace(network, layers=network.layers[:1] * layers)
+    assert read_head(tmp_path, deep).spec.taps == taps
+
+
+REFUSED: Mapping[str, tuple[Published, str, str]] = {
+    "no layer": (
+        Published("eagle3", TAPS, renamed("midlayer.", "blocks.0.")),
+        "draft_model",
+        "'LlamaForCausalLMEagle3'",
+    ),
+    "no fc": (Published("eagle", {}, without("fc.weight")), "draft_model", "expected is fc.weight with"),
+    "two layers": (Published("eagle3", {**TAPS, "num_hidden_layers": 2}), "num_hidden_layers", "one layer"),
+    "another width": (Published("eagle", {"hidden_size": 24}), "hidden_size", "the target's width (32)"),
+    "another target": (
+        Published("eagle3", {**TAPS, "target_hidden_size": 64}),
+        "target_hidden_size",
+        "specdec needs 32",
+    ),
+    "no such layer": (
+        Published("eagle3", {IDS: [2, 3, 7]}),
+        IDS,
+        "layers of a target that has 3",
+    ),
+    "no map": (Published("eagle3", TAPS, without("d2t")), "draft_vocab_size", "as there is no tensor d2t"),
+    "a map of another vocabulary": (
+        Published("eagle3", TAPS, lambda t: t | {"d2t": t["d2t"] + VOCAB}),
+        "d2t",
+        f"beyond the target's {VOCAB}",
+    ),
+    "a short map": (Published("eagle3", TAPS, lambda t: t | {"d2t": t["d2t"][1:]}), "d2t", "no list of 32"),
+    "scaled positions": (
+        Published("eagle", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        "rope_scaling.rope_type",
+        "'llama3'",
+    ),
+    "a later kind": (Published("eagle3", {**TAPS, "norm_output": True}), "norm_output", "EAGLE-1 to 3"),
+    "no streams": (
+        Published("eagle3", {**TAPS, "eagle_config": {"use_aux_hidden_state": False}}),
+        "eagle_config.use_aux_hidden_state",
+        "specdec needs True",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, target: Path, what: str) -> None:
+    how, field, words = REFUSED[what]
+    published(tmp_path, target, how)
+    with pytest.raises(CheckpointError) as caught:
+        read_head(tmp_path, read_network(Checkpoint(target)))
+    assert caught.value.field == field
+    assert words in str(caught.value) and str(caught.value).startswith("draft_model: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, target: Path) -> None:
+    spoilt = Published(
+        "eagle3", TAPS, lambda t: without("norm.weight")(t) | {"midlayer.extra.weight": torch.ones(2)}
+    )
+    published(tmp_path, target, spoilt)
+    with pytest.raises(CheckpointError, match=r"norm\.weight \[32\](.|\n)*midlayer\.extra\.weight"):
+        Runner(target, torch.float32, eagle=tmp_path)
+
+
+def test_a_folder_of_pickles_is_refused_with_what_to_do(tmp_path: Path, target: Path) -> None:
+    published(tmp_path, target, PUBLISHED["eagle"])
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"draft_model: .*convert them to safetensors"):
+        read_head(tmp_path, read_network(Checkpoint(target)))
+    with pytest.raises(CheckpointError, match=r"draft_model: .* is not a folder") as caught:
+        read_head(tmp_path / "absent", read_network(Checkpoint(target)))
+    assert caught.value.field == "draft_model"
+
+
+def test_a_head_is_found_where_it_is_said_to_lie(tmp_path: Path) -> None:
+    assert find_head(tmp_path, "eagle", None) is None
+    for name in ("eagle", "eagle3"):
+        (tmp_path / name).mkdir()
+        assert find_head(tmp_path, "eagle", None) == tmp_path / name
+    assert find_head(tmp_path, "auto", None) is None and find_head(tmp_path, "mtp", None) is None
+    assert find_head(tmp_path, "auto", "elsewhere") == Path("elsewhere")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_random_head_fits_its_target(
+    tmp_path: Path, target: Path, kind: Literal["eagle", "eagle3"]
+) -> None:
+    write_random_eagle(tmp_path, read_network(Checkpoint(target)), seed=0, kind=kind)
+    logits_TV, _ = drafted(Runner(target, torch.float32, eagle=tmp_path))
+    assert int(logits_TV.isfinite()[0].sum()) == (VOCAB if kind == "eagle" else VOCAB // 2)
