@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.bench.acceptance.command import add_acceptance
 from specdec.bench.commands import add_kernels, add_model, add_out, add_random, add_serve, out_file
+from specdec.demo import demo
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
@@ -21,8 +22,6 @@ from specdec.terminal import COLOURS, print_choices, stream_text
 from specdec.train.commands import add_train
 
 USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
-DEMO_PROMPT = "def fibonacci(n):"
-DEMO_TOKENS = 96
 SYNTHETIC = (
     "SYNTHETIC ACCEPTANCE: drafts are taken at given rates, whatever they say; this text is no model's"
 )
@@ -75,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     add_model(benches.add_parser("model", help="the bytes of a step and the speed they allow, computed"))
     add_serve(benches.add_parser("serve", help="a running server: latencies, speed, what its drafts earn"))
     add_train(commands.add_parser("train", help="train the small checkpoint that ships, heads included"))
-    demo = commands.add_parser("demo", help="stream a completion of a small model with random weights")
-    demo.set_defaults(command=_demo)
+    shown = commands.add_parser("demo", help="stream completions of the model that ships, drafts in colour")
+    shown.set_defaults(command=_demo)
     return parser
 
 
@@ -251,19 +250,7 @@ def _throughput(args: argparse.Namespace) -> None:
 
 
 def _demo(_: argparse.Namespace) -> None:
-    from specdec.bench.random_model import cached_checkpoint, shape_config
-
-    print(
-        "No trained checkpoint ships with specdec yet. This is a small hybrid model with random weights:\n"
-        "what it writes is noise, and shows that loading, decoding and streaming work.\n",
-        file=sys.stderr,
-    )
-    folder = cached_checkpoint(shape_config("tiny"), seed=0)
-    params = SamplingParams(max_tokens=DEMO_TOKENS, temperature=0.8, seed=0, ignore_eos=True)
-    with SpecEngine(folder) as engine:
-        print(DEMO_PROMPT, end="", flush=True)
-        stream_text(engine, DEMO_PROMPT, params)
-    print(f"The model is kept in {folder}: give that folder to the other commands.", file=sys.stderr)
+    demo()
 
 
 if __name__ == "__main__":

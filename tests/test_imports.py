@@ -33,10 +33,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     PACKAGE: CORE,
     "bench": PARTS | CORE | PUBLIC | {"charts"},
     # Training needs nothing that serves but the settings of devices and shapes.
-    "train": PARTS | CORE | {"charts"},
+    "train": PARTS | CORE | PUBLIC | {"charts"},
     # The command line starts benchmarks and training; nothing else may know them.
-    "cli": CORE | PUBLIC | {"bench", "terminal", "train"},
+    "cli": CORE | PUBLIC | {"bench", "terminal", "train", "demo"},
     "terminal": CORE | PUBLIC,
+    "demo": CORE | PUBLIC | {"terminal"},
     "__main__": {"cli"},
 }
 """What each part may import beside itself and `errors`."""

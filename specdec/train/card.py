@@ -7,7 +7,12 @@ from specdec.charts import Line, line_chart
 from specdec.train.corpus import HELD_OUT, HELD_OUT_LICENCES
 from specdec.train.recipe import Recipe
 
-STAGES = {"trunk": "target", "mtp": "multi-token head", "eagle": "EAGLE-3 head"}
+STAGES = {
+    "trunk": "target",
+    "unloop": "target, against circles",
+    "mtp": "multi-token head",
+    "eagle": "EAGLE-3 head",
+}
 
 _CARD = """\
 ---
@@ -39,7 +44,9 @@ modulo 100, and the licences {licences}. Nothing else was read.
 | --- | --- | --- | --- |
 {stages}
 
-Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay. The heads learn the
+Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay. Against circles the
+target answers {answers} training prompts greedily, {rounds} times, and learns beside the text that what it
+repeated there is unlikely (sequence-level unlikelihood). The heads learn the
 target's distribution, {depth} steps deep in the recursion that they are run in. Weights are rounded to
 bfloat16 at the end.
 
@@ -57,12 +64,14 @@ def write_card(
     out: Path, recipe: Recipe, about: dict[str, object], figures: dict[str, object], work: Path
 ) -> None:
     """Write README.md and the picture of the losses."""
-    plans = {"trunk": recipe.trunk, "mtp": recipe.mtp, "eagle": recipe.eagle}
+    plans = {name: getattr(recipe, name) for name in STAGES}
+    times = {"unloop": recipe.rounds}
     minutes = figures["minutes"]
     assert isinstance(minutes, dict)
     stages = "\n".join(
-        f"| {title} | {plans[name].steps:,} | {plans[name].tokens(plans[name].steps):,} | {minutes[name]:g} |"
-        for name, title in STAGES.items()
+        f"| {title} | {times.get(name, 1) * plan.steps:,} | {times.get(name, 1) * plan.tokens(plan.steps):,} "
+        f"| {minutes[name]:g} |"
+        for (name, title), plan in zip(STAGES.items(), plans.values(), strict=True)
     )
     sizes = recipe.sizes()
     card = _CARD.format(
@@ -74,6 +83,8 @@ def write_card(
         vocab=sizes.vocab_size,
         draft_vocab=recipe.draft_vocab,
         depth=recipe.depth,
+        answers=recipe.answers,
+        rounds=recipe.rounds,
         held_out=HELD_OUT,
         licences=", ".join(sorted(HELD_OUT_LICENCES)),
         stages=stages,
@@ -94,7 +105,9 @@ def _shares(shares: object) -> str:
 def _curve(work: Path) -> str:
     """Draw every stage's loss against the tokens it read."""
     series = []
-    for name, title in STAGES.items():
+    for name in ("trunk", "mtp", "eagle"):
         lines = [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
-        series.append(Line(title, [line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines]))
+        series.append(
+            Line(STAGES[name], [line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines])
+        )
     return line_chart(series, "Loss while training", "million tokens", "nats a token")

@@ -16,15 +16,21 @@ EXACT = ("A_log", "dt_bias")
 """Kept in float32: the decay is an exponential of an exponential."""
 
 
-def export(folder: Path, config: dict[str, Any], trunk: Trunk, mtp: MTP, dtype: torch.dtype) -> None:
-    """Write config.json and the weights of the target and of its own head."""
+def export(folder: Path, config: dict[str, Any], trunk: Trunk, mtp: MTP | None, dtype: torch.dtype) -> None:
+    """Write config.json and the weights of the target and, once there is one, of its own head."""
     named = str(dtype).removeprefix("torch.")
     whole = {"architectures": ["Qwen3_5ForCausalLM"], **config, "dtype": named}
-    whole |= {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
+    whole |= {
+        "mtp_num_hidden_layers": int(mtp is not None),
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
     _write(folder / "config.json", whole)
     tensors = {f"model.{name}": tensor for name, tensor in _narrow(trunk, dtype).items()}
-    tensors |= {f"mtp.{name}": tensor for name, tensor in _narrow(mtp, dtype).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    if mtp:
+        tensors |= {f"mtp.{name}": tensor for name, tensor in _narrow(mtp, dtype).items()}
+    _save(tensors, folder / WEIGHTS)
 
 
 def export_eagle(folder: Path, head: Eagle3, dtype: torch.dtype) -> None:
@@ -53,7 +59,7 @@ def export_eagle(folder: Path, head: Eagle3, dtype: torch.dtype) -> None:
     known = torch.zeros(shape.vocab_size, dtype=torch.bool)
     known[vocabulary] = True
     maps = {"d2t": vocabulary - torch.arange(len(vocabulary)), "t2d": known}
-    save_file(_narrow(head, dtype) | maps, folder / WEIGHTS, metadata={"format": "pt"})
+    _save(_narrow(head, dtype) | maps, folder / WEIGHTS)
 
 
 def _narrow(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -62,6 +68,12 @@ def _narrow(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         name: tensor.detach().cpu().to(torch.float32 if name.endswith(EXACT) else dtype).contiguous()
         for name, tensor in module.state_dict().items()
     }
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors into a file that everybody may read."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

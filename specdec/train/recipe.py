@@ -15,6 +15,11 @@ class Recipe:
     shape: str
     """A named shape of Qwen3.5's kind; its vocabulary is what the tokenizer is taught."""
     trunk: Plan
+    unloop: Plan
+    rounds: int
+    """How often the trunk answers anew and unlearns its circles."""
+    answers: int
+    """Prompts that it answers in a round."""
     mtp: Plan
     eagle: Plan
     depth: int
@@ -37,12 +42,18 @@ class Recipe:
 
     def seeded(self, seed: int) -> "Recipe":
         """Return the same recipe with other draws."""
-        plans = {name: replace(getattr(self, name), seed=seed) for name in ("trunk", "mtp", "eagle")}
+        plans = {
+            name: replace(getattr(self, name), seed=seed) for name in ("trunk", "unloop", "mtp", "eagle")
+        }
         return replace(self, **plans)
 
 
 def _heads(*phases: Phase) -> Plan:
     return Plan(phases, matrix_rate=0.0, embedding_rate=0.0, other_rate=2e-3, warm_up=20, decay=0.5)
+
+
+def _unloop(*phases: Phase) -> Plan:
+    return Plan(phases, matrix_rate=2e-3, embedding_rate=4e-4, other_rate=3e-4, warm_up=10)
 
 
 RECIPES = MappingProxyType(
@@ -56,8 +67,11 @@ RECIPES = MappingProxyType(
                 embedding_rate=4e-3,
                 other_rate=3e-3,
             ),
-            mtp=_heads(Phase(1000, 8, 256)),
-            eagle=_heads(Phase(1000, 8, 256)),
+            unloop=_unloop(Phase(120, 8, 256)),
+            rounds=3,
+            answers=768,
+            mtp=_heads(Phase(800, 8, 256)),
+            eagle=_heads(Phase(800, 8, 256)),
             depth=4,
             draft_vocab=3072,
         ),
@@ -65,6 +79,9 @@ RECIPES = MappingProxyType(
         "sketch": Recipe(
             shape="tiny",
             trunk=Plan((Phase(40, 8, 128),), matrix_rate=0.02, embedding_rate=4e-3, other_rate=3e-3),
+            unloop=_unloop(Phase(4, 4, 128)),
+            rounds=1,
+            answers=32,
             mtp=_heads(Phase(20, 4, 128)),
             eagle=_heads(Phase(20, 4, 128)),
             depth=3,

@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import tokenizers
 import torch
 
 from specdec.train import corpus, tokens
-from specdec.train.card import write_card
+from specdec.train.card import STAGES, write_card
 from specdec.train.distil import agreement, head_step
 from specdec.train.export import EAGLE, export, export_eagle
 from specdec.train.heads import MTP, Eagle3, Head
@@ -21,6 +21,7 @@ from specdec.train.recipe import Recipe
 from specdec.train.stage import Plan, run
 from specdec.train.tokens import Stream
 from specdec.train.trunk import Trunk
+from specdec.train.unloop import answers, unloop_step
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[s
     torch.manual_seed(recipe.trunk.seed)
     trunk = Trunk(sizes, dtype=dtype).to(device)
     run("trunk", recipe.trunk, trunk, trunk_step(trunk, text.training, recipe.trunk), work)
+    for turn in range(recipe.rounds):
+        unlearn(f"unloop-{turn}", recipe, turn, trunk, text.training, out, work)
     trunk.eval().requires_grad_(False)
     mtp, eagle = heads(recipe, text.counts)
     for name, head, plan in (("mtp", mtp, recipe.mtp), ("eagle", eagle, recipe.eagle)):
@@ -64,6 +67,17 @@ def heads(recipe: Recipe, counts: list[int]) -> tuple[MTP, Eagle3]:
     torch.manual_seed(recipe.mtp.seed)
     commonest = torch.tensor(counts).argsort(descending=True, stable=True)[: recipe.draft_vocab]
     return MTP(recipe.sizes()), Eagle3(recipe.sizes(), commonest.sort().values)
+
+
+def unlearn(
+    name: str, recipe: Recipe, turn: int, trunk: Trunk, stream: Stream, out: Path, work: Path
+) -> None:
+    """Let the trunk answer prompts as it is now, and make the circles that it goes in unlikely, in place."""
+    kept, plan = work / f"{name}.npy", replace(recipe.unloop, seed=recipe.unloop.seed + turn)
+    if not kept.exists():
+        export(out, recipe.config, trunk, None, torch.bfloat16)
+        np.save(kept, answers(out, stream, count=recipe.answers, seed=plan.seed))
+    run(name, plan, trunk, unloop_step(trunk, stream, np.load(kept), plan), work)
 
 
 def teach(name: str, head: Head, plan: Plan, depth: int, trunk: Trunk, stream: Stream, work: Path) -> None:
@@ -89,6 +103,8 @@ def _text(work: Path, out: Path, vocab: int, max_length: int) -> Text:
     }
     note = work / "corpus.json"
     if not note.exists() or json.loads(note.read_text()) != about:
+        for left in (*work.glob("*.pt"), *work.glob("*.jsonl"), *work.glob("*.npy")):
+            left.unlink()  # it is of another corpus
         logger.info("teaching a tokenizer %d words from %d files", vocab, len(training))
         tokenizer = tokens.learn(training, vocab)
         np.save(work / "train.npy", tokens.encode(tokenizer, training))
@@ -114,7 +130,7 @@ def _figures(trunk: Trunk, heads: dict[str, Head], text: Text, recipe: Recipe) -
 def _spent(work: Path) -> dict[str, object]:
     """Read how long each stage took."""
     minutes = {}
-    for name in ("trunk", "mtp", "eagle"):
-        last = json.loads((work / f"{name}.jsonl").read_text().splitlines()[-1])
-        minutes[name] = round(last["seconds"] / 60, 1)
+    for name in STAGES:
+        lasts = [log.read_text().splitlines()[-1] for log in work.glob(f"{name}*.jsonl")]
+        minutes[name] = round(sum(json.loads(last)["seconds"] for last in lasts) / 60, 1)
     return {"minutes": minutes}

@@ -1,5 +1,6 @@
 """One stage of training: fixed steps from a fixed seed, kept on disk so that a stop loses two minutes."""
 
+import hashlib
 import json
 import sys
 import time
@@ -98,10 +99,13 @@ Step = Callable[[int, Phase], Measured]
 
 
 def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path) -> None:
-    """Take the plan's steps, going on from what `folder` holds; leaves the trained weights in `model`."""
+    """Take the plan's steps, going on from what `folder` holds; leaves the trained weights in `model`.
+
+    What is kept belongs to the plan and to the weights that the model begins with.
+    """
     tools = optimisers(model, plan)
-    kept = folder / f"{name}.pt"
-    done, spent = _resume(kept, plan, model, tools)
+    kept, whose = folder / f"{name}.pt", f"{plan!r} {_digest(model)}"
+    done, spent = _resume(kept, whose, model, tools)
     if done == plan.steps:
         return
     log = Log(name, plan, folder / f"{name}.jsonl", done, spent)
@@ -118,7 +122,7 @@ def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path) -> No
             optimiser.zero_grad(set_to_none=True)
         log.note(at, {"loss": measured.loss.detach(), **measured.figures})
         if time.monotonic() - saved > KEEP_EVERY or at + 1 == plan.steps:
-            _keep(kept, plan, model, tools, at + 1, log.spent)
+            _keep(kept, whose, model, tools, at + 1, log.spent)
             saved = time.monotonic()
     log.close()
 
@@ -172,9 +176,17 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
+def _digest(model: nn.Module) -> str:
+    """Name a model's weights."""
+    digest = hashlib.sha256()
+    for weight in model.state_dict().values():
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _keep(
     path: Path,
-    plan: Plan,
+    whose: str,
     model: nn.Module,
     tools: Sequence[torch.optim.Optimizer],
     done: int,
@@ -182,7 +194,7 @@ def _keep(
 ) -> None:
     """Write all that is needed to go on; a stop while writing leaves the copy before."""
     whole = {
-        "plan": repr(plan),
+        "whose": whose,
         "done": done,
         "spent": spent,
         "model": model.state_dict(),
@@ -194,13 +206,13 @@ def _keep(
 
 
 def _resume(
-    path: Path, plan: Plan, model: nn.Module, tools: Iterable[torch.optim.Optimizer]
+    path: Path, whose: str, model: nn.Module, tools: Iterable[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Take up what was kept of the same plan; return the steps done and the seconds they took."""
+    """Take up what was kept of the same run; return the steps done and the seconds they took."""
     if not path.exists():
         return 0, 0.0
     kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    if kept["plan"] != repr(plan):
+    if kept["whose"] != whose:
         return 0, 0.0
     model.load_state_dict(kept["model"])
     for optimiser, state in zip(tools, kept["tools"], strict=True):

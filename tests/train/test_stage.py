@@ -70,6 +70,14 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(again.matrix.weight, whole.matrix.weight)
 
 
+def test_what_other_weights_left_is_not_taken_up(tmp_path: Path) -> None:
+    _run(Model(), tmp_path)
+    other = Model()
+    other.matrix.weight.data += 1.0
+    with pytest.raises(KeyboardInterrupt):
+        _run(other, tmp_path, stop=0)
+
+
 def test_what_another_plan_left_is_not_taken_up(tmp_path: Path) -> None:
     _run(Model(), tmp_path)
     fresh = Model()
