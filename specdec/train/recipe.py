@@ -68,7 +68,7 @@ RECIPES = MappingProxyType(
                 other_rate=3e-3,
             ),
             unloop=_unloop(Phase(120, 8, 256)),
-            rounds=3,
+            rounds=0,
             answers=768,
             mtp=_heads(Phase(800, 8, 256)),
             eagle=_heads(Phase(800, 8, 256)),
