@@ -158,7 +158,8 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto",
         title="what is computed in; auto: as the checkpoint is stored, but on a CPU float32 for float16, for "
-        "bfloat16 without instructions for it, and for up to 64 MiB of weights",
+        "bfloat16 without instructions for it, and for up to 64 MiB of weights where no C form multiplies "
+        "them",
         description="auto, float32, bfloat16, float16 or float64",
     )
     kv_dtype: Literal["auto", "fp8"] = Field(

@@ -18,6 +18,7 @@ from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.call import SUFFIX
 from specdec.kernels.native.library import library
+from specdec.kernels.native.linear import multiplies_bfloat16
 from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
@@ -32,7 +33,7 @@ from specdec.verify.synthetic import rates_for
 logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
-"""Smaller bfloat16 weights are computed in float32 on a CPU: they stay in the cache, where it is faster."""
+"""Smaller bfloat16 weights stay in the cache, and are faster in float32 where no C form multiplies them."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 3, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
 AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
@@ -124,7 +125,7 @@ def resolve(
     """
     _refuse_unbuilt(config, eagle)
     device = pick_device(config.device)
-    dtype = _dtype(config.dtype, device, stored, stored_bytes)
+    dtype = _dtype(config, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
     quantize = config.quantize == "fp8"
     narrow = (kernels == "reference" or on_gpu(kernels)) and (quantize or narrow_bytes > 0)
@@ -324,15 +325,16 @@ def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return preferred if serves else "cpu"
 
 
-def _dtype(name: str, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
+def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
-    if device.type == "cpu" and stored.itemsize == 2:
-        small = stored_bytes <= CACHED_WEIGHTS
-        slow = stored == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.float32 if small or slow else stored
-    return stored
+    if device.type != "cpu" or stored.itemsize != 2:
+        return stored
+    if stored == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    in_c = config.kernels in ("auto", "native") and multiplies_bfloat16()
+    return stored if in_c or stored_bytes > CACHED_WEIGHTS else torch.float32
 
 
 def free_memory(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from tests.tolerances import KERNEL
 pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no C compiler")
 
 needs_products = pytest.mark.skipif(
-    library.library() is None or not linear._has_products(),
+    library.library() is None or not linear.multiplies_bfloat16(),
     reason="this processor does not multiply bfloat16",
 )
 

@@ -28,7 +28,8 @@ class Panels(NamedTuple):
 
 
 @functools.cache
-def _has_products() -> bool:
+def multiplies_bfloat16() -> bool:
+    """Tell whether the C form is there: a compiler, and a processor with instructions for it."""
     loaded = library()
     return loaded is not None and hasattr(loaded, "linear")
 
@@ -38,7 +39,7 @@ def _serves(weight_ND: Tensor) -> bool:
         weight_ND.is_cpu
         and weight_ND.dtype == torch.bfloat16
         and weight_ND.shape[1] % 2 == 0
-        and _has_products()
+        and multiplies_bfloat16()
         and (weight_ND.numel() < TILED_FROM or not torch.cpu._is_amx_tile_supported())
     )
 
