@@ -57,8 +57,8 @@ def test_a_report_has_every_setting_in_every_category(bench: Bench, capsys: Capt
         (r["name"], r["setting"]["temperature"], r["setting"]["batch"], r["category"])
         for r in report["records"]
     }
-    names = {"none", *(f"{d} {s}" for d in ("mtp", "suffix") for s in ("4x1", "4x4:16", "chosen"))}
-    plain = {"mtp 4x1 plain", "mtp 4x4:16 plain"}
+    names = {"none", *(f"{d} {s}" for d in ("mtp", "suffix", "eagle") for s in ("4x1", "4x4:16", "chosen"))}
+    plain = {f"{d} {s} plain" for d in ("mtp", "eagle") for s in ("4x1", "4x4:16")}
     assert found == {
         (name, temperature, batch, category)
         for temperature in (0.0, 1.0)
