@@ -1,4 +1,4 @@
-"""Random checkpoints of a named size, as `transformers` saves them, for benchmarks and the demo."""
+"""Random checkpoints of a named size, as `transformers` saves them, for benchmarks."""
 
 import hashlib
 import itertools

@@ -52,7 +52,7 @@ def random_models() -> Path:
 def anew(folder: Path, otherwise: str = "download it again") -> str:
     """Say how a damaged model comes back whole: one that we wrote is written again."""
     if folder.resolve().parent == random_models().resolve():
-        return f"delete {folder}: it is a random model, which bench and demo write anew"
+        return f"delete {folder}: it is a random model, which the benchmarks write anew"
     return otherwise
 
 

@@ -44,10 +44,8 @@ modulo 100, and the licences {licences}. Nothing else was read.
 | --- | --- | --- | --- |
 {stages}
 
-Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay. Against circles the
-target answers {answers} training prompts greedily, {rounds} times, and learns beside the text that what it
-repeated there is unlikely (sequence-level unlikelihood). The heads learn the
-target's distribution, {depth} steps deep in the recursion that they are run in. Weights are rounded to
+Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay.
+{circles}The heads learn the target's distribution, {depth} steps deep in the recursion that they are run in. Weights are rounded to
 bfloat16 at the end.
 
 ![loss](loss.svg)
@@ -57,6 +55,12 @@ bfloat16 at the end.
 Loss {loss:.3f} a token; the first guess is right in {first_guess:.1%}. By depth, the share of places at which
 a head's first guess is the target's (fed the text, not its own guesses): multi-token head {mtp};
 EAGLE-3 head {eagle}.
+"""
+
+
+_CIRCLES = """\
+Against circles the target answers {} training prompts greedily, {} times, and learns beside the text that what
+it repeated there is unlikely (sequence-level unlikelihood).
 """
 
 
@@ -72,6 +76,7 @@ def write_card(
         f"| {title} | {times.get(name, 1) * plan.steps:,} | {times.get(name, 1) * plan.tokens(plan.steps):,} "
         f"| {minutes[name]:g} |"
         for (name, title), plan in zip(STAGES.items(), plans.values(), strict=True)
+        if times.get(name, 1)
     )
     sizes = recipe.sizes()
     card = _CARD.format(
@@ -83,8 +88,7 @@ def write_card(
         vocab=sizes.vocab_size,
         draft_vocab=recipe.draft_vocab,
         depth=recipe.depth,
-        answers=recipe.answers,
-        rounds=recipe.rounds,
+        circles=_CIRCLES.format(recipe.answers, recipe.rounds) if recipe.rounds else "",
         held_out=HELD_OUT,
         licences=", ".join(sorted(HELD_OUT_LICENCES)),
         stages=stages,

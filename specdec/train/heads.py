@@ -5,6 +5,7 @@ In a pass over a text every position is such a root at once: step j reads token 
 roots up to p, whose keys came from the target, and to its own chain: what an engine computes, in parallel.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -31,27 +32,32 @@ def attend(q: Tensor, roots: Keys, chain: list[Keys]) -> Tensor:
     return joined
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """What the two kinds share. They differ in what enters the layer, and in what is read and handed on."""
 
-    attention: Attention
     taps: tuple[int, ...] = ()
     """Layers of the target whose residual stream is read before them; none: the final hidden state is."""
 
+    @property
+    @abstractmethod
+    def attention(self) -> Attention:
+        """Return what attends in the one layer."""
+
+    @abstractmethod
     def first(self, hidden_BTD: Tensor, tapped: list[Tensor]) -> Tensor:
         """Return the state that the roots read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enter(self, embed_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream and what attention reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leave(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return, after attention was added, the state for the next step and what the output matrix reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rope(self, positions: int) -> Rope:
-        raise NotImplementedError
+        """Tabulate the rotation of positions from 0."""
 
     def layer(
         self, embed: Tensor, state: Tensor, rope: Rope, roots: Keys | None, chain: list[Keys]
@@ -94,9 +100,9 @@ class Head(nn.Module):
         """Turn ids of what this head can say into the target's."""
         return chosen_BT
 
+    @abstractmethod
     def begin(self, trunk: Trunk) -> None:
         """Take first weights from the target."""
-        raise NotImplementedError
 
 
 class MTP(Head):
@@ -127,7 +133,7 @@ class MTP(Head):
         return layer
 
     @property
-    def attention(self) -> Attention:  # type: ignore[override]
+    def attention(self) -> Attention:
         return self.block.self_attn
 
     def rope(self, positions: int) -> Rope:
@@ -189,7 +195,7 @@ class Eagle3(Head):
         self.fc.weight.copy_(torch.cat([none.expand_as(one), none.expand_as(one), one], 1))
 
     @property
-    def attention(self) -> Attention:  # type: ignore[override]
+    def attention(self) -> Attention:
         return self.midlayer.self_attn
 
     def rope(self, positions: int) -> Rope:
