@@ -1,4 +1,4 @@
-"""The `specdec` command: generate, info, bench, train, demo. What a user gets wrong is one line and exit code 2."""
+"""The `specdec` command. What a user gets wrong is one line and exit code 2."""
 
 import argparse
 import json

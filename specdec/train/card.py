@@ -38,15 +38,15 @@ modulo 100, and the licences {licences}. Nothing else was read.
 
 ## Recipe
 
-`specdec train --recipe {recipe} --out FOLDER` (torch {torch}, tokenizers {tokenizers}).
+`specdec train --recipe {name} --out FOLDER` (torch {torch}, tokenizers {tokenizers}).
 
 | stage | steps | tokens | minutes |
 | --- | --- | --- | --- |
 {stages}
 
 Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay.
-{circles}The heads learn the target's distribution, {depth} steps deep in the recursion that they are run in. Weights are rounded to
-bfloat16 at the end.
+{circles}The heads learn the target's distribution, {depth} steps deep in the recursion that they are
+run in. Weights are rounded to bfloat16 at the end.
 
 ![loss](loss.svg)
 
@@ -59,8 +59,8 @@ EAGLE-3 head {eagle}.
 
 
 _CIRCLES = """\
-Against circles the target answers {} training prompts greedily, {} times, and learns beside the text that what
-it repeated there is unlikely (sequence-level unlikelihood).
+Against circles the target answers {} training prompts greedily, {} times, and learns beside the
+text that what it repeated there is unlikely (sequence-level unlikelihood).
 """
 
 
@@ -80,8 +80,7 @@ def write_card(
     )
     sizes = recipe.sizes()
     card = _CARD.format(
-        name=recipe.shape,
-        recipe=recipe.shape,
+        name=recipe.name,
         layers=sizes.num_hidden_layers,
         interval=sizes.full_attention_interval,
         hidden=sizes.hidden_size,

@@ -12,6 +12,7 @@ from specdec.train.trunk import Shape
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
+    name: str
     shape: str
     """A named shape of Qwen3.5's kind; its vocabulary is what the tokenizer is taught."""
     trunk: Plan
@@ -60,6 +61,7 @@ RECIPES = MappingProxyType(
     {
         # What ships. Two CPU cores take about two hours for it.
         "tiny": Recipe(
+            name="tiny",
             shape="tiny",
             trunk=Plan(
                 (Phase(1200, 16, 256), Phase(800, 8, 512)),
@@ -77,6 +79,7 @@ RECIPES = MappingProxyType(
         ),
         # A few minutes, to see the whole path work; what it writes is no Python.
         "sketch": Recipe(
+            name="sketch",
             shape="tiny",
             trunk=Plan((Phase(40, 8, 128),), matrix_rate=0.02, embedding_rate=4e-3, other_rate=3e-3),
             unloop=_unloop(Phase(4, 4, 128)),
