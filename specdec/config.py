@@ -203,7 +203,7 @@ class EngineConfig(Settings):
     num_steps: int | None = Field(
         None,
         ge=1,
-        title="how deep a draft is at most; None: 3, or what num_draft_tokens implies",
+        title="how deep a draft is at most; None: 5, or what num_draft_tokens implies",
         description="a whole number of at least 1, or None",
     )
     topk: int | None = Field(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights stay in the cache, and are faster in float32 where no C form multiplies them."""
-DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 3, 4, 8
+DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
 AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
 """Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
@@ -225,7 +225,8 @@ def bounds_of(config: EngineConfig) -> Shape:
         widest = (MAX_WINDOW - 1) // max((steps or 1) - 1, 1)
         topk = min(DEFAULT_TOPK, widest) if steps and tokens and tokens > steps + 1 else 1
     if steps is None:
-        steps = tokens - 1 if tokens and topk == 1 else DEFAULT_STEPS
+        deepest = 1 + (MAX_WINDOW - 1) // topk
+        steps = tokens - 1 if tokens and topk == 1 else min(DEFAULT_STEPS, deepest)
     most = 1 + topk + topk**2 * (steps - 1)
     if tokens is None:
         tokens = min(most, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -32,12 +32,16 @@ CLOSE = 64
 """Tokens that drafters can catch up with while their time still is that of a draft."""
 
 
+Heard = tuple[Drafter, Proposal]
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What one row's drafters proposed, and what was made of it before it was cut."""
 
-    shape: Shape
-    parts: tuple[tuple[Drafter, Proposal], ...]
+    shape: Shape | None
+    """None: only look-ups were, which nothing was planned for."""
+    parts: tuple[Heard, ...]
     merged: Proposal
 
 
@@ -102,40 +106,79 @@ class Speculation:
         tracks = [self.track_of(request) for request in requests]
         rooms = [0 if r.number in self._distrusted else r.room - 1 for r in requests]
         self._distrusted.difference_update(request.number for request in requests)
-        shapes = self._fitting(requests, self.policy.plan(batch, tracks, rooms), lends=lend is not None)
+        heard: list[list[Heard]] = [[] for _ in requests]
+
+        def look_up() -> list[Proposal]:
+            self._look_up(requests, rooms, heard)
+            return [_merged(own) for own in heard]
+
+        others = self.head is not None and len(self.drafters) > 1
+        planned = self.policy.plan(batch, tracks, rooms, look_up if others else None)
+        wanted = [_with(shape, _merged(own)) for shape, own in zip(planned, heard, strict=True)]
+        shapes = self._fitting(requests, wanted, lends=lend is not None)
         self._catch_up([share for share in shares if not share.request.decodes])
-        merged = self._propose(requests, shapes)
+        self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], heard)
+        merged = self._merge(requests, planned, shapes, heard)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, merged), strict=True):
             drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
             if self.synthetic and drafts[i] is None:
                 self._asked.pop(request.number, None)  # it was not put to the test
         return drafts
 
-    def _propose(self, requests: Sequence[Request], shapes: Sequence[Shape | None]) -> list[Proposal]:
-        """Ask every drafter about all requests, and make one proposal of theirs for each."""
+    def _look_up(
+        self, requests: Sequence[Request], rooms: Sequence[int], heard: Sequence[list[Heard]]
+    ) -> None:
+        """Ask those who look text up, as deep as can be verified: they take next to no time."""
+        tokens, topk = self.policy.bounds.num_draft_tokens, self.policy.bounds.topk
+        depths = [min(tokens - 1, room) for room in rooms]
+        wants = [
+            want_of(request, Shape(depth, topk, tokens) if depth > 0 else None)
+            for request, depth in zip(requests, depths, strict=True)
+        ]
+        for drafter in self.drafters:
+            if drafter is not self.head:
+                for own, proposal in zip(heard, drafter.propose(wants), strict=True):
+                    own.append((drafter, proposal))
+
+    def _ask(
+        self,
+        requests: Sequence[Request],
+        shapes: Sequence[Shape | None],
+        heard: Sequence[list[Heard]],
+    ) -> None:
+        """Ask the drafters that were not heard yet for drafts in these shapes."""
         wanted = [i for i, shape in enumerate(shapes) if shape or self._is_full(requests[i])]
-        merged = [Proposal.EMPTY] * len(requests)
         if not wanted:
-            return merged
+            return
         wants = [want_of(requests[i], shapes[i]) for i in wanted]
         self._requests = {request.number: request for request in requests}
-        behind = max(
-            len(want.tokens) - self._told.get(requests[i].number, 0)
-            for i, want in zip(wanted, wants, strict=True)
-        )
-        self._told |= {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
+        lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
+        behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
+        self._told |= lengths
+        silent = [drafter for drafter in self.drafters if drafter is self.head or not any(heard)]
         start_s = time.perf_counter()
-        answers = [drafter.propose(wants) for drafter in self.drafters]
+        for drafter in silent:
+            for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
+                heard[i].append((drafter, proposal))
         took_s = time.perf_counter() - start_s
         self._requests.clear()
         if len(own := {shapes[i] for i in wanted}) == 1 and (shape := own.pop()):
             self.policy.observe_draft(shape, len(wanted), took_s, steady=behind <= CLOSE)
-        for i, proposals in zip(wanted, zip(*answers, strict=True), strict=True):
-            if shape := shapes[i]:
-                limit = shape.num_draft_tokens - 1
-                merged[i] = proposals[0] if len(proposals) == 1 else merge(proposals, limit)
-                parts = tuple(zip(self.drafters, proposals, strict=True))
-                self._asked[requests[i].number] = Asked(shape, parts, merged[i])
+
+    def _merge(
+        self,
+        requests: Sequence[Request],
+        planned: Sequence[Shape | None],
+        shapes: Sequence[Shape | None],
+        heard: Sequence[list[Heard]],
+    ) -> list[Proposal]:
+        """Make one proposal of all that was heard for each request, as large as there is room for."""
+        merged = []
+        for request, plan, shape, own in zip(requests, planned, shapes, heard, strict=True):
+            proposal = _merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
+            if shape and own:
+                self._asked[request.number] = Asked(plan, tuple(own), proposal)
+            merged.append(proposal)
         return merged
 
     def _catch_up(self, shares: Sequence[Share]) -> None:
@@ -193,8 +236,9 @@ class Speculation:
         for drafter, proposal in asked.parts:
             judged = proposal.above(len(emitted))
             drafter.calibrator.observe(judged, judged.follow(emitted))
-        depth = min(max(asked.merged.depths, default=0), len(emitted))
-        self.track_of(request).observe(asked.shape, depth, len(asked.merged.follow(emitted)))
+        if asked.shape:
+            depth = min(max(asked.merged.depths, default=0), len(emitted))
+            self.track_of(request).observe(asked.shape, depth, len(asked.merged.follow(emitted)))
 
     def observe_step(self, parts: Sequence[Part], seconds: Mapping[str, float]) -> None:
         """Learn what a step in which anyone decodes costs; drafting has its own clock."""
@@ -262,3 +306,20 @@ def want_of(request: Request, shape: Shape | None) -> Want:
     """Say what a drafter may know of a request: up to the token behind what the target has read."""
     tokens = request.tokens if request.owed == 1 else request.tokens[: request.computed + 1]
     return Want(request.number, request.prompt_length, tokens, request.table_N, shape)
+
+
+def _merged(heard: Sequence[Heard], limit: int | None = None) -> Proposal:
+    """Make one proposal of several; that of one alone keeps its beliefs."""
+    proposals = [proposal for _, proposal in heard]
+    if len(proposals) == 1:
+        return proposals[0] if limit is None else proposals[0].best(limit)
+    return merge(proposals, sum(map(len, proposals)) if limit is None else limit)
+
+
+def _with(shape: Shape | None, found: Proposal) -> Shape | None:
+    """Make room in a shape for what was found beside it, or for that alone."""
+    if not len(found):
+        return shape
+    if shape is None:
+        return Shape(max(found.depths), 1, 1 + len(found))
+    return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, 1 + len(found)))

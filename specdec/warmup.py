@@ -53,7 +53,8 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     plans += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
     plans += [(heads, shape) for shape in policy.shapes if heads]
     request = None
-    for (own, shape), _ in itertools.product(plans, range(ROUNDS)):
+    # Round by round, so that a slow moment is not taken for what one of them costs.
+    for _, (own, shape) in itertools.product(range(ROUNDS), plans):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
         if request is None or request.finish_reason:
             request = _request(loop, max_length)

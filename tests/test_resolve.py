@@ -58,12 +58,12 @@ def most_tokens(num_steps: int, topk: int) -> int:
 @pytest.mark.parametrize(
     ("given_numbers", "bounds"),
     [
-        ({}, Shape(3, 4, 8)),
+        ({}, Shape(5, 4, 8)),
         ({"num_steps": 5}, Shape(5, 1, 6)),
         ({"num_steps": 1}, Shape(1, 1, 2)),
         ({"num_steps": 500}, Shape(63, 1, 64)),
-        ({"topk": 1}, Shape(3, 1, 4)),
-        ({"topk": 2}, Shape(3, 2, 8)),
+        ({"topk": 1}, Shape(5, 1, 6)),
+        ({"topk": 2}, Shape(5, 2, 8)),
         ({"num_draft_tokens": 6}, Shape(5, 1, 6)),
         ({"num_draft_tokens": 2}, Shape(1, 1, 2)),
         ({"num_steps": 3, "topk": 1}, Shape(3, 1, 4)),
@@ -73,7 +73,8 @@ def most_tokens(num_steps: int, topk: int) -> int:
         ({"num_steps": 3, "num_draft_tokens": 16}, Shape(3, 4, 16)),
         ({"num_steps": 5, "num_draft_tokens": 3}, Shape(2, 1, 3)),
         ({"topk": 1, "num_draft_tokens": 8}, Shape(7, 1, 8)),
-        ({"topk": 3, "num_draft_tokens": 12}, Shape(3, 3, 12)),
+        ({"topk": 3, "num_draft_tokens": 12}, Shape(5, 3, 12)),
+        ({"topk": 30}, Shape(3, 30, 8)),
         ({"num_steps": 4, "topk": 4, "num_draft_tokens": 16}, Shape(4, 4, 16)),
         ({"num_steps": 4, "topk": 4, "num_draft_tokens": 3}, Shape(2, 4, 3)),
     ],
@@ -120,7 +121,7 @@ def test_more_tokens_than_a_tree_can_grow_are_refused_by_name(num_steps: int, to
 
 @pytest.mark.parametrize(
     ("numbers", "most"),
-    [({}, 4), ({"num_steps": 2}, 3), ({"topk": 1, "num_draft_tokens": 6}, 6), ({"num_draft_tokens": 2}, 2)],
+    [({}, 6), ({"num_steps": 2}, 3), ({"topk": 1, "num_draft_tokens": 6}, 6), ({"num_draft_tokens": 2}, 2)],
 )
 def test_synthetic_acceptance_reaches_as_far_as_drafts_do(numbers: dict[str, int], most: int) -> None:
     rates = settle(**numbers, synthetic_acceptance=most).synthetic

@@ -12,7 +12,7 @@ import torch
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec import build as builder
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.costs import StepCosts
+from specdec.draft.costs import Costs
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import WIDTHS
@@ -50,13 +50,13 @@ def texts(done: list[Completion]) -> list[tuple[int, ...]]:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """Count the steps that are measured, by rows and tokens."""
-    counts, inner = Counter[tuple[int, int]](), StepCosts.observe
+    counts, inner = Counter[tuple[int, int]](), Costs.observe
 
-    def observe(self: StepCosts, rows: int, tokens: int, seconds: float) -> None:
+    def observe(self: Costs, rows: int, tokens: int, seconds: float) -> None:
         counts[rows, tokens] += 1
         inner(self, rows, tokens, seconds)
 
-    monkeypatch.setattr(StepCosts, "observe", observe)
+    monkeypatch.setattr(Costs, "observe", observe)
     return counts
 
 
@@ -85,7 +85,7 @@ def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: py
     monkeypatch.setattr("specdec.speculation.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     with engine("mtp", num_steps=4, topk=3, num_draft_tokens=13) as warm:
         policy = warm.model.loop.speculation.policy
-        found = {shape: policy.drafts.get(shape) for shape in policy.shapes}
+        found = {s: policy.drafts[s.topk].predict(1, s.num_steps) for s in policy.shapes}
     assert found == {shape: shape.num_steps for shape in found} and len(found) == 5
 
 

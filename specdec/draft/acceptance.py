@@ -9,10 +9,14 @@ DEEPEST = 16
 """Depths beyond count as this one."""
 MEMORY, ENGINE_MEMORY = 0.93, 0.998
 """What remains of a count after each further draft: a request's last 15 matter, the engine's last 500."""
-PRIOR = 3.0
-"""Drafts that the engine's own experience is worth to a request that has none."""
+RESTED = 0.98
+"""What remains of a request's count after a step without a draft: text changes while nobody looks."""
+PRIOR, ENGINE_PRIOR = 3.0, 8.0
+"""Drafts that the engine's experience is worth to a request that has none, and hope to the engine."""
 CHAIN_HOPE, TREE_HOPE = 0.6, 0.75
-"""What is expected of a depth that nobody has reached, until PRIOR drafts have shown better."""
+"""What is expected while nothing is known."""
+SURE = 0.98
+"""No depth is expected to be accepted more often, whatever those above it are."""
 
 
 class Acceptance:
@@ -22,7 +26,8 @@ class Acceptance:
         self.start = start
         self.version = 0
         """Changes with every observation, here or where this one started from."""
-        self._memory = MEMORY if isinstance(start, Acceptance) else ENGINE_MEMORY
+        is_request = isinstance(start, Acceptance)
+        self._memory, self._prior = (MEMORY, PRIOR) if is_request else (ENGINE_MEMORY, ENGINE_PRIOR)
         self._reached = [0.0] * DEEPEST
         self._accepted = [0.0] * DEEPEST
         self._expected: list[float] = []
@@ -33,25 +38,38 @@ class Acceptance:
 
         An attempt that found nothing to draft counts as one of depth 1 that was not followed.
         """
-        for depth in range(DEEPEST):
-            self._reached[depth] *= self._memory
-            self._accepted[depth] *= self._memory
+        self._fade(self._memory)
         for depth in range(min(max(drafted_depth, 1), accepted_depth + 1, DEEPEST)):
             self._reached[depth] += 1
             self._accepted[depth] += depth < accepted_depth
-        self.version += 1
         if isinstance(self.start, Acceptance):
             self.start.observe(drafted_depth, accepted_depth)
 
+    def rest(self, steps: int) -> None:
+        """Note steps without a draft."""
+        self._fade(RESTED**steps)
+
+    def _fade(self, remains: float) -> None:
+        for depth in range(DEEPEST):
+            self._reached[depth] *= remains
+            self._accepted[depth] *= remains
+        self.version += 1
+
     @property
     def rates(self) -> list[float]:
-        """Return the estimates for depths from 1 on."""
+        """Return the estimates for depths from 1 on.
+
+        Until it was reached often enough, a depth is expected to be as much better or worse than elsewhere as
+        the one above it is: else nobody would go deeper than what was tried.
+        """
         start = self.start
         base = start.rates if isinstance(start, Acceptance) else [start] * DEEPEST
-        return [
-            (accepted + PRIOR * hope) / (reached + PRIOR)
-            for accepted, reached, hope in zip(self._accepted, self._reached, base, strict=True)
-        ]
+        rates, lift = [], 1.0
+        for accepted, reached, elsewhere in zip(self._accepted, self._reached, base, strict=True):
+            expected = min(elsewhere * lift, SURE)
+            rates.append((accepted + self._prior * expected) / (reached + self._prior))
+            lift = rates[-1] / elsewhere
+        return rates
 
     def expected(self, depth: int) -> float:
         """Return how many tokens of a draft of `depth` steps will be accepted."""
@@ -74,6 +92,11 @@ class TrackRecord:
     def observe(self, shape: Shape, drafted_depth: int, accepted_depth: int) -> None:
         """Note one draft that was asked for in this shape."""
         self._of(shape).observe(drafted_depth, accepted_depth)
+
+    def rest(self, steps: int) -> None:
+        """Note steps in which nothing was drafted."""
+        self.chain.rest(steps)
+        self.tree.rest(steps)
 
     def expected(self, shape: Shape, depth: int) -> float:
         """Return how many tokens of such a draft, cut to `depth`, will be accepted."""

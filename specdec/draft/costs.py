@@ -7,14 +7,13 @@ from math import log2
 from statistics import median
 
 KEPT = 7
-"""Samples of a cell whose median counts: enough to ignore a hiccup, few enough to follow the machine."""
+"""Samples whose median counts: enough to ignore a hiccup, few enough to follow the machine."""
+KEPT_WIDTH = 32
+"""Samples of one width against others: more, for what widths cost beside each other changes slowly."""
 
 EXACT = 64
 STALE = 200
 """Steps after which an older time says nothing of the machine as it is."""
-
-LEAP = 4.0
-"""By how much one step may say that the machine's pace has changed: a hiccup says more."""
 
 
 class Samples:
@@ -35,34 +34,34 @@ class Samples:
         return self._medians.get(cell)
 
 
-class StepCosts:
-    """Predict the seconds of a verify step from its rows and its tokens.
+class Costs:
+    """Predict the seconds of work on so many rows that is so wide: a verify step's tokens, a draft's levels.
 
-    Steps of about as many rows share a line through what each width was found to take. Where none were made,
+    Work on about as many rows shares a line through what each width was found to take. Where none was done,
     the line of the nearest number of rows serves; a line of one point has the slope of the nearest with two.
 
-    Machines get busy and quiet again, and contexts grow. What moves the width at hand moves all: times are
-    kept as multiples of a pace, so that widths which were last tried in a slow hour are not held to be slow.
+    Machines get busy and quiet again, and contexts grow. That moves all widths alike, and mostly one of them
+    is at work: so times are kept as multiples of a pace, which is quick, and multiples are slow to change.
     """
 
     def __init__(self) -> None:
         self._lines: dict[int, Line] = {}
-        self._steps = 0
+        self._ratios: deque[float] = deque([1.0], maxlen=KEPT)
         self._pace = 1.0
 
-    def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Note what a step took."""
-        self._steps += 1
+    def observe(self, rows: int, width: int, seconds: float) -> None:
+        """Note what some work took."""
         line = self._lines.setdefault(bucket(rows), Line())
-        if known := line.settled(tokens):
-            self._pace *= min(max(seconds / (self._pace * known), 1 / LEAP), LEAP) ** 0.5
-        line.add(tokens, seconds / self._pace, self._steps)
+        if known := line.settled(width):
+            self._ratios.append(seconds / known)
+            self._pace = median(self._ratios)
+        line.add(width, seconds / self._pace)
 
-    def predict(self, rows: int, tokens: int) -> float:
+    def predict(self, rows: int, width: int) -> float:
         """Return seconds; 0 while nothing is known."""
-        return self._pace * self._multiple(rows, tokens)
+        return self._pace * self._multiple(rows, width)
 
-    def _multiple(self, rows: int, tokens: int) -> float:
+    def _multiple(self, rows: int, width: int) -> float:
         if not self._lines:
             return 0.0
         key = bucket(rows)
@@ -72,60 +71,70 @@ class StepCosts:
             sloped = [known for known, other in self._lines.items() if other.slope is not None]
             nearest = min(sloped, key=lambda known: abs(known - key), default=None)
             slope = None if nearest is None else self._lines[nearest].slope
-        return line.at(tokens, slope or 0.0)
+        return line.at(width, slope or 0.0)
 
 
 class Line:
-    """Seconds by tokens: straight between the widths that were measured, with one slope beyond them."""
+    """Times by width: straight between those measured, with one slope beyond them, and never falling."""
 
     def __init__(self) -> None:
         self._keys: list[int] = []
         self._kept: list[deque[tuple[int, float]]] = []
-        self._last: list[int] = []
+        self._found: list[tuple[float, float]] = []
+        """By key: the width and the time in the middle of what is kept."""
         self._points: list[tuple[float, float]] = []
+        """The same, as a line that never falls."""
 
-    def add(self, tokens: int, seconds: float, step: int) -> None:
-        """Note one time. Widths of one key share a point, where their own medians lie.
-
-        What a point has from long before is forgotten.
-        """
-        key = _width_key(tokens)
+    def add(self, width: int, time: float) -> None:
+        """Note one time. Widths of one key share a point, where their own medians lie."""
+        key = _width_key(width)
         i = bisect_left(self._keys, key)
         if i == len(self._keys) or self._keys[i] != key:
             self._keys.insert(i, key)
-            self._kept.insert(i, deque(maxlen=KEPT))
-            self._points.insert(i, (tokens, seconds))
-            self._last.insert(i, step)
-        if step - self._last[i] > STALE:
-            self._kept[i].clear()
-        self._last[i] = step
-        self._kept[i].append((tokens, seconds))
-        self._points[i] = median(n for n, _ in self._kept[i]), median(s for _, s in self._kept[i])
+            self._kept.insert(i, deque(maxlen=KEPT_WIDTH))
+            self._found.insert(i, (width, time))
+        kept = self._kept[i]
+        kept.append((width, time))
+        self._found[i] = median(own for own, _ in kept), median(own for _, own in kept)
+        self._points = self._rising()
 
-    def settled(self, tokens: int) -> float | None:
-        """Return the median at a width that was tried often enough to be trusted, and lately."""
-        key = _width_key(tokens)
+    def _rising(self) -> list[tuple[float, float]]:
+        """Put neighbours together that fall, each as heavy as it has samples: the wider cannot cost less."""
+        pools: list[tuple[float, int, int]] = []
+        for (_, time), kept in zip(self._found, self._kept, strict=True):
+            weight, points = len(kept), 1
+            while pools and pools[-1][0] > time:
+                before, own, count = pools.pop()
+                time = (before * own + time * weight) / (own + weight)
+                weight, points = own + weight, points + count
+            pools.append((time, weight, points))
+        times = [time for time, _, points in pools for _ in range(points)]
+        return [(width, time) for (width, _), time in zip(self._found, times, strict=True)]
+
+    def settled(self, width: int) -> float | None:
+        """Return the time at a width that was tried often enough to be trusted."""
+        key = _width_key(width)
         i = bisect_left(self._keys, key)
         known = i < len(self._keys) and self._keys[i] == key and len(self._kept[i]) > KEPT // 2
-        return self._points[i][1] if known else None
+        return self._found[i][1] if known else None
 
     @property
     def slope(self) -> float | None:
-        """Return what a token adds, from the narrowest width to the widest; None with fewer than two."""
+        """Return what one more adds, from the narrowest width to the widest; None with fewer than two."""
         if len(self._points) < 2:
             return None
         (low, low_s), (high, high_s) = self._points[0], self._points[-1]
-        return max((high_s - low_s) / (high - low), 0.0)
+        return (high_s - low_s) / (high - low)
 
-    def at(self, tokens: int, slope: float) -> float:
-        """Return the seconds at a width."""
+    def at(self, width: int, slope: float) -> float:
+        """Return the time at a width."""
         points = self._points
-        i = bisect_left(points, (tokens, 0.0))
+        i = bisect_left(points, (width, 0.0))
         if 0 < i < len(points):
             (low, low_s), (high, high_s) = points[i - 1], points[i]
-            return low_s + (high_s - low_s) * (tokens - low) / (high - low)
-        nearest, seconds = points[0 if i == 0 else -1]
-        return max(seconds + slope * (tokens - nearest), 0.0)
+            return low_s + (high_s - low_s) * (width - low) / (high - low)
+        nearest, time = points[0 if i == 0 else -1]
+        return max(time + slope * (width - nearest), 0.0)
 
 
 def bucket(count: int) -> int:
@@ -133,6 +142,6 @@ def bucket(count: int) -> int:
     return round(4 * log2(count))
 
 
-def _width_key(tokens: int) -> int:
+def _width_key(width: int) -> int:
     """Tell narrow widths apart, for one token more may cost a tile more; put wide ones together."""
-    return tokens if tokens <= EXACT else EXACT + bucket(tokens)
+    return width if width <= EXACT else EXACT + bucket(width)

@@ -4,12 +4,12 @@ Twice a step. Before drafting, by what each request has accepted so far: is a dr
 deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.costs import STALE, Samples, StepCosts, bucket
+from specdec.draft.costs import STALE, Costs
 from specdec.draft.proposal import Proposal, Shape
 
 PROBE_SHARE = 0.008
@@ -35,13 +35,24 @@ class Batch:
     """One for each of them, and those of the rows that read a prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How many rows verify, how many nodes each, and the tokens a second that this gives."""
+
+    rows: int
+    width: int
+    rate: float
+
+
 class Policy:
     """Choose shapes within `bounds`; where it is not adaptive, always the bounds."""
 
     def __init__(self, bounds: Shape, *, adaptive: bool) -> None:
         self.bounds, self.adaptive = bounds, adaptive
-        self.steps = StepCosts()
-        self.drafts = Samples()
+        self.steps = Costs()
+        """Verify steps, by tokens."""
+        self.drafts = {topk: Costs() for topk in {1, bounds.topk}}
+        """Drafts, by levels: chains, and trees that are as wide as the bounds."""
         self._owed_s = 0.0
         """Time that probes have cost and the steps since have not made up for; below 0 one may be made."""
         self._probe = 0.0
@@ -65,8 +76,7 @@ class Policy:
         self._owed_s += self._probe * seconds
         if not steady:
             return
-        self.drafts.add((shape, bucket(rows)), seconds)
-        self.drafts.add(shape, seconds)
+        self.drafts[shape.topk].observe(rows, shape.num_steps, seconds)
 
     def observe_step(self, rows: int, tokens: int, seconds: float) -> None:
         """Note what a step took beside its drafting."""
@@ -74,8 +84,18 @@ class Policy:
             self._owed_s += max(seconds - self._tried_s, 0.0)
         self.steps.observe(rows, tokens, seconds)
 
-    def plan(self, batch: Batch, rows: Sequence[TrackRecord], room: Sequence[int]) -> list[Shape | None]:
-        """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go."""
+    def plan(
+        self,
+        batch: Batch,
+        rows: Sequence[TrackRecord],
+        room: Sequence[int],
+        look_up: Callable[[], Sequence[Proposal]] | None = None,
+    ) -> list[Shape | None]:
+        """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go.
+
+        What `look_up` finds is there for nothing: drafting must earn more than that would alone. It is not
+        asked in steps that are to be without any draft.
+        """
         self._probe, self._aside, self._tried_s = 0.0, None, None
         self._plans += 1
         if not self.adaptive:
@@ -88,26 +108,35 @@ class Policy:
             return [None] * len(room)
         none_s = self.steps.predict(batch.rows, batch.tokens)
         self._owed_s = max(self._owed_s - PROBE_SHARE * none_s * (1 + self._slept), -none_s)
-        self._slept, self._rows = 0, batch.rows
+        passed, self._slept, self._rows = 1 + self._slept, 0, batch.rows
+        found = [_sums(proposal) for proposal in look_up()] if look_up else [[0.0]] * len(room)
         if self._draft_s(self.bounds, len(rows)) <= PROBE_SHARE * none_s:
             return [_within(self.bounds, deep) for deep in room]
-        best, chosen, shape = MARGIN * _rate(batch.rows, none_s), 0, self.shapes[0]
+        alone = self._widest(batch, found)
+        kept = [_gain(own, alone.width) for own in found]
+        given = _highest(kept, alone.rows)
+        sure = [gain if i in given else 0.0 for i, gain in enumerate(kept)]
+        tokens, worth = batch.tokens + alone.rows * alone.width, batch.rows + sum(sure)
+        best, chosen, shape = MARGIN * alone.rate, 0, self.shapes[0]
         for candidate in self.shapes:
-            gains = sorted(_gains(candidate, rows, room), reverse=True)
+            gains = sorted(_gains(candidate, rows, room, found, sure), reverse=True)
             for count, gain in _prefixes(gains):
-                tokens = batch.tokens + count * (candidate.num_draft_tokens - 1)
-                seconds = self.steps.predict(batch.rows, tokens) + self._draft_s(candidate, count)
-                if (rate := _rate(batch.rows + gain, seconds)) > best:
+                width = tokens + count * (candidate.num_draft_tokens - 1)
+                seconds = self.steps.predict(batch.rows, width) + self._draft_s(candidate, count)
+                if (rate := _rate(worth + gain, seconds)) > best:
                     best, chosen, shape = rate, count, candidate
-        drafting = _highest(_gains(shape, rows, room), chosen)
+        drafting = _highest(_gains(shape, rows, room, found, sure), chosen)
         resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
         if resting and self._owed_s < 0:
             probed = min(resting, key=lambda i: rows[i].planned)
             self._probe, self._aside = 1 / (1 + len(drafting)), probed if drafting else None
             drafting.add(probed)
-        self._nap = 0 if drafting else min(2 * self._nap + 1, LONGEST_SLEEP)
-        for i in drafting:
-            rows[i].planned = self._plans
+        self._nap = 0 if drafting or given else min(2 * self._nap + 1, LONGEST_SLEEP)
+        for i, row in enumerate(rows):
+            if i in drafting:
+                row.planned = self._plans
+            else:
+                row.rest(passed)
         return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
@@ -115,30 +144,31 @@ class Policy:
         if not self.adaptive or not any(map(len, proposals)):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
-        none_s = self.steps.predict(batch.rows, batch.tokens)
-        best, chosen, width = MARGIN * _rate(batch.rows, none_s), 0, 0
-        sums = [
-            [0.0] if i == self._aside else list(accumulate(sorted(p.scores, reverse=True), initial=0.0))
-            for i, p in enumerate(proposals)
-        ]
-        widest = max(map(len, proposals))
-        for nodes in sorted({widest, *(n for n in WIDTHS if n < widest)}):
-            gains = sorted((own[min(nodes, len(own) - 1)] for own in sums), reverse=True)
-            for count, gain in _prefixes(gains):
-                seconds = self.steps.predict(batch.rows, batch.tokens + count * nodes)
-                if (rate := _rate(batch.rows + gain, seconds)) > best:
-                    best, chosen, width = rate, count, nodes
+        sums = [[0.0] if i == self._aside else _sums(p) for i, p in enumerate(proposals)]
+        best = self._widest(batch, sums)
+        chosen, width = best.rows, best.width
         if not chosen and (self._probe or self._owed_s < 0):
-            chosen, width = 1, min(widest, 3)
-            self._tried_s = none_s
+            chosen, width = 1, min(max(map(len, proposals)), 3)
+            self._tried_s = self.steps.predict(batch.rows, batch.tokens)
         self._drafted = self._drafted + 1 if chosen else 0
-        kept = _highest([own[min(width, len(own) - 1)] for own in sums], chosen)
+        kept = _highest([_gain(own, width) for own in sums], chosen)
         return [p.best(width) if i in kept else Proposal.EMPTY for i, p in enumerate(proposals)]
 
+    def _widest(self, batch: Batch, sums: Sequence[Sequence[float]]) -> "Cut":
+        """Say how many rows should verify how many of their best nodes; `sums` by row, from 0 nodes on."""
+        none_s = self.steps.predict(batch.rows, batch.tokens)
+        best, widest = Cut(0, 0, MARGIN * _rate(batch.rows, none_s)), max(map(len, sums)) - 1
+        for nodes in sorted({widest, *(n for n in WIDTHS if n < widest)} - {0}):
+            gains = sorted((_gain(own, nodes) for own in sums), reverse=True)
+            for count, gain in _prefixes(gains):
+                seconds = self.steps.predict(batch.rows, batch.tokens + count * nodes)
+                if (rate := _rate(batch.rows + gain, seconds)) > best.rate:
+                    best = Cut(count, nodes, rate)
+        return best if best.rows else replace(best, rate=best.rate / MARGIN)
+
     def _draft_s(self, shape: Shape, rows: int) -> float:
-        """Predict what drafting takes; for a number of rows that was never measured, as for any other."""
-        known = self.drafts.get((shape, bucket(rows)))
-        return known if known is not None else self.drafts.get(shape) or 0.0
+        """Predict what drafting takes."""
+        return self.drafts[shape.topk].predict(rows, shape.num_steps)
 
 
 def _within(shape: Shape, deep: int) -> Shape | None:
@@ -148,11 +178,26 @@ def _within(shape: Shape, deep: int) -> Shape | None:
     return shape if shape.num_steps <= deep else replace(shape, num_steps=deep)
 
 
-def _gains(shape: Shape, rows: Sequence[TrackRecord], room: Sequence[int]) -> list[float]:
-    """Say how many drafted tokens each row is expected to accept in this shape."""
+def _sums(proposal: Proposal) -> list[float]:
+    """Say how many tokens the best 0, 1, 2 … nodes are expected to bring."""
+    return list(accumulate(sorted(proposal.scores, reverse=True), initial=0.0))
+
+
+def _gain(sums: Sequence[float], nodes: int) -> float:
+    return sums[min(nodes, len(sums) - 1)]
+
+
+def _gains(
+    shape: Shape,
+    rows: Sequence[TrackRecord],
+    room: Sequence[int],
+    found: Sequence[Sequence[float]],
+    sure: Sequence[float],
+) -> list[float]:
+    """Say how many more tokens than are sure without it each row is expected to accept in this shape."""
     return [
-        row.expected(shape, min(shape.num_steps, deep)) if deep > 0 else 0.0
-        for row, deep in zip(rows, room, strict=True)
+        max(row.expected(shape, min(shape.num_steps, deep)), own[-1]) - known if deep > 0 else 0.0
+        for row, deep, own, known in zip(rows, room, found, sure, strict=True)
     ]
 
 

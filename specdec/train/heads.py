@@ -166,16 +166,28 @@ class Midlayer(nn.Module):
         self.mlp = MLP(hidden, shape.intermediate_size)
 
 
+OWN_HEADS, FREE_HEADS = 3, 3
+"""Heads of EAGLE's layer that begin by reading their own position, enough for an embedding, and others."""
+OWN_SCORE = 12.0
+"""By how much a head that begins so prefers its own position."""
+
+
 class Eagle3(Head):
-    """EAGLE-3's head: three residual streams of the target, its own vocabulary, a state before its norm."""
+    """EAGLE-3's head: three residual streams of the target, its own vocabulary, a state before its norm.
+
+    The last stream is what the target's last layer writes: what comes next is decided nowhere before.
+    """
 
     def __init__(self, shape: Shape, vocabulary: Tensor) -> None:
         super().__init__()
-        self.shape = replace(shape, partial_rotary_factor=1.0)
+        heads = OWN_HEADS + FREE_HEADS
         hidden, layers = shape.hidden_size, shape.num_hidden_layers
-        self.taps = (2, layers // 2, layers - 3)
+        self.shape = replace(
+            shape, partial_rotary_factor=1.0, num_attention_heads=heads, num_key_value_heads=heads
+        )
+        self.taps = (2, layers // 2, layers)
         self.fc = matrix(3 * hidden, hidden)
-        self.midlayer = Midlayer(shape)
+        self.midlayer = Midlayer(self.shape)
         self.norm = RMSNorm(hidden, shape.rms_norm_eps, 0.0)
         self.lm_head = matrix(hidden, len(vocabulary))
         self.vocabulary: Tensor
@@ -184,15 +196,31 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def begin(self, trunk: Trunk) -> None:
-        """Begin with the target's output rows and the last layer's feed-forward."""
+        """Begin with the target's output rows, its last layer's feed-forward, and the embedding let through.
+
+        In this layout a token reaches the residual stream by attention alone. Drawn at random, that reads all
+        positions alike, and the head takes most of its training to find the one token that it was given.
+        """
+        device = trunk.embed_tokens.weight.device
         self.lm_head.weight.copy_(trunk.embed_tokens.weight[self.vocabulary])
         self.norm.weight.copy_(1 + trunk.norm.weight)
         last = trunk.layers[-1]
         assert isinstance(last, Layer)
         self.midlayer.mlp.load_state_dict(last.mlp.state_dict())
         self.midlayer.post_attention_layernorm.weight.copy_(1 + last.post_attention_layernorm.weight)
-        one, none = torch.eye(self.shape.hidden_size), torch.zeros(self.shape.hidden_size)
-        self.fc.weight.copy_(torch.cat([none.expand_as(one), none.expand_as(one), one], 1))
+        hidden = self.shape.hidden_size
+        _, tapped = trunk(torch.arange(64, device=device)[None], self.taps)
+        spread = tapped[-1].float().pow(2).mean().sqrt()
+        self.fc.weight.zero_()
+        self.fc.weight[:, 2 * hidden :] = 0.5 * torch.eye(hidden, device=device) / spread
+        own, attention = OWN_HEADS * self.shape.head_dim, self.midlayer.self_attn
+        keys = attention.k_proj.weight[:own]
+        keys.normal_(0, (OWN_SCORE / (2 * hidden * self.shape.head_dim**0.5)) ** 0.5)
+        attention.q_proj.weight[:own] = keys
+        turned, _ = torch.linalg.qr(torch.randn(max(own, hidden), min(own, hidden), device=device))
+        turned = turned if own >= hidden else turned.mT
+        attention.v_proj.weight[:own] = torch.cat([turned, torch.zeros_like(turned)], 1)
+        attention.o_proj.weight[:, :own] = 0.5 * turned.mT
 
     @property
     def attention(self) -> Attention:

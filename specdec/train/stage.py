@@ -77,11 +77,12 @@ class Measured:
 
 
 def optimisers(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Give matrices to Muon, the embedding and all vectors to AdamW, each with its rate of the plan."""
+    """Give matrices to Muon, tables of tokens and all vectors to AdamW, each with its rate of the plan."""
     groups: dict[str, list[nn.Parameter]] = {"matrix": [], "embedding": [], "other": []}
     for name, weight in model.named_parameters():
         is_matrix = weight.ndim == 2 and min(weight.shape) >= SMALLEST_SIDE
-        kind = "embedding" if "embed" in name else "matrix" if is_matrix and plan.matrix_rate else "other"
+        is_table = "embed" in name or "lm_head" in name
+        kind = "embedding" if is_table else "matrix" if is_matrix and plan.matrix_rate else "other"
         groups[kind].append(weight)
     made: list[torch.optim.Optimizer] = []
     if groups["matrix"]:

@@ -236,12 +236,17 @@ class Trunk(nn.Module):
         return rope_table(positions, dim, self.shape.rope_theta, self.embed_tokens.weight.device)
 
     def forward(self, ids_BT: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Return hidden states after the final norm, and the residual stream before the layers in `taps`."""
+        """Return hidden states after the final norm, and the residual stream before the layers in `taps`.
+
+        A tap after the last layer reads what that wrote, before the norm.
+        """
         x_BTD, rope, tapped = self.embed_tokens(ids_BT), self.rope(ids_BT.shape[1]), []
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x_BTD)
             x_BTD = layer(x_BTD, rope)
+        if len(self.layers) in taps:
+            tapped.append(x_BTD)
         return self.norm(x_BTD), tapped
 
     def compile_layers(self) -> None:

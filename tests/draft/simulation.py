@@ -63,8 +63,19 @@ class Outcome:
 class World:
     """Rows that decode for ever under one policy."""
 
-    def __init__(self, policy: Policy, costs: Costs, rate: Rate, rows: int = 1, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        costs: Costs,
+        rate: Rate,
+        rows: int = 1,
+        *,
+        seed: int = 0,
+        found: Sequence[float] | None = None,
+    ) -> None:
+        """Let a look-up find a chain with these scores for every row, in every step that asks it."""
         self.policy, self.costs, self.rate = policy, costs, rate
+        self.found = None if found is None else Proposal.chain([0] * len(found), found)
         self.rng, self.calibrator = Random(seed), Calibrator()
         self.track = TrackRecord()
         self.tracks: list[TrackRecord] = []
@@ -91,12 +102,14 @@ class World:
     def _step(self, outcome: Outcome) -> None:
         rows = len(self.tracks)
         batch = Batch(rows, rows)
-        shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows)
+        found = [self.found] * rows if self.found else []
+        shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows, (lambda: found) if found else None)
         draft_ms = 0.0
         if asked := [shape for shape in shapes if shape]:
             draft_ms = self._jitter(self.costs.draft(asked[0]))
             self.policy.observe_draft(asked[0], len(asked), draft_ms)
-        proposals = [self._draft(shape) if shape else Proposal.EMPTY for shape in shapes]
+        looked_up = self.found or Proposal.EMPTY
+        proposals = [self._draft(shape) if shape else looked_up for shape in shapes]
         kept = self.policy.cut(batch, proposals)
         width = rows + sum(map(len, kept))
         verify_ms = self._jitter(self.costs.verify(width))

@@ -35,24 +35,54 @@ def test_rates_by_depth_are_what_was_observed() -> None:
         if step >= 3000:
             found = [a + b / 3000 for a, b in zip(found, engine.rates, strict=False)]
             mean += engine.expected(4) / 3000
-    assert found == pytest.approx(rates, abs=0.05)
+    assert found == pytest.approx(rates, abs=0.06)
     assert mean == pytest.approx(0.9 + 0.36 + 0.252 + 0.0504, abs=0.1)
 
 
 def test_a_depth_counts_only_where_the_one_above_was_accepted() -> None:
     one, other = Acceptance(0.5), Acceptance(0.5)
-    for _ in range(10):
+    for _ in range(40):
         one.observe(4, 1)
         other.observe(2, 1)
     assert one.rates == other.rates
-    assert one.rates[0] > 0.8 and one.rates[1] < 0.3 and one.rates[2] == 0.5
+    assert one.rates[0] > 0.8 and one.rates[1] < 0.3
 
 
-def test_a_draft_that_was_followed_to_its_end_says_nothing_of_what_is_deeper() -> None:
+def test_a_depth_that_nobody_reached_is_expected_to_be_like_the_one_above() -> None:
     track = Acceptance(0.5)
-    for _ in range(10):
+    for _ in range(40):
         track.observe(2, 2)
-    assert min(track.rates[:2]) > 0.8 and track.rates[2] == 0.5
+    assert min(track.rates) > 0.8 and len(set(track.rates[2:])) <= 2
+    for _ in range(200):
+        track.observe(2, 1)
+    assert track.rates[0] > 0.9 and max(track.rates[1:]) < 0.4
+
+
+def test_a_request_expects_deeper_down_what_others_found_there_as_far_as_it_is_like_them() -> None:
+    engine = Acceptance(0.5)
+    others, like, unlike = Acceptance(engine), Acceptance(engine), Acceptance(engine)
+    for step in range(200):
+        others.observe(3, 3 if step % 3 == 0 else 2)
+    for _ in range(12):
+        like.observe(1, 1)
+        unlike.observe(1, 0)
+    assert like.rates[1] > 0.8 and 0.2 < like.rates[2] < 0.5
+    assert unlike.rates[2] < unlike.rates[1] < 0.4
+
+
+def test_what_was_seen_of_a_request_fades_while_it_rests() -> None:
+    engine = TrackRecord()
+    others, own = TrackRecord(engine), TrackRecord(engine)
+    for _ in range(100):
+        others.observe(CHAIN, 2, 2)
+    for _ in range(20):
+        own.observe(CHAIN, 1, 0)
+    before, overall = own.expected(CHAIN, 1), engine.expected(CHAIN, 1)
+    own.rest(20)
+    between = own.expected(CHAIN, 1)
+    own.rest(500)
+    assert before < between < overall == engine.expected(CHAIN, 1)
+    assert own.expected(CHAIN, 1) == pytest.approx(overall, rel=0.01)
 
 
 def test_finding_nothing_to_draft_counts_as_a_rejected_draft() -> None:
@@ -67,7 +97,7 @@ def test_a_request_starts_from_the_engines_experience_and_adds_to_it() -> None:
     first = TrackRecord(engine)
     for _ in range(100):
         first.observe(CHAIN, 1, 0)
-    assert engine.expected(CHAIN, 1) < 0.05
+    assert engine.expected(CHAIN, 1) < 0.06
     second = TrackRecord(engine)
     assert second.expected(CHAIN, 1) == pytest.approx(engine.expected(CHAIN, 1))
     for _ in range(6):
@@ -110,7 +140,7 @@ def test_deeper_than_is_told_apart_is_no_mistake() -> None:
     track = Acceptance(0.5)
     for _ in range(50):
         track.observe(3 * DEEPEST, 3 * DEEPEST)
-    assert min(track.rates) > 0.9
+    assert min(track.rates) > 0.85
     assert track.expected(3 * DEEPEST) >= track.expected(DEEPEST) > 0.9 * DEEPEST / 2
 
 

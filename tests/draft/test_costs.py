@@ -1,20 +1,21 @@
 """What a step is said to cost: as measured where it was, and a guess that is no surprise where it was not."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.costs import KEPT, Samples, StepCosts, bucket
+from specdec.draft.costs import KEPT, KEPT_WIDTH, Costs, Samples, bucket
 
 APART = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Widths that no two of are taken for one."""
 
 
-def alone(times: dict[int, float]) -> StepCosts:
+def alone(times: dict[int, float]) -> Costs:
     """Return costs of which steps of one row are known, by their tokens."""
-    costs = StepCosts()
+    costs = Costs()
     for tokens, seconds in times.items():
         costs.observe(1, tokens, seconds)
     return costs
@@ -31,7 +32,7 @@ def test_a_cell_answers_with_the_median_of_what_it_saw_last() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_hiccup_says_nothing_of_its_width_and_a_slower_machine_of_all(rows: int) -> None:
-    costs = StepCosts()
+    costs = Costs()
     for _ in range(KEPT):
         costs.observe(rows, 8, 1.0)
         costs.observe(rows, 16, 1.5)
@@ -45,11 +46,11 @@ def test_a_hiccup_says_nothing_of_its_width_and_a_slower_machine_of_all(rows: in
 
 
 def test_nothing_known_costs_nothing() -> None:
-    assert StepCosts().predict(1, 4) == StepCosts().predict(6, 20) == 0.0
+    assert Costs().predict(1, 4) == Costs().predict(6, 20) == 0.0
 
 
 def test_steps_of_many_rows_are_known_without_any_of_one() -> None:
-    costs = StepCosts()
+    costs = Costs()
     costs.observe(6, 20, 3.0)
     assert costs.predict(6, 20) == 3.0
 
@@ -61,6 +62,7 @@ def test_steps_of_many_rows_are_known_without_any_of_one() -> None:
 def test_a_width_between_two_that_were_measured_costs_between_them(
     times: dict[int, float], tokens: int
 ) -> None:
+    times = dict(zip(sorted(times), sorted(times.values()), strict=True))
     costs = alone(times)
     found = costs.predict(1, tokens)
     if tokens in times:
@@ -70,6 +72,30 @@ def test_a_width_between_two_that_were_measured_costs_between_them(
         above = min(width for width in times if width > tokens)
         low, high = sorted((times[below], times[above]))
         assert low - 1e-12 <= found <= high + 1e-12
+
+
+@given(st.dictionaries(st.sampled_from(APART), st.floats(0.001, 1.0), min_size=2, max_size=8))
+def test_what_is_wider_is_never_said_to_cost_less(times: dict[int, float]) -> None:
+    costs = alone(times)
+    predicted = [costs.predict(1, width) for width in APART]
+    assert all(wider >= narrower - 1e-12 for narrower, wider in pairwise(predicted))
+
+
+def test_a_width_that_was_seen_once_in_a_slow_moment_gives_way_to_one_that_is_seen_always() -> None:
+    costs = alone({1: 1.0, 2: 4.0})
+    for _ in range(KEPT_WIDTH):
+        costs.observe(1, 3, 1.5)
+    assert costs.predict(1, 2) == pytest.approx(1.5, rel=0.1)
+
+
+def test_while_one_width_is_at_work_a_slower_machine_is_slower_for_all() -> None:
+    costs = Costs()
+    for _ in range(KEPT):
+        costs.observe(1, 1, 1.0)
+        costs.observe(1, 4, 2.0)
+    for _ in range(10 * KEPT_WIDTH):
+        costs.observe(1, 4, 3.0)
+    assert costs.predict(1, 1) == pytest.approx(1.5)
 
 
 def test_a_width_half_way_costs_half_of_both() -> None:

@@ -1,6 +1,7 @@
 """The policy finds what pays: no drafts, deep ones or some between, for whom, and again when that changes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -106,6 +107,19 @@ def test_a_draft_that_costs_nothing_is_always_asked_for_and_verified_where_it_pa
         found = settled(CHAIN, free, always(rate))
         assert found.asked[CHAIN.num_steps] > 0.98 * found.asked.total()
         assert (found.verified[0] > MEASURED) == pays
+        assert found.rate >= NEARLY * best_rate(free, rate, CHAIN.num_steps)
+
+
+@pytest.mark.parametrize(("rate", "drafts"), [(0.9, False), (0.2, True)])
+def test_what_a_look_up_finds_is_drafted_anew_only_where_that_is_better(rate: float, drafts: bool) -> None:
+    """A head that is right in 0.8 of cases, beside a look-up that is as sure as it is right."""
+    scores = [rate**depth for depth in range(1, 8)]
+    beside = World(Policy(CHAIN, adaptive=True), BETWEEN, always(0.8 if drafts else rate), found=scores)
+    beside.run(SETTLED)
+    found = beside.run(MEASURED)
+    assert (found.asked[0] < 0.1 * MEASURED) == drafts
+    if not drafts:
+        free = replace(BETWEEN, level=0)
         assert found.rate >= NEARLY * best_rate(free, rate, CHAIN.num_steps)
 
 

@@ -92,7 +92,7 @@ def test_an_eagle_heads_words_are_the_targets() -> None:
     assert head.name(torch.tensor([2, 0])).tolist() == [90, 3]
     logits = torch.arange(96.0)[None]
     assert head.choose(logits).tolist() == [[3.0, 8.0, 90.0]]
-    assert head.taps == (2, 2, 1)
+    assert head.taps == (2, 2, 4)
 
 
 def test_the_shipped_recipe_fits_its_shape() -> None:

@@ -7,7 +7,7 @@ from specdec.config import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.resolve import bounds_of
 
-CHAIN, TREE, BOUNDS = Shape(4, 1, 5), Shape(4, 4, 16), Shape(3, 4, 8)
+CHAIN, TREE, BOUNDS = Shape(4, 1, 5), Shape(4, 4, 16), Shape(5, 4, 8)
 
 
 def sweep(**changes: object) -> Sweep:
