@@ -240,14 +240,14 @@ class Trunk(nn.Module):
 
         A tap after the last layer reads what that wrote, before the norm.
         """
-        x_BTD, rope, tapped = self.embed_tokens(ids_BT), self.rope(ids_BT.shape[1]), []
+        x_BTD, rope = self.embed_tokens(ids_BT), self.rope(ids_BT.shape[1])
+        tapped = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
-                tapped.append(x_BTD)
+                tapped[i] = x_BTD
             x_BTD = layer(x_BTD, rope)
-        if len(self.layers) in taps:
-            tapped.append(x_BTD)
-        return self.norm(x_BTD), tapped
+        tapped[len(self.layers)] = x_BTD
+        return self.norm(x_BTD), [tapped[layer] for layer in taps]
 
     def compile_layers(self) -> None:
         """Compile layer by layer: those of a kind share their code, and texts of one length one form."""

@@ -1,17 +1,19 @@
 """What training computes is what `transformers` and the engine compute of the files it writes."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.models.shapes import SHAPES
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
-from specdec.train.export import export
-from specdec.train.heads import MTP, Eagle3
+from specdec.train.export import EAGLE, export, export_eagle
+from specdec.train.heads import MTP, Eagle3, Head
 from specdec.train.recipe import recipe
 from specdec.train.trunk import Shape, Trunk
 from tests.models.runner import CPU, Runner
@@ -21,24 +23,36 @@ SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 LENGTH, DEPTH = 29, 3
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    trunk: Trunk
+    heads: dict[str, Head]
+
+
 @pytest.fixture(scope="module")
-def trained() -> tuple[Trunk, MTP]:
-    """Draw a trunk and a head with norms that are not what they begin as."""
+def trained() -> Trained:
+    """Draw a trunk and its heads with norms that are not what they begin as."""
     torch.manual_seed(0)
     shape = Shape(**SIZES)
-    trunk, head = Trunk(shape, chunk=16), MTP(shape)
-    head.begin(trunk)
-    for module in (trunk, head):
+    trunk = Trunk(shape, chunk=16)
+    heads: dict[str, Head] = {"mtp": MTP(shape), "eagle": Eagle3(shape, torch.arange(1, 90, 2))}
+    for head in heads.values():
+        head.begin(trunk)
+    for module in (trunk, *heads.values()):
         for name, weight in module.named_parameters():
             spread = 0.1 if weight.ndim == 1 else 0.3 * weight.shape[-1] ** -0.5
             weight.data += torch.randn(weight.shape) * (0.0 if name.endswith("A_log") else spread)
-    return trunk.eval().requires_grad_(False), head.eval().requires_grad_(False)
+        module.eval().requires_grad_(False)
+    return Trained(trunk, heads)
 
 
 @pytest.fixture(scope="module")
-def folder(trained: tuple[Trunk, MTP], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("trained")
-    export(made, {**SHAPES["tiny"], **SIZES}, *trained, torch.float32)
+    mtp, eagle = trained.heads["mtp"], trained.heads["eagle"]
+    assert isinstance(mtp, MTP) and isinstance(eagle, Eagle3)
+    export(made, {**SHAPES["tiny"], **SIZES}, trained.trunk, mtp, torch.float32)
+    export_eagle(made / EAGLE, eagle, torch.float32)
     return made
 
 
@@ -50,25 +64,31 @@ def _far(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def test_transformers_computes_the_same_logits(trained: tuple[Trunk, MTP], folder: Path) -> None:
+def test_transformers_computes_the_same_logits(trained: Trained, folder: Path) -> None:
     ids = _ids(LENGTH + DEPTH)[None]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    hidden, _ = trained[0](ids)
-    assert _far(hidden @ trained[0].embed_tokens.weight.T, reference(ids).logits.detach()) < LOGITS_RELATIVE
+    hidden, _ = trained.trunk(ids)
+    assert (
+        _far(hidden @ trained.trunk.embed_tokens.weight.T, reference(ids).logits.detach()) < LOGITS_RELATIVE
+    )
 
 
-def test_the_engine_drafts_what_the_head_was_taught(trained: tuple[Trunk, MTP], folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_the_engine_drafts_what_the_head_was_taught(trained: Trained, folder: Path, kind: str) -> None:
     """A root's recursion in the arena, step by step, is one column of the unrolled one."""
-    trunk, head = trained
+    trunk, head = trained.trunk, trained.heads[kind]
     ids = _ids(LENGTH + DEPTH)
     embed = trunk.embed_tokens.weight
-    hidden, _ = trunk(ids[None])
-    wanted = list(head.unroll(hidden[:, :LENGTH], ids[None], embed, DEPTH))
-    runner = Runner(folder, torch.float32, mtp=True)
+    hidden, tapped = trunk(ids[None], head.taps)
+    states = head.first(hidden, tapped)[:, :LENGTH]
+    wanted = [F.linear(out, head.output(embed)) for out in head.unroll(states, ids[None], embed, DEPTH)]
+    runner = Runner(
+        folder, torch.float32, mtp=kind == "mtp", eagle=folder / EAGLE if kind == "eagle" else None
+    )
     assert runner.head is not None
     own = runner.sequence()
     runner.step([(own, ids[:LENGTH].tolist())])
-    assert _far(own.hidden[0], hidden[0, :LENGTH]) < LOGITS_RELATIVE
+    assert _far(own.hidden[0], states[0]) < LOGITS_RELATIVE
 
     def read(tokens: Tensor, start: int, before: Tensor) -> Tensor:
         assert runner.head is not None
@@ -76,13 +96,17 @@ def test_the_engine_drafts_what_the_head_was_taught(trained: tuple[Trunk, MTP], 
         window = build_window([row], runner.conv_width, CPU)
         return runner.head.forward(window, before, runner.arena)
 
+    def far(out: Tensor, wanted: Tensor) -> float:
+        assert runner.head is not None
+        return _far(head.choose(runner.head.logits(out)), wanted)
+
     for root in (0, 7, LENGTH - 1):
         out = read(ids[1 : root + 2], 0, own.hidden[0][: root + 1])[-1:]
-        assert _far(out, wanted[0][:, root]) < LOGITS_RELATIVE
+        assert far(out, wanted[0][:, root]) < LOGITS_RELATIVE
         for j in range(1, DEPTH):
-            assert _far(out, wanted[j][:, root]) > LOGITS_RELATIVE
+            assert far(out, wanted[j][:, root]) > LOGITS_RELATIVE
             out = read(ids[root + j + 1 : root + j + 2], root + j, out)
-            assert _far(out, wanted[j][:, root]) < LOGITS_RELATIVE
+            assert far(out, wanted[j][:, root]) < LOGITS_RELATIVE
 
 
 def test_an_eagle_heads_words_are_the_targets() -> None:
