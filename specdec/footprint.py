@@ -14,6 +14,8 @@ from specdec.config import EngineConfig
 from specdec.kernels.linear import fp8
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
+from specdec.models.eagle import EagleFolder
+from specdec.models.eagle_head import EagleHead
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
 from specdec.resolve import open_model
@@ -81,6 +83,7 @@ class Footprint:
     network: spec.Network
     target: tuple[Parameter, ...]
     mtp: tuple[Parameter, ...]
+    eagle: tuple[Parameter, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -89,6 +92,10 @@ class Footprint:
     @property
     def mtp_parameters(self) -> int:
         return sum(p.count for p in self.mtp)
+
+    @property
+    def eagle_parameters(self) -> int:
+        return sum(p.count for p in self.eagle)
 
     @property
     def weight_bytes(self) -> int:
@@ -107,7 +114,9 @@ class Footprint:
         return dict(Counter(_kinds(self.network.layers)))
 
 
-def measure(network: spec.Network, dtype: torch.dtype, *, narrow: bool = False) -> Footprint:
+def measure(
+    network: spec.Network, dtype: torch.dtype, *, narrow: bool = False, eagle: EagleFolder | None = None
+) -> Footprint:
     """List every parameter of a network without holding any; `narrow` counts large matrices in eight bits."""
     weights = ShapeWeights(network, dtype, narrow=narrow)
     kernels = load_kernels("reference")
@@ -115,7 +124,11 @@ def measure(network: spec.Network, dtype: torch.dtype, *, narrow: bool = False) 
     split = len(weights.parameters)
     if network.mtp:
         MTPHead(target, weights)
-    return Footprint(network, tuple(weights.parameters[:split]), tuple(weights.parameters[split:]))
+    own = ShapeWeights(network, dtype, narrow=narrow)
+    if eagle:
+        EagleHead(eagle.spec, target, own, eagle.ids_C, max_length=1)
+    found = weights.parameters
+    return Footprint(network, tuple(found[:split]), tuple(found[split:]), tuple(own.parameters))
 
 
 def _kinds(layers: tuple[spec.Layer, ...]) -> Iterator[str]:
@@ -139,7 +152,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings
     stored_bytes, narrow_bytes = opened.checkpoint.sizes()
-    footprint = measure(network, settings.dtype, narrow=settings.narrow)
+    footprint = measure(network, settings.dtype, narrow=settings.narrow, eagle=opened.eagle)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
@@ -153,6 +166,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "dtype": str(settings.dtype).removeprefix("torch."),
         "parameters": footprint.parameters,
         "mtp_parameters": footprint.mtp_parameters,
+        "eagle_parameters": footprint.eagle_parameters,
         "stored_bytes": stored_bytes,
         "stored_8bit_bytes": narrow_bytes,
         "weight_bytes": footprint.weight_bytes,

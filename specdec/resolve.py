@@ -16,9 +16,9 @@ from specdec.config import HEAD_FIELDS, MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.attention.quantise import FP8
-from specdec.kernels.native.call import SUFFIX
 from specdec.kernels.native.library import library
 from specdec.kernels.native.linear import multiplies_bfloat16
+from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint

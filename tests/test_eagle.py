@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec import EngineConfig, SpecEngine
 from specdec.bench.random_eagle import write_random_eagle
@@ -93,6 +94,9 @@ def test_a_model_is_described_with_the_head_that_drafts(known: Known, tmp_path: 
     given = describe_model(folder, EngineConfig(draft_model=str(tmp_path)), [64])
     assert (plain["draft"], own["draft"], given["draft"]) == ("none", "eagle", "eagle, suffix")
     assert plain["kv_bytes_per_token"] < own["kv_bytes_per_token"] == given["kv_bytes_per_token"]
+    stored = load_file(tmp_path / "model.safetensors")
+    counted = sum(x.numel() for name, x in stored.items() if name not in ("d2t", "t2d"))
+    assert plain["eagle_parameters"] == 0 < given["eagle_parameters"] == counted
 
 
 @pytest.mark.parametrize("draft", ["mtp", "eagle"])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 OPERATIONS = {
     "linear": ("pack", "linear"),
+    "gather": ("look_up", "beside", "add"),
     "norm": ("rms_norm", "add_rms_norm", "gated_norm"),
     "rope": ("rope_table",),
     "self_attention": ("self_attention",),
@@ -30,6 +31,7 @@ OPERATIONS = {
 SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
     "native": {
         "native.linear": ("pack", "linear"),
+        "native.gather": ("look_up", "beside", "add"),
         "native.pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
         "native.recurrent": (
             *("causal_conv", "path_conv", "recur"),
@@ -75,6 +77,9 @@ class Kernels:
     name: str
     pack: Callable[..., Any]
     linear: Callable[..., Tensor]
+    look_up: Callable[..., Tensor]
+    beside: Callable[..., Tensor]
+    add: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]

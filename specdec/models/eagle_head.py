@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.models import spec
 from specdec.models.mixers import Attention, Memory, take_norm
 from specdec.models.network import Block, Network, attention_layers, begin_step, rope_tables
+from specdec.models.replay import Replays
 from specdec.models.shortlist import Shortlist
 from specdec.models.weights import Weights
 from specdec.state_slots.window import Window
@@ -37,13 +37,14 @@ class EagleHead:
         own = width, s.norm, weights.within("layers.0"), kernels, attention_layers(target.spec)
         self.block = Block(s.layer, *own)
         self.rope = rope_tables((s.layer,), max_length, kernels, device)
+        self._replays = Replays(self._run, kernels)
         self.project = self._output(weights, ids_C) if s.own_head else target.project_drafts
 
     def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         """Fuse what was tapped of the target; a head that taps nothing takes its last hidden states."""
         if not self.taps:
             return hidden_TD
-        fused_TD: Tensor = self.kernels.linear(torch.cat(list(tapped), dim=-1), self.fc)
+        fused_TD: Tensor = self.kernels.linear(self.kernels.beside(*tapped), self.fc)
         return fused_TD
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
@@ -51,11 +52,15 @@ class EagleHead:
 
         What was condensed of the target enters first; the recursion feeds the output back as it is.
         """
+        return self._replays(window, memory, hidden_TD)[0]
+
+    def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step = begin_step(window, memory, self.rope, self.kernels)
-        x_TD, read_TD = self._enter(F.embedding(window.token_T, self.embed_VD), hidden_TD)
+        x_TD, read_TD = self._enter(self.kernels.look_up(self.embed_VD, window.token_T), hidden_TD)
         assert isinstance(self.block.mixer, Attention)
         added_TD = self.block.feed(x_TD, self.block.mixer(read_TD, step))
-        return x_TD if added_TD is None else x_TD + added_TD
+        assert added_TD is not None
+        return (self.kernels.add(x_TD, added_TD),)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Rank the target's tokens; what the head cannot draft has minus infinity."""
@@ -66,12 +71,12 @@ class EagleHead:
     def _enter(self, embed_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return a residual stream that may be written to, and what attention reads."""
         if not self.taps:
-            x_TD: Tensor = self.kernels.linear(torch.cat([embed_TD, hidden_TD], dim=-1), self.fc)
+            x_TD: Tensor = self.kernels.linear(self.kernels.beside(embed_TD, hidden_TD), self.fc)
             return x_TD, x_TD
         normed_TD = self.kernels.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
         embed_TD = self.kernels.rms_norm(embed_TD, self.embed_norm_D, self.eps)
-        x_TD = normed_TD.clone() if self.spec.normed_residual else hidden_TD.clone()
-        return x_TD, torch.cat([embed_TD, normed_TD], dim=-1)
+        x_TD = self.kernels.beside(normed_TD if self.spec.normed_residual else hidden_TD)
+        return x_TD, self.kernels.beside(embed_TD, normed_TD)
 
     def _output(self, weights: Weights, ids_C: Tensor | None) -> Shortlist:
         """Take the rows of the head's own output head whose tokens are to be drafted."""
@@ -90,4 +95,6 @@ class EagleHead:
         if not self.spec.own_embed:
             return shared_VD
         own_VD = weights.take("embed.weight", (self.spec.vocab, self.width))
-        return shared_VD if own_VD.shape == shared_VD.shape and torch.equal(own_VD, shared_VD) else own_VD
+        if own_VD.is_meta or own_VD.shape != shared_VD.shape or not torch.equal(own_VD, shared_VD):
+            return own_VD
+        return shared_VD

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
@@ -11,6 +10,7 @@ from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2, Memory, Step, take_norm
+from specdec.models.replay import Replays
 from specdec.models.shortlist import Shortlist
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import KVShape, Layout, StateShape
@@ -108,13 +108,13 @@ def run_blocks(
 
     With it come copies of the stream as it enters the layers in `taps`; their number is the end.
     """
-    added_TD: Tensor | None = None
+    ops, added_TD = step.kernels, None
     tapped: dict[int, Tensor] = {}
     for i, block in enumerate(blocks):
         if i in taps:
-            tapped[i] = x_TD.clone() if added_TD is None else x_TD + added_TD
+            tapped[i] = ops.beside(x_TD) if added_TD is None else ops.add(x_TD, added_TD)
         added_TD = block(x_TD, added_TD, step)
-    out_TD = step.kernels.add_rms_norm(x_TD, added_TD, norm_D, eps)
+    out_TD = ops.add_rms_norm(x_TD, added_TD, norm_D, eps)
     if len(blocks) in taps:
         tapped[len(blocks)] = x_TD
     return out_TD, tapped
@@ -160,7 +160,10 @@ def begin_step(
 ) -> Step:
     """Look the rotations of a window's positions up."""
     at_T = window.position_T
-    rope = {key: (cos_LR[at_T], sin_LR[at_T]) for key, (cos_LR, sin_LR) in tables.items()}
+    rope = {
+        key: (kernels.look_up(cos_LR, at_T), kernels.look_up(sin_LR, at_T))
+        for key, (cos_LR, sin_LR) in tables.items()
+    }
     return Step(window, memory, rope, kernels)
 
 
@@ -189,6 +192,7 @@ class Network:
             shortlist_C = shortlist_C.to(device)
             self.shortlist = Shortlist(head_VD[shortlist_C], shortlist_C, s.vocab, kernels)
         self.rope = rope_tables((*s.layers, *s.mtp), max_length, kernels, device)
+        self._replays = Replays(self._run, kernels)
 
     def begin(self, window: Window, memory: Memory) -> Step:
         """Gather what all layers of this pass share."""
@@ -202,10 +206,15 @@ class Network:
         self, window: Window, memory: Memory, taps: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the same, and the residual streams that a head asks for, by the layer that they enter."""
-        x_TD, step = F.embedding(window.token_T, self.embed_VD), self.begin(window, memory)
+        hidden_TD, *tapped = self._replays(window, memory, taps=tuple(taps))
+        return hidden_TD, tapped
+
+    def _run(self, window: Window, memory: Memory, *, taps: tuple[int, ...]) -> tuple[Tensor, ...]:
+        x_TD = self.kernels.look_up(self.embed_VD, window.token_T)
+        step = self.begin(window, memory)
         own = self.norm_D, self.spec.norm.eps
         hidden_TD, tapped = run_blocks(self.blocks, x_TD, step, *own, taps=taps)
-        return hidden_TD, [tapped[layer] for layer in taps]
+        return hidden_TD, *(tapped[layer] for layer in taps)
 
     def materialize(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         """Bring the recurrent states up to date with their rows' paths, in place, as the next window would.
@@ -257,6 +266,7 @@ class MTPHead:
         self.fc = kernels.pack(weights.take("fc.weight", (s.hidden, 2 * s.hidden)))
         self.blocks = build_blocks(s.mtp, s, weights, kernels, first_attention=attention_layers(s))
         self.norm_D = take_norm(weights, "norm.weight", s.hidden, s.norm)
+        self._replays = Replays(self._run, kernels)
 
     def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         """Take the target's last hidden states as they are."""
@@ -267,12 +277,15 @@ class MTPHead:
 
         The target's hidden states enter after its final norm; the recursion feeds h' back.
         """
+        return self._replays(window, memory, hidden_TD)[0]
+
+    def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step, ops = self.target.begin(window, memory), self.target.kernels
-        embed_TD = F.embedding(window.token_T, self.target.embed_VD)
+        embed_TD = ops.look_up(self.target.embed_VD, window.token_T)
         embed_TD = ops.rms_norm(embed_TD, self.embed_norm_D, self.eps)
         hidden_TD = ops.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
-        x_TD = ops.linear(torch.cat([embed_TD, hidden_TD], dim=-1), self.fc)
-        return run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)[0]
+        x_TD = ops.linear(ops.beside(embed_TD, hidden_TD), self.fc)
+        return (run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)[0],)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Project the head's hidden states as the target's are, in the model's dtype."""

@@ -50,30 +50,30 @@ class Recipe:
 
 
 def _heads(*phases: Phase) -> Plan:
-    return Plan(phases, matrix_rate=0.0, embedding_rate=0.0, other_rate=2e-3, warm_up=20, decay=0.5)
+    return Plan(phases, matrix_rate=0.0, embedding_rate=1e-3, other_rate=4e-3, warm_up=20, decay=0.5)
 
 
 def _unloop(*phases: Phase) -> Plan:
-    return Plan(phases, matrix_rate=2e-3, embedding_rate=4e-4, other_rate=3e-4, warm_up=10)
+    return Plan(phases, matrix_rate=1e-3, embedding_rate=2e-4, other_rate=1.5e-4, warm_up=10)
 
 
 RECIPES = MappingProxyType(
     {
-        # What ships. Two CPU cores take about two hours for it.
+        # What ships.
         "tiny": Recipe(
             name="tiny",
             shape="tiny",
             trunk=Plan(
-                (Phase(1200, 16, 256), Phase(800, 8, 512)),
+                (Phase(1800, 16, 256), Phase(900, 8, 512)),
                 matrix_rate=0.02,
                 embedding_rate=4e-3,
                 other_rate=3e-3,
             ),
-            unloop=_unloop(Phase(120, 8, 256)),
-            rounds=0,
-            answers=768,
-            mtp=_heads(Phase(800, 8, 256)),
-            eagle=_heads(Phase(800, 8, 256)),
+            unloop=_unloop(Phase(100, 8, 256)),
+            rounds=2,
+            answers=512,
+            mtp=_heads(Phase(1800, 8, 256)),
+            eagle=_heads(Phase(1800, 8, 256)),
             depth=4,
             draft_vocab=3072,
         ),

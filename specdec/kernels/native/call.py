@@ -2,41 +2,20 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native.library import MOST, library
+from specdec.kernels.native.signatures import ANSWERS, ARGUMENTS, KINDS, SUFFIX, Count, Flag, Pointer
 
 TOKENS = 32
 """The widest step that is served: beyond it arithmetic outweighs calls, and threads help."""
 assert TOKENS <= MOST
-
-SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
-
-ARGUMENTS = {
-    "linear": "p nnn pp p n",
-    "gumbel": "pp nn p",
-    "top": "p nnn pp",
-    "rms_norm": "p nnn nn p i f p",
-    "add_rms_norm": "pp nn p i f p",
-    "gated_norm": "pp nnn n p n f i p",
-    "swiglu": "p nn n p",
-    "rotate": "p nnnn nn pp p",
-    "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p p",
-    "path_conv": "nnn nn pp p n p p nn ppp n p p",
-    "append": "pp nnn nn p nn n p n p",
-    "recur": "ppppp p nnnnnn p n p p p ppp n ppp p",
-    "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
-    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f pp p",
-}
-ANSWERS = ("top",)
-KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
 
 class Records(ctypes.Structure):
@@ -48,11 +27,41 @@ class Records(ctypes.Structure):
     ]
 
 
-@functools.cache
+class Recorder(Protocol):
+    """Hears of every call in this thread, before it is made."""
+
+    def note(self, name: str, arguments: Sequence[int | float | None]) -> None: ...
+
+
+class _Listening(threading.local):
+    recorder: Recorder | None = None
+
+
+listening = _Listening()
+
+
 def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
+    """Return a C form; while somebody records, one that tells of its calls."""
+    found, recorder = _function(name, dtype), listening.recorder
+    if recorder is None:
+        return found
+
+    def told(*arguments: Any) -> Any:
+        recorder.note(full_name(name, dtype), arguments)
+        return found(*arguments)
+
+    return told
+
+
+def full_name(name: str, dtype: torch.dtype | None) -> str:
+    return f"{name}_{SUFFIX[dtype]}" if dtype else name
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     loaded = library()
     assert loaded is not None
-    found = getattr(loaded, f"{name}_{SUFFIX[dtype]}" if dtype else name)
+    found = getattr(loaded, full_name(name, dtype))
     found.argtypes = [KINDS[letter] for letter in ARGUMENTS[name].replace(" ", "")]
     found.restype = Flag if name in ANSWERS else None
     called: Callable[..., Any] = found
@@ -80,8 +89,14 @@ def ids(group: Group) -> tuple[int | None, ...]:
     return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, leave)
 
 
-def records_of(memory: RecurrentMemory) -> Records:
-    """Say where a layer's records lie."""
+def records_of(memory: RecurrentMemory) -> int:
+    """Say where it is said where a layer's records lie."""
     parts = (memory.update_SRHW, memory.decay_SRH)
     strides = (stride for part in parts for stride in part.stride()[:2])
-    return Records(*(part.data_ptr() for part in parts), *strides)
+    return ctypes.addressof(_records(*(part.data_ptr() for part in parts), *strides))
+
+
+@functools.cache
+def _records(*fields: int) -> Records:
+    """Keep what C is told of by its address."""
+    return Records(*fields)

@@ -11,6 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from specdec.kernels.native.signatures import replayer
+
 logger = logging.getLogger(__name__)
 
 SOURCES = ("narrow.c", "narrow.inc", "matrix.inc", "sampling.inc")
@@ -61,7 +63,7 @@ def library() -> ctypes.CDLL | None:
 def _compiled(compiler: str, threads: str) -> Path:
     """Find the library in the user's cache or make it there; without one, in a folder of this process."""
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in SOURCES)
+    text = b"".join((folder / name).read_bytes() for name in SOURCES) + replayer().encode()
     recipe = "\n".join((compiler, *FLAGS, threads, platform.machine(), _processor())).encode()
     name = f"{hashlib.sha256(recipe + text).hexdigest()[:20]}.so"
     try:
@@ -76,11 +78,12 @@ def _compiled(compiler: str, threads: str) -> Path:
 
 def _compile(compiler: str, threads: str, target: Path) -> Path:
     """Compile for OpenMP, but link none: what is missing is found in the one that torch brought along."""
-    source = Path(__file__).parent / SOURCES[0]
+    forms = Path(__file__).parent / SOURCES[0]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as folder:
         # Made beside its place and moved there whole, so that processes starting together see no half of it.
-        part, whole = f"{folder}/part.o", f"{folder}/whole.so"
-        steps = ([*FLAGS, threads, "-c", str(source), "-o", part], ["-shared", part, "-o", whole, "-lm"])
+        source, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
+        Path(source).write_text(f'#include "{forms}"\n{replayer()}')
+        steps = ([*FLAGS, threads, "-c", source, "-o", part], ["-shared", part, "-o", whole, "-lm"])
         for step in steps:
             command = [*compiler.split(), *step]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)

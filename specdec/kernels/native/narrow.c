@@ -224,6 +224,11 @@ void recur(const float *q, const float *k, const float *v, const float *decay, c
         }
 }
 
+// to's rows <- from's rows, chosen by ids where there are any; distances in bytes.
+void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char *to, ix by_to) {
+    for (ix r = 0; r < rows; r++) memcpy(to + r * by_to, from + (ids ? ids[r] : r) * by_from, bytes);
+}
+
 #define NAME(op) op##_float32
 #define real float
 #define LOAD(x) (x)

@@ -1,7 +1,5 @@
 """Convolution, recurrence, the whole gated delta net, and Mamba-2 composed of these, over a narrow window."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,10 @@ from specdec.kernels.gates.cpu import delta_gates, l2_normalise, mamba_step
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba import layer as mamba_layer
 from specdec.kernels.mamba.layer import MambaLayer
-from specdec.kernels.native.call import SUFFIX, TOKENS, function, ids, path_width, pointer, records_of, serves
+from specdec.kernels.native.call import TOKENS, function, ids, path_width, pointer, records_of, serves
 from specdec.kernels.native.library import MOST
 from specdec.kernels.native.pointwise import gated_norm
+from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.recurrence import cpu as recurrence
 
 
@@ -112,7 +111,7 @@ def recur(
         state.data_ptr(),
         state.stride(0),
         group.state_B.data_ptr(),
-        ctypes.addressof(records),
+        records,
         pointer(k_path_BPGK),
         *ids(group),
         pointer(group.ancestors_BMM),
@@ -154,7 +153,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         inputs.data_ptr(),
         memory.state_SHKW.data_ptr(),
         memory.state_SHKW.stride(0),
-        ctypes.addressof(records),
+        records,
         pointer(group.ancestors_BMM),
         layer.norm_W.data_ptr(),
         layer.eps,

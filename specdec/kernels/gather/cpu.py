@@ -1,0 +1,20 @@
+"""Rows by number and rows side by side, in torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def look_up(table_VD: Tensor, id_T: Tensor) -> Tensor:
+    """Return the rows of a table that ids name."""
+    return F.embedding(id_T, table_VD)
+
+
+def beside(*parts_TD: Tensor) -> Tensor:
+    """Return each token's rows side by side, in fresh memory; of one tensor a copy."""
+    return torch.cat(parts_TD, dim=-1)
+
+
+def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
+    """Return the sum in fresh memory."""
+    return x_TD + y_TD

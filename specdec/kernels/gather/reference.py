@@ -1,0 +1,19 @@
+"""Rows by number and rows side by side, one after the other."""
+
+import torch
+from torch import Tensor
+
+
+def look_up(table_VD: Tensor, id_T: Tensor) -> Tensor:
+    """Return the rows of a table that ids name."""
+    return torch.stack([table_VD[i] for i in id_T.tolist()])
+
+
+def beside(*parts_TD: Tensor) -> Tensor:
+    """Return each token's rows side by side, in fresh memory; of one tensor a copy."""
+    return torch.stack([torch.cat(rows) for rows in zip(*parts_TD, strict=True)])
+
+
+def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
+    """Return the sum in fresh memory."""
+    return x_TD + y_TD

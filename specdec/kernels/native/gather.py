@@ -1,0 +1,47 @@
+"""Rows of a few tokens, copied or added."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.gather import cpu
+from specdec.kernels.native.call import TOKENS, function, serves
+
+
+def look_up(table_VD: Tensor, id_T: Tensor) -> Tensor:
+    """Return the rows of a table that ids name."""
+    if len(id_T) > TOKENS or not table_VD.is_cpu or table_VD.stride(1) != 1 or not id_T.is_contiguous():
+        return cpu.look_up(table_VD, id_T)
+    out_TD = table_VD.new_empty((len(id_T), table_VD.shape[1]))
+    size = table_VD.element_size()
+    row = out_TD.shape[1] * size
+    function("gather")(
+        *(table_VD.data_ptr(), table_VD.stride(0) * size, id_T.data_ptr()),
+        *(len(id_T), row, out_TD.data_ptr(), row),
+    )
+    return out_TD
+
+
+def beside(*parts_TD: Tensor) -> Tensor:
+    """Return each token's rows side by side, in fresh memory; of one tensor a copy."""
+    if not all(serves(part) and part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD):
+        return cpu.beside(*parts_TD)
+    widths, size = [part.shape[1] for part in parts_TD], parts_TD[0].element_size()
+    out_TD = parts_TD[0].new_empty((len(parts_TD[0]), sum(widths)))
+    to, by_to = out_TD.data_ptr(), sum(widths) * size
+    for part, width in zip(parts_TD, widths, strict=True):
+        function("gather")(
+            *(part.data_ptr(), part.stride(0) * size, None, len(part), width * size),
+            *(to, by_to),
+        )
+        to += width * size
+    return out_TD
+
+
+def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
+    """Return the sum in fresh memory."""
+    dense = x_TD.is_contiguous() and y_TD.is_contiguous()
+    if not serves(x_TD) or not dense or x_TD.dtype != y_TD.dtype or x_TD.shape != y_TD.shape:
+        return cpu.add(x_TD, y_TD)
+    out_TD = torch.empty_like(x_TD)
+    function("add", x_TD.dtype)(x_TD.data_ptr(), y_TD.data_ptr(), x_TD.numel(), out_TD.data_ptr())
+    return out_TD

@@ -1,0 +1,68 @@
+"""What the C forms are called with, and the one that calls them all from a list."""
+
+import ctypes
+
+import torch
+
+SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+
+ARGUMENTS = {
+    "linear": "p nnn pp p n",
+    "gumbel": "pp nn p",
+    "top": "p nnn pp",
+    "gather": "p n p n n p n",
+    "add": "pp n p",
+    "rms_norm": "p nnn nn p i f p",
+    "add_rms_norm": "pp nn p i f p",
+    "gated_norm": "pp nnn n p n f i p",
+    "swiglu": "p nn n p",
+    "rotate": "p nnnn nn pp p",
+    "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p p",
+    "path_conv": "nnn nn pp p n p p nn ppp n p p",
+    "append": "pp nnn nn p nn n p n p",
+    "recur": "ppppp p nnnnnn p n p p p ppp n ppp p",
+    "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
+    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f pp p",
+}
+ANSWERS = ("top",)
+KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
+
+UNTYPED = ("linear", "gather", "gumbel", "top", "recur")
+"""One form serves all types."""
+CONDITION = {"linear": "__AVX512BF16__"}
+"""What a processor must have, as the compiler names it."""
+
+
+def forms() -> dict[str, str]:
+    """Return the arguments of every C function that gives no answer, by its full name."""
+    return {
+        full: arguments.replace(" ", "")
+        for name, arguments in ARGUMENTS.items()
+        if name not in ANSWERS
+        for full in ((name,) if name in UNTYPED else tuple(f"{name}_{suffix}" for suffix in SUFFIX.values()))
+    }
+
+
+def number_of(name: str) -> int:
+    """Return what a function is called by in a list of calls."""
+    return list(forms()).index(name)
+
+
+_CASTS = {"p": "(void *)a[{}]", "n": "a[{}]", "f": "*(const float *)(a + {})", "i": "(int)a[{}]"}
+
+
+def replayer() -> str:
+    """Write the C function that makes calls from a list: of each its function's number and its arguments."""
+    cases = []
+    for number, (name, arguments) in enumerate(forms().items()):
+        values = ", ".join(_CASTS[kind].format(i) for i, kind in enumerate(arguments))
+        case = f"case {number}: {name}({values}); a += {len(arguments)}; break;"
+        condition = CONDITION.get(name)
+        cases.append(f"#ifdef {condition}\n{case}\n#endif" if condition else case)
+    body = "\n".join(cases)
+    return (
+        "void replay(const ix *a, const ix *end) {\n"
+        f"while (a < end) switch (*a++) {{\n{body}\ndefault: return;\n}}\n}}\n"
+    )

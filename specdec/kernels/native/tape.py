@@ -1,0 +1,104 @@
+"""Make the same calls again: what a GPU does with a graph, for windows whose calls are short.
+
+While a tape is recorded everything runs as ever. Every call of a C form is noted with its arguments, and all
+memory that was made is kept, so that the same calls can be made of the same memory from one list in C. What
+they read must be put where it lay. Anything else that computes cannot be played again, and is refused.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec.kernels.native.call import listening
+from specdec.kernels.native.library import library
+from specdec.kernels.native.signatures import forms, number_of
+
+_aten = torch.ops.aten
+MAKES = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
+
+
+class Tape:
+    """Records what is called while it is entered."""
+
+    def __init__(self) -> None:
+        self.refused: str | None = None
+        """What cannot be played again."""
+        self._calls: list[int] = []
+        self._kept: list[Tensor] = []
+        self._played: Tensor | None = None
+        self._watch = _Watch(self)
+
+    def __enter__(self) -> "Tape":
+        listening.recorder = self
+        self._watch.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        listening.recorder = None
+        self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._played = torch.tensor(self._calls, dtype=torch.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept to be computed in again."""
+        return sum(x.nbytes for x in self._kept)
+
+    def note(self, name: str, arguments: Sequence[int | float | None]) -> None:
+        """Take a call down as its function's number and its arguments, eight bytes each."""
+        kinds = forms().get(name)
+        if kinds is None:
+            self.refused = name
+            return
+        self._calls.append(number_of(name))
+        for kind, value in zip(kinds, arguments, strict=True):
+            bits = ctypes.c_uint32.from_buffer(ctypes.c_float(value or 0.0)).value if kind == "f" else value
+            self._calls.append(int(bits or 0))
+
+    def watch(self, operation: Any, result: Any, arguments: tuple[Any, ...]) -> None:
+        """Keep what torch makes; whatever it computes cannot be played again."""
+        if operation in MAKES:
+            self._kept.append(result)
+        elif not operation.is_view or not _shares(result, arguments[0]):
+            self.refused = str(operation)
+
+    def play(self) -> None:
+        """Make all the calls again."""
+        assert self._played is not None and not self.refused
+        start = self._played.data_ptr()
+        _replay()(start, start + self._played.nbytes)
+
+
+class _Watch(TorchDispatchMode):
+    """Tells a tape of all that torch does."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tape.watch(func, result, args)
+        return result
+
+
+def _shares(result: Any, source: Tensor) -> bool:
+    """Tell whether a view is one: some only are where nothing had to be converted."""
+    parts = result if isinstance(result, list | tuple) else [result]
+    return all(part.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() for part in parts)
+
+
+def _replay() -> Any:
+    loaded = library()
+    assert loaded is not None
+    loaded.replay.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    loaded.replay.restype = None
+    return loaded.replay

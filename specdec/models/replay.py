@@ -1,0 +1,145 @@
+"""Run a network's pass by playing a tape of it, where windows come again in the same form."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from specdec.kernels.group import Group, RecordIds
+from specdec.kernels.native.call import TOKENS
+from specdec.kernels.native.tape import Tape
+from specdec.kernels.table import Kernels
+from specdec.models.mixers import Memory
+from specdec.state_slots.window import Window
+
+Pass = Callable[..., tuple[Tensor, ...]]
+"""Given a window, the memory and tensors by token, what it makes of them."""
+
+MOST_FORMS = 256
+"""Forms that are remembered, recorded or not."""
+MOST_BYTES = 64 << 20
+"""What all tapes of one pass may keep: large models gain nothing by them."""
+COME, REFUSED = "come once", "refused"
+LEAST_TOKENS = 64
+"""Room for tokens in the shortest form: lengths up to a power of two share one."""
+
+
+class Replays:
+    """Play what was recorded of windows of the same form; all others run as they are."""
+
+    def __init__(self, run: Pass, kernels: Kernels) -> None:
+        self.run, self.serves = run, kernels.name == "native"
+        self._forms: OrderedDict[Any, str | Recorded] = OrderedDict()
+
+    def __call__(
+        self, window: Window, memory: Memory, *inputs: Tensor, **constants: Any
+    ) -> tuple[Tensor, ...]:
+        """Return fresh tensors; `constants` are part of the form."""
+        group = window.groups[0]
+        narrow = len(window.groups) == 1 and len(window.token_T) <= TOKENS and group.kept is None
+        if not self.serves or not narrow:
+            return self.run(window, memory, *inputs, **constants)
+        form = _form(group), id(memory), tuple(constants.items())
+        known = self._forms.pop(form, None)
+        if isinstance(known, Recorded):
+            self._forms[form] = known
+            return known.play(window, inputs)
+        if known is None or known is REFUSED:
+            # Some forms never come again: a tape is made when one does.
+            self._remember(form, known or COME)
+            return self.run(window, memory, *inputs, **constants)
+        recorded = Recorded(window, memory, inputs)
+        result = recorded.record(self.run, constants)
+        self._remember(form, REFUSED if recorded.tape.refused else recorded)
+        return result
+
+    def _remember(self, form: Any, known: "str | Recorded") -> None:
+        """Keep what is known of a form; what was not needed for longest goes first."""
+        self._forms[form] = known
+        tapes = [own.tape.nbytes for own in self._forms.values() if isinstance(own, Recorded)]
+        while len(self._forms) > MOST_FORMS or sum(tapes) > MOST_BYTES:
+            _, oldest = self._forms.popitem(last=False)
+            if isinstance(oldest, Recorded):
+                tapes.pop(0)
+
+
+class Recorded:
+    """One form's tape, and the memory that it reads: a window and inputs, with room for all of the form."""
+
+    def __init__(self, window: Window, memory: Memory, inputs: Sequence[Tensor]) -> None:
+        self.memory, self.tape = memory, Tape()
+        self.window = _roomy(window)
+        self.inputs = tuple(x.clone() for x in inputs)
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def record(self, run: Pass, constants: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Run the pass on this memory, once and for all."""
+        with self.tape:
+            self.outputs = run(self.window, self.memory, *self.inputs, **constants)
+        return tuple(out.clone() for out in self.outputs)
+
+    def play(self, window: Window, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Put a window of this form in place and run the pass again."""
+        for to, given in zip(_tensors(self.window), _tensors(window), strict=True):
+            to[tuple(map(slice, given.shape))] = given
+        for to, given in zip(self.inputs, inputs, strict=True):
+            to.copy_(given)
+        self.tape.play()
+        return tuple(out.clone() for out in self.outputs)
+
+
+def _form(group: Group) -> tuple[int, ...]:
+    """Say what must be alike for two windows to make the same calls of the same memory."""
+    path = 0 if group.path is None else _room(group.path.slab_BN.shape[1], 8)
+    has = (group.record, group.snapshot_BM, group.ancestors_BMM)
+    blocks, tokens = _room(group.table_BN.shape[1], 4), _room(group.max_length + group.width, LEAST_TOKENS)
+    return group.rows, group.width, path, blocks, tokens, *(part is not None for part in has)
+
+
+def _room(count: int, least: int) -> int:
+    """Round up to a power of two."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def _roomy(window: Window) -> Window:
+    """Copy a window into memory of its own with room for every window of its form."""
+    group = window.groups[0]
+    path = group.path
+    if path is not None:
+        most = _room(path.slab_BN.shape[1], 8)
+        path = RecordIds(*(_widened(ids_BP, most) for ids_BP in path))
+    roomy = replace(
+        group,
+        state_B=group.state_B.clone(),
+        path=path,
+        path_length_B=None if group.path_length_B is None else group.path_length_B.clone(),
+        record=None if group.record is None else RecordIds(*(ids_BM.clone() for ids_BM in group.record)),
+        snapshot_BM=None if group.snapshot_BM is None else group.snapshot_BM.clone(),
+        ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM.clone(),
+        tap_BMC=None if group.tap_BMC is None else group.tap_BMC.clone(),
+        table_BN=_widened(group.table_BN, _room(group.table_BN.shape[1], 4)),
+        length_B=group.length_B.clone(),
+        max_length=_room(group.max_length + group.width, LEAST_TOKENS) - group.width,
+    )
+    return replace(
+        window, token_T=window.token_T.clone(), position_T=window.position_T.clone(), groups=(roomy,)
+    )
+
+
+def _widened(ids_BN: Tensor, most: int) -> Tensor:
+    wide = ids_BN.new_zeros(len(ids_BN), most)
+    wide[:, : ids_BN.shape[1]] = ids_BN
+    return wide
+
+
+def _tensors(window: Window) -> list[Tensor]:
+    """List what changes from window to window of a form."""
+    group = window.groups[0]
+    parts = (
+        *(window.token_T, window.position_T, group.state_B, group.table_BN, group.length_B),
+        *(*(group.path or ()), group.path_length_B, *(group.record or ())),
+        *(group.snapshot_BM, group.ancestors_BMM, group.tap_BMC),
+    )
+    return [part for part in parts if part is not None]

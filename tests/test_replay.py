@@ -1,0 +1,70 @@
+"""Passes that are played from a tape give the numbers of passes that are run, to the last bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec.kernels.native.linear import multiplies_bfloat16
+from specdec.models import replay
+from specdec.models.replay import Recorded, Replays
+
+pytestmark = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this processor has no instructions for products in bfloat16"
+)
+PROMPTS = ["import os\n\ndef read(path):\n", "class A:", "x = [1, 2, 3]\n" * 12]
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"draft": "none"},
+    "chain": {"draft": "mtp", "adaptive": False, "num_steps": 4, "topk": 1},
+    "tree": {"draft": "mtp", "adaptive": False, "num_steps": 3, "topk": 3, "num_draft_tokens": 9},
+    "eagle": {"draft": "eagle", "adaptive": False, "num_steps": 3, "topk": 1},
+    "suffix": {"draft": "suffix", "adaptive": False, "num_steps": 5, "topk": 1},
+    "window": {"draft": "mtp", "adaptive": False, "num_steps": 3, "topk": 1, "draft_window": 20},
+}
+
+
+def answers(mode: str, **more: Any) -> list[Completion]:
+    settings = {"max_model_len": 400, "max_running": 3, "dtype": "bfloat16", **MODES[mode], **more}
+    with SpecEngine("tiny", **settings) as engine:
+        alone = [
+            engine.generate([prompt], SamplingParams(max_tokens=48, temperature=t, seed=3, logprobs=2))[0]
+            for prompt in PROMPTS
+            for t in (0.0, 1.0)
+        ]
+        params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, logprobs=2)
+        return [*alone, *engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("slots", ["record", "snapshot"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_played_is_what_is_run(mode: str, slots: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    played, inner = [0], Recorded.play
+
+    def play(self: Recorded, *given: Any) -> tuple[torch.Tensor, ...]:
+        played[0] += 1
+        return inner(self, *given)
+
+    monkeypatch.setattr(Recorded, "play", play)
+    taped = answers(mode, slots=slots)
+    assert played[0] > 50
+    before = Replays.__init__
+
+    def never(self: Replays, *given: Any) -> None:
+        before(self, *given)
+        self.serves = False
+
+    monkeypatch.setattr(Replays, "__init__", never)
+    played[0] = 0
+    run = answers(mode, slots=slots)
+    assert played[0] == 0
+    assert [own.token_ids for own in taped] == [own.token_ids for own in run]
+    assert [own.logprobs for own in taped] == [own.logprobs for own in run]
+
+
+def test_tapes_give_way_to_those_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = answers("chain")
+    monkeypatch.setattr(replay, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(replay, "MOST_FORMS", 4)
+    found = answers("chain")
+    assert [own.logprobs for own in found] == [own.logprobs for own in wanted]
