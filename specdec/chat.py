@@ -72,7 +72,10 @@ def load_template(folder: Path) -> ChatTemplate:
     special = {name: text for name in SPECIAL if (text := _token(config.get(name))) is not None}
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate(path.read_text("utf-8"), special, where=path)
+        try:
+            return ChatTemplate(path.read_text("utf-8"), special, where=path)
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is no UTF-8; download it again", field=path.name) from error
     source = _default(config.get("chat_template"))
     if source is None:
         log.warning("%s has no chat template: of a chat the model reads the plain texts", folder)
@@ -105,8 +108,8 @@ def _token(value: Any) -> str | None:
 def _default(templates: Any) -> str | None:
     """Choose among named templates, as older files have them, the one for ordinary chats."""
     if isinstance(templates, list):
-        named = {entry["name"]: entry["template"] for entry in templates}
-        return named.get("default")
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        templates = next((own.get("template") for own in entries if own.get("name") == "default"), None)
     return templates if isinstance(templates, str) else None
 
 

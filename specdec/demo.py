@@ -25,6 +25,8 @@ def demo() -> None:
     print("specdec's own small model, which knows Python's syntax and little else:\n", file=sys.stderr)
     config = EngineConfig(memory_bytes=MEMORY, max_model_len=1024)
     with SpecEngine("tiny", config) as engine, SpecEngine("tiny", config, draft="none") as plain:
+        for each in (engine, plain):
+            each.model.loop.keep_apart()  # the rounds write one text: to look it up would be no speculation
         for temperature, title in ((0.0, "greedily"), (1.0, "at temperature 1, with a seed")):
             params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
             print(f"--- {title}", file=sys.stderr, flush=True)

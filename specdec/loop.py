@@ -1,6 +1,7 @@
 """The decode loop: plan, draft, run the network over one window, choose, walk, commit, emit."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -139,6 +140,10 @@ class DecodeLoop:
         from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in rows])
         to_BP = length_B1 + torch.arange(longest)
         self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
+
+    def keep_apart(self) -> None:
+        """Let what a request says serve no later one: measurements must not look up what they wrote."""
+        self.scheduler.on_end = partial(self.speculation.end, shared=False)
 
     def emit_whole(self, part: Part, path: AcceptedPath, seconds: Mapping[str, float]) -> None:
         """Give a request the tokens of a step that the device ran from end to end."""

@@ -162,8 +162,10 @@ class Speculation:
                 heard[i].append((drafter, proposal))
         took_s = time.perf_counter() - start_s
         self._requests.clear()
-        if len(own := {shapes[i] for i in wanted}) == 1 and (shape := own.pop()):
-            self.policy.observe_draft(shape, len(wanted), took_s, steady=behind <= CLOSE)
+        asked = [shapes[i] for i in wanted]
+        alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
+        shape = asked[0] if alike and behind <= CLOSE else None
+        self.policy.observe_draft(shape, len(wanted), took_s)
 
     def _merge(
         self,
@@ -237,8 +239,10 @@ class Speculation:
             judged = proposal.above(len(emitted))
             drafter.calibrator.observe(judged, judged.follow(emitted))
         if asked.shape:
-            depth = min(max(asked.merged.depths, default=0), len(emitted))
-            self.track_of(request).observe(asked.shape, depth, len(asked.merged.follow(emitted)))
+            # What was looked up may go deeper than was planned: that is no merit of a draft in this shape.
+            judged = asked.merged.above(min(asked.shape.num_steps, len(emitted)))
+            depth, followed = max(judged.depths, default=0), len(judged.follow(emitted))
+            self.track_of(request).observe(asked.shape, depth, followed)
 
     def observe_step(self, parts: Sequence[Part], seconds: Mapping[str, float]) -> None:
         """Learn what a step in which anyone decodes costs; drafting has its own clock."""

@@ -13,6 +13,7 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.cli import main
+from specdec.draft.lookup import Lookup
 
 ROOT = Path(__file__).parents[1]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
@@ -194,9 +195,20 @@ def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
     assert f"{described['sequences']['512 tokens']} 512 tokens" in text.replace(",", "")
 
 
-def test_demo_shows_the_model_that_ships(capsys: Capture) -> None:
+def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[SpecEngine] = []
+
+    class Watched(SpecEngine):
+        def close(self) -> None:
+            opened.append(self)
+            super().close()
+
+    monkeypatch.setattr("specdec.demo.SpecEngine", Watched)
     assert main(["demo"]) == 0
     captured = capsys.readouterr()
+    # Five rounds write one text: nothing of it may be looked up.
+    lookups = [d for own in opened for d in own.model.loop.speculation.drafters if isinstance(d, Lookup)]
+    assert len(opened) == 2 and [own.index.num_shared_tokens for own in lookups]  # type: ignore[attr-defined] == [0]
     assert captured.out.count("class Stack") == 2 and captured.out.count("def ") > 4
     assert captured.err.count("acceptance length") == captured.err.count("x as fast") == 2
 

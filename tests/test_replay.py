@@ -1,5 +1,7 @@
 """Passes that are played from a tape give the numbers of passes that are run, to the last bit."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -36,9 +38,8 @@ def answers(mode: str, **more: Any) -> list[Completion]:
         return [*alone, *engine.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("slots", ["record", "snapshot"])
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_played_is_what_is_run(mode: str, slots: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count how often a tape is played."""
     played, inner = [0], Recorded.play
 
     def play(self: Recorded, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -46,6 +47,13 @@ def test_what_is_played_is_what_is_run(mode: str, slots: str, monkeypatch: pytes
         return inner(self, *given)
 
     monkeypatch.setattr(Recorded, "play", play)
+    return played
+
+
+@pytest.mark.parametrize("slots", ["record", "snapshot"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_played_is_what_is_run(mode: str, slots: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = counting(monkeypatch)
     taped = answers(mode, slots=slots)
     assert played[0] > 50
     before = Replays.__init__
@@ -62,9 +70,40 @@ def test_what_is_played_is_what_is_run(mode: str, slots: str, monkeypatch: pytes
     assert [own.logprobs for own in taped] == [own.logprobs for own in run]
 
 
+def test_a_tape_goes_with_its_arena() -> None:
+    """Engines of one network have tapes of their own, which keep no arena."""
+    with SpecEngine("tiny", draft="mtp", max_model_len=128, dtype="bfloat16") as engine:
+        network, loop = engine.model.network, engine.model.loop
+        engine.generate(["import os"], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+        tapes = network._replays._by_memory
+        assert len(tapes) == 1 and list(tapes) == [loop.arena]
+        arena = weakref.ref(loop.arena)
+        del loop
+    del engine
+    gc.collect()
+    assert arena() is None and len(tapes) == 0
+
+
+def test_what_is_too_large_is_not_recorded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, inner = [0], Recorded.record
+
+    def record(self: Recorded, *given: Any) -> tuple[torch.Tensor, ...]:
+        recorded[0] += 1
+        return inner(self, *given)
+
+    monkeypatch.setattr(Recorded, "record", record)
+    monkeypatch.setattr(replay, "MOST_BYTES", 1)
+    with SpecEngine("tiny", draft="none", max_model_len=128, dtype="bfloat16") as engine:
+        for _ in range(3):
+            engine.generate(["import os"], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    assert 0 < recorded[0] <= 6
+
+
 def test_tapes_give_way_to_those_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = answers("chain")
     monkeypatch.setattr(replay, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(replay, "MOST_FORMS", 4)
+    played = counting(monkeypatch)
     found = answers("chain")
+    assert played[0] > 0
     assert [own.logprobs for own in found] == [own.logprobs for own in wanted]

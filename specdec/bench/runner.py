@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ class EngineRunner:
         """Put requests into the queue that give 1 + `new_tokens` tokens each."""
         loop = self.model.loop
         # Each run reads the same prompts: drafting what the last one said would measure its replay.
-        loop.scheduler.on_end = partial(loop.speculation.end, shared=False)
+        loop.keep_apart()
         requests = [self._request(row, prompt, 1 + new_tokens) for row, prompt in enumerate(prompts)]
         for request in requests:
             loop.scheduler.submit(request)

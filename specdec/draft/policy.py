@@ -71,12 +71,11 @@ class Policy:
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
-    def observe_draft(self, shape: Shape, rows: int, seconds: float, *, steady: bool = True) -> None:
-        """Note what drafting a shape for so many rows took; not steady: some of it was catching up."""
+    def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
+        """Note what drafting a shape for so many rows took; None: several, or some of it was catching up."""
         self._owed_s += self._probe * seconds
-        if not steady:
-            return
-        self.drafts[shape.topk].observe(rows, shape.num_steps, seconds)
+        if shape:
+            self.drafts[shape.topk].observe(rows, shape.num_steps, seconds)
 
     def observe_step(self, rows: int, tokens: int, seconds: float) -> None:
         """Note what a step took beside its drafting."""
@@ -126,7 +125,7 @@ class Policy:
                 if (rate := _rate(worth + gain, seconds)) > best:
                     best, chosen, shape = rate, count, candidate
         drafting = _highest(_gains(shape, rows, room, found, sure), chosen)
-        resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
+        resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting | given]
         if resting and self._owed_s < 0:
             probed = min(resting, key=lambda i: rows[i].planned)
             self._probe, self._aside = 1 / (1 + len(drafting)), probed if drafting else None

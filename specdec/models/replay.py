@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ Pass = Callable[..., tuple[Tensor, ...]]
 MOST_FORMS = 256
 """Forms that are remembered, recorded or not."""
 MOST_BYTES = 64 << 20
-"""What all tapes of one pass may keep: large models gain nothing by them."""
+"""What all tapes of one pass over one arena may keep: large models gain nothing by them."""
 COME, REFUSED = "come once", "refused"
 LEAST_TOKENS = 64
 """Room for tokens in the shortest form: lengths up to a power of two share one."""
@@ -31,7 +32,8 @@ class Replays:
 
     def __init__(self, run: Pass, kernels: Kernels) -> None:
         self.run, self.serves = run, kernels.name == "native"
-        self._forms: OrderedDict[Any, str | Recorded] = OrderedDict()
+        self._by_memory: WeakKeyDictionary[Memory, Tapes] = WeakKeyDictionary()
+        """A tape is of one arena, and goes with it."""
 
     def __call__(
         self, window: Window, memory: Memory, *inputs: Tensor, **constants: Any
@@ -41,43 +43,57 @@ class Replays:
         narrow = len(window.groups) == 1 and len(window.token_T) <= TOKENS and group.kept is None
         if not self.serves or not narrow:
             return self.run(window, memory, *inputs, **constants)
-        form = _form(group), id(memory), tuple(constants.items())
-        known = self._forms.pop(form, None)
+        tapes = self._by_memory.setdefault(memory, Tapes())
+        form = _form(group), tuple(constants.items())
+        known = tapes.of(form)
         if isinstance(known, Recorded):
-            self._forms[form] = known
             return known.play(window, inputs)
-        if known is None or known is REFUSED:
+        if known is not COME:
             # Some forms never come again: a tape is made when one does.
-            self._remember(form, known or COME)
+            tapes.note(form, known or COME)
             return self.run(window, memory, *inputs, **constants)
-        recorded = Recorded(window, memory, inputs)
-        result = recorded.record(self.run, constants)
-        self._remember(form, REFUSED if recorded.tape.refused else recorded)
+        recorded = Recorded(window, inputs)
+        result = recorded.record(self.run, memory, constants)
+        fits = not recorded.tape.refused and recorded.tape.nbytes <= MOST_BYTES
+        tapes.note(form, recorded if fits else REFUSED)
         return result
 
-    def _remember(self, form: Any, known: "str | Recorded") -> None:
-        """Keep what is known of a form; what was not needed for longest goes first."""
+
+class Tapes:
+    """What is known of the forms that came; what was not needed for longest goes first."""
+
+    def __init__(self) -> None:
+        self._forms: OrderedDict[Any, str | Recorded] = OrderedDict()
+
+    def of(self, form: Any) -> "str | Recorded | None":
+        """Return what is known of a form, and take it for needed."""
+        if form in self._forms:
+            self._forms.move_to_end(form)
+        return self._forms.get(form)
+
+    def note(self, form: Any, known: "str | Recorded") -> None:
+        """Keep what is known now, within the bounds."""
         self._forms[form] = known
-        tapes = [own.tape.nbytes for own in self._forms.values() if isinstance(own, Recorded)]
-        while len(self._forms) > MOST_FORMS or sum(tapes) > MOST_BYTES:
+        self._forms.move_to_end(form)
+        nbytes = sum(own.tape.nbytes for own in self._forms.values() if isinstance(own, Recorded))
+        while len(self._forms) > MOST_FORMS or nbytes > MOST_BYTES:
             _, oldest = self._forms.popitem(last=False)
-            if isinstance(oldest, Recorded):
-                tapes.pop(0)
+            nbytes -= oldest.tape.nbytes if isinstance(oldest, Recorded) else 0
 
 
 class Recorded:
     """One form's tape, and the memory that it reads: a window and inputs, with room for all of the form."""
 
-    def __init__(self, window: Window, memory: Memory, inputs: Sequence[Tensor]) -> None:
-        self.memory, self.tape = memory, Tape()
+    def __init__(self, window: Window, inputs: Sequence[Tensor]) -> None:
+        self.tape = Tape()
         self.window = _roomy(window)
         self.inputs = tuple(x.clone() for x in inputs)
         self.outputs: tuple[Tensor, ...] = ()
 
-    def record(self, run: Pass, constants: dict[str, Any]) -> tuple[Tensor, ...]:
+    def record(self, run: Pass, memory: Memory, constants: dict[str, Any]) -> tuple[Tensor, ...]:
         """Run the pass on this memory, once and for all."""
         with self.tape:
-            self.outputs = run(self.window, self.memory, *self.inputs, **constants)
+            self.outputs = run(self.window, memory, *self.inputs, **constants)
         return tuple(out.clone() for out in self.outputs)
 
     def play(self, window: Window, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

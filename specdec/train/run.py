@@ -18,10 +18,10 @@ from specdec.train.export import EAGLE, export, export_eagle
 from specdec.train.heads import MTP, Eagle3, Head
 from specdec.train.pretrain import held_out_loss, trunk_step
 from specdec.train.recipe import Recipe
-from specdec.train.stage import Plan, run
+from specdec.train.stage import Plan, digest, run
 from specdec.train.tokens import Stream
 from specdec.train.trunk import Trunk
-from specdec.train.unloop import answers, unloop_step
+from specdec.train.unloop import answers, circling, unloop_step
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[s
         teach(name, head, plan, recipe.depth, trunk, text.training, work)
     export(out, recipe.config, trunk, mtp, torch.bfloat16)
     export_eagle(out / EAGLE, eagle, torch.bfloat16)
-    figures = _figures(trunk, {"mtp": mtp, "eagle": eagle}, text, recipe) | _spent(work)
+    figures = _figures(trunk, {"mtp": mtp, "eagle": eagle}, text, recipe) | _spent(work, recipe.rounds)
     write_card(out, recipe, text.about, figures, work)
     return figures
 
@@ -73,11 +73,18 @@ def unlearn(
     name: str, recipe: Recipe, turn: int, trunk: Trunk, stream: Stream, out: Path, work: Path
 ) -> None:
     """Let the trunk answer prompts as it is now, and make the circles that it goes in unlikely, in place."""
-    kept, plan = work / f"{name}.npy", replace(recipe.unloop, seed=recipe.unloop.seed + turn)
+    plan = replace(recipe.unloop, seed=recipe.unloop.seed + turn)
+    kept = work / f"{name}-{digest(trunk)[:12]}-{recipe.answers}-{plan.seed}.npy"
     if not kept.exists():
         export(out, recipe.config, trunk, None, torch.bfloat16)
-        np.save(kept, answers(out, stream, count=recipe.answers, seed=plan.seed))
-    run(name, plan, trunk, unloop_step(trunk, stream, np.load(kept), plan), work)
+        fresh = kept.with_suffix(".new.npy")
+        np.save(fresh, answers(out, stream, count=recipe.answers, seed=plan.seed))
+        fresh.replace(kept)
+    said = np.load(kept)
+    if not circling(torch.from_numpy(said.astype("int64"))).any():
+        logger.info("%s: no answer goes in circles, so nothing is to be unlearnt", name)
+        return
+    run(name, plan, trunk, unloop_step(trunk, stream, said, plan), work)
 
 
 def teach(name: str, head: Head, plan: Plan, depth: int, trunk: Trunk, stream: Stream, work: Path) -> None:
@@ -127,10 +134,12 @@ def _figures(trunk: Trunk, heads: dict[str, Head], text: Text, recipe: Recipe) -
     return figures
 
 
-def _spent(work: Path) -> dict[str, object]:
-    """Read how long each stage took."""
+def _spent(work: Path, rounds: int) -> dict[str, object]:
+    """Read how long each stage took, all rounds of one together."""
     minutes = {}
-    for name in STAGES:
-        lasts = [log.read_text().splitlines()[-1] for log in work.glob(f"{name}*.jsonl")]
+    logs = {name: [name] for name in STAGES} | {"unloop": [f"unloop-{turn}" for turn in range(rounds)]}
+    for name, parts in logs.items():
+        found = [log for log in (work / f"{part}.jsonl" for part in parts) if log.exists()]
+        lasts = [log.read_text().splitlines()[-1] for log in found]
         minutes[name] = round(sum(json.loads(last)["seconds"] for last in lasts) / 60, 1)
     return {"minutes": minutes}

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.errors import ConfigError
+
 KEEP_EVERY = 120.0
 """Seconds between copies of everything that is needed to go on."""
 SMOOTH = 0.95
@@ -105,7 +107,7 @@ def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path) -> No
     What is kept belongs to the plan and to the weights that the model begins with.
     """
     tools = optimisers(model, plan)
-    kept, whose = folder / f"{name}.pt", f"{plan!r} {_digest(model)}"
+    kept, whose = folder / f"{name}.pt", f"{plan!r} {digest(model)}"
     done, spent = _resume(kept, whose, model, tools)
     if done == plan.steps:
         return
@@ -177,7 +179,7 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def _digest(model: nn.Module) -> str:
+def digest(model: nn.Module) -> str:
     """Name a model's weights."""
     digest = hashlib.sha256()
     for weight in model.state_dict().values():
@@ -214,7 +216,11 @@ def _resume(
         return 0, 0.0
     kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if kept["whose"] != whose:
-        return 0, 0.0
+        raise ConfigError(
+            f"work: {path} is of another recipe or seed, or of other weights before it; name another folder "
+            "with --work, or remove that file to train its stage anew",
+            field="work",
+        )
     model.load_state_dict(kept["model"])
     for optimiser, state in zip(tools, kept["tools"], strict=True):
         optimiser.load_state_dict(state)

@@ -24,7 +24,7 @@ LONGEST = 48
 """The longest circle that is looked for."""
 LEAST = 12
 """Tokens that must have come again before one counts as a circle's: code repeats short runs of itself."""
-WEIGHT = 0.3
+WEIGHT = 0.15
 """What a circle counts beside text: at 1 the trunk forgets as much as it unlearns."""
 
 

@@ -12,7 +12,7 @@ from specdec.draft.acceptance import TrackRecord
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from tests.draft.naive import paths, proposals
-from tests.draft.simulation import Costs, Outcome, Rate, World
+from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World
 
 CHAIN, TREE = Shape(7, 1, 8), Shape(3, 4, 8)
 TOKENS_DOMINATE = Costs(step=1, token=4, level=1)
@@ -121,6 +121,27 @@ def test_what_a_look_up_finds_is_drafted_anew_only_where_that_is_better(rate: fl
     if not drafts:
         free = replace(BETWEEN, level=0)
         assert found.rate >= NEARLY * best_rate(free, rate, CHAIN.num_steps)
+
+
+def test_a_row_whose_look_up_pays_is_not_probed_beside_another() -> None:
+    policy, tracks = Policy(CHAIN, adaptive=True), [TrackRecord(), TrackRecord()]
+    for width in (1, 2, 4, 8, 16):
+        policy.steps.observe(2, width, BETWEEN.verify(width))
+    for shape in policy.shapes:
+        policy.observe_draft(shape, 2, BETWEEN.draft(shape))
+    found = [Proposal.EMPTY, Proposal.chain([1, 2, 3, 4, 5], [0.99, 0.98, 0.97, 0.96, 0.95])]
+    for _ in range(50):
+        shapes = policy.plan(Batch(2, 2), tracks, [ROOM, ROOM], lambda: found)
+        assert shapes[1] is None
+        drafted = Proposal.chain([7], [0.8]) if shapes[0] else Proposal.EMPTY
+        assert len(policy.cut(Batch(2, 2), [drafted, found[1]])[1]) == 5
+
+
+def test_a_probe_is_paid_for_whatever_shapes_the_others_have() -> None:
+    policy = Policy(CHAIN, adaptive=True)
+    policy._owed_s, policy._probe = -1.0, 0.5
+    policy.observe_draft(None, 3, 4.0)
+    assert policy._owed_s == 1.0 and not policy.drafts[1].predict(3, 1)
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from specdec.errors import ConfigError
 from specdec.train import stage
 from specdec.train.stage import Measured, Phase, Plan
 
@@ -70,17 +71,20 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(again.matrix.weight, whole.matrix.weight)
 
 
-def test_what_other_weights_left_is_not_taken_up(tmp_path: Path) -> None:
+def test_what_other_weights_left_is_neither_taken_up_nor_destroyed(tmp_path: Path) -> None:
     _run(Model(), tmp_path)
     other = Model()
     other.matrix.weight.data += 1.0
-    with pytest.raises(KeyboardInterrupt):
+    before = (tmp_path / "model.pt").read_bytes()
+    with pytest.raises(ConfigError, match="--work") as caught:
         _run(other, tmp_path, stop=0)
+    assert caught.value.field == "work" and (tmp_path / "model.pt").read_bytes() == before
 
 
-def test_what_another_plan_left_is_not_taken_up(tmp_path: Path) -> None:
+def test_what_another_plan_left_is_neither_taken_up_nor_destroyed(tmp_path: Path) -> None:
     _run(Model(), tmp_path)
-    fresh = Model()
+    fresh, before = Model(), (tmp_path / "model.pt").read_bytes()
     other = Plan((Phase(1, 1, 1),), matrix_rate=0.0, embedding_rate=0.0, other_rate=0.0)
-    stage.run("model", other, fresh, lambda at, _: Measured(fresh.loss(at), {}), tmp_path)
-    assert torch.equal(fresh.matrix.weight, Model().matrix.weight)
+    with pytest.raises(ConfigError, match="another recipe or seed"):
+        stage.run("model", other, fresh, lambda at, _: Measured(fresh.loss(at), {}), tmp_path)
+    assert (tmp_path / "model.pt").read_bytes() == before

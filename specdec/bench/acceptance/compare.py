@@ -23,7 +23,7 @@ INTERVAL = (0.025, 0.975)
 SAME = "within the noise"
 SIDES = ("first", "second")
 LEGEND = """[ ] of acceptance: 95 % over resampled prompts, so one in twenty leaves it by chance; of speeds:
-their ratio with both spreads. Tokens/s move with the machine too; a speed-up was measured within its run.
+their ratio over the same batches. Tokens/s move with the machine too; a speed-up was measured within its run.
 By depth: percentage points, where they exceed the noise."""
 
 Prompts = dict[tuple[str, int], dict[str, Any]]
@@ -144,7 +144,7 @@ def _compare(first: Record, second: Record) -> dict[str, Any]:
             _paired(first, second, ("per_depth", d), *(_depth(found, d) for found in pairs))
             for d in range(depths)
         ],
-        **{name: _ratio(first.get(name), second.get(name)) for name in ("tokens_per_second", "speedup")},
+        **{name: _speeds(first, second, name) for name in ("tokens_per_second", "speedup")},
     }
 
 
@@ -165,14 +165,10 @@ def _length(prompts: Sequence[dict[str, Any]]) -> torch.Tensor:
 
 
 def _depth(prompts: Sequence[dict[str, Any]], depth: int) -> torch.Tensor:
-    """Return each prompt's steps that accepted beyond a depth, counted from 0, and those that reached it.
-
-    A step that accepted all before it counts as reaching it, though its draft may have ended there.
-    """
-    counts = [p.get("accepted") or [] for p in prompts]
-    return torch.tensor([[sum(c[depth + 1 :]), sum(c[depth:])] for c in counts], dtype=torch.float64).reshape(
-        -1, 2
-    )
+    """Return of each prompt's drafts that had a token at a depth, from 0, those that were accepted there."""
+    counts = [[(p.get(part) or [])[depth : depth + 1] for part in ("followed", "reached")] for p in prompts]
+    sums = [[sum(followed), sum(reached)] for followed, reached in counts]
+    return torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
 
 
 def _paired(
@@ -202,6 +198,26 @@ def _at(record: Record, path: Sequence[str | int]) -> Any:
     for key in path:
         value = value[key] if isinstance(key, int) else value.get(key)
     return value
+
+
+def _speeds(first: Record, second: Record, name: str) -> dict[str, Any]:
+    """Compare a speed by its ratio on the same batches of prompts; without any, by the spreads of both."""
+    ours, theirs = (
+        {tuple(b["prompts"]): b[name] for b in own.get("per_batch") or []} for own in (first, second)
+    )
+    ratios = [math.log(theirs[key] / ours[key]) for key in ours if key in theirs]
+    if len(ratios) < 2:
+        return _ratio(first.get(name), second.get(name))
+    medians = [(own.get(name) or {}).get("median") for own in (first, second)]
+    found, generator = torch.tensor(ratios, dtype=torch.float64), torch.Generator().manual_seed(SEED)
+    drawn = found[torch.randint(len(found), (RESAMPLES, len(found)), generator=generator)].median(1).values
+    low, high = torch.quantile(drawn, torch.tensor(INTERVAL, dtype=torch.float64)).tolist()
+    return {
+        **dict(zip(SIDES, medians, strict=True)),
+        "ratio": math.exp(float(found.median())),
+        "interval": [math.exp(low), math.exp(high)],
+        "verdict": _verdict(low, high),
+    }
 
 
 def _ratio(

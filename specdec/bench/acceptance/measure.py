@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Self
 
 from specdec.bench.acceptance.looping import loops
@@ -120,7 +119,7 @@ def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str 
 def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParams]) -> Measurement:
     """Step an engine, in this thread, until it has answered a batch; later ones look nothing of it up."""
     loop = model.loop
-    loop.scheduler.on_end = partial(loop.speculation.end, shared=False)
+    loop.keep_apart()
     said: list[list[Delta | SpecdecError]] = [[] for _ in batch]
     requests = [
         _request(model, row, asked, own, said[row])

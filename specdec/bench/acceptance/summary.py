@@ -70,6 +70,7 @@ def _record(setting: Setting, category: str, pairs: Sequence[Pair]) -> dict[str,
         "ms_per_step": _ms_per_step([pair.own for pair in pairs]),
         "tokens_per_second": _whole(summarise([pair.own.tokens_per_second for pair in pairs])),
         "speedup": _whole(summarise([pair.speedup for pair in pairs])),
+        "per_batch": [_batch(pair) for pair in pairs],
         "reading_seconds": sum(pair.own.reading_s for pair in pairs),
         "seconds": sum(pair.own.seconds for pair in pairs),
     }
@@ -83,7 +84,18 @@ def _prompt(answer: Answer) -> dict[str, Any]:
         "tokens": answer.tokens,
         "steps": answer.steps,
         "accepted": list(answer.histogram),
+        "reached": list(answer.reached),
+        "followed": list(answer.followed),
         "looping": answer.is_looping,
+    }
+
+
+def _batch(pair: Pair) -> dict[str, Any]:
+    """Say how fast one batch was: what two runs have of the same prompts can be compared in pairs."""
+    return {
+        "prompts": [f"{answer.category}/{answer.name}" for answer in pair.own.answers],
+        "tokens_per_second": pair.own.tokens_per_second,
+        "speedup": pair.speedup,
     }
 
 

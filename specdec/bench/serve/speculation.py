@@ -85,14 +85,14 @@ def told(
 
 def _streamed(outcomes: Sequence[Outcome]) -> Speculation | None:
     """Add up what the streams said. A step gives one token that was not drafted: so many there were."""
-    pairs = [(outcome.tokens, outcome.drafts) for outcome in outcomes if outcome.drafts]
-    drafted, accepted = (
-        sum(getattr(drafts, name) for _, drafts in pairs) for name in ("drafted", "accepted")
-    )
-    tokens = sum(tokens for tokens, _ in pairs)
+    whole = [own for own in outcomes if own.failure is None and own.counted_by != "chunks"]
+    drafts = [outcome.drafts for outcome in whole if outcome.drafts]
+    drafted, accepted = (sum(getattr(own, name) for own in drafts) for name in ("drafted", "accepted"))
+    # Where some streams tell of drafts, those that do not had none.
+    tokens = sum(outcome.tokens for outcome in whole)
     if not drafted or tokens <= accepted:
         return None
-    source = f"the streams of {len(pairs)} requests"
+    source = f"the streams of {len(whole)} requests"
     return Speculation(source, tokens / (tokens - accepted), drafted, accepted)
 
 

@@ -63,6 +63,7 @@ def linear(x_TD: Tensor, packed: Panels | cpu.Packed) -> Tensor:
     if not isinstance(packed, Panels):
         return cpu.linear(x_TD, packed)
     weight, bias_N, outputs = packed
+    assert x_TD.dtype == weight.dtype
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     tokens, inputs = x_TD.shape
     y_TN = x_TD.new_empty((tokens, outputs))

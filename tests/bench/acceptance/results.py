@@ -70,6 +70,16 @@ def _prompt(rng: random.Random, name: str, setting: dict[str, Any], gain: float)
         "steps": steps,
         "looping": rng.random() < 0.2,
         "accepted": accepted,
+        **by_depth(accepted),
+    }
+
+
+def by_depth(accepted: list[int]) -> dict[str, list[int]]:
+    """Return what a histogram says of drafts that were all as deep as it is long."""
+    depths = range(len(accepted) - 1)
+    return {
+        "reached": [sum(accepted[d:]) for d in depths],
+        "followed": [sum(accepted[d + 1 :]) for d in depths],
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.bench.acceptance.compare import SAME, compare, read, render, run
 from specdec.errors import ConfigError
-from tests.bench.acceptance.results import HOSTILE, result
+from tests.bench.acceptance.results import HOSTILE, by_depth, result
 
 
 def find(
@@ -74,7 +74,7 @@ def test_pairing_finds_what_unpaired_prompts_would_hide() -> None:
 
 def tiny(prompts: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """Make a result of one record; prompts are named by their place unless they have a name."""
-    named = [{"name": str(i), **prompt} for i, prompt in enumerate(prompts)]
+    named = [{"name": str(i), **by_depth(prompt["accepted"]), **prompt} for i, prompt in enumerate(prompts)]
     record = {
         "setting": {"draft": "mtp", "temperature": 0.0, "batch": 1},
         "name": "mtp 4x1",
@@ -101,6 +101,34 @@ def test_only_common_prompts_are_compared_and_the_rest_is_told() -> None:
     assert found["records"][0]["acceptance_length"]["difference"] == 0
     assert found["records"][0]["prompts"] == 8 and found["records"][0]["prompts_only_in_second"] == 2
     assert any("2 in the second" in warning for warning in found["warnings"])
+
+
+def test_a_depth_is_judged_by_the_drafts_that_reached_it() -> None:
+    """Ninety drafts of one token and ten of two, all accepted: no worse than 100 of two, 90 of them right."""
+    steps = {"tokens": 210, "steps": 100}
+    short = {**steps, "accepted": [0, 90, 10], "reached": [100, 10], "followed": [100, 10]}
+    deep = {**steps, "accepted": [0, 10, 90], "reached": [100, 100], "followed": [100, 90]}
+    rates = [{"per_depth": [1.0, 1.0]}, {"per_depth": [1.0, 0.9]}]
+    pair = (tiny([prompt] * 6, **own) for prompt, own in zip((short, deep), rates, strict=True))
+    found = compare(*pair)["records"][0]["per_depth"][1]
+    assert found["difference"] == pytest.approx(found["second"] - found["first"]) == pytest.approx(-0.1)
+    assert found["verdict"] == "lower"
+
+
+def test_speeds_of_the_same_batches_are_compared_in_pairs() -> None:
+    """A category is three times as fast as another; a gain of a twentieth in both is still seen."""
+    prompts = [{"tokens": 60, "steps": 20, "accepted": [10, 4, 6]}] * 3
+    speeds = [1.0, 3.0, 1.1, 2.9, 1.05, 3.1]
+    wide = {"speedup": {"median": 2.0, "p10": 1.0, "p90": 3.0}}
+
+    def run(gain: float) -> dict[str, Any]:
+        batches = [{"prompts": [str(i)], "speedup": own * gain} for i, own in enumerate(speeds)]
+        for batch in batches:
+            batch["tokens_per_second"] = batch["speedup"]
+        return tiny(prompts, **wide, per_batch=batches)
+
+    assert compare(run(1.0), run(1.05))["records"][0]["speedup"]["verdict"] == "higher"
+    assert compare(run(1.0), run(1.0))["records"][0]["speedup"]["verdict"] == SAME
 
 
 def test_the_acceptance_of_a_depth_is_that_of_the_histogram() -> None:

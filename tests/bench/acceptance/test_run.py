@@ -18,7 +18,7 @@ from specdec.draft.proposal import Shape
 from specdec.speculation import Speculation
 
 CHAIN, TREE = Drafting("mtp", Shape(4, 1, 5)), Drafting("mtp", Shape(4, 4, 16))
-TIMES = {"ms_per_step", "tokens_per_second", "speedup", "seconds", "reading_seconds"}
+TIMES = {"ms_per_step", "tokens_per_second", "speedup", "per_batch", "seconds", "reading_seconds"}
 QUICK = ["--max-tokens", "12", "--ignore-eos", "--warmup", "1", "--limit", "2", "--dtype", "float32"]
 
 Bench = Callable[..., int]
