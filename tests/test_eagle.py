@@ -119,6 +119,18 @@ def test_only_the_commonest_tokens_are_drafted(known: Known, draft: str) -> None
         assert torch.allclose(head.logits(hidden_TD)[ranked], all_TV[ranked], rtol=1e-12)
 
 
+def test_commonest_tokens_that_a_head_cannot_say_are_refused(known: Known) -> None:
+    folder, _ = known("qwen3_5")
+    before = (folder / COUNTS).read_text()
+    (folder / COUNTS).write_text(json.dumps({"counts": [int(token == 1) for token in range(VOCAB)]}))
+    try:
+        with pytest.raises(ConfigError, match="the head can say none") as caught:
+            SpecEngine(folder, draft="eagle", draft_vocab=1)
+    finally:
+        (folder / COUNTS).write_text(before)
+    assert caught.value.field == "draft_vocab"
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "field", "words"),
     [

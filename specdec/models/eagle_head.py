@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.errors import ConfigError
 from specdec.models import spec
 from specdec.models.mixers import Attention, Memory, take_norm
 from specdec.models.network import Block, Network, attention_layers, begin_step, rope_tables
@@ -87,6 +88,12 @@ class EagleHead:
             ids_C = torch.arange(len(head_CD), device=head_CD.device) if ids_C is None else ids_C
             kept_C = torch.isin(ids_C, only.ids_C)
             head_CD, ids_C = head_CD[kept_C], ids_C[kept_C]
+            if not len(ids_C):
+                raise ConfigError(
+                    f"draft_vocab: of the {len(only.ids_C)} commonest tokens the head can say none; raise "
+                    "draft_vocab, or leave it out.",
+                    field="draft_vocab",
+                )
         return Shortlist(head_CD, ids_C, self.target.spec.vocab, self.kernels)
 
     def _embedding(self, weights: Weights) -> Tensor:

@@ -64,7 +64,7 @@ class Store:
 
 
 def _key(setting: Setting, number: int) -> Key:
-    return setting.name, str(setting.group), number
+    return setting.name, repr(setting.group), number
 
 
 def _whole_lines(data: bytes) -> list[str]:
