@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds
-from specdec.kernels.native.call import TOKENS
+from specdec.kernels.native.call import TOKENS, room
 from specdec.kernels.native.tape import Tape
 from specdec.kernels.table import Kernels
 from specdec.models.mixers import Memory
@@ -23,8 +23,6 @@ MOST_FORMS = 256
 MOST_BYTES = 64 << 20
 """What all tapes of one pass over one arena may keep: large models gain nothing by them."""
 COME, REFUSED = "come once", "refused"
-LEAST_TOKENS = 64
-"""Room for tokens in the shortest form: lengths up to a power of two share one."""
 
 
 class Replays:
@@ -108,23 +106,21 @@ class Recorded:
 
 def _form(group: Group) -> tuple[int, ...]:
     """Say what must be alike for two windows to make the same calls of the same memory."""
-    path = 0 if group.path is None else _room(group.path.slab_BN.shape[1], 8)
+    path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
     has = (group.record, group.snapshot_BM, group.ancestors_BMM)
-    blocks, tokens = _room(group.table_BN.shape[1], 4), _room(group.max_length + group.width, LEAST_TOKENS)
+    blocks, tokens = room(group.table_BN.shape[1], 4), room(group.max_length + group.width)
     return group.rows, group.width, path, blocks, tokens, *(part is not None for part in has)
 
 
-def _room(count: int, least: int) -> int:
-    """Round up to a power of two."""
-    return max(least, 1 << (count - 1).bit_length())
-
-
 def _roomy(window: Window) -> Window:
-    """Copy a window into memory of its own with room for every window of its form."""
+    """Copy a window into memory of its own with room for every window of its form.
+
+    What it says stays true: where something refuses the tape, it computes what it would have computed.
+    """
     group = window.groups[0]
     path = group.path
     if path is not None:
-        most = _room(path.slab_BN.shape[1], 8)
+        most = room(path.slab_BN.shape[1], 8)
         path = RecordIds(*(_widened(ids_BP, most) for ids_BP in path))
     roomy = replace(
         group,
@@ -135,9 +131,8 @@ def _roomy(window: Window) -> Window:
         snapshot_BM=None if group.snapshot_BM is None else group.snapshot_BM.clone(),
         ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM.clone(),
         tap_BMC=None if group.tap_BMC is None else group.tap_BMC.clone(),
-        table_BN=_widened(group.table_BN, _room(group.table_BN.shape[1], 4)),
+        table_BN=_widened(group.table_BN, room(group.table_BN.shape[1], 4)),
         length_B=group.length_B.clone(),
-        max_length=_room(group.max_length + group.width, LEAST_TOKENS) - group.width,
     )
     return replace(
         window, token_T=window.token_T.clone(), position_T=window.position_T.clone(), groups=(roomy,)

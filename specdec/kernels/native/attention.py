@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.group import Group
-from specdec.kernels.native.call import function, pointer, serves
+from specdec.kernels.native.call import function, pointer, room, serves
 from specdec.kernels.native.pointwise import rms_norm, rotate
 from specdec.kernels.self_attention import layer as attention_layer
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
@@ -51,7 +51,8 @@ def self_attention(
 
     Pages of 8 bits are read in torch.
     """
-    tokens, longest = projected_TN.shape[0], group.max_length + group.width
+    # What is rounded up is room alone: a tape that was recorded at one length is played at others.
+    tokens, longest = projected_TN.shape[0], room(group.max_length + group.width)
     work = tokens * layer.heads * layer.head_dim * longest
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype or work > ATTENTION_WORK:
         return attention_layer.run(OPERATIONS, projected_TN, layer, rotation, pages, group)

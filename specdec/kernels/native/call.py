@@ -73,6 +73,11 @@ def serves(x_T: Tensor) -> bool:
     return x_T.shape[0] <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
 
 
+def room(count: int, least: int = 64) -> int:
+    """Round up to a power of two: work on lengths that share one can be done in the same memory."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
 def pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
