@@ -16,6 +16,7 @@ from specdec.draft.ngram import NgramDrafter
 from specdec.draft.policy import Policy
 from specdec.draft.suffix import SuffixDrafter
 from specdec.draft.uniform import UniformPolicy
+from specdec.errors import CheckpointError
 from specdec.kernels.linear.cpu import describe
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.loop import DecodeLoop
@@ -127,7 +128,11 @@ def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> Ea
     """Fill a head that has a folder of its own."""
     weights = folder.open(dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
     head = EagleHead(folder.spec, network, weights, folder.ids_C, max_length=settings.max_model_len)
-    weights.finish()
+    try:
+        weights.finish()
+    except CheckpointError as error:
+        where = f"draft_model: {folder.checkpoint.folder} is no head for this target"
+        raise CheckpointError(f"{where}: {error}", field="draft_model") from error
     return head
 
 

@@ -195,6 +195,18 @@ def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
     assert f"{described['sequences']['512 tokens']} 512 tokens" in text.replace(",", "")
 
 
+def test_training_into_a_folder_that_cannot_be_made_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["train", "--recipe", "sketch", "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_sweep_in_which_nobody_is_left_is_refused(capsys: Capture) -> None:
+    assert main(["bench", "acceptance", "tiny", "--draft", "mtp", "--shape", "4:4:200"]) == 2
+    told = capsys.readouterr().err
+    assert "nobody is left" in told and "from 2" in told
+
+
 def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[SpecEngine] = []
 

@@ -35,6 +35,13 @@ def _train(args: argparse.Namespace) -> None:
     out, work = args.out, args.work or args.out / "work"
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out: {out} is a file; name a folder", field="out")
+    for name, folder in (("out", out), ("work", work)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--{name}: {folder} cannot be made ({error.strerror}); name another", field=name
+            ) from error
     try:
         figures = train(plan, out, work, device)
     except KeyboardInterrupt:

@@ -41,8 +41,6 @@ def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[s
 
     `work` keeps the streams, the copies to go on from, and the logs; nothing in it is needed afterwards.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    work.mkdir(parents=True, exist_ok=True)
     sizes = recipe.sizes()
     text = _text(work, out, sizes.vocab_size, sizes.max_position_embeddings)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ LEGEND = """[ ] of acceptance: 95 % over resampled prompts, so one in twenty lea
 their ratio over the same batches. Tokens/s move with the machine too; a speed-up was measured within its run.
 By depth: percentage points, where they exceed the noise."""
 
+FEWEST = 5
+"""Batches that two results must share for a difference of their speeds to be called one."""
+NAME = "acceptance.json"
+"""A result in the folder that `--out` names."""
+
 Prompts = dict[tuple[str, int], dict[str, Any]]
 Key = tuple[str, str]
 
@@ -38,6 +44,7 @@ def run(first: Path, second: Path) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a result: a JSON file, or a benchmark's output, whose last line it is."""
+    path = path / NAME if path.is_dir() else path
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -206,14 +213,17 @@ def _speeds(first: Record, second: Record, name: str) -> dict[str, Any]:
         {tuple(b["prompts"]): b[name] for b in own.get("per_batch") or []} for own in (first, second)
     )
     ratios = [math.log(theirs[key] / ours[key]) for key in ours if key in theirs]
-    if len(ratios) < 2:
+    if not ratios:
         return _ratio(first.get(name), second.get(name))
     medians = [(own.get(name) or {}).get("median") for own in (first, second)]
+    told = dict(zip(SIDES, medians, strict=True))
+    if len(ratios) < FEWEST:
+        return {**told, "ratio": math.exp(median(ratios)), "interval": None, "verdict": "too few prompts"}
     found, generator = torch.tensor(ratios, dtype=torch.float64), torch.Generator().manual_seed(SEED)
     drawn = found[torch.randint(len(found), (RESAMPLES, len(found)), generator=generator)].median(1).values
     low, high = torch.quantile(drawn, torch.tensor(INTERVAL, dtype=torch.float64)).tolist()
     return {
-        **dict(zip(SIDES, medians, strict=True)),
+        **told,
         "ratio": math.exp(float(found.median())),
         "interval": [math.exp(low), math.exp(high)],
         "verdict": _verdict(low, high),

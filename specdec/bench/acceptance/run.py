@@ -23,7 +23,7 @@ from specdec.bench.acceptance.measure import (
 )
 from specdec.bench.acceptance.page import write_page
 from specdec.bench.acceptance.prompts import Prompt
-from specdec.bench.acceptance.settings import TRANSFORMERS, Group, Setting, Sweep
+from specdec.bench.acceptance.settings import NONE, TRANSFORMERS, Group, Setting, Sweep
 from specdec.bench.acceptance.store import Store
 from specdec.bench.acceptance.summary import Pair, records
 from specdec.bench.acceptance.table import render
@@ -99,6 +99,10 @@ class Run:
         draftings, left_out = options.sweep.draftings()
         self.engines = Engines(options.model, config, draftings, options.memory)
         self.left_out = [*too_long, *left_out, *self.engines.left_out]
+        wanted = [draft for draft in options.sweep.drafts if draft != NONE]
+        if wanted and not self.engines.draftings and not options.sweep.transformers:
+            why = "; ".join((*left_out, *self.engines.left_out))
+            raise ConfigError(f"--draft: nobody is left to be measured ({why})", field="draft")
         self.settings = {
             group: options.sweep.settings(group, self.engines.draftings) for group in options.sweep.groups()
         }

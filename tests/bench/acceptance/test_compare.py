@@ -129,6 +129,15 @@ def test_speeds_of_the_same_batches_are_compared_in_pairs() -> None:
 
     assert compare(run(1.0), run(1.05))["records"][0]["speedup"]["verdict"] == "higher"
     assert compare(run(1.0), run(1.0))["records"][0]["speedup"]["verdict"] == SAME
+    few = [run(1.0), run(0.9)]
+    for told in few:
+        told["records"][0]["per_batch"] = told["records"][0]["per_batch"][:2]
+    assert compare(*few)["records"][0]["speedup"]["verdict"] == "too few prompts"
+
+
+def test_a_folder_of_a_run_is_its_result(tmp_path: Path) -> None:
+    (tmp_path / "acceptance.json").write_text(json.dumps(result()))
+    assert read(tmp_path) == result()
 
 
 def test_the_acceptance_of_a_depth_is_that_of_the_histogram() -> None:
