@@ -10,6 +10,7 @@ from specdec.counts import Clock, Counts
 from specdec.errors import EngineError
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS, Network
+from specdec.models.replay import Replays
 from specdec.outputs import TokenLogprob
 from specdec.parts import Part, build_parts
 from specdec.request import Said
@@ -48,7 +49,7 @@ class DecodeLoop:
         """Advance every request that takes part by one window."""
         if self.runner and self.runner.go_on():
             return
-        clock = Clock()
+        clock, firsts = Clock(), Replays.firsts
         plan = self.scheduler.plan()
         if not plan.shares or (self.runner and self.runner.begin(plan.shares)):
             return
@@ -70,7 +71,8 @@ class DecodeLoop:
         clock.lap("rest")
         if any(part.decodes for part in parts):
             self.counts.spend(clock.seconds)
-        self.speculation.observe_step(parts, clock.seconds)
+        if Replays.firsts == firsts:
+            self.speculation.observe_step(parts, clock.seconds)
 
     def _choose(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> list[dict[int, Choice]]:
         """Choose a token at every node that is asked, each by its own request's rule and path."""

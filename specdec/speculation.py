@@ -16,6 +16,7 @@ from specdec.draft.head import HeadDrafter, Place
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape, merge
 from specdec.kernels.table import Kernels
+from specdec.models.replay import Replays
 from specdec.parts import Part
 from specdec.request import Request
 from specdec.scheduler import Scheduler, Share
@@ -156,7 +157,7 @@ class Speculation:
         behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
         self._told |= lengths
         silent = [drafter for drafter in self.drafters if drafter is self.head or not any(heard)]
-        start_s = time.perf_counter()
+        start_s, firsts = time.perf_counter(), Replays.firsts
         for drafter in silent:
             for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
                 heard[i].append((drafter, proposal))
@@ -164,7 +165,7 @@ class Speculation:
         self._requests.clear()
         asked = [shapes[i] for i in wanted]
         alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
-        shape = asked[0] if alike and behind <= CLOSE else None
+        shape = asked[0] if alike and behind <= CLOSE and Replays.firsts == firsts else None
         self.policy.observe_draft(shape, len(wanted), took_s)
 
     def _merge(

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import time
 from collections.abc import Hashable, Sequence
 
 from specdec.config import SamplingParams
@@ -17,9 +16,8 @@ from specdec.verify.choose import Chooser
 
 logger = logging.getLogger(__name__)
 
-ROUNDS, FEWEST = 5, 3
-"""How often everything is measured; more often where that is quick, for first times are unlike later ones."""
-QUICK_S = 1.0
+ROUNDS = 5
+"""The first times of a form are not counted, and three are."""
 PROMPT = 8
 NUMBER = 0
 """Callers' requests count from 1."""
@@ -55,11 +53,9 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     plans: list[tuple[list[Drafter], Shape | None]] = [([], None)]
     plans += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
     plans += [(heads, shape) for shape in policy.shapes if heads]
-    request, start_s = None, time.perf_counter()
+    request = None
     # Round by round, so that a slow moment is not taken for what one of them costs.
-    for turn, (own, shape) in itertools.product(range(ROUNDS), plans):
-        if turn >= FEWEST and time.perf_counter() - start_s > QUICK_S:
-            break
+    for _, (own, shape) in itertools.product(range(ROUNDS), plans):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
         if request is None or request.finish_reason:
             request = _request(loop, max_length)

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -28,6 +28,9 @@ COME, REFUSED = "come once", "refused"
 class Replays:
     """Play what was recorded of windows of the same form; all others run as they are."""
 
+    firsts: ClassVar[int] = 0
+    """Passes of any network that were first of their form or recorded: what they took comes once."""
+
     def __init__(self, run: Pass, kernels: Kernels) -> None:
         self.run, self.serves = run, kernels.name == "native"
         self._by_memory: WeakKeyDictionary[Memory, Tapes] = WeakKeyDictionary()
@@ -46,6 +49,7 @@ class Replays:
         known = tapes.of(form)
         if isinstance(known, Recorded):
             return known.play(window, inputs)
+        Replays.firsts += known is not REFUSED
         if known is not COME:
             # Some forms never come again: a tape is made when one does.
             tapes.note(form, known or COME)

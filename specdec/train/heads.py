@@ -210,7 +210,8 @@ class Eagle3(Head):
         self.midlayer.post_attention_layernorm.weight.copy_(1 + last.post_attention_layernorm.weight)
         hidden = self.shape.hidden_size
         _, tapped = trunk(torch.arange(64, device=device)[None], self.taps)
-        spread = tapped[-1].float().pow(2).mean().sqrt()
+        # Rounded, for threads and compilers sum otherwise, and what was kept is known by what it began with.
+        spread = float(f"{tapped[-1].float().pow(2).mean().sqrt():.2g}")
         self.fc.weight.zero_()
         self.fc.weight[:, 2 * hidden :] = 0.5 * torch.eye(hidden, device=device) / spread
         own, attention = OWN_HEADS * self.shape.head_dim, self.midlayer.self_attn

@@ -20,8 +20,8 @@ MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 SHARED_FROM = 1 << 15
 """Entries of the states that a call works on from which torch's threads share them."""
-SHARED_PRODUCT = 1 << 18
-"""Multiplications of a matrix product from which torch's threads share it."""
+SHARED_PRODUCT = 1 << 20
+"""Entries of a matrix from which torch's threads share its product: waking them costs more than a small one."""
 FLAGS = (
     *("-O3", "-march=native", "-fPIC", "-std=gnu11"),
     *(f"-DMOST={MOST}", f"-DSHARED_FROM={SHARED_FROM}"),
