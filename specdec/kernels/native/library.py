@@ -21,7 +21,7 @@ MOST = 64
 SHARED_FROM = 1 << 15
 """Entries of the states that a call works on from which torch's threads share them."""
 SHARED_PRODUCT = 1 << 20
-"""Entries of a matrix from which torch's threads share its product: waking them costs more than a small one."""
+"""Entries of a matrix from which torch's threads share its product: waking them costs time too."""
 FLAGS = (
     *("-O3", "-march=native", "-fPIC", "-std=gnu11"),
     *(f"-DMOST={MOST}", f"-DSHARED_FROM={SHARED_FROM}"),
