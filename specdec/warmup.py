@@ -1,6 +1,5 @@
 """Step a made-up request through every width and shape before anyone waits, to learn what each costs."""
 
-import itertools
 import logging
 from collections.abc import Hashable, Sequence
 
@@ -21,6 +20,8 @@ ROUNDS = 5
 PROMPT = 8
 NUMBER = 0
 """Callers' requests count from 1."""
+
+Turn = tuple[list[Drafter], Shape | None]
 
 
 class Filler:
@@ -50,12 +51,13 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
     heads: list[Drafter] = [speculation.head] if speculation.head else []
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
-    plans: list[tuple[list[Drafter], Shape | None]] = [([], None)]
-    plans += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
-    plans += [(heads, shape) for shape in policy.shapes if heads]
+    steps: list[Turn] = [([], None)]
+    steps += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
+    drafts: list[Turn] = [(heads, shape) for shape in policy.shapes if heads]
     request = None
-    # Round by round, so that a slow moment is not taken for what one of them costs.
-    for _, (own, shape) in itertools.product(range(ROUNDS), plans):
+    # Round by round, so that a slow moment is not taken for what one of them costs; a head's turns among
+    # themselves, for it reads what others drafted.
+    for own, shape in (*steps * ROUNDS, *drafts * ROUNDS):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
         if request is None or request.finish_reason:
             request = _request(loop, max_length)

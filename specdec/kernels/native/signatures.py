@@ -35,20 +35,15 @@ CONDITION = {"linear": "__AVX512BF16__"}
 """What a processor must have, as the compiler names it."""
 
 
-def forms() -> dict[str, str]:
-    """Return the arguments of every C function that gives no answer, by its full name."""
-    return {
-        full: arguments.replace(" ", "")
-        for name, arguments in ARGUMENTS.items()
-        if name not in ANSWERS
-        for full in ((name,) if name in UNTYPED else tuple(f"{name}_{suffix}" for suffix in SUFFIX.values()))
-    }
-
-
-def number_of(name: str) -> int:
-    """Return what a function is called by in a list of calls."""
-    return list(forms()).index(name)
-
+FORMS = {
+    full: arguments.replace(" ", "")
+    for name, arguments in ARGUMENTS.items()
+    if name not in ANSWERS
+    for full in ((name,) if name in UNTYPED else tuple(f"{name}_{suffix}" for suffix in SUFFIX.values()))
+}
+"""The arguments of every C function that gives no answer, by its full name."""
+NUMBERS = {name: number for number, name in enumerate(FORMS)}
+"""What a function is called by in a list of calls."""
 
 _CASTS = {"p": "(void *)a[{}]", "n": "a[{}]", "f": "*(const float *)(a + {})", "i": "(int)a[{}]"}
 
@@ -56,9 +51,9 @@ _CASTS = {"p": "(void *)a[{}]", "n": "a[{}]", "f": "*(const float *)(a + {})", "
 def replayer() -> str:
     """Write the C function that makes calls from a list: of each its function's number and its arguments."""
     cases = []
-    for number, (name, arguments) in enumerate(forms().items()):
+    for name, arguments in FORMS.items():
         values = ", ".join(_CASTS[kind].format(i) for i, kind in enumerate(arguments))
-        case = f"case {number}: {name}({values}); a += {len(arguments)}; break;"
+        case = f"case {NUMBERS[name]}: {name}({values}); a += {len(arguments)}; break;"
         condition = CONDITION.get(name)
         cases.append(f"#ifdef {condition}\n{case}\n#endif" if condition else case)
     body = "\n".join(cases)

@@ -6,6 +6,7 @@ they read must be put where it lay. Anything else that computes cannot be played
 """
 
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.kernels.native.call import listening
 from specdec.kernels.native.library import library
-from specdec.kernels.native.signatures import forms, number_of
+from specdec.kernels.native.signatures import FORMS, NUMBERS
 
 _aten = torch.ops.aten
 MAKES = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
@@ -52,11 +53,11 @@ class Tape:
 
     def note(self, name: str, arguments: Sequence[int | float | None]) -> None:
         """Take a call down as its function's number and its arguments, eight bytes each."""
-        kinds = forms().get(name)
+        kinds = FORMS.get(name)
         if kinds is None:
             self.refused = name
             return
-        self._calls.append(number_of(name))
+        self._calls.append(NUMBERS[name])
         for kind, value in zip(kinds, arguments, strict=True):
             bits = ctypes.c_uint32.from_buffer(ctypes.c_float(value or 0.0)).value if kind == "f" else value
             self._calls.append(int(bits or 0))
@@ -96,6 +97,7 @@ def _shares(result: Any, source: Tensor) -> bool:
     return all(part.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() for part in parts)
 
 
+@functools.cache
 def _replay() -> Any:
     loaded = library()
     assert loaded is not None
