@@ -1,12 +1,14 @@
 """Step a made-up request through every width and shape before anyone waits, to learn what each costs."""
 
+import itertools
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from specdec.config import SamplingParams
 from specdec.counts import Counts
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Want
+from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import WIDTHS, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.loop import DecodeLoop
@@ -15,8 +17,8 @@ from specdec.verify.choose import Chooser
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 5
-"""The first times of a form are not counted, and three are."""
+ROUNDS = 16
+"""The first times of a form are not counted: after so many rounds what is known must do."""
 PROMPT = 8
 NUMBER = 0
 """Callers' requests count from 1."""
@@ -55,9 +57,7 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     steps += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
     drafts: list[Turn] = [(heads, shape) for shape in policy.shapes if heads]
     request = None
-    # Round by round, so that a slow moment is not taken for what one of them costs; a head's turns among
-    # themselves, for it reads what others drafted.
-    for own, shape in (*steps * ROUNDS, *drafts * ROUNDS):
+    for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
         if request is None or request.finish_reason:
             request = _request(loop, max_length)
@@ -80,6 +80,21 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     loop.scheduler.limited_by.clear()
     costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
     logger.info("a step of one row takes, in ms by width: %s", costs)
+
+
+def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
+    """Yield turns round by round, so that a slow moment is not taken for what one of them costs."""
+    for _ in range(ROUNDS):
+        yield from turns
+        if all(_is_known(turn, policy) for turn in turns):
+            return
+
+
+def _is_known(turn: Turn, policy: Policy) -> bool:
+    own, shape = turn
+    if shape and isinstance(own[0], HeadDrafter):
+        return policy.drafts[shape.topk].knows(1, shape.num_steps)
+    return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
 
 
 def _request(loop: DecodeLoop, max_length: int) -> Request:

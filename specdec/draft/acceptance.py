@@ -11,10 +11,10 @@ MEMORY, ENGINE_MEMORY = 0.93, 0.998
 """What remains of a count after each further draft: a request's last 15 matter, the engine's last 500."""
 RESTED = 0.98
 """What remains of a request's count after a step without a draft: text changes while nobody looks."""
-PRIOR, ENGINE_PRIOR = 3.0, 8.0
+PRIOR, ENGINE_PRIOR = 3.0, 4.0
 """Drafts that the engine's experience is worth to a request that has none, and hope to the engine."""
-CHAIN_HOPE, TREE_HOPE = 0.6, 0.75
-"""What is expected while nothing is known."""
+CHAIN_HOPE, TREE_HOPE = 0.8, 0.85
+"""What is expected while nothing is known: more than most earn, so that drafts are tried, not thought bad."""
 SURE = 0.98
 """No depth is expected to be accepted more often, whatever those above it are."""
 

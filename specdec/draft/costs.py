@@ -61,6 +61,11 @@ class Costs:
         """Return seconds; 0 while nothing is known."""
         return self._pace * self._multiple(rows, width)
 
+    def knows(self, rows: int, width: int) -> bool:
+        """Tell whether this very work was done often enough to trust what is known of it."""
+        line = self._lines.get(bucket(rows))
+        return line is not None and line.settled(width) is not None
+
     def _multiple(self, rows: int, width: int) -> float:
         if not self._lines:
             return 0.0
