@@ -16,7 +16,7 @@ from specdec.config import HEAD_FIELDS, MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.attention.quantise import FP8
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.linear import multiplies_bfloat16
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.table import on_gpu
@@ -309,7 +309,7 @@ def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Prefer the C forms on a CPU and Triton's on a GPU; a name that is given is taken at its word."""
     preferred = ("native" if device.type == "cpu" else "triton") if name == "auto" else name
     if preferred == "native":
-        serves = device.type == "cpu" and dtype in SUFFIX and library() is not None
+        serves = device.type == "cpu" and dtype in SUFFIX and compiled() is not None
         needs = "a CPU, float32 or bfloat16, and a C compiler (cc, gcc, clang or $CC)"
     elif preferred == "triton":
         runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

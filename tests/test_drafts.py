@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from specdec.verify.choose import Chooser, Node, perturb
 from tests.agreeing import CONFIGS, END, VOCAB, write_agreeing
 from tests.lossless import (
@@ -192,7 +192,7 @@ def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str
         assert not engine.model.loop.speculation._tracks
 
 
-@pytest.mark.skipif(not library(), reason="needs a C compiler")
+@pytest.mark.skipif(not compiled(), reason="needs a C compiler")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_float32_in_the_kernels_that_users_get(folder: Folder, family: str) -> None:
     """Narrow and wide windows round differently there: a text may part where two tokens nearly tie."""

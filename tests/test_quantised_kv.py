@@ -7,7 +7,7 @@ import pytest
 from specdec.config import EngineConfig
 from specdec.footprint import describe_model
 from specdec.kernels.attention.quantise import FP8
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from tests.agreeing import write_agreeing
 from tests.lossless import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
@@ -51,7 +51,7 @@ def test_a_token_takes_a_byte_for_each_number(plain: tuple[Path, list[Case]]) ->
     assert wide["kv_bytes_per_token"] == 2 * narrow["kv_bytes_per_token"]
 
 
-@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.skipif(compiled() is None, reason="no C compiler")
 def test_that_c_reads_no_eight_bits_is_said(
     plain: tuple[Path, list[Case]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,7 +46,8 @@ modulo 100, and the licences {licences}. Nothing else was read.
 
 Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay.
 {circles}The heads learn the target's distribution, {depth} steps deep in the recursion that they are
-run in. Weights are rounded to bfloat16 at the end.
+run in, half on that text and half on {said:,} greedy answers of the target to places of it. Weights are
+rounded to bfloat16 at the end.
 
 ![loss](loss.svg)
 
@@ -87,6 +88,7 @@ def write_card(
         vocab=sizes.vocab_size,
         draft_vocab=recipe.draft_vocab,
         depth=recipe.depth,
+        said=recipe.said,
         circles=_CIRCLES.format(recipe.answers, recipe.rounds) if recipe.rounds else "",
         held_out=HELD_OUT,
         licences=", ".join(sorted(HELD_OUT_LICENCES)),

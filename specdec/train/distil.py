@@ -1,9 +1,12 @@
 """Teach a draft head to say what the trunk would, step by step of its own recursion."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.train.answers import rows
 from specdec.train.heads import Head
 from specdec.train.pretrain import batch
 from specdec.train.stage import Measured, Phase, Plan, Step
@@ -14,8 +17,11 @@ FADE = 0.8
 """How much less each deeper step counts: it is reached less often."""
 
 
-def head_step(head: Head, trunk: Trunk, stream: Stream, plan: Plan, steps: int) -> Step:
-    """Make the function that takes one step's loss: cross entropy to the trunk, `steps` deep."""
+def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan, steps: int) -> Step:
+    """Make the function that takes one step's loss: cross entropy to the trunk, `steps` deep.
+
+    Half of a batch is text, half is rows of what the trunk `said`: drafts are judged by its words.
+    """
     embed_VD = trunk.embed_tokens.weight.detach()
     device = embed_VD.device
 
@@ -39,7 +45,10 @@ def head_step(head: Head, trunk: Trunk, stream: Stream, plan: Plan, steps: int) 
     compiled = torch.compile(loss_of, dynamic=False)
 
     def step(at: int, phase: Phase) -> Measured:
-        ids = batch(stream, at, phase, ahead=0, seed=plan.seed, device=device)
+        text = replace(phase, batch=phase.batch - phase.batch // 2)
+        ids = batch(stream, at, text, ahead=0, seed=plan.seed, device=device)
+        own = rows(said, at, phase.batch // 2, plan.seed)[:, -phase.length :]
+        ids = torch.cat([ids, own.to(device)])
         with torch.autocast(device.type, dtype=torch.bfloat16):
             with torch.no_grad():
                 hidden, logits, tapped = ask(ids)

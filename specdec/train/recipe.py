@@ -21,6 +21,8 @@ class Recipe:
     """How often the trunk answers anew and unlearns its circles."""
     answers: int
     """Prompts that it answers in a round."""
+    said: int
+    """Answers of the trunk that its heads learn from, beside the text."""
     mtp: Plan
     eagle: Plan
     depth: int
@@ -54,7 +56,7 @@ def _heads(*phases: Phase) -> Plan:
 
 
 def _unloop(*phases: Phase) -> Plan:
-    return Plan(phases, matrix_rate=1e-3, embedding_rate=2e-4, other_rate=1.5e-4, warm_up=10)
+    return Plan(phases, matrix_rate=3e-3, embedding_rate=6e-4, other_rate=4.5e-4, warm_up=10)
 
 
 RECIPES = MappingProxyType(
@@ -69,11 +71,12 @@ RECIPES = MappingProxyType(
                 embedding_rate=4e-3,
                 other_rate=3e-3,
             ),
-            unloop=_unloop(Phase(80, 8, 256)),
+            unloop=_unloop(Phase(200, 8, 256)),
             rounds=2,
-            answers=512,
-            mtp=_heads(Phase(1400, 8, 256)),
-            eagle=_heads(Phase(1400, 8, 256)),
+            answers=1024,
+            said=4096,
+            mtp=_heads(Phase(2200, 8, 256)),
+            eagle=_heads(Phase(2000, 8, 256)),
             depth=4,
             draft_vocab=3072,
         ),
@@ -85,6 +88,7 @@ RECIPES = MappingProxyType(
             unloop=_unloop(Phase(4, 4, 128)),
             rounds=1,
             answers=32,
+            said=32,
             mtp=_heads(Phase(20, 4, 128)),
             eagle=_heads(Phase(20, 4, 128)),
             depth=3,

@@ -12,6 +12,7 @@ import tokenizers
 import torch
 
 from specdec.train import corpus, tokens
+from specdec.train.answers import answers
 from specdec.train.card import STAGES, write_card
 from specdec.train.distil import agreement, head_step
 from specdec.train.export import EAGLE, export, export_eagle
@@ -21,7 +22,7 @@ from specdec.train.recipe import Recipe
 from specdec.train.stage import Plan, digest, run
 from specdec.train.tokens import Stream
 from specdec.train.trunk import Trunk
-from specdec.train.unloop import answers, circling, unloop_step
+from specdec.train.unloop import circling, unloop_step
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,10 @@ def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[s
     for turn in range(recipe.rounds):
         unlearn(f"unloop-{turn}", recipe, turn, trunk, text.training, out, work)
     trunk.eval().requires_grad_(False)
+    said = say("heads", recipe, recipe.said, recipe.mtp.seed, trunk, text.training, out, work)
     mtp, eagle = heads(recipe, text.counts)
     for name, head, plan in (("mtp", mtp, recipe.mtp), ("eagle", eagle, recipe.eagle)):
-        teach(name, head, plan, recipe.depth, trunk, text.training, work)
+        teach(name, head, plan, recipe.depth, trunk, text.training, said, work)
     export(out, recipe.config, trunk, mtp, torch.bfloat16)
     export_eagle(out / EAGLE, eagle, torch.bfloat16)
     figures = _figures(trunk, {"mtp": mtp, "eagle": eagle}, text, recipe) | _spent(work, recipe.rounds)
@@ -72,24 +74,34 @@ def unlearn(
 ) -> None:
     """Let the trunk answer prompts as it is now, and make the circles that it goes in unlikely, in place."""
     plan = replace(recipe.unloop, seed=recipe.unloop.seed + turn)
-    kept = work / f"{name}-{digest(trunk)[:12]}-{recipe.answers}-{plan.seed}.npy"
-    if not kept.exists():
-        export(out, recipe.config, trunk, None, torch.bfloat16)
-        fresh = kept.with_suffix(".new.npy")
-        np.save(fresh, answers(out, stream, count=recipe.answers, seed=plan.seed))
-        fresh.replace(kept)
-    said = np.load(kept)
+    said = say(name, recipe, recipe.answers, plan.seed, trunk, stream, out, work)
     if not circling(torch.from_numpy(said.astype("int64"))).any():
         logger.info("%s: no answer goes in circles, so nothing is to be unlearnt", name)
         return
     run(name, plan, trunk, unloop_step(trunk, stream, said, plan), work)
 
 
-def teach(name: str, head: Head, plan: Plan, depth: int, trunk: Trunk, stream: Stream, work: Path) -> None:
+def say(
+    name: str, recipe: Recipe, count: int, seed: int, trunk: Trunk, stream: Stream, out: Path, work: Path
+) -> Stream:
+    """Let the trunk answer so many prompts as it is now, once; what it said is kept."""
+    kept = work / f"{name}-{digest(trunk)[:12]}-{count}-{seed}.npy"
+    if not kept.exists():
+        export(out, recipe.config, trunk, None, torch.bfloat16)
+        fresh = kept.with_suffix(".new.npy")
+        np.save(fresh, answers(out, stream, count=count, seed=seed))
+        fresh.replace(kept)
+    said: Stream = np.load(kept)
+    return said
+
+
+def teach(
+    name: str, head: Head, plan: Plan, depth: int, trunk: Trunk, stream: Stream, said: Stream, work: Path
+) -> None:
     """Train a head in place, beginning from the target's own weights."""
     head.begin(trunk)
     head.to(trunk.embed_tokens.weight.device)
-    run(name, plan, head, head_step(head, trunk, stream, plan, depth), work)
+    run(name, plan, head, head_step(head, trunk, stream, said, plan, depth), work)
     head.eval().requires_grad_(False)
 
 

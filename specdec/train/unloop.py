@@ -5,39 +5,22 @@ answers training prompts, and beside the usual loss on text it pays −log(1 −
 that goes round again (sequence-level unlikelihood). Rounds follow each other, since it finds new circles.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.train.answers import PROMPT, rows
 from specdec.train.pretrain import batch, cross_entropy
 from specdec.train.stage import Measured, Phase, Plan, Step
 from specdec.train.tokens import Stream
 from specdec.train.trunk import Trunk
 
-PROMPT, ANSWER = 128, 128
 LONGEST = 48
 """The longest circle that is looked for."""
 LEAST = 12
 """Tokens that must have come again before one counts as a circle's: code repeats short runs of itself."""
 WEIGHT = 0.15
 """What a circle counts beside text: at 1 the trunk forgets as much as it unlearns."""
-
-
-def answers(folder: Path, stream: Stream, *, count: int, seed: int) -> Stream:
-    """Let a checkpoint go on greedily from places of the training text; return prompts and answers [N, T]."""
-    places = np.random.default_rng((seed, 1)).integers(0, len(stream) - PROMPT, count)
-    prompts = [stream[at : at + PROMPT].tolist() for at in places.tolist()]
-    config = EngineConfig(draft="none", max_running=32, max_model_len=PROMPT + ANSWER, memory_bytes=1 << 29)
-    params = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-    with SpecEngine(folder, config) as engine:
-        said = engine.generate(prompts, params)
-    rows = [prompt + list(own.token_ids) for prompt, own in zip(prompts, said, strict=True)]
-    return np.array(rows, dtype=np.uint16)
 
 
 def circling(ids_BT: Tensor) -> Tensor:
@@ -55,15 +38,13 @@ def circling(ids_BT: Tensor) -> Tensor:
 def unloop_step(trunk: Trunk, stream: Stream, said: Stream, plan: Plan) -> Step:
     """Make the function that takes one step's loss: text as before, and as many rows of its own answers."""
     device = trunk.embed_tokens.weight.device
-    loops = torch.from_numpy(said.astype("int64")).to(device)
-    loops = loops[circling(loops).any(-1)]
+    said = said[circling(torch.from_numpy(said.astype("int64"))).any(-1).numpy()]
     loss_of = torch.compile(cross_entropy, dynamic=False)
     trunk.compile_layers()
 
     def step(at: int, phase: Phase) -> Measured:
         ids = batch(stream, at, phase, ahead=1, seed=plan.seed, device=device)
-        rows = _rows(len(loops), phase.batch, at, plan.seed)
-        own = loops[rows]
+        own = rows(said, at, phase.batch, plan.seed).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
             hidden, _ = trunk(ids[:, :-1])
             text = loss_of(hidden, trunk.embed_tokens.weight, ids[:, 1:])
@@ -75,9 +56,3 @@ def unloop_step(trunk: Trunk, stream: Stream, said: Stream, plan: Plan) -> Step:
         return Measured(text + WEIGHT * again, {"text": text.detach(), "again": again.detach()})
 
     return step
-
-
-def _rows(count: int, size: int, step: int, seed: int) -> Sequence[int]:
-    """Choose the answers of a step."""
-    chosen: Sequence[int] = np.random.default_rng((seed, step)).integers(0, count, size).tolist()
-    return chosen

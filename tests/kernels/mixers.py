@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.mixers import GatedDeltaNet, Mamba2, Step
@@ -21,7 +21,7 @@ KERNEL_SETS = [
     ("reference", torch.float64),
     ("cpu", torch.float64),
     ("cpu", torch.float32),
-    *([("native", torch.float32)] if library() else []),
+    *([("native", torch.float32)] if compiled() else []),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.kernels.group import Group, Kept, RecurrentMemory
 from specdec.kernels.mamba import cpu, reference, triton
 from specdec.kernels.mamba.layer import MambaLayer
-from specdec.kernels.native import library, recurrent
+from specdec.kernels.native import compiled, recurrent
 from specdec.kernels.recurrence.triton import fold
 from tests.kernels.interpreter import poison
 from tests.kernels.trees import (
@@ -33,7 +33,7 @@ from tests.tolerances import KERNEL, KERNEL_FLOAT32
 SLOTS = {1: (5,), 3: (7, 2, 5)}
 SMALL, WIDE = (2, 4, 6, 9), (2, 4, 33, 17)
 """Groups, heads, state and head dims; the wide one's x, and its B and C, take two tiles each."""
-FORMS = [cpu, triton, *([recurrent] if library.library() else [])]
+FORMS = [cpu, triton, *([recurrent] if compiled.compiled() else [])]
 forms = pytest.mark.parametrize("ops", FORMS, ids=lambda ops: ops.__name__.split(".", 2)[2])
 
 

@@ -16,7 +16,7 @@ from specdec.kernels.ffn import cpu as ffn
 from specdec.kernels.gates import cpu as gates
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native import attention as native_attention
-from specdec.kernels.native import library, pointwise, recurrent
+from specdec.kernels.native import compiled, pointwise, recurrent
 from specdec.kernels.native.call import TOKENS, path_width
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.recurrence import cpu as recurrence
@@ -29,7 +29,7 @@ from tests.tolerances import BFLOAT16_ATTENTION, KERNEL
 WIDTHS = (1, 2, 7, 16)
 DTYPES = (torch.float32, torch.bfloat16)
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +151,7 @@ def test_recurrence_equals_the_plain_form_over_two_windows(
     layer = trees.Layer(dtype=torch.float32)
     if sizes == "all threads":
         layer = replace(layer, heads=16, key=48, value=47)
-        assert layer.heads * layer.key * layer.value >= library.SHARED_FROM
+        assert layer.heads * layer.key * layer.value >= compiled.SHARED_FROM
     scale = layer.key**-0.5
     ours, theirs = (trees.make_memory(layer, [7, 2, 5][:rows]) for _ in range(2))
     groups = recurrent_case(kind, width, rows, recorded, layer)
@@ -276,7 +276,7 @@ def test_without_a_working_compiler_plain_torch_runs_and_says_so(
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         monkeypatch.setenv("CC", "false")
-    uncached: Callable[[], object] = library.library.__wrapped__
+    uncached: Callable[[], object] = compiled.compiled.__wrapped__
     assert uncached() is None
     assert "plain torch" in caplog.text
 
@@ -285,11 +285,11 @@ def test_without_openmp_one_thread_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "THREADS", ("-fno-such-flag", library.THREADS[1]))
+    monkeypatch.setattr(compiled, "THREADS", ("-fno-such-flag", compiled.THREADS[1]))
     caplog.set_level("INFO")
-    uncached: Callable[[], object] = library.library.__wrapped__
+    uncached: Callable[[], object] = compiled.compiled.__wrapped__
     assert uncached() is not None
-    assert library.THREADS[1] in caplog.text
+    assert compiled.THREADS[1] in caplog.text
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

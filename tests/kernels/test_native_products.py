@@ -8,14 +8,14 @@ from torch import Tensor
 
 from specdec.kernels.linear import cpu as linear_cpu
 from specdec.kernels.linear import reference as linear_reference
-from specdec.kernels.native import library, linear, sampling
+from specdec.kernels.native import compiled, linear, sampling
 from specdec.kernels.sampling import cpu, reference
 from tests.tolerances import KERNEL
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
 
 needs_products = pytest.mark.skipif(
-    library.library() is None or not linear.multiplies_bfloat16(),
+    compiled.compiled() is None or not linear.multiplies_bfloat16(),
     reason="this processor does not multiply bfloat16",
 )
 

@@ -10,7 +10,7 @@ from specdec.kernels import rows as kernel_rows
 from specdec.kernels.conv import cpu as conv_cpu
 from specdec.kernels.conv import reference as conv_reference
 from specdec.kernels.group import Kept
-from specdec.kernels.native import library, recurrent
+from specdec.kernels.native import compiled, recurrent
 from specdec.kernels.recurrence import cpu, reference, states
 from tests.kernels.trees import (
     SLABS,
@@ -29,7 +29,7 @@ from tests.kernels.trees import (
 from tests.tolerances import KERNEL, KERNEL_FLOAT32, KERNEL_FLOAT64
 
 SLOTS = {1: [4], 3: [7, 2, 5]}
-needs_c = pytest.mark.skipif(library.library() is None, reason="there is no C compiler")
+needs_c = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> torch.Tensor:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.gather import cpu, reference
-from specdec.kernels.native import gather, library, pointwise
+from specdec.kernels.native import compiled, gather, pointwise
 from specdec.kernels.native.tape import Tape
 
-needs_c = pytest.mark.skipif(library.library() is None, reason="no C compiler was found")
+needs_c = pytest.mark.skipif(compiled.compiled() is None, reason="no C compiler was found")
 TYPES = [torch.float32, torch.bfloat16]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.conv import cpu as conv
 from specdec.kernels.ffn import cpu as ffn
 from specdec.kernels.moe import cpu as moe
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from specdec.kernels.norm import cpu as norm
 from specdec.models import spec
 from tests.models.random_checkpoints import FAMILIES, draw, save
@@ -21,7 +21,7 @@ from tests.models.runner import Runner
 from tests.tolerances import BFLOAT16_ASTRAY, BFLOAT16_UNIT
 
 SEEDS = range(8)
-KERNELS = ("cpu", "native") if library() else ("cpu",)
+KERNELS = ("cpu", "native") if compiled() else ("cpu",)
 LENGTH = 70
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from tests.models.random_checkpoints import FAMILIES, Sample, draw, save
 from tests.models.runner import Runner
 from tests.tolerances import FLOAT64_LOGITS, LOGITS_RELATIVE
 
 SEEDS = range(12)
 CHUNKS = (1, 3, 7, 64)
-KERNELS = ("cpu", "native") if library() else ("cpu",)
+KERNELS = ("cpu", "native") if compiled() else ("cpu",)
 LENGTH = 70
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from tests.models.random_checkpoints import draw, save
@@ -17,7 +17,7 @@ from tests.models.runner import CPU, Runner, Sequence_
 from tests.tolerances import FLOAT64_LOGITS, LOGITS_RELATIVE
 
 FAMILIES = ("qwen3_5", "qwen3_next", "nemotron_h", "qwen3")
-CASES = [("cpu", torch.float64), *([("native", torch.float32)] if library() else [])]
+CASES = [("cpu", torch.float64), *([("native", torch.float32)] if compiled() else [])]
 LENGTH, WIDTH = 60, 7
 Slots = list[int] | list[tuple[int, int]]
 

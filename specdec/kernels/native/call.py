@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecurrentMemory
-from specdec.kernels.native.library import MOST, library
+from specdec.kernels.native.compiled import MOST, compiled
 from specdec.kernels.native.signatures import ANSWERS, ARGUMENTS, KINDS, SUFFIX, Count, Flag, Pointer
 
 TOKENS = 32
@@ -59,7 +59,7 @@ def full_name(name: str, dtype: torch.dtype | None) -> str:
 
 @functools.cache
 def _function(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
-    loaded = library()
+    loaded = compiled()
     assert loaded is not None
     found = getattr(loaded, full_name(name, dtype))
     found.argtypes = [KINDS[letter] for letter in ARGUMENTS[name].replace(" ", "")]

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.linear import cpu
 from specdec.kernels.linear.fp8 import Matrix, widen
 from specdec.kernels.native.call import function, pointer
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 
 PANEL = 16
 TILED_FROM = 1 << 22
@@ -30,7 +30,7 @@ class Panels(NamedTuple):
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Tell whether the C form is there: a compiler, and a processor with instructions for it."""
-    loaded = library()
+    loaded = compiled()
     return loaded is not None and hasattr(loaded, "linear")
 
 

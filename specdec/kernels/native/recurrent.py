@@ -11,7 +11,7 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba import layer as mamba_layer
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.native.call import TOKENS, function, ids, path_width, pointer, records_of, serves
-from specdec.kernels.native.library import MOST
+from specdec.kernels.native.compiled import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.recurrence import cpu as recurrence

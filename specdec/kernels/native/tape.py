@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.kernels.native.call import listening
-from specdec.kernels.native.library import library
+from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.signatures import FORMS, NUMBERS
 
 _aten = torch.ops.aten
@@ -99,7 +99,7 @@ def _shares(result: Any, source: Tensor) -> bool:
 
 @functools.cache
 def _replay() -> Any:
-    loaded = library()
+    loaded = compiled()
     assert loaded is not None
     loaded.replay.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     loaded.replay.restype = None

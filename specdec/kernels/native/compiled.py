@@ -37,7 +37,7 @@ THREADS = ("-fopenmp", "-fopenmp-simd")
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def compiled() -> ctypes.CDLL | None:
     """Return the compiled operations, or None where they cannot be had; what was chosen is logged once."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

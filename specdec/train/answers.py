@@ -1,0 +1,30 @@
+"""What a trunk says itself: its greedy answers to places of the training text, and batches of them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.train.tokens import Stream
+
+PROMPT, ANSWER = 128, 128
+
+
+def answers(folder: Path, stream: Stream, *, count: int, seed: int) -> Stream:
+    """Let a checkpoint go on greedily from places of the training text; return prompts and answers [N, T]."""
+    places = np.random.default_rng((seed, 1)).integers(0, len(stream) - PROMPT, count)
+    prompts = [stream[at : at + PROMPT].tolist() for at in places.tolist()]
+    config = EngineConfig(draft="none", max_running=32, max_model_len=PROMPT + ANSWER, memory_bytes=1 << 29)
+    params = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+    with SpecEngine(folder, config) as engine:
+        said = engine.generate(prompts, params)
+    rows = [prompt + list(own.token_ids) for prompt, own in zip(prompts, said, strict=True)]
+    return np.array(rows, dtype=np.uint16)
+
+
+def rows(said: Stream, step: int, size: int, seed: int) -> Tensor:
+    """Return a step's rows of answers [N, T]."""
+    chosen = np.random.default_rng((seed, step)).integers(0, len(said), size)
+    return torch.from_numpy(said[chosen].astype("int64"))
