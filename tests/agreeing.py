@@ -143,6 +143,7 @@ def _add_eagle(folder: Path, head_VD: Tensor) -> None:
         tensors[f"{layer}.{name}_proj.weight"] += strength * copies
     tensors[f"{layer}.o_proj.weight"] += torch.eye(HIDDEN)
     tensors |= {"lm_head.weight": head_VD[ids_C], "d2t": ids_C - torch.arange(len(ids_C))}
+    tensors["t2d"] = torch.zeros(len(head_VD), dtype=torch.bool).index_fill(0, ids_C, True)
     write_eagle(folder / "eagle3", config, tensors)
 
 

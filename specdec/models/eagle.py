@@ -198,4 +198,10 @@ def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Ten
     ids_C = offset_C.long() + torch.arange(ranked)
     if not bool(((ids_C >= 0) & (ids_C < vocab)).all()) or len(set(ids_C.tolist())) < ranked:
         raise CheckpointError(f"{name} names tokens twice, or beyond the target's {vocab}", field=name)
+    mask = name.replace("d2t", "t2d")
+    if mask in checkpoint.names():
+        marked = checkpoint.tensor(mask).bool().nonzero()[:, 0]
+        if not torch.equal(marked, ids_C.sort().values):
+            told = f"{mask} marks {len(marked)} tokens that are not the {ranked} of {name}"
+            raise CheckpointError(f"{told}; write both from one list, or leave {mask} out", field=mask)
     return ids_C

@@ -267,6 +267,11 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
         f"beyond the target's {VOCAB}",
     ),
     "a short map": (Published("eagle3", TAPS, lambda t: t | {"d2t": t["d2t"][1:]}), "d2t", "no list of 32"),
+    "a mask of other tokens": (
+        Published("eagle3", TAPS, lambda t: t | {"t2d": t["t2d"].roll(1)}),
+        "t2d",
+        "not the 32 of d2t; write both from one list",
+    ),
     "scaled positions": (
         Published("eagle", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
         "rope_scaling.rope_type",

@@ -18,16 +18,18 @@ DEFAULT_TREE = 16
 """Tokens of a tree of which nothing is said."""
 DRAFTS = ("auto", "mtp", "eagle", "ngram", "suffix", "none")
 SWEPT = {
-    *("draft", "num_steps", "topk", "num_draft_tokens", "adaptive", "draft_noise", "seed", "prefix_cache"),
+    *("draft", "num_steps", "topk", "num_draft_tokens", "adaptive", "draft_noise", "draft_vocab"),
+    *("draft_window", "seed", "prefix_cache"),
     *("memory_bytes", "max_running", "max_model_len", "synthetic_acceptance"),
 }
 """Settings of an engine that the benchmark sets itself."""
 ABOUT = """\
 All settings take turns on every batch of prompts, `none` among them, and every text is compared with what
-`none` says. A model is loaded once for each kind of head that drafts; the engines over it share its weights,
-and each has its own memory for sequences. As many engines stand side by side as --memory holds; where that
-is fewer than there are settings, the one used least recently is put together anew when its turn comes. With
---out a run that was cut short goes on where it ended when it is repeated. What the columns mean stands under
+`none` says. A model is loaded once for each kind of head that drafts and each --draft-vocab; the engines over
+it share its weights, and each has its own memory for sequences. As many engines stand side by side as
+--memory holds; where that is fewer than there are settings, the one used least recently is put together anew
+when its turn comes. With --out a run that was cut short goes on where it ended when it is repeated. What the
+columns mean stands under
 the table."""
 
 
@@ -74,6 +76,21 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         type=listed(_one_of("shared", "none")),
         default=["shared"],
         help="at a temperature, rank a head's guesses with the target's noise, or without (default: shared)",
+    )
+    some = listed(at_least(0))
+    sweep(
+        "--draft-vocab",
+        metavar="TOKENS",
+        type=some,
+        default=[0],
+        help="a head drafts only so many tokens, the commonest by token_counts.json; 0: all (default: 0)",
+    )
+    sweep(
+        "--draft-window",
+        metavar="TOKENS",
+        type=some,
+        default=[0],
+        help="a head's attention reads so many of the last tokens; 0: all (default: 0)",
     )
     asked = parser.add_argument_group("prompts").add_argument
     asked("--prompts", metavar="FILE", type=Path, help="a file of prompts (default: those that ship)")
@@ -141,6 +158,8 @@ def _sweep(args: argparse.Namespace) -> Sweep:
         temperatures=args.temperature,
         batches=args.batch,
         noises=args.draft_noise,
+        vocabs=[tokens or None for tokens in args.draft_vocab],
+        windows=[tokens or None for tokens in args.draft_window],
         transformers="transformers" in args.peers,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from specdec.bench.acceptance.pictures import Record, field, plain, setting_key
+from specdec.bench.acceptance.store import RESULT
 from specdec.bench.report import publish, table
 from specdec.errors import ConfigError
 
@@ -29,8 +30,6 @@ By depth: percentage points, where they exceed the noise."""
 
 FEWEST = 5
 """Batches that two results must share for a difference of their speeds to be called one."""
-NAME = "acceptance.json"
-"""A result in the folder that `--out` names."""
 
 Prompts = dict[tuple[str, int], dict[str, Any]]
 Key = tuple[str, str]
@@ -44,7 +43,7 @@ def run(first: Path, second: Path) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a result: a JSON file, or a benchmark's output, whose last line it is."""
-    path = path / NAME if path.is_dir() else path
+    path = path / RESULT if path.is_dir() else path
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

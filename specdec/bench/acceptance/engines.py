@@ -23,6 +23,7 @@ class Loaded:
     """Weights, with a head or without, and settings that have room for every shape asked of them."""
 
     draft: str
+    vocab: int | None
     network: Network
     head: Head | None
     tokenizer: Tokenizer | None
@@ -42,13 +43,13 @@ class Engines:
         self.left_out: list[str] = []
         """Who cannot draft here, and why."""
         self._loaded: list[Loaded] = []
-        for draft in sorted({d.draft for d in draftings} & {*HEADS}, key=HEADS.index):
-            if not self._donor(draft):
-                self._load(folder, config, draft, draftings)
+        for own in sorted(draftings, key=lambda d: HEADS.index(d.draft) if d.draft in HEADS else len(HEADS)):
+            if own.draft in HEADS and not self._donor(own):
+                self._load(folder, config, own, draftings)
         if not self._loaded:
-            looked_up = next((d.draft for d in draftings if d.draft not in HEADS), NONE)
+            looked_up = next((d for d in draftings if d.draft not in HEADS), Drafting(NONE))
             self._load(folder, config, looked_up, draftings)
-        self.draftings = [d for d in draftings if d.draft not in HEADS or self._donor(d.draft)]
+        self.draftings = [d for d in draftings if self._donor(d)]
         budget = memory or int(SHARE * free_memory(self.first.settings.device))
         self.most = max(1, budget // max(own.settings.memory_bytes for own in self._loaded))
         """Engines at once."""
@@ -68,29 +69,37 @@ class Engines:
         self._open.move_to_end(drafting)
         return self._open[drafting]
 
-    def _load(self, folder: Path, config: EngineConfig, draft: str, draftings: Sequence[Drafting]) -> None:
+    def _load(
+        self, folder: Path, config: EngineConfig, asked: Drafting, draftings: Sequence[Drafting]
+    ) -> None:
         """Read the weights and a head; who has none is left out."""
+        draft = asked.draft
         own_head = config.draft_model if draft in ("auto", "eagle") else None
         fields = {**widest(draftings, draft), "adaptive": False, "draft_model": own_head}
+        fields |= {"draft_vocab": asked.vocab} if asked.vocab else {}
         try:
             model = build(folder, EngineConfig.of(config, fields))
         except ConfigError as error:
             if draft == NONE or error.field not in ("draft", "draft_model"):
                 raise
-            self.left_out.append(str(error))
+            if str(error) not in self.left_out:
+                self.left_out.append(str(error))
             return
         head = model.loop.speculation.head
-        own = Loaded(draft, model.network, head.head if head else None, model.tokenizer, model.settings)
+        own = Loaded(
+            draft, asked.vocab, model.network, head.head if head else None, model.tokenizer, model.settings
+        )
         self._loaded.append(own)
 
-    def _donor(self, draft: str) -> Loaded | None:
+    def _donor(self, asked: Drafting) -> Loaded | None:
         """Return the weights for a drafter: those with its head; of one without any."""
-        if draft not in HEADS:
+        if asked.draft not in HEADS:
             return self.first
-        return next((own for own in self._loaded if draft in (*own.settings.drafters, own.draft)), None)
+        alike = (own for own in self._loaded if own.vocab == asked.vocab)
+        return next((own for own in alike if asked.draft in (*own.settings.drafters, own.draft)), None)
 
     def _assemble(self, drafting: Drafting) -> Model:
-        donor = self._donor(drafting.draft)
+        donor = self._donor(drafting)
         assert donor is not None and drafting.draft != TRANSFORMERS
         drafters = {NONE: (), "auto": donor.settings.drafters}.get(drafting.draft, (drafting.draft,))
         settings = replace(
@@ -99,6 +108,7 @@ class Engines:
             bounds=drafting.shape or donor.settings.bounds,
             adaptive=drafting.chosen,
             draft_noise=drafting.noise,
+            draft_window=drafting.window,
         )
         head = donor.head if drafting.draft in HEADS else None
         loop = assemble(donor.network, head, settings)

@@ -24,7 +24,7 @@ from specdec.bench.acceptance.measure import (
 from specdec.bench.acceptance.page import write_page
 from specdec.bench.acceptance.prompts import Prompt
 from specdec.bench.acceptance.settings import NONE, TRANSFORMERS, Group, Setting, Sweep
-from specdec.bench.acceptance.store import Store
+from specdec.bench.acceptance.store import RESULT, Store
 from specdec.bench.acceptance.summary import Pair, records
 from specdec.bench.acceptance.table import render
 from specdec.bench.agreement import rounding
@@ -249,7 +249,7 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
                 raise
             interrupted = True
     report = whole.report(interrupted=interrupted)
-    publish(render(report), report, out / "acceptance.json" if out else None)
+    publish(render(report), report, out / RESULT if out else None)
     if out:
         write_results(report, out)
     if interrupted:

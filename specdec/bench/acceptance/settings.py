@@ -13,6 +13,7 @@ from specdec.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_
 NONE, TRANSFORMERS = "none", "transformers"
 HEADS = ("auto", "mtp", "eagle")
 """Who may draft with a head, and so rank guesses with the noise or without; `auto` may have another's."""
+PLAIN = ("shared", None, None)
 DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 
@@ -27,6 +28,10 @@ class Drafting:
     """The loop measures and chooses within the shape."""
     noise: bool = True
     """A head's guesses are ranked with the noise by which the target chooses."""
+    vocab: int | None = None
+    """The commonest tokens, which alone a head drafts; None: all."""
+    window: int | None = None
+    """The last tokens, which alone a head's attention reads; None: all."""
 
     @property
     def name(self) -> str:
@@ -35,8 +40,10 @@ class Drafting:
             return self.draft
         steps, topk, tokens = self.shape.num_steps, self.shape.topk, self.shape.num_draft_tokens
         nodes = "" if tokens == steps + 1 and topk == 1 else f":{tokens}"
-        shape = "chosen" if self.chosen else f"{steps}x{topk}{nodes}"
-        return f"{self.draft} {shape}" if self.noise else f"{self.draft} {shape} plain"
+        words = [self.draft, "chosen" if self.chosen else f"{steps}x{topk}{nodes}"]
+        words += [f"vocab {self.vocab}"] if self.vocab else []
+        words += [f"window {self.window}"] if self.window else []
+        return " ".join(words if self.noise else [*words, "plain"])
 
     def fields(self) -> dict[str, Any]:
         """Return it as fields of EngineConfig."""
@@ -49,6 +56,8 @@ class Drafting:
             "num_draft_tokens": self.shape.num_draft_tokens,
             "adaptive": self.chosen,
             "draft_noise": self.noise,
+            "draft_vocab": self.vocab,
+            "draft_window": self.window,
         }
 
 
@@ -84,6 +93,8 @@ class Setting:
             "batch": self.group.batch,
             "chosen": self.drafting.chosen,
             "draft_noise": self.drafting.noise,
+            "draft_vocab": self.drafting.vocab,
+            "draft_window": self.drafting.window,
         }
 
 
@@ -99,6 +110,8 @@ class Sweep:
     batches: Sequence[int]
     noises: Sequence[str]
     """`shared`, `none` or both."""
+    vocabs: Sequence[int | None] = (None,)
+    windows: Sequence[int | None] = (None,)
     transformers: bool
 
     def groups(self) -> list[Group]:
@@ -134,11 +147,13 @@ class Sweep:
         for draft in self.drafts:
             if draft == NONE:
                 continue  # it is always there
-            # Who looks text up ranks by no logits.
-            noises = [noise == "shared" for noise in self.noises] if draft in HEADS else [True]
-            yield from (Drafting(draft, *own) for own in itertools.product(self.shapes, [False], noises))
-            if self.chosen:
-                yield Drafting(draft, self.chosen, chosen=True, noise=noises[0])
+            shapes = [(shape, False) for shape in self.shapes]
+            shapes += [(self.chosen, True)] if self.chosen else []
+            # Who looks text up ranks by no logits, and has no head to spare.
+            heads = itertools.product(self.noises, self.vocabs, self.windows) if draft in HEADS else [PLAIN]
+            for (shape, chosen), (noise, vocab, window) in itertools.product(shapes, heads):
+                if not chosen or noise == self.noises[0] or draft not in HEADS:
+                    yield Drafting(draft, shape, chosen, noise == "shared", vocab, window)
 
 
 def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:

@@ -9,7 +9,8 @@ from specdec.bench.acceptance.measure import Measurement
 from specdec.bench.acceptance.settings import Setting
 from specdec.errors import ConfigError
 
-FILE = "measurements.jsonl"
+FILE, RESULT = "measurements.jsonl", "acceptance.json"
+"""What is kept as it is measured, and what a finished run says."""
 
 Key = tuple[str, str, int]
 """A setting's name, its group, and the number of the batch of prompts."""

@@ -15,6 +15,12 @@ EXCERPT = 120
 """Characters of a server's own words that are kept."""
 SAYS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
 """Fields of a choice, or of its delta, that hold something new."""
+REMEDIES = {
+    401: "; name the variable that holds its key: --api-key-env",
+    403: "; name the variable that holds its key: --api-key-env",
+    404: "; give the server's root as URL, and its model as --model",
+}
+"""What to do where the server's words may not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +179,7 @@ class Server:
         if counting and reply.status in (400, 422) and "stream_options" in words:
             self.counts_tokens = False
             return await self._ask(prompt, seed, answer)
-        raise Fault(f"HTTP {reply.status}: {_words(words)}")
+        raise Fault(f"HTTP {reply.status}: {_words(words)}{REMEDIES.get(reply.status, '')}")
 
 
 async def _read(reply: aiohttp.ClientResponse, answer: Answer) -> None:

@@ -1,7 +1,9 @@
 """The benchmark on a small model: figures agree with each other, and are withheld where a text is wrong."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,20 @@ def test_engines_share_weights_and_give_way(agreeing: Path) -> None:
     narrow = Engines(agreeing, config, [CHAIN, TREE], 1)
     first = narrow.open(CHAIN)
     assert narrow.most == 1 and narrow.open(TREE) is not first and narrow.open(CHAIN) is not first
+
+
+def test_economies_have_a_head_of_their_own(agreeing: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "counted"
+    shutil.copytree(agreeing, folder)
+    (folder / "token_counts.json").write_text('{"counts": [9, 8, 7, 6]}')
+    short, near = replace(CHAIN, vocab=4), replace(CHAIN, vocab=4, window=16)
+    engines = Engines(folder, EngineConfig(max_model_len=64, max_running=2), [CHAIN, short, near], None)
+    whole, spared, close = (engines.open(own) for own in (CHAIN, short, near))
+    assert whole.network.shortlist is None and spared.network.shortlist is not None
+    assert spared.network is close.network and spared.network.shortlist.ids_C is not None
+    assert spared.network.shortlist.ids_C.tolist() == [0, 1, 2, 3]
+    heads = [own.loop.speculation.head for own in (whole, spared, close)]
+    assert [head and head.window for head in heads] == [None, None, 16]
 
 
 def test_settings_take_turns_in_rotated_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,16 @@ def test_noise_is_swept_where_there_is_some() -> None:
     assert names(alone.settings(Group(0.0, 1), alone.draftings()[0]))[1:3] == ["mtp 4x1", "mtp 4x4:16"]
 
 
+def test_economies_are_swept_for_heads() -> None:
+    asked = sweep(shapes=[CHAIN], chosen=BOUNDS, noises=["shared"], vocabs=[None, 64], windows=[None, 32])
+    draftings, _ = asked.draftings()
+    heads = ["", " window 32", " vocab 64", " vocab 64 window 32"]
+    own = [f"mtp {shape}{spared}" for shape in ("4x1", "chosen") for spared in heads]
+    assert [d.name for d in draftings] == [*own, "suffix 4x1", "suffix chosen"]
+    last = Setting(draftings[len(own) - 1], Group(0.0, 1)).describe()
+    assert (last["draft_vocab"], last["draft_window"]) == (64, 32)
+
+
 def test_what_no_drafter_can_grow_is_left_out_by_name() -> None:
     draftings, left_out = sweep(drafts=["mtp"], shapes=[CHAIN, Shape(2, 1, 9), Shape(40, 4, 50)]).draftings()
     assert {d.shape for d in draftings} == {CHAIN}
@@ -83,4 +93,6 @@ def test_a_setting_says_what_it_is() -> None:
         "batch": 3,
         "chosen": False,
         "draft_noise": False,
+        "draft_vocab": None,
+        "draft_window": None,
     }

@@ -86,6 +86,8 @@ class FakeServer:
             return web.json_response({"detail": "unknown field stream_options"}, status=422)
         if fault == "busy":
             return web.json_response({"error": {"message": "too  busy", "code": 503}}, status=503)
+        if fault == "locked":
+            return web.json_response({"error": {"message": "no such key", "code": 401}}, status=401)
         if fault == "plain":
             return web.json_response({"choices": [{"text": "all at once"}]})
         if fault == "hang":

@@ -108,6 +108,7 @@ def test_chat_sends_messages_and_does_not_count_its_opening(bench: Bench, tmp_pa
 
 FAULTS = {
     "busy": "HTTP 503: too busy",
+    "locked": "HTTP 401: no such key; name the variable that holds its key: --api-key-env",
     "die": "the connection broke in mid-stream",
     "error event": "error in the stream: the engine is dead",
     "noise": "an event is no JSON: <html>",
@@ -120,11 +121,11 @@ FAULTS = {
 def test_faults_are_counted_by_reason_and_the_rest_goes_on(bench: Bench) -> None:
     faults = dict(enumerate([*FAULTS, "no done"], 1))
     with serving(FakeServer("vllm", faults=faults)) as server:
-        options = ("--concurrency", "1", "--requests", "10", "--warmup", "1", "--timeout", "1")
+        options = ("--concurrency", "1", "--requests", "11", "--warmup", "1", "--timeout", "1")
         report = bench(server, *options)
     (level,) = report["levels"]
     assert level["failures"] == dict.fromkeys(FAULTS.values(), 1)
-    assert (level["completed"], level["failed"]) == (3, 7)
+    assert (level["completed"], level["failed"]) == (3, 8)
     assert level["output_tokens"] == 3 * TOKENS
     assert "1 at a time: 1 failed: HTTP 503: too busy" in report["shown"]
 
