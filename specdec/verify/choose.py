@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from specdec.config import SamplingParams
+from specdec.kernels.sampling.cpu import best_of
 from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Penalties, Rules
-from specdec.kernels.table import Kernels, on_gpu
+from specdec.kernels.table import Kernels
 
 
 class Chooser:
@@ -87,14 +88,13 @@ def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[C
 def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
     """Return the token of each node, or NO_TOKEN.
 
-    A GPU's steps pick where nothing but logits and place count, and here the same kernel does: its noise and
-    its sums may round otherwise than those of the other operations.
+    Where nothing but logits and place count, the kernel picks that picks in steps on the device: its noise
+    and its sums may round otherwise than those of the other operations. Bare logits are compared alike.
     """
-    picked = [n for n, node in enumerate(nodes) if on_gpu(kernels.name) and node.chooser.is_static]
+    picked = [n for n, node in enumerate(nodes) if node.chooser.is_static and not node.chooser.is_plain]
     if len(picked) == len(nodes):
         return _picked(logits_NV, nodes, kernels)
-    best_N = perturb(logits_NV, nodes, kernels).max(-1)  # of equals the first, as `max` promises
-    token_N = best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN)
+    token_N = best_of(perturb(logits_NV, nodes, kernels))
     if picked:
         row_R = torch.tensor(picked, device=logits_NV.device)
         token_N[row_R] = _picked(logits_NV[row_R], [nodes[n] for n in picked], kernels)
@@ -102,11 +102,14 @@ def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tenso
 
 
 def _picked(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
-    device = logits_NV.device
-    seed_N = torch.tensor([node.chooser.seed for node in nodes], device=device)
-    position_N = torch.tensor([node.position for node in nodes], device=device)
-    token_N: Tensor = kernels.pick(logits_NV, _rules(nodes, device), seed_N, position_N)
+    token_N: Tensor = kernels.pick(logits_NV, *places(logits_NV.device, nodes))
     return token_N
+
+
+def places(device: torch.device, nodes: Sequence[Node]) -> tuple[Rules, Tensor, Tensor]:
+    """Return the nodes' rules, seeds and positions."""
+    seed_N = torch.tensor([node.chooser.seed for node in nodes], device=device)
+    return _rules(nodes, device), seed_N, torch.tensor([node.position for node in nodes], device=device)
 
 
 def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise: bool = True) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specdec.kernels.table import Kernels
-from specdec.verify.choose import Node, perturb
+from specdec.verify.choose import Node, perturb, places
 
 Ranked = tuple[list[int], list[float]]
 """Tokens, the likeliest first, and how sure the drafter is of each."""
@@ -21,5 +21,9 @@ def rank(
     under a softmax of what is compared, which is no probability once noise is in it: whoever compares nodes
     must calibrate it. Without the noise it is one, of tokens that are the likeliest and not the coming ones.
     """
-    token_NK, share_NK = kernels.top(perturb(logits_NV, nodes, kernels, noise=noise), count)
+    choosers = [node.chooser for node in nodes]
+    if noise and all(own.is_static for own in choosers) and not all(own.is_plain for own in choosers):
+        token_NK, share_NK = kernels.best(logits_NV, *places(logits_NV.device, nodes), count)
+    else:
+        token_NK, share_NK = kernels.top(perturb(logits_NV, nodes, kernels, noise=noise), count)
     return list(zip(token_NK.tolist(), share_NK.tolist(), strict=True))

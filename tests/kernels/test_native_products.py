@@ -10,6 +10,7 @@ from specdec.kernels.linear import cpu as linear_cpu
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.native import compiled, linear, sampling
 from specdec.kernels.sampling import cpu, reference
+from specdec.kernels.sampling.rules import NO_TOKEN, Rules
 from tests.tolerances import KERNEL
 
 pytestmark = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
@@ -109,3 +110,19 @@ def test_ranking_of_what_is_no_number(odd: float) -> None:
     wanted_NC, wanted_share_NC = reference.top(scores_NV, 3)
     assert torch.equal(token_NC, wanted_NC)
     torch.testing.assert_close(share_NC, wanted_share_NC)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compared_is_logits_over_temperature_plus_noise(dtype: torch.dtype) -> None:
+    """To the last bit: siblings share noise, a cold row between them has none, and places come again."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = (torch.randn(7, 301, generator=generator) * 4).to(dtype)
+    rules = Rules(torch.tensor([1.0, 0.7, 0.0, 0.7, 1.3, 0.0, 1.0]))
+    seed_N, position_N = torch.tensor([3, 3, 3, 3, 9, 9, 3]), torch.tensor([5, 5, 5, 5, 5, 6, 6])
+    compared_NV = cpu.perturb(logits_NV, rules, seed_N, position_N, sampling.gumbel)
+    before_NV = logits_NV.clone()
+    assert torch.equal(sampling.pick(logits_NV, rules, seed_N, position_N), compared_NV.max(-1).indices)
+    found, wanted = sampling.best(logits_NV, rules, seed_N, position_N, 5), sampling.top(compared_NV, 5)
+    assert all(map(torch.equal, found, wanted)) and torch.equal(logits_NV, before_NV)
+    logits_NV[4, 8] = math.nan
+    assert sampling.pick(logits_NV, rules, seed_N, position_N)[4] == NO_TOKEN

@@ -11,6 +11,7 @@ Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, cty
 ARGUMENTS = {
     "linear": "p nnn pp p n",
     "gumbel": "pp nn p",
+    "perturb": "p nn ppp p p",
     "top": "p nnn pp",
     "gather": "p n p n n p n",
     "add": "pp n p",
@@ -29,7 +30,7 @@ ARGUMENTS = {
 ANSWERS = ("top",)
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
-UNTYPED = ("linear", "gather", "gumbel", "top", "recur")
+UNTYPED = ("linear", "gather", "gumbel", "perturb", "top", "recur")
 """One form serves all types."""
 CONDITION = {"linear": "__AVX512BF16__"}
 """What a processor must have, as the compiler names it."""

@@ -56,7 +56,11 @@ def pick(
 
     -1 where something of what is compared is no number.
     """
-    scores_NV = perturb(logits_NV, rules, seed_N, position_N, noise)
+    return best_of(perturb(logits_NV, rules, seed_N, position_N, noise))
+
+
+def best_of(scores_NV: Tensor) -> Tensor:
+    """Return each row's best token, of equals the first; NO_TOKEN where something is no number."""
     best_N = scores_NV.max(-1)  # of equals the first, as `max` promises
     return best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN)
 
