@@ -22,6 +22,8 @@ MOST_FORMS = 256
 """Forms that are remembered, recorded or not."""
 MOST_BYTES = 64 << 20
 """What all tapes of one pass over one arena may keep: large models gain nothing by them."""
+BLOCKS = 16
+"""A table has room for so many at least."""
 COME, REFUSED = "come once", "refused"
 
 
@@ -45,13 +47,13 @@ class Replays:
         if not self.serves or not narrow:
             return self.run(window, memory, *inputs, **constants)
         tapes = self._by_memory.setdefault(memory, Tapes())
-        form = _form(group), tuple(constants.items())
+        window = _with_path(window)
+        form = _form(window.groups[0]), tuple(constants.items())
         known = tapes.of(form)
         if isinstance(known, Recorded):
             return known.play(window, inputs)
         Replays.firsts += known is not REFUSED
-        if known is not COME:
-            # Some forms never come again: a tape is made when one does.
+        if known is REFUSED or (known is None and not _comes_again(group)):
             tapes.note(form, known or COME)
             return self.run(window, memory, *inputs, **constants)
         recorded = Recorded(window, inputs)
@@ -108,11 +110,27 @@ class Recorded:
         return tuple(out.clone() for out in self.outputs)
 
 
+def _comes_again(group: Group) -> bool:
+    """Tell whether a form is needed often, for it decodes: others, parts of prompts, must come twice."""
+    return group.width == 1 or group.record is not None or group.snapshot_BM is not None
+
+
+def _with_path(window: Window) -> Window:
+    """Give a draft's window an empty path if it has none: whether the last one was accepted is no form."""
+    group = window.groups[0]
+    if group.record is None or group.path is not None:
+        return window
+    nowhere = group.state_B.new_zeros(group.rows, 1)
+    path = RecordIds(nowhere, nowhere)
+    empty = replace(group, path=path, path_length_B=group.state_B.new_zeros(group.rows))
+    return replace(window, groups=(empty,))
+
+
 def _form(group: Group) -> tuple[int, ...]:
     """Say what must be alike for two windows to make the same calls of the same memory."""
     path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
     has = (group.record, group.snapshot_BM, group.ancestors_BMM)
-    blocks, tokens = room(group.table_BN.shape[1], 4), room(group.max_length + group.width)
+    blocks, tokens = room(group.table_BN.shape[1], BLOCKS), room(group.max_length + group.width)
     return group.rows, group.width, path, blocks, tokens, *(part is not None for part in has)
 
 
@@ -135,7 +153,7 @@ def _roomy(window: Window) -> Window:
         snapshot_BM=None if group.snapshot_BM is None else group.snapshot_BM.clone(),
         ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM.clone(),
         tap_BMC=None if group.tap_BMC is None else group.tap_BMC.clone(),
-        table_BN=_widened(group.table_BN, room(group.table_BN.shape[1], 4)),
+        table_BN=_widened(group.table_BN, room(group.table_BN.shape[1], BLOCKS)),
         length_B=group.length_B.clone(),
     )
     return replace(
