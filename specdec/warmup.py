@@ -56,10 +56,18 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     steps: list[Turn] = [([], None)]
     steps += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
     drafts: list[Turn] = [(heads, shape) for shape in policy.shapes if heads]
+    # What no text has room for cannot be learnt.
+    steps, drafts = (
+        [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < max_length]
+        for turns in (steps, drafts)
+    )
     request = None
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
-        if request is None or request.finish_reason:
+        if request and (request.finish_reason or request.room <= _depth(shape)):
+            _end(loop, request)
+            request = None
+        if request is None:
             request = _request(loop, max_length)
             loop.scheduler.submit(request)
             while request.finish_reason is None and not request.decodes:
@@ -70,11 +78,9 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
             speculation.policy.drafts = policy.drafts
         if request.finish_reason is None:
             loop.step()
-        if request.finish_reason and speculation.head:
-            speculation.head.lose(NUMBER)  # it was read to, and may not have been among those who heard
+    if request:
+        _end(loop, request)
     speculation.drafters, speculation.policy = drafters, policy
-    if request is not None and request.finish_reason is None:
-        loop.scheduler.release(request)
     speculation.forget_experience()
     loop.counts = Counts()
     loop.scheduler.limited_by.clear()
@@ -83,11 +89,23 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
 
 
 def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
-    """Yield turns round by round, so that a slow moment is not taken for what one of them costs."""
+    """Yield turns round by round, so that a slow moment is not taken for what one of a kind costs."""
     for _ in range(ROUNDS):
         yield from turns
         if all(_is_known(turn, policy) for turn in turns):
             return
+
+
+def _depth(shape: Shape | None) -> int:
+    return shape.num_steps if shape else 0
+
+
+def _end(loop: DecodeLoop, request: Request) -> None:
+    """Take back what a request has, if it still has any; the head may not have been among those who heard."""
+    if request.finish_reason is None:
+        loop.scheduler.release(request)
+    if loop.speculation.head:
+        loop.speculation.head.lose(NUMBER)
 
 
 def _is_known(turn: Turn, policy: Policy) -> bool:

@@ -18,9 +18,12 @@ from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import WIDTHS
 from specdec.draft.proposal import Proposal, Shape
 from specdec.loop import DecodeLoop
+from specdec.warmup import ROUNDS
 from tests.agreeing import write_agreeing
 from tests.lossless import memory_for
 
+KNOWN = 4
+"""Times that a cost must have been seen to be trusted."""
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PROMPTS = [[0, 1, 2, 3], [5], [7, 3, 7, 3, 7]]
 
@@ -69,8 +72,21 @@ def test_every_width_is_measured_several_times(
         policy = warm.model.loop.speculation.policy
         assert policy.bounds == warm.model.settings.bounds and policy.adaptive
         for width in (*(1 + nodes for nodes in WIDTHS if nodes < 12), 1, 13):
-            assert seen[1, width] >= 3 and policy.steps.predict(1, width) > 0
+            assert seen[1, width] >= KNOWN and policy.steps.knows(1, width)
+        for shape in policy.shapes if draft != "ngram" else ():
+            assert policy.drafts[shape.topk].knows(1, shape.num_steps)
     assert {rows for rows, _ in seen} == {1}
+
+
+def test_learning_ends_when_all_is_known(engine: Open, seen: Counter[tuple[int, int]]) -> None:
+    """Or after so many rounds, if something never is: a form that is new each time."""
+    with engine("mtp", num_steps=2, topk=1):
+        assert KNOWN <= seen[1, 1] <= 3 * KNOWN  # steps, and drafts of one level
+    seen.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Costs, "knows", lambda *_: False)
+        with engine("mtp", num_steps=2, topk=1):
+            assert seen[1, 1] >= 2 * ROUNDS
 
 
 def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +155,10 @@ def test_texts_that_end_while_it_learns_are_begun_anew(
         usage = warm.stats().arena
         assert usage.free_slabs == usage.slabs and warm.stats().steps == 0
         # Behind the made-up prompt there is room for a step or two, or for none.
-        assert seen.total() >= 18 if max_model_len > 9 else not seen
+        deepest = max_model_len - 10
+        nodes = {0, *WIDTHS} & set(range(deepest + 1))
+        assert all(seen[1, 1 + own] >= KNOWN for own in nodes) and bool(seen) == bool(nodes)
+        assert all(KNOWN <= count < ROUNDS + KNOWN for count in seen.values())
         assert len(warm.generate([1], params)[0].token_ids) == 1
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds
-from specdec.kernels.native.call import TOKENS, room
+from specdec.kernels.native.call import room
 from specdec.kernels.native.tape import Tape
 from specdec.kernels.table import Kernels
 from specdec.models.mixers import Memory
@@ -18,6 +18,8 @@ from specdec.state_slots.window import Window
 Pass = Callable[..., tuple[Tensor, ...]]
 """Given a window, the memory and tensors by token, what it makes of them."""
 
+WIDEST = 32
+"""Tokens of a pass that is recorded: beyond it arithmetic outweighs calls."""
 MOST_FORMS = 256
 """Forms that are remembered, recorded or not."""
 MOST_BYTES = 64 << 20
@@ -43,7 +45,7 @@ class Replays:
     ) -> tuple[Tensor, ...]:
         """Return fresh tensors; `constants` are part of the form."""
         group = window.groups[0]
-        narrow = len(window.groups) == 1 and len(window.token_T) <= TOKENS and group.kept is None
+        narrow = len(window.groups) == 1 and len(window.token_T) <= WIDEST and group.kept is None
         if not self.serves or not narrow:
             return self.run(window, memory, *inputs, **constants)
         tapes = self._by_memory.setdefault(memory, Tapes())

@@ -24,7 +24,7 @@ def answers(folder: Path, stream: Stream, *, count: int, seed: int) -> Stream:
     return np.array(rows, dtype=np.uint16)
 
 
-def rows(said: Stream, step: int, size: int, seed: int) -> Tensor:
+def some(said: Stream, step: int, size: int, seed: int) -> Tensor:
     """Return a step's rows of answers [N, T]."""
     chosen = np.random.default_rng((seed, step)).integers(0, len(said), size)
     return torch.from_numpy(said[chosen].astype("int64"))

@@ -46,8 +46,8 @@ modulo 100, and the licences {licences}. Nothing else was read.
 
 Muon for the target's matrices, AdamW for the rest; constant rates, then a linear decay.
 {circles}The heads learn the target's distribution, {depth} steps deep in the recursion that they are
-run in, half on that text and half on {said:,} greedy answers of the target to places of it. Weights are
-rounded to bfloat16 at the end.
+run in: half of their rows are that text, half are 128 tokens of it and the 128 with which the target goes on
+greedily, at {said:,} places. Weights are rounded to bfloat16 at the end.
 
 ![loss](loss.svg)
 
@@ -60,7 +60,7 @@ EAGLE-3 head {eagle}.
 
 
 _CIRCLES = """\
-Against circles the target answers {} training prompts greedily, {} times, and learns beside the
+Against circles the target answers {:,} training prompts greedily{}, and learns beside the
 text that what it repeated there is unlikely (sequence-level unlikelihood).
 """
 
@@ -79,7 +79,7 @@ def write_card(
         for (name, title), plan in zip(STAGES.items(), plans.values(), strict=True)
         if times.get(name, 1)
     )
-    sizes = recipe.sizes()
+    sizes, again = recipe.sizes(), f", {recipe.rounds} times" if recipe.rounds > 1 else ""
     card = _CARD.format(
         name=recipe.name,
         layers=sizes.num_hidden_layers,
@@ -89,7 +89,7 @@ def write_card(
         draft_vocab=recipe.draft_vocab,
         depth=recipe.depth,
         said=recipe.said,
-        circles=_CIRCLES.format(recipe.answers, recipe.rounds) if recipe.rounds else "",
+        circles=_CIRCLES.format(recipe.answers, again) if recipe.rounds else "",
         held_out=HELD_OUT,
         licences=", ".join(sorted(HELD_OUT_LICENCES)),
         stages=stages,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.train.answers import rows
+from specdec.train.answers import some
 from specdec.train.heads import Head
 from specdec.train.pretrain import batch
 from specdec.train.stage import Measured, Phase, Plan, Step
@@ -20,7 +20,7 @@ FADE = 0.8
 def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan, steps: int) -> Step:
     """Make the function that takes one step's loss: cross entropy to the trunk, `steps` deep.
 
-    Half of a batch is text, half is rows of what the trunk `said`: drafts are judged by its words.
+    Half of a batch's rows are text, half are prompts and what the trunk `said` to them, which judges drafts.
     """
     embed_VD = trunk.embed_tokens.weight.detach()
     device = embed_VD.device
@@ -35,10 +35,10 @@ def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan
         total, agreed = hidden.new_zeros(()), []
         for j, out in enumerate(head.unroll(state, ids, embed_VD, steps), 1):
             wanted = logits[:, j : j + length]
-            said = F.log_softmax(F.linear(out, head.output(embed_VD)).float(), -1)
+            guess = F.log_softmax(F.linear(out, head.output(embed_VD)).float(), -1)
             share = head.choose(wanted.float().softmax(-1))
-            total = total - FADE ** (j - 1) * (share * said).sum(-1).mean()
-            agreed.append((said.argmax(-1) == head.choose(wanted).argmax(-1)).float().mean())
+            total = total - FADE ** (j - 1) * (share * guess).sum(-1).mean()
+            agreed.append((guess.argmax(-1) == head.choose(wanted).argmax(-1)).float().mean())
         return total / sum(FADE**j for j in range(steps)), torch.stack(agreed)
 
     trunk.compile_layers()
@@ -46,9 +46,9 @@ def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan
 
     def step(at: int, phase: Phase) -> Measured:
         text = replace(phase, batch=phase.batch - phase.batch // 2)
-        ids = batch(stream, at, text, ahead=0, seed=plan.seed, device=device)
-        own = rows(said, at, phase.batch // 2, plan.seed)[:, -phase.length :]
-        ids = torch.cat([ids, own.to(device)])
+        read = batch(stream, at, text, ahead=0, seed=plan.seed, device=device)
+        own = some(said, at, phase.batch // 2, plan.seed)[:, -phase.length :]
+        ids = torch.cat([read, own.to(device)])
         with torch.autocast(device.type, dtype=torch.bfloat16):
             with torch.no_grad():
                 hidden, logits, tapped = ask(ids)

@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec.errors import ConfigError
 from specdec.models.shapes import SHAPES
+from specdec.train.answers import ANSWER, PROMPT
 from specdec.train.stage import Phase, Plan
 from specdec.train.trunk import Shape
 
@@ -29,6 +30,10 @@ class Recipe:
     """Steps of the recursion that a head is trained in."""
     draft_vocab: int
     """Tokens that the EAGLE head can say: the commonest of the corpus."""
+
+    def __post_init__(self) -> None:
+        longest = max(phase.length for plan in (self.mtp, self.eagle) for phase in plan.phases)
+        assert longest <= PROMPT + ANSWER, "heads read rows of answers, which are no longer"
 
     @property
     def config(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """From the machine's own text to a checkpoint: corpus, tokenizer, trunk, heads, files. Each stage goes on."""
 
+import hashlib
 import json
 import logging
 import platform
@@ -101,7 +102,8 @@ def teach(
     """Train a head in place, beginning from the target's own weights."""
     head.begin(trunk)
     head.to(trunk.embed_tokens.weight.device)
-    run(name, plan, head, head_step(head, trunk, stream, said, plan, depth), work)
+    fed = hashlib.sha256(said.tobytes()).hexdigest()[:12]
+    run(name, plan, head, head_step(head, trunk, stream, said, plan, depth), work, fed=fed)
     head.eval().requires_grad_(False)
 
 

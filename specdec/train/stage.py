@@ -101,13 +101,13 @@ def optimisers(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
 Step = Callable[[int, Phase], Measured]
 
 
-def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path) -> None:
+def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path, *, fed: str = "") -> None:
     """Take the plan's steps, going on from what `folder` holds; leaves the trained weights in `model`.
 
-    What is kept belongs to the plan and to the weights that the model begins with.
+    What is kept belongs to the plan, to the weights that the model begins with, and to what it is `fed`.
     """
     tools = optimisers(model, plan)
-    kept, whose = folder / f"{name}.pt", f"{plan!r} {digest(model)}"
+    kept, whose = folder / f"{name}.pt", f"{plan!r} {digest(model)} {fed}".rstrip()
     done, spent = _resume(kept, whose, model, tools)
     if done == plan.steps:
         return

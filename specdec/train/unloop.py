@@ -2,14 +2,14 @@
 
 A small model that takes its likeliest token repeats itself, and what it repeats becomes likelier still. So it
 answers training prompts, and beside the usual loss on text it pays −log(1 − p) for every token of its own
-that goes round again (sequence-level unlikelihood). Rounds follow each other, since it finds new circles.
+that goes round again (sequence-level unlikelihood). The text read beside it wins back what that costs.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.train.answers import PROMPT, rows
+from specdec.train.answers import PROMPT, some
 from specdec.train.pretrain import batch, cross_entropy
 from specdec.train.stage import Measured, Phase, Plan, Step
 from specdec.train.tokens import Stream
@@ -44,7 +44,7 @@ def unloop_step(trunk: Trunk, stream: Stream, said: Stream, plan: Plan) -> Step:
 
     def step(at: int, phase: Phase) -> Measured:
         ids = batch(stream, at, phase, ahead=1, seed=plan.seed, device=device)
-        own = rows(said, at, phase.batch, plan.seed).to(device)
+        own = some(said, at, phase.batch, plan.seed).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
             hidden, _ = trunk(ids[:, :-1])
             text = loss_of(hidden, trunk.embed_tokens.weight, ids[:, 1:])

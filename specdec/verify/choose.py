@@ -91,18 +91,20 @@ def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tenso
     Where nothing but logits and place count, the kernel picks that picks in steps on the device: its noise
     and its sums may round otherwise than those of the other operations. Bare logits are compared alike.
     """
-    picked = [n for n, node in enumerate(nodes) if node.chooser.is_static and not node.chooser.is_plain]
-    if len(picked) == len(nodes):
-        return _picked(logits_NV, nodes, kernels)
-    token_N = best_of(perturb(logits_NV, nodes, kernels))
-    if picked:
-        row_R = torch.tensor(picked, device=logits_NV.device)
-        token_N[row_R] = _picked(logits_NV[row_R], [nodes[n] for n in picked], kernels)
-    return token_N
-
-
-def _picked(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
-    token_N: Tensor = kernels.pick(logits_NV, *places(logits_NV.device, nodes))
+    if all(node.chooser.is_plain for node in nodes):
+        return best_of(logits_NV)
+    parts: dict[bool, list[int]] = {}
+    for n, node in enumerate(nodes):
+        parts.setdefault(node.chooser.is_static, []).append(n)
+    if len(parts) == 1:
+        if not nodes[0].chooser.is_static:
+            return best_of(perturb(logits_NV, nodes, kernels))
+        picked_N: Tensor = kernels.pick(logits_NV, *places(logits_NV.device, nodes))
+        return picked_N
+    token_N = torch.empty(len(nodes), dtype=torch.int64, device=logits_NV.device)
+    for part in parts.values():
+        row_R = torch.tensor(part, device=logits_NV.device)
+        token_N[row_R] = _chosen(logits_NV[row_R], [nodes[n] for n in part], kernels)
     return token_N
 
 

@@ -267,11 +267,6 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
         f"beyond the target's {VOCAB}",
     ),
     "a short map": (Published("eagle3", TAPS, lambda t: t | {"d2t": t["d2t"][1:]}), "d2t", "no list of 32"),
-    "a mask of other tokens": (
-        Published("eagle3", TAPS, lambda t: t | {"t2d": t["t2d"].roll(1)}),
-        "t2d",
-        "not the 32 of d2t; write both from one list",
-    ),
     "scaled positions": (
         Published("eagle", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
         "rope_scaling.rope_type",
@@ -295,6 +290,19 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, target: Path, what
     assert caught.value.field == field
     assert words in str(caught.value) and str(caught.value).startswith("draft_model: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_mask_of_other_tokens_is_told_of_and_not_read(
+    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What training alone reads is published in several forms; only what says something can contradict."""
+    for mask, is_odd in ((lambda x: x.roll(1), True), (lambda x: x, False), (lambda x: x & False, False)):
+        made = tmp_path / str(len(list(tmp_path.iterdir())))
+        made.mkdir()
+        published(made, target, Published("eagle3", TAPS, lambda t, m=mask: t | {"t2d": m(t["t2d"])}))
+        caplog.clear()
+        read_head(made, read_network(Checkpoint(target)))
+        assert ("t2d marks other tokens" in caplog.text) == is_odd
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, target: Path) -> None:

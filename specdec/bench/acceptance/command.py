@@ -28,9 +28,8 @@ All settings take turns on every batch of prompts, `none` among them, and every 
 `none` says. A model is loaded once for each kind of head that drafts and each --draft-vocab; the engines over
 it share its weights, and each has its own memory for sequences. As many engines stand side by side as
 --memory holds; where that is fewer than there are settings, the one used least recently is put together anew
-when its turn comes. With --out a run that was cut short goes on where it ended when it is repeated. What the
-columns mean stands under
-the table."""
+when its turn comes. With --out a run that was cut short goes on where it ended when it is repeated. Under the
+table stands what its columns mean."""
 
 
 def add_acceptance(parser: argparse.ArgumentParser) -> None:

@@ -50,6 +50,9 @@ class Engines:
             looked_up = next((d for d in draftings if d.draft not in HEADS), Drafting(NONE))
             self._load(folder, config, looked_up, draftings)
         self.draftings = [d for d in draftings if self._donor(d)]
+        for idle in [d for d in self.draftings if d.window and not self._has_head(d)]:
+            self._leave_out(f"{idle.name}: only a head has a use for a window")
+            self.draftings.remove(idle)
         budget = memory or int(SHARE * free_memory(self.first.settings.device))
         self.most = max(1, budget // max(own.settings.memory_bytes for own in self._loaded))
         """Engines at once."""
@@ -80,16 +83,23 @@ class Engines:
         try:
             model = build(folder, EngineConfig.of(config, fields))
         except ConfigError as error:
-            if draft == NONE or error.field not in ("draft", "draft_model"):
+            missing = ("draft", "draft_model", *(["draft_vocab"] if asked.vocab else []))
+            if draft == NONE or error.field not in missing:
                 raise
-            if str(error) not in self.left_out:
-                self.left_out.append(str(error))
-            return
+            return self._leave_out(f"{draft} of {asked.vocab} tokens: {error}" if asked.vocab else str(error))
         head = model.loop.speculation.head
         own = Loaded(
             draft, asked.vocab, model.network, head.head if head else None, model.tokenizer, model.settings
         )
         self._loaded.append(own)
+
+    def _leave_out(self, why: str) -> None:
+        if why not in self.left_out:
+            self.left_out.append(why)
+
+    def _has_head(self, asked: Drafting) -> bool:
+        donor = self._donor(asked)
+        return donor is not None and donor.head is not None
 
     def _donor(self, asked: Drafting) -> Loaded | None:
         """Return the weights for a drafter: those with its head; of one without any."""

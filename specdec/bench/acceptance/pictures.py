@@ -14,8 +14,9 @@ SHARED = ("temperature", "batch")
 
 
 def setting_key(record: Record) -> str:
-    """Return what tells a record's setting from all others."""
-    return json.dumps(record.get("setting") or record.get("name"), sort_keys=True)
+    """Return what tells a record's setting from all others: fields that hold nothing may be newer than it."""
+    setting = {name: value for name, value in (record.get("setting") or {}).items() if value is not None}
+    return json.dumps(setting or record.get("name"), sort_keys=True)
 
 
 def field(record: Record, name: str) -> Any:

@@ -13,7 +13,6 @@ from specdec.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_
 NONE, TRANSFORMERS = "none", "transformers"
 HEADS = ("auto", "mtp", "eagle")
 """Who may draft with a head, and so rank guesses with the noise or without; `auto` may have another's."""
-PLAIN = ("shared", None, None)
 DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 
@@ -147,13 +146,13 @@ class Sweep:
         for draft in self.drafts:
             if draft == NONE:
                 continue  # it is always there
-            shapes = [(shape, False) for shape in self.shapes]
-            shapes += [(self.chosen, True)] if self.chosen else []
             # Who looks text up ranks by no logits, and has no head to spare.
-            heads = itertools.product(self.noises, self.vocabs, self.windows) if draft in HEADS else [PLAIN]
-            for (shape, chosen), (noise, vocab, window) in itertools.product(shapes, heads):
-                if not chosen or noise == self.noises[0] or draft not in HEADS:
-                    yield Drafting(draft, shape, chosen, noise == "shared", vocab, window)
+            noises = [noise == "shared" for noise in self.noises] if draft in HEADS else [True]
+            spared = [*itertools.product(self.vocabs, self.windows)] if draft in HEADS else [(None, None)]
+            for shape, noise, own in itertools.product(self.shapes, noises, spared):
+                yield Drafting(draft, shape, False, noise, *own)
+            if self.chosen:
+                yield from (Drafting(draft, self.chosen, True, noises[0], *own) for own in spared)
 
 
 def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:

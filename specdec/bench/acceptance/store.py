@@ -52,8 +52,9 @@ class Store:
 
     def _read(self, lines: Iterable[str], run: Mapping[str, Any]) -> None:
         first, *rest = (json.loads(line) for line in lines)
-        if moved := sorted(name for name in {*first, *run} if first.get(name) != run.get(name)):
-            name = moved[0]
+        moved = [name for name in {*first, *run} if first.get(name) != run.get(name)]
+        if moved:
+            name = min(moved, key=lambda name: (name != "commit", name))  # what it brought is its doing
             raise ConfigError(
                 f"--out: {self._path} holds measurements with another {name} ({_short(first.get(name))}, not "
                 f"{_short(run.get(name))}); repeat that run as it was to go on, or name another folder",

@@ -18,7 +18,7 @@ from specdec.bench.client import ask_model, base_url, is_url, reason
 from specdec.bench.report import environment, publish
 from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
 from specdec.bench.serve.report import level_report, render
-from specdec.bench.serve.stream import Outcome, Request, Server
+from specdec.bench.serve.stream import KEY, Outcome, Request, Server
 from specdec.errors import ConfigError, EngineError
 
 FEWEST, PER_PLACE = 16, 4
@@ -130,9 +130,11 @@ async def _find(session: aiohttp.ClientSession, base: str, model: str | None) ->
     try:
         return model or await ask_model(session, base)
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        usual = "check that it runs and answers GET /v1/models, or name the model with --model"
+        is_locked = isinstance(error, aiohttp.ClientResponseError) and error.status in (401, 403)
         raise EngineError(
-            f"url: the server at {base} does not say which model it has ({reason(error)}); check that it "
-            "runs and answers GET /v1/models, or name the model with --model",
+            f"url: the server at {base} does not say which model it has ({reason(error)}); "
+            f"{KEY if is_locked else usual}",
             field="url",
         ) from error
 

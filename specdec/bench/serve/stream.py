@@ -15,9 +15,10 @@ EXCERPT = 120
 """Characters of a server's own words that are kept."""
 SAYS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
 """Fields of a choice, or of its delta, that hold something new."""
+KEY = "--api-key-env names the variable that holds its key: check both"
 REMEDIES = {
-    401: "; name the variable that holds its key: --api-key-env",
-    403: "; name the variable that holds its key: --api-key-env",
+    401: f"; {KEY}",
+    403: f"; {KEY}",
     404: "; give the server's root as URL, and its model as --model",
 }
 """What to do where the server's words may not say it."""

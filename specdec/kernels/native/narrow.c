@@ -179,6 +179,17 @@ static void advance(const float *from, float *to, const head *x, ix M, float *co
     fold_state(from, to, x->K, x->W, expf(after), M, k, (const float *const *)u, weight);
 }
 
+static head later(const head *x, ix m) {
+    head part = *x;
+    part.q += m * x->qk, part.k += m * x->qk, part.v += m * x->by_v, part.decay += m * x->H;
+    if (x->beta) part.beta += m * x->H;
+    return part;
+}
+
+// Certain tokens that are solved together: among more of them than this, what each asks of the others outweighs what
+// is saved in reading the state.
+#define CERTAIN 16
+
 // The gated delta rule (beta given) or Mamba-2 (beta null) over a window of M tokens of each of B rows.
 // q, k [B*M, G, K], v and out [B*M, H, W], decay and beta [B*M, H], keys [B, P, G, K] of the pending path. place and
 // snapshot null: the tokens are certain and the states move on. Otherwise each leaves a record, or the state after
@@ -193,7 +204,7 @@ void recur(const float *q, const float *k, const float *v, const float *decay, c
         for (ix h = 0; h < H; h++) {
             ix g = h / (H / G), first = b * M;
             float *S = state + slot[b] * state_stride + h * K * W;
-            float *o[MOST], *u[MOST], own[place ? 1 : M * W];
+            float *o[M], *u[M], own[place ? 1 : M * W];
             head x = {q + (first * G + g) * K, k + (first * G + g) * K, v + (first * H + h) * W, decay + first * H + h,
                       beta ? beta + first * H + h : 0, G * K, H * W, H, K, W};
             // Before this window's records, which may take the places of those that end here.
@@ -206,18 +217,24 @@ void recur(const float *q, const float *k, const float *v, const float *decay, c
                 u[m] = place ? r->update + slab[t] * r->update_slab + place[t] * r->update_place + h * W : own + m * W;
                 if (place) r->decay[slab[t] * r->decay_slab + place[t] * r->decay_place + h] = decay[t * H + h];
             }
-            if (!snapshot) {
+            if (place) {
                 solve(S, &x, M, above ? above + first * M : 0, o, u);
-                if (!place) advance(S, S, &x, M, u);
+                continue;
+            }
+            if (!snapshot) {
+                for (ix from = 0; from < M; from += CERTAIN) {
+                    ix count = M - from < CERTAIN ? M - from : CERTAIN;
+                    head part = later(&x, from);
+                    solve(S, &part, count, 0, o + from, u + from);
+                    advance(S, S, &part, count, u + from);
+                }
                 continue;
             }
             for (ix m = 0; m < M; m++) {
                 ix parent = m - 1;
                 while (above && parent >= 0 && !above[(first + m) * M + parent]) parent--;
                 const float *from = parent < 0 ? S : state + snapshot[first + parent] * state_stride + h * K * W;
-                head node = x;
-                node.q += m * x.qk, node.k += m * x.qk, node.v += m * x.by_v, node.decay += m * H;
-                if (beta) node.beta += m * H;
+                head node = later(&x, m);
                 solve(from, &node, 1, 0, o + m, u + m);
                 advance(from, state + snapshot[first + m] * state_stride + h * K * W, &node, 1, u + m);
             }

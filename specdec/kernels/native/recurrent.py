@@ -202,4 +202,4 @@ def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
 
 
 def _has_room(group: Group) -> bool:
-    return path_width(group) <= MOST
+    return path_width(group) <= MOST and (group.record is None or group.width <= MOST)

@@ -35,7 +35,6 @@ UNTYPED = ("linear", "gather", "gumbel", "perturb", "top", "recur")
 CONDITION = {"linear": "__AVX512BF16__"}
 """What a processor must have, as the compiler names it."""
 
-
 FORMS = {
     full: arguments.replace(" ", "")
     for name, arguments in ARGUMENTS.items()

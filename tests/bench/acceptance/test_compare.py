@@ -35,6 +35,19 @@ def test_a_result_is_within_the_noise_of_itself() -> None:
         assert {figure["verdict"] for figure in figures} == {SAME}
 
 
+def test_a_field_that_is_newer_than_a_result_and_says_nothing_is_no_difference() -> None:
+    told = result()
+    later = copy.deepcopy(told)
+    for record in later["records"]:
+        record["setting"] |= {"draft_vocab": None}
+    found = compare(told, later)
+    assert len(found["records"]) == len(told["records"])
+    for record in later["records"]:
+        record["setting"] |= {"draft_vocab": 64}
+    with pytest.raises(ConfigError):
+        compare(told, later)
+
+
 def test_what_moved_is_said_with_its_direction() -> None:
     before, after = result(prompts=16), result(seed=1, gain=0.1, prompts=16)
     for pair, verdict in (((before, after), "higher"), ((after, before), "lower")):

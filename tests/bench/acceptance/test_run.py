@@ -267,6 +267,18 @@ def test_economies_have_a_head_of_their_own(agreeing: Path, tmp_path: Path) -> N
     assert [head and head.window for head in heads] == [None, None, 16]
 
 
+def test_economies_without_a_head_are_left_out_and_named(
+    bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch, agreeing: Path
+) -> None:
+    """And the rest is measured: here a head cannot spare tokens that nobody counted."""
+    economies = ["--draft-vocab", "0,4", "--draft-window", "0,16"]
+    assert bench("--draft", "mtp,suffix", "--shape", "2:1:3", *economies, "--limit", "1") == 0
+    report = report_of(capsys.readouterr().out)
+    assert {r["name"] for r in report["records"]} == {"none", "mtp 2x1", "mtp 2x1 window 16", "suffix 2x1"}
+    (why,) = report["left_out"]
+    assert why.startswith("mtp of 4 tokens: draft_vocab") and "token_counts.json" in why
+
+
 def test_settings_take_turns_in_rotated_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, ...]] = []
     right = measure

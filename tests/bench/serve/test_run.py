@@ -108,7 +108,7 @@ def test_chat_sends_messages_and_does_not_count_its_opening(bench: Bench, tmp_pa
 
 FAULTS = {
     "busy": "HTTP 503: too busy",
-    "locked": "HTTP 401: no such key; name the variable that holds its key: --api-key-env",
+    "locked": "HTTP 401: no such key; --api-key-env names the variable that holds its key: check both",
     "die": "the connection broke in mid-stream",
     "error event": "error in the stream: the engine is dead",
     "noise": "an event is no JSON: <html>",
