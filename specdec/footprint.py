@@ -14,7 +14,7 @@ from specdec.config import EngineConfig
 from specdec.kernels.linear import fp8
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
-from specdec.models.eagle import EagleFolder
+from specdec.models.eagle import EagleFolder, find_head
 from specdec.models.eagle_head import EagleHead
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
@@ -155,6 +155,8 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     footprint = measure(network, settings.dtype, narrow=settings.narrow, eagle=opened.eagle)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
+    eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)
+    heads = [*(["mtp"] if network.mtp else []), *([f"eagle ({eagle.name})"] if eagle else [])]
     draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
     if settings.drafters:
         draft["draft_slot"] = settings.slots
@@ -167,6 +169,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "parameters": footprint.parameters,
         "mtp_parameters": footprint.mtp_parameters,
         "eagle_parameters": footprint.eagle_parameters,
+        "heads": ", ".join(heads) or "none",
         "stored_bytes": stored_bytes,
         "stored_8bit_bytes": narrow_bytes,
         "weight_bytes": footprint.weight_bytes,
