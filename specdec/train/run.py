@@ -58,7 +58,7 @@ def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[s
         teach(name, head, plan, recipe.depth, trunk, text.training, said, work)
     export(out, recipe.config, trunk, mtp, torch.bfloat16)
     export_eagle(out / EAGLE, eagle, torch.bfloat16)
-    with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
+    with torch.compiler.set_stance("force_eager"):
         # Once each, in sizes that nothing was compiled for.
         figures = _figures(trunk, {"mtp": mtp, "eagle": eagle}, text, recipe) | _spent(work, recipe.rounds)
     write_card(out, recipe, text.about, figures, work)
