@@ -8,6 +8,7 @@ import random
 import reprlib
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -33,11 +34,11 @@ class SpecEngine:
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, **fields: object) -> None:
         self.config = EngineConfig.of(config, fields)
-        self.model = build(model, self.config)
+        self._worker = Worker(partial(build, model, self.config))
+        self.model = self._worker.model
         self.tokenizer = self.model.tokenizer
         self._numbers = itertools.count(1)
         self._seeds = random.Random(self.config.seed)
-        self._worker = Worker(self.model.loop)
         # An engine that is dropped without being closed ends its thread, which would keep the model alive.
         self._finalizer = weakref.finalize(self, self._worker.close)
 

@@ -3,29 +3,42 @@
 import logging
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 import torch
 
+from specdec.build import Model
 from specdec.errors import EngineError
-from specdec.loop import DecodeLoop
 from specdec.request import Request
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Runs a loop until it is closed. `submit` and `cancel` may be called from any thread."""
+    """Builds a model, and runs its loop until closed. `submit` and `cancel` may be called from any thread.
 
-    def __init__(self, loop: DecodeLoop) -> None:
-        self._loop = loop
+    One thread does both: where two of a process compute, the helpers that each has called sleep after every
+    operation, and waking them takes longer than most operations of a small model.
+    """
+
+    def __init__(self, make: Callable[[], Model]) -> None:
+        """Wait until the model is built; what is wrong with it is raised here."""
+        built: Future[Model] = Future()
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         """New requests; None only wakes the thread up."""
         self._gate = threading.Lock()
         """Holds `submit` and `close` apart, so that no request enters a closed inbox."""
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._build, args=(make, built), name="specdec-engine", daemon=True
+        )
         self._thread.start()
+        try:
+            self.model = built.result()
+        except BaseException:
+            self._closing = True  # who was interrupted while it loads wants no engine
+            raise
 
     def submit(self, request: Request) -> None:
         with self._gate:
@@ -44,6 +57,17 @@ class Worker:
             self._closing = True
         self._inbox.put(None)
         self._thread.join()
+
+    def _build(self, make: Callable[[], Model], built: "Future[Model]") -> None:
+        try:
+            model = make()
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        self._loop = model.loop
+        built.set_result(model)
+        del model, built, make
+        self._run()
 
     def _run(self) -> None:
         error = EngineError("The engine was closed while this request ran.")

@@ -151,38 +151,12 @@ def test_recurrence_equals_the_plain_form_over_two_windows(
     layer = trees.Layer(dtype=torch.float32)
     if sizes == "all threads":
         layer = replace(layer, heads=16, key=48, value=47)
-        assert layer.heads * layer.key * layer.value >= compiled.SHARED_FROM
     scale = layer.key**-0.5
     ours, theirs = (trees.make_memory(layer, [7, 2, 5][:rows]) for _ in range(2))
     groups = recurrent_case(kind, width, rows, recorded, layer)
     k_path_BPGK = scale * draw(rows, path_width(groups[1]), layer.groups, layer.key, seed=9)
     for seed, group in enumerate(groups):
         tokens = rows * width
-        q_TGK, k_TGK = (scale * draw(tokens, layer.groups, layer.key, seed=10 * seed + s) for s in (1, 2))
-        v_THW = draw(tokens, layer.heads, layer.value, seed=10 * seed + 3)
-        decay_TH = -draw(tokens, layer.heads, seed=10 * seed + 4).abs()
-        beta_TH = draw(tokens, layer.heads, seed=10 * seed + 5).sigmoid() if with_beta else None
-        inputs = (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)
-        k_path = None if group.path is None else k_path_BPGK
-        found = recurrent.recur(*inputs, ours, group, k_path)
-        close(found, PLAIN["recur"](*inputs, theirs, group, k_path))
-        trees.assert_same_memory(ours, theirs, KERNEL[torch.float32])
-
-
-@pytest.mark.parametrize("with_beta", [True, False])
-@pytest.mark.parametrize(("rows", "width"), [(1, 17), (2, 48), (3, 131)])
-def test_prompts_equal_the_plain_form(rows: int, width: int, with_beta: bool) -> None:
-    """Longer windows than drafts have, behind a pending path: certain tokens are solved some at a time."""
-    layer = replace(trees.Layer(dtype=torch.float32), key=24, value=17)
-    slots = [7, 2, 5][:rows]
-    ours, theirs = (trees.make_memory(layer, slots) for _ in range(2))
-    records = trees.scattered(rows, 3, seed=3)
-    before = trees.build_group([trees.chain(3)] * rows, slots, records=records, conv_taps=layer.taps)
-    prompt = trees.build_group([trees.chain(width)] * rows, slots, paths=records, conv_taps=layer.taps)
-    scale = layer.key**-0.5
-    k_path_BPGK = scale * draw(rows, 3, layer.groups, layer.key, seed=9)
-    for seed, group in enumerate((before, prompt)):
-        tokens = rows * group.width
         q_TGK, k_TGK = (scale * draw(tokens, layer.groups, layer.key, seed=10 * seed + s) for s in (1, 2))
         v_THW = draw(tokens, layer.heads, layer.value, seed=10 * seed + 3)
         decay_TH = -draw(tokens, layer.heads, seed=10 * seed + 4).abs()

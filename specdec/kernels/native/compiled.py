@@ -20,14 +20,9 @@ MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 RANKED = 64
 """The longest ranking that is kept in order by insertion."""
-SHARED_FROM = 1 << 15
-"""Entries of the states that a call works on from which torch's threads share them."""
-SHARED_PRODUCT = 1 << 20
-"""Entries of a matrix from which torch's threads share its product: waking them costs time too."""
 FLAGS = (
     *("-O3", "-march=native", "-fPIC", "-std=gnu11"),
-    *(f"-DMOST={MOST}", f"-DRANKED={RANKED}", f"-DSHARED_FROM={SHARED_FROM}"),
-    f"-DSHARED_PRODUCT={SHARED_PRODUCT}",
+    *(f"-DMOST={MOST}", f"-DRANKED={RANKED}"),
     # Sums may be reordered, as the vector units need; infinities and NaN keep their meaning.
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )

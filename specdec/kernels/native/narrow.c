@@ -4,8 +4,39 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef long ix;
+
+#ifdef _OPENMP
+int omp_get_max_threads(void);
+
+static double now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1e9 + t.tv_nsec;
+}
+
+// Whether work of so many nanoseconds is worth sharing with torch's threads. Waking them takes 2 us, or 50 where
+// another thread of this process has called threads of its own, for then all sleep at once: so it is timed now and then.
+static int pays(double work_ns) {
+    static __thread double wake_ns;
+    static __thread unsigned asked;
+    if (omp_get_max_threads() < 2) return 0;
+    if (asked++ % 4096 == 0) {
+        double from_ns = 0;
+        for (int i = 0; i < 4; i++) {  // the first wakes those that slept since the last step
+            if (i == 1) from_ns = now_ns();
+            #pragma omp parallel
+            __asm__ volatile("" ::: "memory");
+        }
+        wake_ns = (now_ns() - from_ns) / 3;
+    }
+    return work_ns > 3 * wake_ns;
+}
+#else
+static int pays(double work_ns) { return 0 * work_ns; }
+#endif
 
 static inline float exp_(float x) {
     x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
@@ -199,7 +230,7 @@ void recur(const float *q, const float *k, const float *v, const float *decay, c
            ix M, ix G, ix H, ix K, ix W, float *state, ix state_stride, const ix *slot, const records *r,
            const float *keys, const ix *path_slab, const ix *path_place, const ix *path_length, ix P,
            const ix *slab, const ix *place, const ix *snapshot, const uint8_t *above) {
-    #pragma omp parallel for collapse(2) schedule(static) if (B * H * K * W >= SHARED_FROM)
+    #pragma omp parallel for collapse(2) schedule(static) if (pays(0.2 * B * M * H * K * W))
     for (ix b = 0; b < B; b++)
         for (ix h = 0; h < H; h++) {
             ix g = h / (H / G), first = b * M;
