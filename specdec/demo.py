@@ -8,12 +8,10 @@ from specdec.engine import SpecEngine
 from specdec.outputs import RequestStats
 from specdec.terminal import stream_text
 
-PROMPT = '''class Stack:
-    """Keep what was pushed last on top."""
+PROMPT = '''class Parser:
+    """Read a file of settings."""
 
-    def __init__(self, items=()):
-        self._items = list(items)
-
+    def __init__(self, path):
 '''
 TOKENS, ROUNDS = 128, 5
 MEMORY = 256 << 20

@@ -221,7 +221,7 @@ def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.Mo
     # Five rounds write one text: nothing of it may be looked up.
     lookups = [d for own in opened for d in own.model.loop.speculation.drafters if isinstance(d, Lookup)]
     assert len(opened) == 2 and [own.index.num_shared_tokens for own in lookups]  # type: ignore[attr-defined] == [0]
-    assert captured.out.count("class Stack") >= 2 and captured.out.count("def ") > 4
+    assert captured.out.count("class Parser:") >= 2 and captured.out.count("def ") > 4
     assert captured.err.count("acceptance length") == captured.err.count("x as fast") == 2
 
 
