@@ -38,7 +38,7 @@ modulo 100, and the licences {licences}. Nothing else was read.
 
 ## Recipe
 
-`specdec train --recipe {name} --out FOLDER` (torch {torch}, tokenizers {tokenizers}).
+`specdec train --recipe {name} --out FOLDER` (seed {seed}, torch {torch}, tokenizers {tokenizers}).
 
 | stage | steps | tokens | minutes |
 | --- | --- | --- | --- |
@@ -88,6 +88,7 @@ def write_card(
         vocab=sizes.vocab_size,
         draft_vocab=recipe.draft_vocab,
         depth=recipe.depth,
+        seed=recipe.trunk.seed,
         said=recipe.said,
         circles=_CIRCLES.format(recipe.answers, again) if recipe.rounds else "",
         held_out=HELD_OUT,
