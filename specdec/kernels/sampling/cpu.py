@@ -49,14 +49,12 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     return scores_NV
 
 
-def pick(
-    logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, noise: Noise = gumbel
-) -> Tensor:
+def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
     """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
 
     -1 where something of what is compared is no number.
     """
-    return best_of(perturb(logits_NV, rules, seed_N, position_N, noise))
+    return best_of(perturb(logits_NV, rules, seed_N, position_N))
 
 
 def best_of(scores_NV: Tensor) -> Tensor:
