@@ -218,7 +218,8 @@ class Eagle3(Head):
         keys = attention.k_proj.weight[:own]
         keys.normal_(0, (OWN_SCORE / (2 * hidden * self.shape.head_dim**0.5)) ** 0.5)
         attention.q_proj.weight[:own] = keys
-        turned, _ = torch.linalg.qr(torch.randn(max(own, hidden), min(own, hidden), device=device))
+        drawn = torch.randn(max(own, hidden), min(own, hidden), device=device)
+        turned = torch.linalg.qr(drawn.double())[0].float()  # so precise that threads cannot be told from it
         turned = turned if own >= hidden else turned.mT
         attention.v_proj.weight[:own] = torch.cat([turned, torch.zeros_like(turned)], 1)
         attention.o_proj.weight[:, :own] = 0.5 * turned.mT

@@ -8,8 +8,9 @@ import torch
 
 from specdec.errors import ConfigError
 from specdec.train import answers, distil, run
-from specdec.train.heads import MTP
-from specdec.train.stage import Phase, Plan
+from specdec.train.heads import MTP, Eagle3
+from specdec.train.recipe import recipe
+from specdec.train.stage import Phase, Plan, digest
 from specdec.train.trunk import Shape, Trunk
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -54,3 +55,20 @@ def test_a_head_that_was_fed_other_answers_is_not_taken_up(trunk: Trunk, tmp_pat
     torch.manual_seed(0)
     with pytest.raises(ConfigError, match="--work"):
         run.teach("mtp", MTP(trunk.shape), PLAN, DEPTH, trunk, text, said + 1, tmp_path)
+
+
+def test_an_eagle_head_begins_alike_with_any_number_of_threads() -> None:
+    """Else whoever goes on with other threads is told that what was kept is of other weights."""
+    torch.manual_seed(0)
+    trunk, before = Trunk(recipe("tiny").sizes()).eval(), torch.get_num_threads()
+    found = set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            torch.manual_seed(1)
+            head = Eagle3(trunk.shape, torch.arange(64))
+            head.begin(trunk)
+            found.add(digest(head))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
