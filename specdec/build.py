@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.config import EngineConfig
 from specdec.draft.drafter import Drafter
-from specdec.draft.head import Head, HeadDrafter
+from specdec.draft.head import Head, HeadDrafter, Straight
 from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.policy import Policy
@@ -25,6 +25,7 @@ from specdec.models.eagle import EagleFolder
 from specdec.models.eagle_head import EagleHead
 from specdec.models.families import is_narrow, open_weights
 from specdec.models.network import MTPHead, Network
+from specdec.models.unrolled import Unrolled
 from specdec.models.weights import CheckpointWeights, RandomWeights
 from specdec.resolve import Resolved, open_model, resolve
 from specdec.scheduler import Scheduler
@@ -203,7 +204,8 @@ def _drafter(
         case "mtp" | "eagle":
             assert head is not None
             own = arena, speculation.rank, settings.device, settings.chunk_tokens
-            return HeadDrafter(head, *own, window=settings.draft_window)
+            straight = Straight(Unrolled(head, speculation.kernels), speculation.rules)
+            return HeadDrafter(head, *own, window=settings.draft_window, straight=straight)
         case "ngram":
             return Lookup(NgramDrafter())
         case "suffix":

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.draft.acceptance import TrackRecord
@@ -15,13 +16,14 @@ from specdec.draft.drafter import Drafter, Want
 from specdec.draft.head import HeadDrafter, Place
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape, merge
+from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models.replay import Replays
 from specdec.parts import Part
 from specdec.request import Request
 from specdec.scheduler import Scheduler, Share
 from specdec.state_slots.backing import Backing, Draft
-from specdec.verify.choose import Node
+from specdec.verify.choose import Node, places
 from specdec.verify.rank import Ranked, rank
 
 logger = logging.getLogger(__name__)
@@ -113,8 +115,13 @@ class Speculation:
             self._look_up(requests, rooms, heard)
             return [_merged(own) for own in heard]
 
-        others = self.head is not None and len(self.drafters) > 1
-        planned = self.policy.plan(batch, tracks, rooms, look_up if others else None)
+        looks = any(drafter is not self.head for drafter in self.drafters)
+        grows = self.head is not None
+        planned = self.policy.plan(batch, tracks, rooms, look_up if looks else None, grows=grows)
+        if not any(planned) and not any(any(map(len, (p for _, p in own))) for own in heard):
+            self._catch_up(shares)
+            self.policy.cut(batch, [])
+            return drafts
         wanted = [_with(shape, _merged(own)) for shape, own in zip(planned, heard, strict=True)]
         shapes = self._fitting(requests, wanted, lends=lend is not None)
         self._catch_up([share for share in shares if not share.request.decodes])
@@ -230,6 +237,14 @@ class Speculation:
             if (request := self._requests[place.key])  # type: ignore[index]
         ]
         return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
+
+    def rules(self, keys: Sequence[Hashable], device: torch.device) -> tuple[Rules, Tensor] | None:
+        """Say by what these requests choose, and their seeds; None where one minds what it has said."""
+        own = [self._requests[key] for key in keys]  # type: ignore[index]
+        if not all(request.chooser.is_static for request in own):
+            return None
+        rules, seed_N, _ = places(device, [Node(request.chooser, len(request.tokens)) for request in own])
+        return rules if self.noise else Rules(torch.zeros_like(rules.temperature_N)), seed_N
 
     def learn(self, request: Request, emitted: Sequence[int]) -> None:
         """Compare what was proposed, verified or not, with the tokens that came."""

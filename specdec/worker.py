@@ -10,6 +10,7 @@ import torch
 
 from specdec.build import Model
 from specdec.errors import EngineError
+from specdec.kernels.native.threads import dismiss_helpers
 from specdec.request import Request
 
 logger = logging.getLogger(__name__)
@@ -18,8 +19,8 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Builds a model, and runs its loop until closed. `submit` and `cancel` may be called from any thread.
 
-    One thread does both: where two of a process compute, the helpers that each has called sleep after every
-    operation, and waking them takes longer than most operations of a small model.
+    One thread does both, and sends its helpers home when there is nothing to do: where two threads of a
+    process keep some, all helpers sleep after every operation, and waking them takes longer than most.
     """
 
     def __init__(self, make: Callable[[], Model]) -> None:
@@ -100,6 +101,8 @@ class Worker:
 
     def _receive(self, *, wait: bool) -> None:
         """Hand new requests to the scheduler; with nothing to do, sleep until something comes."""
+        if wait and self._inbox.empty():
+            dismiss_helpers()
         while wait or not self._inbox.empty():
             request = self._inbox.get()
             wait = False

@@ -15,6 +15,7 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.grow import ROOT, Grower
 from specdec.draft.proposal import Proposal
+from specdec.kernels.sampling.rules import Rules
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
@@ -52,6 +53,25 @@ class Place:
 
 Rank = Callable[[Tensor, Sequence[Place], int], Sequence[tuple[Sequence[int], Sequence[float]]]]
 """Given logits for some places and a number, the best tokens of each place and how sure they are."""
+
+
+class Unrolled(Protocol):
+    """A head that goes on with its own guesses, each the best by a rule and the noise of its place."""
+
+    def __call__(
+        self, window: Window, memory: Arena, after_BD: Tensor, rules: Rules, seed_B: Tensor, levels: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and shares by level; `models.unrolled` has more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """How chains are drafted in one pass, where a token is chosen by nothing but logits and place."""
+
+    unrolled: Unrolled
+    rules: Callable[[Sequence[Hashable], torch.device], tuple[Rules, Tensor] | None]
+    """The rules and seeds of some sequences; None where one of them minds what it has said."""
 
 
 @dataclass(slots=True)
@@ -106,9 +126,11 @@ class HeadDrafter:
         chunk_tokens: int,
         *,
         window: int | None = None,
+        straight: Straight | None = None,
     ) -> None:
         """Let the head's attention read `window` tokens before what it reads at once; None: all."""
         self.head, self.arena, self.rank, self.device = head, arena, rank, device
+        self.straight = straight
         self.chunk_tokens, self.window = chunk_tokens, window
         self.calibrator = Calibrator()
         self._unread: dict[Hashable, Unread] = {}
@@ -156,13 +178,14 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Read what is new of each sequence, then grow all drafts together, level by level."""
+        """Read what is new of each sequence, then grow all drafts: chains at once, trees level by level."""
         last = self._catch_up(wants)
         grown = [
             Growth(want, Grower(want.shape, self.calibrator), *at_root) if want.shape and at_root else None
             for want, at_root in zip(wants, last, strict=True)
         ]
         drafts = [growth for growth in grown if growth]
+        self._go_straight([draft for draft in drafts if draft.grower.shape.topk == 1])
         growing = drafts
         while growing := [draft for draft in growing if draft.grower.frontier]:
             if growing[0].grower.depth > 0:
@@ -194,6 +217,22 @@ class HeadDrafter:
             (inputs[reached[i]][-1], {ROOT: outputs[reached[i]][-1]}) if i in reached else None
             for i in range(len(wants))
         ]
+
+    def _go_straight(self, chains: Sequence[Growth]) -> None:
+        """Draft the chains of each depth in one pass, where logits and place alone choose their tokens."""
+        for levels in {chain.grower.shape.num_steps for chain in chains}:
+            own = [chain for chain in chains if chain.grower.shape.num_steps == levels]
+            wants = [chain.want for chain in own]
+            asked = self.straight and self.straight.rules([want.key for want in wants], self.device)
+            if not self.straight or not asked:
+                continue
+            rows = [self._row(TokenTree.chain([ROOT]), len(want.tokens) - 1, want) for want in wants]
+            window = build_window(rows, 1, self.device)
+            after_BD = torch.stack([chain.after[ROOT] for chain in own])
+            guesses = self.straight.unrolled(window, self.arena, after_BD, *asked, levels)
+            for chain, *guessed in zip(own, *(part_BL.tolist() for part_BL in guesses), strict=True):
+                for token, share in zip(*guessed, strict=True):
+                    chain.grower.add(chain.grower.frontier[0], [token], [share])
 
     def _run(self, drafts: Sequence[Growth]) -> None:
         """Read each draft's frontier. A chain goes on where it ended; a tree is read again from its root."""

@@ -4,6 +4,7 @@ Twice a step. Before drafting, by what each request has accepted so far: is a dr
 deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,6 +24,8 @@ REFRESH, TIMES = STALE + 50, 3
 """After so many steps with drafts, some without: what these cost must be known as it is now."""
 LONGEST_SLEEP = 16
 """While nothing pays, plans are made this seldom: not drafting is to cost nothing."""
+JUDGED = 32
+"""Plans over which it is judged whether they pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class Policy:
         self._plans = 0
         self._drafted = 0
         """Steps since the last without a draft."""
+        self._saves_s = self._takes_s = 0.0
+        """What a plan has saved of late, by its own estimate, and taken."""
         self._nap = self._slept = 0
         """How many plans are left out when nothing pays, and how many were."""
         self._rows = 0
@@ -89,11 +94,13 @@ class Policy:
         rows: Sequence[TrackRecord],
         room: Sequence[int],
         look_up: Callable[[], Sequence[Proposal]] | None = None,
+        *,
+        grows: bool = True,
     ) -> list[Shape | None]:
         """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go.
 
         What `look_up` finds is there for nothing: drafting must earn more than that would alone. It is not
-        asked in steps that are to be without any draft.
+        asked in steps that are to be without any draft. Unless drafts can be grown, there is only that.
         """
         self._probe, self._aside, self._tried_s = 0.0, None, None
         self._plans += 1
@@ -105,16 +112,41 @@ class Policy:
         if self._slept < self._nap and batch.rows == self._rows:
             self._slept += 1
             return [None] * len(room)
-        none_s = self.steps.predict(batch.rows, batch.tokens)
+        start_s, none_s = time.perf_counter(), self.steps.predict(batch.rows, batch.tokens)
         self._owed_s = max(self._owed_s - PROBE_SHARE * none_s * (1 + self._slept), -none_s)
         passed, self._slept, self._rows = 1 + self._slept, 0, batch.rows
         found = [_sums(proposal) for proposal in look_up()] if look_up else [[0.0]] * len(room)
-        if self._draft_s(self.bounds, len(rows)) <= PROBE_SHARE * none_s:
-            return [_within(self.bounds, deep) for deep in room]
         alone = self._widest(batch, found)
         kept = [_gain(own, alone.width) for own in found]
         given = _highest(kept, alone.rows)
-        sure = [gain if i in given else 0.0 for i, gain in enumerate(kept)]
+        rate, drafting, shape = alone.rate, set[int](), self.shapes[0]
+        if grows:
+            sure = [gain if i in given else 0.0 for i, gain in enumerate(kept)]
+            rate, drafting, shape = self._best(batch, rows, room, found, sure, alone)
+            resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting | given]
+            if resting and self._owed_s < 0:
+                probed = min(resting, key=lambda i: rows[i].planned)
+                self._probe, self._aside = 1 / (1 + len(drafting)), probed if drafting else None
+                drafting.add(probed)
+        for i, row in enumerate(rows):
+            if i in drafting:
+                row.planned = self._plans
+            else:
+                row.rest(passed)
+        saved_s = none_s * (rate * none_s / batch.rows - 1) if drafting or given else 0.0
+        self._rest(saved_s, time.perf_counter() - start_s)
+        return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
+
+    def _best(
+        self,
+        batch: Batch,
+        rows: Sequence[TrackRecord],
+        room: Sequence[int],
+        found: Sequence[Sequence[float]],
+        sure: Sequence[float],
+        alone: "Cut",
+    ) -> tuple[float, set[int], Shape]:
+        """Say what the best drafts beside what was found give, for which rows and in what shape."""
         tokens, worth = batch.tokens + alone.rows * alone.width, batch.rows + sum(sure)
         best, chosen, shape = MARGIN * alone.rate, 0, self.shapes[0]
         for candidate in self.shapes:
@@ -125,18 +157,14 @@ class Policy:
                 if (rate := _rate(worth + gain, seconds)) > best:
                     best, chosen, shape = rate, count, candidate
         drafting = _highest(_gains(shape, rows, room, found, sure), chosen)
-        resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting | given]
-        if resting and self._owed_s < 0:
-            probed = min(resting, key=lambda i: rows[i].planned)
-            self._probe, self._aside = 1 / (1 + len(drafting)), probed if drafting else None
-            drafting.add(probed)
-        self._nap = 0 if drafting or given else min(2 * self._nap + 1, LONGEST_SLEEP)
-        for i, row in enumerate(rows):
-            if i in drafting:
-                row.planned = self._plans
-            else:
-                row.rest(passed)
-        return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
+        return best if drafting else alone.rate, drafting, shape
+
+    def _rest(self, saved_s: float, took_s: float) -> None:
+        """Plan seldom where plans do not make up for the time they take themselves."""
+        self._saves_s += (saved_s - self._saves_s) / JUDGED
+        self._takes_s += (took_s - self._takes_s) / JUDGED
+        pays = saved_s > 0 or self._saves_s > self._takes_s
+        self._nap = 0 if pays else min(2 * self._nap + 1, LONGEST_SLEEP)
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Keep what is worth verifying: the same number of nodes for every row that keeps any."""

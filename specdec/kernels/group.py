@@ -54,7 +54,7 @@ class Group:
     length_B: Tensor
     """Tokens whose KV was committed before this window."""
     max_length: int
-    """The largest of `length_B`, as a number the host knows."""
+    """None of `length_B` is larger: a number the host knows."""
     kept: Kept | None = None
     """States that a window of certain tokens leaves on its way, to be shared as prefixes."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 OPERATIONS = {
     "linear": ("pack", "linear"),
-    "gather": ("look_up", "beside", "add"),
+    "gather": ("look_up", "beside", "add", "spread"),
     "norm": ("rms_norm", "add_rms_norm", "gated_norm"),
     "rope": ("rope_table",),
     "self_attention": ("self_attention",),
@@ -31,7 +31,7 @@ OPERATIONS = {
 SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
     "native": {
         "native.linear": ("pack", "linear"),
-        "native.gather": ("look_up", "beside", "add"),
+        "native.gather": ("look_up", "beside", "add", "spread"),
         "native.pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
         "native.recurrent": (
             *("causal_conv", "path_conv", "recur"),
@@ -80,6 +80,7 @@ class Kernels:
     look_up: Callable[..., Tensor]
     beside: Callable[..., Tensor]
     add: Callable[..., Tensor]
+    spread: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]

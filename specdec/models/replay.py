@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds
-from specdec.kernels.native.call import room
+from specdec.kernels.native.call import listening, room
 from specdec.kernels.native.tape import Tape
 from specdec.kernels.table import Kernels
 from specdec.models.mixers import Memory
@@ -43,10 +43,10 @@ class Replays:
     def __call__(
         self, window: Window, memory: Memory, *inputs: Tensor, **constants: Any
     ) -> tuple[Tensor, ...]:
-        """Return fresh tensors; `constants` are part of the form."""
+        """Return fresh tensors; `constants` are part of the form. Inside of a recorded pass it just runs."""
         group = window.groups[0]
         narrow = len(window.groups) == 1 and len(window.token_T) <= WIDEST and group.kept is None
-        if not self.serves or not narrow:
+        if not self.serves or not narrow or listening.recorder:
             return self.run(window, memory, *inputs, **constants)
         tapes = self._by_memory.setdefault(memory, Tapes())
         window = _with_path(window)

@@ -72,8 +72,10 @@ class World:
         *,
         seed: int = 0,
         found: Sequence[float] | None = None,
+        grows: bool = True,
     ) -> None:
         """Let a look-up find a chain with these scores for every row, in every step that asks it."""
+        self.grows = grows
         self.policy, self.costs, self.rate = policy, costs, rate
         self.found = None if found is None else Proposal.chain([0] * len(found), found)
         self.rng, self.calibrator = Random(seed), Calibrator()
@@ -102,13 +104,19 @@ class World:
     def _step(self, outcome: Outcome) -> None:
         rows = len(self.tracks)
         batch = Batch(rows, rows)
-        found = [self.found] * rows if self.found else []
-        shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows, (lambda: found) if found else None)
+        found: list[Proposal] = []
+
+        def look_up() -> Sequence[Proposal]:
+            found.extend([self.found or Proposal.EMPTY] * rows)
+            return found
+
+        looks = look_up if self.found else None
+        shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows, looks, grows=self.grows)
         draft_ms = 0.0
         if asked := [shape for shape in shapes if shape]:
             draft_ms = self._jitter(self.costs.draft(asked[0]))
             self.policy.observe_draft(asked[0], len(asked), draft_ms)
-        looked_up = self.found or Proposal.EMPTY
+        looked_up = found[0] if found else Proposal.EMPTY
         proposals = [self._draft(shape) if shape else looked_up for shape in shapes]
         kept = self.policy.cut(batch, proposals)
         width = rows + sum(map(len, kept))

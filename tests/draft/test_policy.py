@@ -101,13 +101,40 @@ def test_drafting_stops_when_drafts_stop_being_accepted() -> None:
     assert changing.run(MEASURED).waste <= 0.03
 
 
-def test_a_draft_that_costs_nothing_is_always_asked_for_and_verified_where_it_pays() -> None:
-    free = Costs(step=50, token=1.5, level=0)
-    for rate, pays in ((0.02, False), (0.8, True)):
-        found = settled(CHAIN, free, always(rate))
-        assert found.asked[CHAIN.num_steps] > 0.98 * found.asked.total()
-        assert (found.verified[0] > MEASURED) == pays
-        assert found.rate >= NEARLY * best_rate(free, rate, CHAIN.num_steps)
+@pytest.mark.parametrize(("rate", "pays"), [(0.02, False), (0.8, True)])
+def test_what_is_looked_up_alone_is_verified_where_it_pays(rate: float, pays: bool) -> None:
+    free, scores = replace(BETWEEN, level=0), [rate**depth for depth in range(1, 8)]
+    alone = World(Policy(CHAIN, adaptive=True), free, always(rate), found=scores, grows=False)
+    alone.run(SETTLED)
+    found = alone.run(MEASURED)
+    assert not found.asked.total() - found.asked[0]
+    assert (found.verified[0] > MEASURED) == pays
+    assert found.rate >= NEARLY * best_rate(free, rate, CHAIN.num_steps)
+
+
+def test_plans_are_made_seldom_only_while_they_do_not_pay() -> None:
+    """Who sleeps misses what is found now and then; only where that is too little do plans rest."""
+    policy, tracks = Policy(CHAIN, adaptive=True), [TrackRecord()]
+    for width in (1, 2, 4, 8):
+        policy.steps.observe(1, width, BETWEEN.verify(width))
+    asked = 0
+
+    def looks(found: Proposal) -> bool:
+        def look_up() -> Sequence[Proposal]:
+            nonlocal asked
+            asked += 1
+            return [found]
+
+        before = asked
+        policy.plan(Batch(1, 1), tracks, [ROOM], look_up, grows=False)
+        policy.cut(Batch(1, 1), [found if asked > before else Proposal.EMPTY])
+        return asked > before
+
+    good = Proposal.chain([1, 2, 3], [0.9, 0.8, 0.7])
+    assert all(looks(good if step % 8 == 0 else Proposal.EMPTY) for step in range(200))
+    policy._takes_s = 1e9
+    rare = sum(looks(Proposal.EMPTY) for _ in range(340))
+    assert rare <= 340 / 17 + 8
 
 
 @pytest.mark.parametrize(("rate", "drafts"), [(0.9, False), (0.2, True)])

@@ -102,14 +102,19 @@ def test_ranking_is_the_references(vocab: int, count: int) -> None:
     torch.testing.assert_close(share_NC, wanted_share_NC, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_ranking_of_what_is_no_number(odd: float) -> None:
-    scores_NV = torch.zeros(2, 40)
-    scores_NV[0, 7] = odd
-    token_NC, share_NC = sampling.top(scores_NV, 3)
-    wanted_NC, wanted_share_NC = reference.top(scores_NV, 3)
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize(
+    "odd", [{7: math.nan}, {7: math.inf}, {0: math.nan, 5: 2.0, 7: math.inf, 39: math.nan}]
+)
+def test_ranking_of_what_is_no_number(odd: dict[int, float], count: int) -> None:
+    """It stands above all numbers, and other rows do not mind."""
+    scores_NV = torch.randn(3, 40, generator=torch.Generator().manual_seed(count)).round()
+    for token, score in odd.items():
+        scores_NV[1, token] = score
+    token_NC, share_NC = sampling.top(scores_NV, count)
+    wanted_NC, wanted_share_NC = reference.top(scores_NV, count)
     assert torch.equal(token_NC, wanted_NC)
-    torch.testing.assert_close(share_NC, wanted_share_NC)
+    torch.testing.assert_close(share_NC, wanted_share_NC, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

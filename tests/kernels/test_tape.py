@@ -1,14 +1,16 @@
 """A tape makes the same calls of the same memory, and refuses what it could not make again."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from specdec.kernels.gather import cpu, reference
-from specdec.kernels.native import compiled, gather, pointwise
+from specdec.kernels.native import compiled, gather, pointwise, sampling
 from specdec.kernels.native.tape import Tape
+from specdec.kernels.sampling.rules import Rules
 
 needs_c = pytest.mark.skipif(compiled.compiled() is None, reason="no C compiler was found")
 TYPES = [torch.float32, torch.bfloat16]
@@ -32,6 +34,35 @@ def test_rows_are_copied_as_the_reference_copies_them(ops: object, dtype: torch.
         found = getattr(ops, name)(*given)
         assert torch.equal(found, getattr(reference, name)(*given))
         assert all(found.data_ptr() != part.data_ptr() for part in given)
+
+
+@pytest.mark.parametrize("ops", [cpu, pytest.param(gather, marks=needs_c)], ids=["cpu", "native"])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
+def test_columns_are_spread_as_the_reference_spreads_them(ops: Any, dtype: torch.dtype) -> None:
+    given = drawn(3, 4, dtype=dtype), torch.tensor([6, 0, 2, 8]), 9
+    assert torch.equal(ops.spread(*given), reference.spread(*given))
+    tokens_T1 = torch.tensor([[1 << 40], [3]])
+    assert torch.equal(ops.beside(tokens_T1, tokens_T1 + 1), torch.cat([tokens_T1, tokens_T1 + 1], 1))
+
+
+@needs_c
+def test_a_guess_is_played_for_what_now_lies_there() -> None:
+    """Cold or warm, of other seeds and places, and where something is no number."""
+    logits_NV, rules = drawn(2, 50, dtype=torch.bfloat16), Rules(torch.tensor([0.0, 0.7]))
+    seed_N, position_N = torch.tensor([1, 2]), torch.tensor([8, 9])
+    given = logits_NV, rules, seed_N, position_N, 2
+    with Tape() as tape:
+        found = sampling.best(*given)
+    assert tape.refused is None
+    for i, odd in enumerate((0.0, torch.nan)):
+        logits_NV.copy_(drawn(2, 50 + i)[:, :50])
+        logits_NV[1, 3] += odd
+        rules.temperature_N.copy_(torch.tensor([0.9, 0.0]))
+        seed_N += i + 1
+        position_N += 3
+        tape.play()
+        for played, now in zip(found, sampling.best(*given), strict=True):
+            assert torch.equal(played, now)
 
 
 @needs_c

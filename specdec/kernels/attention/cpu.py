@@ -25,7 +25,7 @@ def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> N
     k_TJD, v_TJD = (quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in (k_TJD, v_TJD))
     block_size = pages_NPXJD.shape[2]
     if group.rows == 1 and group.width <= NARROW:
-        _append_narrow(torch.stack((k_TJD, v_TJD)), pages_NPXJD, group.table_BN[0], group.max_length)
+        _append_narrow(torch.stack((k_TJD, v_TJD)), pages_NPXJD, group.table_BN[0], int(group.length_B))
         return
     window_M = torch.arange(group.width, device=k_TJD.device)
     position_BM = group.length_B[:, None] + window_M
@@ -42,9 +42,8 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     """
     width, block_size = group.width, pages_NPXJD.shape[2]
     k_NXJD, v_NXJD = pages_NPXJD.unbind(1)
-    lengths = [group.max_length] if group.rows == 1 else group.length_B.tolist()
     out = []
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(group.length_B.tolist()):
         valid = length + width
         block_N = group.table_BN[row, : -(-valid // block_size)]
         k_1JLD, v_1JLD = (_gather(x_NXJD, block_N, valid, q_THD.dtype) for x_NXJD in (k_NXJD, v_NXJD))

@@ -17,3 +17,11 @@ def beside(*parts_TD: Tensor) -> Tensor:
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     """Return the sum in fresh memory."""
     return x_TD + y_TD
+
+
+def spread(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
+    """Return rows so wide with x in the columns that ids name, and minus infinity elsewhere."""
+    wide_TV = x_TC.new_full((len(x_TC), width), -torch.inf)
+    for column, i in enumerate(ids_C.tolist()):
+        wide_TV[:, i] = x_TC[:, column]
+    return wide_TV

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native.compiled import compiled
-from specdec.kernels.native.signatures import ANSWERS, ARGUMENTS, KINDS, SUFFIX, Count, Flag, Pointer
+from specdec.kernels.native.signatures import ARGUMENTS, KINDS, SUFFIX, Count, Pointer
 
 TOKENS = 512
 """The widest step that is served. What is wide here are prompts, whose products take most of their time."""
@@ -62,7 +62,7 @@ def _function(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     assert loaded is not None
     found = getattr(loaded, full_name(name, dtype))
     found.argtypes = [KINDS[letter] for letter in ARGUMENTS[name].replace(" ", "")]
-    found.restype = Flag if name in ANSWERS else None
+    found.restype = None
     called: Callable[..., Any] = found
     return called
 

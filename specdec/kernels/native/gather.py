@@ -23,7 +23,8 @@ def look_up(table_VD: Tensor, id_T: Tensor) -> Tensor:
 
 def beside(*parts_TD: Tensor) -> Tensor:
     """Return each token's rows side by side, in fresh memory; of one tensor a copy."""
-    if not all(serves(part) and part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD):
+    alike = all(part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD)
+    if not alike or len(parts_TD[0]) > TOKENS or not parts_TD[0].is_cpu:
         return cpu.beside(*parts_TD)
     widths, size = [part.shape[1] for part in parts_TD], parts_TD[0].element_size()
     out_TD = parts_TD[0].new_empty((len(parts_TD[0]), sum(widths)))
@@ -45,3 +46,14 @@ def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     out_TD = torch.empty_like(x_TD)
     function("add", x_TD.dtype)(x_TD.data_ptr(), y_TD.data_ptr(), x_TD.numel(), out_TD.data_ptr())
     return out_TD
+
+
+def spread(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
+    """Return rows so wide with x in the columns that ids name, and minus infinity elsewhere."""
+    if not serves(x_TC) or not x_TC.is_contiguous() or not ids_C.is_contiguous():
+        return cpu.spread(x_TC, ids_C, width)
+    out_TV = x_TC.new_empty((len(x_TC), width))
+    function("spread", x_TC.dtype)(
+        *(x_TC.data_ptr(), *x_TC.shape, ids_C.data_ptr(), width, out_TV.data_ptr()),
+    )
+    return out_TV

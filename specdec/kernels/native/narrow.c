@@ -277,6 +277,8 @@ void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char
     for (ix r = 0; r < rows; r++) memcpy(to + r * by_to, from + (ids ? ids[r] : r) * by_from, bytes);
 }
 
+#include "sampling.inc"
+
 #define NAME(op) op##_float32
 #define real float
 #define LOAD(x) (x)
@@ -295,8 +297,6 @@ void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char
 #define STORE(x) to_bf16(x)
 #define EXP(x) exp_rough(x)
 #include "narrow.inc"
-
-#include "sampling.inc"
 
 #ifdef __AVX512BF16__
 #include "matrix.inc"

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from specdec.kernels.native.call import function, pointer
 from specdec.kernels.native.compiled import RANKED
+from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.sampling import cpu
 from specdec.kernels.sampling.rules import Rules
 
@@ -28,11 +29,10 @@ def _noise(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
 
 def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
     """Return each row's best token, as `cpu.pick` does, with this file's noise."""
-    scores_NV = _perturb(logits_NV, rules, seed_N, position_N).contiguous()
-    token_N1 = torch.empty(len(scores_NV), 1, dtype=torch.int64)
-    if _is_ranked(scores_NV, 1) and _top(scores_NV, token_N1, None):
-        return token_N1[:, 0]
-    return cpu.best_of(scores_NV)
+    scores_NV = _perturb(logits_NV, rules, seed_N, position_N)
+    if not _is_ranked(scores_NV, 1):
+        return cpu.best_of(scores_NV)
+    return _top(scores_NV, 1, None)[:, 0]
 
 
 def best(
@@ -44,36 +44,37 @@ def best(
 
 def top(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` best tokens and their shares in one pass over each row."""
-    rows, vocab = scores_NV.shape
-    count = min(count, vocab)
-    token_NC = torch.empty(rows, count, dtype=torch.int64)
-    share_NC = torch.empty(rows, count, dtype=torch.float32)
-    if _is_ranked(scores_NV, count) and _top(scores_NV.contiguous(), token_NC, share_NC):
-        return token_NC, share_NC
-    return cpu.top(scores_NV, count)
+    count = min(count, scores_NV.shape[1])
+    if not _is_ranked(scores_NV, count):
+        return cpu.top(scores_NV, count)
+    share_NC = torch.empty(len(scores_NV), count, dtype=torch.float32)
+    return _top(scores_NV, count, share_NC), share_NC
 
 
 def _is_ranked(scores_NV: Tensor, count: int) -> bool:
     return scores_NV.is_cpu and scores_NV.dtype == torch.float32 and count <= RANKED
 
 
-def _top(scores_NV: Tensor, token_NC: Tensor, share_NC: Tensor | None) -> bool:
-    """Fill in the best tokens and their shares; False: something is no number."""
-    sizes = *scores_NV.shape, token_NC.shape[1]
-    return not function("top")(scores_NV.data_ptr(), *sizes, token_NC.data_ptr(), pointer(share_NC))
+def _top(scores_NV: Tensor, count: int, share_NC: Tensor | None) -> Tensor:
+    scores_NV = scores_NV.contiguous()
+    token_NC = torch.empty(len(scores_NV), count, dtype=torch.int64)
+    function("top")(scores_NV.data_ptr(), *scores_NV.shape, count, token_NC.data_ptr(), pointer(share_NC))
+    return token_NC
 
 
 def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return what is compared, as `cpu.perturb` does; where the rules only warm rows, in one pass."""
-    warm = rules.temperature_N
+    """Return what is compared, as `cpu.perturb` does; where the rules at most warm rows, in one pass."""
     others = (rules.top_k_N, rules.top_p_N, rules.min_p_N, rules.bias, rules.penalties)
-    is_single = logits_NV.is_cpu and logits_NV.dtype != torch.float64
-    if not is_single or any(other is not None for other in others) or not bool(warm.any()):
+    is_single = logits_NV.is_cpu and logits_NV.dtype in SUFFIX
+    if not is_single or any(other is not None for other in others):
         return cpu.perturb(logits_NV, rules, seed_N, position_N, gumbel)
-    logits_NV = logits_NV.float().contiguous()
-    own_V, scores_NV = logits_NV.new_empty(logits_NV.shape[1]), torch.empty_like(logits_NV)
-    columns = warm.contiguous(), seed_N.contiguous(), position_N.contiguous()
-    function("perturb")(
+    logits_NV, vocab = logits_NV.contiguous(), logits_NV.shape[1]
+    own_V, scores_NV = (
+        torch.empty(vocab, dtype=torch.float32),
+        torch.empty(logits_NV.shape, dtype=torch.float32),
+    )
+    columns = rules.temperature_N.contiguous(), seed_N.contiguous(), position_N.contiguous()
+    function("perturb", logits_NV.dtype)(
         *(logits_NV.data_ptr(), *logits_NV.shape, *(column.data_ptr() for column in columns)),
         *(own_V.data_ptr(), scores_NV.data_ptr()),
     )

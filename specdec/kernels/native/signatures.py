@@ -13,6 +13,7 @@ ARGUMENTS = {
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
     "top": "p nnn pp",
+    "spread": "p nn p n p",
     "gather": "p n p n n p n",
     "add": "pp n p",
     "rms_norm": "p nnn nn p i f p",
@@ -27,10 +28,9 @@ ARGUMENTS = {
     "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
     "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f pp p",
 }
-ANSWERS = ("top",)
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
-UNTYPED = ("linear", "gather", "gumbel", "perturb", "top", "recur")
+UNTYPED = ("linear", "gather", "gumbel", "top", "recur")
 """One form serves all types."""
 CONDITION = {"linear": "__AVX512BF16__"}
 """What a processor must have, as the compiler names it."""
@@ -38,10 +38,9 @@ CONDITION = {"linear": "__AVX512BF16__"}
 FORMS = {
     full: arguments.replace(" ", "")
     for name, arguments in ARGUMENTS.items()
-    if name not in ANSWERS
     for full in ((name,) if name in UNTYPED else tuple(f"{name}_{suffix}" for suffix in SUFFIX.values()))
 }
-"""The arguments of every C function that gives no answer, by its full name."""
+"""The arguments of every C function, by its full name."""
 NUMBERS = {name: number for number, name in enumerate(FORMS)}
 """What a function is called by in a list of calls."""
 

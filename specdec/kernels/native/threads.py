@@ -1,0 +1,28 @@
+"""The helpers that OpenMP keeps for every thread that has shared work: torch's, and those of the C forms."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+SOFT = 1
+"""Threads go, settings stay: `omp_pause_soft`."""
+
+
+def dismiss_helpers() -> None:
+    """Send the calling thread's helpers home; its next shared work calls new ones, in some 0.1 ms.
+
+    Helpers wait for work awake, but only while a process has no more of them than processors: threads that
+    take turns each need the others' to be gone.
+    """
+    if pause := _pause():
+        pause(SOFT)
+
+
+@functools.cache
+def _pause() -> Callable[[int], int] | None:
+    """Find OpenMP's own function, where it is new enough to have one."""
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).omp_pause_resource_all
+    except (AttributeError, OSError, TypeError):
+        return None
+    return found

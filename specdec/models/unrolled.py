@@ -1,0 +1,75 @@
+"""A chain drafted in one pass: each level reads what the one before it guessed, unseen by the host."""
+
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.table import Kernels
+from specdec.models.replay import Replays
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.window import Window
+
+
+class Head(Protocol):
+    def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor: ...
+
+    def logits(self, hidden_TD: Tensor) -> Tensor: ...
+
+
+class Unrolled:
+    """Runs a head on what it wrote itself."""
+
+    def __init__(self, head: Head, kernels: Kernels) -> None:
+        self.head, self.kernels = head, kernels
+        self._replays = Replays(self._run, kernels)
+
+    def __call__(
+        self, window: Window, memory: Arena, after_BD: Tensor, rules: Rules, seed_B: Tensor, levels: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens and their shares by level [B, L], from what the head wrote after the roots.
+
+        The window has one token of each row, at the place behind its root. A token is the best by the rules
+        and the noise of where it would stand.
+        """
+        (group,) = window.groups
+        longest = replace(group, max_length=group.max_length + levels)
+        level_L1 = torch.arange(levels + 1, device=seed_B.device)[:, None]
+        position_LB, length_LB = window.position_T + level_L1, group.length_B + level_L1
+        asked = {field.name: getattr(rules, field.name) for field in fields(rules)}
+        given = {name: part for name, part in asked.items() if isinstance(part, Tensor)}
+        tensors = after_BD, position_LB, length_LB, seed_B, *given.values()
+        window = replace(window, groups=(longest,))
+        token_BL, share_BL = self._replays(window, memory, *tensors, levels=levels, given=tuple(given))
+        return token_BL, share_BL
+
+    def _run(
+        self,
+        window: Window,
+        memory: Arena,
+        after_BD: Tensor,
+        position_LB: Tensor,
+        length_LB: Tensor,
+        seed_B: Tensor,
+        *parts: Tensor,
+        levels: int,
+        given: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        (group,), rules = window.groups, _rules(dict(zip(given, parts, strict=True)))
+        tokens, shares = [], []
+        for level in range(levels):
+            logits_BV = self.head.logits(after_BD)
+            token_B1, share_B1 = self.kernels.best(logits_BV, rules, seed_B, position_LB[level + 1], 1)
+            tokens.append(token_B1)
+            shares.append(share_B1)
+            if level + 1 < levels:
+                own = replace(group, length_B=length_LB[level])
+                read = replace(window, token_T=token_B1[:, 0], position_T=position_LB[level], groups=(own,))
+                after_BD = self.head.forward(read, after_BD, memory)
+        return self.kernels.beside(*tokens), self.kernels.beside(*shares)
+
+
+def _rules(parts: dict[str, Any]) -> Rules:
+    return Rules(**parts)
