@@ -14,7 +14,7 @@ from specdec.draft.acceptance import TrackRecord
 from specdec.draft.calibration import Assumed, Tally
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.head import HeadDrafter, Place
-from specdec.draft.policy import Batch, Policy
+from specdec.draft.policy import Batch, Policy, Worth
 from specdec.draft.proposal import Proposal, Shape, merge
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
@@ -54,6 +54,7 @@ class Experience:
 
     track: TrackRecord
     tallies: tuple[list[list[Tally]], ...]
+    worth: Worth
 
 
 class Speculation:
@@ -268,7 +269,7 @@ class Speculation:
 
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""
-        self.track = TrackRecord()
+        self.track, self.policy.worth = TrackRecord(), Worth()
         self._tracks.clear()
         self._requests.clear()
         self._asked.clear()
@@ -277,12 +278,13 @@ class Speculation:
 
     def experience(self) -> Experience:
         """Copy what was accepted so far."""
-        return Experience(deepcopy(self.track), tuple(deepcopy(d.calibrator.tallies) for d in self.drafters))
+        tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)
+        return Experience(deepcopy(self.track), tallies, replace(self.policy.worth))
 
     def recall(self, experience: Experience) -> None:
         """Go on as after this experience, whatever has come since."""
         self.forget_experience()
-        self.track = deepcopy(experience.track)
+        self.track, self.policy.worth = deepcopy(experience.track), replace(experience.worth)
         for drafter, tallies in zip(self.drafters, experience.tallies, strict=True):
             drafter.calibrator.tallies = deepcopy(tallies)
 

@@ -47,6 +47,24 @@ class Cut:
     rate: float
 
 
+@dataclass(slots=True)
+class Worth:
+    """Whether plans make up for the time they take themselves; where they do not, they are made seldom."""
+
+    saves_s: float = 0.0
+    """Of late, by a plan's own estimate."""
+    takes_s: float = 0.0
+    nap: int = 0
+    """How many are left out."""
+
+    def note(self, saved_s: float, took_s: float) -> None:
+        """Hear what came of a plan."""
+        self.saves_s += (saved_s - self.saves_s) / JUDGED
+        self.takes_s += (took_s - self.takes_s) / JUDGED
+        pays = saved_s > 0 or self.saves_s > self.takes_s
+        self.nap = 0 if pays else min(2 * self.nap + 1, LONGEST_SLEEP)
+
+
 class Policy:
     """Choose shapes within `bounds`; where it is not adaptive, always the bounds."""
 
@@ -67,11 +85,10 @@ class Policy:
         self._plans = 0
         self._drafted = 0
         """Steps since the last without a draft."""
-        self._saves_s = self._takes_s = 0.0
-        """What a plan has saved of late, by its own estimate, and taken."""
-        self._nap = self._slept = 0
-        """How many plans are left out when nothing pays, and how many were."""
-        self._rows = 0
+        self.worth = Worth()
+        self._slept = 0
+        """How many plans were left out."""
+        self._rows: Sequence[TrackRecord] = ()
         deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
@@ -109,12 +126,12 @@ class Policy:
         if self._drafted >= REFRESH:
             self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
             return [None] * len(room)
-        if self._slept < self._nap and batch.rows == self._rows:
+        if self._slept < self.worth.nap and rows == self._rows:
             self._slept += 1
             return [None] * len(room)
         start_s, none_s = time.perf_counter(), self.steps.predict(batch.rows, batch.tokens)
         self._owed_s = max(self._owed_s - PROBE_SHARE * none_s * (1 + self._slept), -none_s)
-        passed, self._slept, self._rows = 1 + self._slept, 0, batch.rows
+        passed, self._slept, self._rows = 1 + self._slept, 0, rows
         found = [_sums(proposal) for proposal in look_up()] if look_up else [[0.0]] * len(room)
         alone = self._widest(batch, found)
         kept = [_gain(own, alone.width) for own in found]
@@ -134,7 +151,7 @@ class Policy:
             else:
                 row.rest(passed)
         saved_s = none_s * (rate * none_s / batch.rows - 1) if drafting or given else 0.0
-        self._rest(saved_s, time.perf_counter() - start_s)
+        self.worth.note(saved_s, time.perf_counter() - start_s)
         return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
     def _best(
@@ -158,13 +175,6 @@ class Policy:
                     best, chosen, shape = rate, count, candidate
         drafting = _highest(_gains(shape, rows, room, found, sure), chosen)
         return best if drafting else alone.rate, drafting, shape
-
-    def _rest(self, saved_s: float, took_s: float) -> None:
-        """Plan seldom where plans do not make up for the time they take themselves."""
-        self._saves_s += (saved_s - self._saves_s) / JUDGED
-        self._takes_s += (took_s - self._takes_s) / JUDGED
-        pays = saved_s > 0 or self._saves_s > self._takes_s
-        self._nap = 0 if pays else min(2 * self._nap + 1, LONGEST_SLEEP)
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Keep what is worth verifying: the same number of nodes for every row that keeps any."""

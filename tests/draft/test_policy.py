@@ -132,7 +132,7 @@ def test_plans_are_made_seldom_only_while_they_do_not_pay() -> None:
 
     good = Proposal.chain([1, 2, 3], [0.9, 0.8, 0.7])
     assert all(looks(good if step % 8 == 0 else Proposal.EMPTY) for step in range(200))
-    policy._takes_s = 1e9
+    policy.worth.takes_s = 1e9
     rare = sum(looks(Proposal.EMPTY) for _ in range(340))
     assert rare <= 340 / 17 + 8
 
