@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BENCH ?= --shape tiny --peers transformers
 GPU ?=
+SERVE ?=
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.specdec-installed
@@ -17,11 +18,12 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo test check bench gpu clean
+.PHONY: help demo serve test check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, then stream a completion in this terminal"
+	@echo "make serve   set up, then serve the shipped model over HTTP (SERVE=\"...\" for options)"
 	@echo "make test    set up, then run every test"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
@@ -30,6 +32,9 @@ help:
 
 demo: $(stamp)
 	@$(bin)/specdec demo
+
+serve: $(stamp)
+	@$(bin)/specdec serve tiny $(SERVE)
 
 test: $(stamp)
 	$(bin)/pytest

@@ -18,6 +18,7 @@ from specdec.demo import demo
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
+from specdec.server.command import add_server
 from specdec.terminal import COLOURS, print_choices, stream_text
 from specdec.train.commands import add_train
 
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model(benches.add_parser("model", help="the bytes of a step and the speed they allow, computed"))
     add_serve(benches.add_parser("serve", help="a running server: latencies, speed, what its drafts earn"))
     add_train(commands.add_parser("train", help="train the small checkpoint that ships, heads included"))
+    add_server(commands.add_parser("serve", help="an HTTP server that clients of OpenAI's API speak to"))
     shown = commands.add_parser("demo", help="stream completions of the model that ships, drafts in colour")
     shown.set_defaults(command=_demo)
     return parser

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 from specdec.build import build
 from specdec.capabilities import check_request
@@ -50,39 +50,36 @@ class SpecEngine:
         """Complete one or many prompts, in their order; the choices of one prompt stand together."""
         batch = _as_batch(prompts)
         each = _broadcast(params, len(batch))
-        runs: list[tuple[list[int], list[Request], queue.SimpleQueue[Delta | SpecdecError]]] = []
+        prepared = []
         for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
-            inbox = queue.SimpleQueue[Delta | SpecdecError]()
             try:
-                ids = self._encode(prompt, own)
+                prepared.append(self.prepare(prompt, own))
             except RequestError as error:
                 raise error if len(batch) == 1 else _of_prompt(index, error) from None
-            runs.append((ids, self._requests(ids, own, inbox.put), inbox))
+        runs: list[tuple[Ticket, queue.SimpleQueue[Delta | SpecdecError]]] = []
         try:
-            for _, requests, _ in runs:
-                for request in requests:
-                    self._worker.submit(request)
-            return [c for ids, requests, inbox in runs for c in _collect(ids, len(requests), inbox)]
+            for ready in prepared:
+                inbox = queue.SimpleQueue[Delta | SpecdecError]()
+                runs.append((self.submit(ready, inbox.put), inbox))
+            return [c for ticket, inbox in runs for c in _collect(ticket.prepared, inbox)]
         finally:
-            for _, requests, _ in runs:
-                self._cancel(requests)
+            for ticket, _ in runs:
+                ticket.cancel()
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
         """Yield what each step adds. Closing the iterator cancels the request."""
         (params,) = _broadcast(params, 1)
-        ids = self._encode(prompt, params)
+        prepared = self.prepare(prompt, params)
         event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
 
         def emit(delta: Delta | SpecdecError) -> None:
             event_loop.call_soon_threadsafe(inbox.put_nowait, delta)
 
-        requests = self._requests(ids, params, emit)
+        ticket = self.submit(prepared, emit)
         try:
-            for request in requests:
-                self._worker.submit(request)
-            unfinished = len(requests)
+            unfinished = params.n
             while unfinished:
                 delta = await inbox.get()
                 if isinstance(delta, SpecdecError):
@@ -90,7 +87,30 @@ class SpecEngine:
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            self._cancel(requests)
+            ticket.cancel()
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> "Prepared":
+        """Turn a prompt into token ids, and refuse what cannot be served."""
+        return Prepared(tuple(self._encode(prompt, params)), params)
+
+    def submit(self, prepared: "Prepared", emit: Emit) -> "Ticket":
+        """Begin all choices of a prompt. `emit` hears, in the engine's thread, of every delta or an error.
+
+        Whoever has heard enough cancels the ticket; `generate` and `stream` do so for their callers.
+        """
+        ticket = Ticket(prepared, self._requests(prepared, emit), self._worker)
+        try:
+            for request in ticket.requests:
+                self._worker.submit(request)
+        except SpecdecError:
+            ticket.cancel()
+            raise
+        return ticket
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread that owns the model takes requests."""
+        return self._worker.is_alive
 
     def stats(self) -> EngineStats:
         """Return what the engine's steps have done since it started, and what it holds now."""
@@ -127,11 +147,6 @@ class SpecEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.finish_reason is None:
-                self._worker.cancel(request)
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Turn a prompt into token ids and refuse what the model cannot read."""
@@ -199,8 +214,9 @@ class SpecEngine:
                 field="stop",
             )
 
-    def _requests(self, prompt: list[int], params: SamplingParams, emit: Emit) -> list[Request]:
+    def _requests(self, prepared: "Prepared", emit: Emit) -> list[Request]:
         """Make one request for each choice, each with a seed of its own."""
+        prompt, params = prepared
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         eos = () if params.ignore_eos else self.model.network.spec.eos
         vocab = self.model.network.spec.vocab
@@ -219,6 +235,27 @@ class SpecEngine:
             )
             for index in range(params.n)
         ]
+
+
+class Prepared(NamedTuple):
+    """A prompt that was found fit to be served, and how it is to be answered."""
+
+    ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class Ticket:
+    """What was begun for one prompt."""
+
+    def __init__(self, prepared: Prepared, requests: Sequence[Request], worker: Worker) -> None:
+        self.prepared, self.requests = prepared, requests
+        self._worker = worker
+
+    def cancel(self) -> None:
+        """End what still runs; any thread may."""
+        for request in self.requests:
+            if request.finish_reason is None:
+                self._worker.cancel(request)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -284,12 +321,11 @@ def _broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     return each
 
 
-def _collect(
-    prompt: Sequence[int], choices: int, inbox: "queue.SimpleQueue[Delta | SpecdecError]"
-) -> list[Completion]:
+def _collect(prepared: Prepared, inbox: "queue.SimpleQueue[Delta | SpecdecError]") -> list[Completion]:
     """Read deltas until every choice of a prompt has ended."""
-    deltas: list[list[Delta]] = [[] for _ in range(choices)]
-    unfinished = choices
+    prompt, params = prepared
+    deltas: list[list[Delta]] = [[] for _ in range(params.n)]
+    unfinished = params.n
     while unfinished:
         delta = inbox.get()
         if isinstance(delta, SpecdecError):

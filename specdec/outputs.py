@@ -98,6 +98,23 @@ class Delta:
     pieces: tuple[Piece, ...] = ()
     """The text by the tokens that wrote it, each piece with its token's origin."""
 
+    @classmethod
+    def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
+        """Put deltas of one choice, in their order, into one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        last = deltas[-1]
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            index=last.index,
+            logprobs=None if last.logprobs is None else tuple(x for d in deltas for x in d.logprobs or ()),
+            finish_reason=last.finish_reason,
+            stats=last.stats,
+            origins=tuple(origin for delta in deltas for origin in delta.origins),
+            pieces=tuple(piece for delta in deltas for piece in delta.pieces),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -116,16 +133,15 @@ class Completion:
     @classmethod
     def of(cls, prompt: Sequence[int], index: int, deltas: Sequence[Delta]) -> Self:
         """Put a choice together from its deltas; one that was left before its end has counts alone."""
-        token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-        last = deltas[-1] if deltas else Delta("", ())
-        logprobs = tuple(logprob for delta in deltas for logprob in delta.logprobs or ())
+        whole = Delta.joined(deltas or [Delta("", ())])
+        counts = RequestStats(prompt_tokens=len(prompt), output_tokens=len(whole.token_ids))
         return cls(
             prompt_token_ids=tuple(prompt),
-            text="".join(delta.text for delta in deltas),
-            token_ids=token_ids,
-            finish_reason=last.finish_reason or "abort",
-            stats=last.stats or RequestStats(prompt_tokens=len(prompt), output_tokens=len(token_ids)),
+            text=whole.text,
+            token_ids=whole.token_ids,
+            finish_reason=whole.finish_reason or "abort",
+            stats=whole.stats or counts,
             index=index,
-            logprobs=None if last.logprobs is None else logprobs,
-            origins=tuple(origin for delta in deltas for origin in delta.origins),
+            logprobs=whole.logprobs,
+            origins=whole.origins,
         )

@@ -41,6 +41,11 @@ class Tokenizer:
         text: str = self._inner.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def spell(self, token: int) -> str:
+        """Return one token's text, special ones' too."""
+        text: str = self._inner.decode([token], skip_special_tokens=False)
+        return text
+
     def is_silent(self, token: int) -> bool:
         """Tell whether a token has no text: a special one, or an id that only the model's table has."""
         return token in self._special or self._inner.id_to_token(token) is None

@@ -41,6 +41,10 @@ class Worker:
             self._closing = True  # who was interrupted while it loads wants no engine
             raise
 
+    @property
+    def is_alive(self) -> bool:
+        return not self._closing and self._thread.is_alive()
+
     def submit(self, request: Request) -> None:
         with self._gate:
             if self._closing:

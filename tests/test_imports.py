@@ -34,8 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": PARTS | CORE | PUBLIC | {"charts"},
     # Training needs nothing that serves but the settings of devices and shapes.
     "train": PARTS | CORE | PUBLIC | {"charts"},
-    # The command line starts benchmarks and training; nothing else may know them.
-    "cli": CORE | PUBLIC | {"bench", "terminal", "train", "demo"},
+    "server": CORE | PUBLIC | {"models", "state_slots"},
+    # The command line starts servers, benchmarks and training; nothing else may know them.
+    "cli": CORE | PUBLIC | {"bench", "terminal", "train", "demo", "server"},
     "terminal": CORE | PUBLIC,
     "demo": CORE | PUBLIC | {"terminal"},
     "__main__": {"cli"},

@@ -6,6 +6,7 @@ import pytest
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import ConfigError
 from specdec.options import add_settings, at_least, listed, settings_from, settings_table
+from specdec.server.settings import ServerConfig
 from specdec.settings import Settings
 
 SETTINGS = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -107,7 +108,7 @@ def test_help_says_what_a_setting_does_and_how_a_list_is_written(
     assert ("written 0.9,0.5" if settings is EngineConfig else "may be repeated") in text
 
 
-@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams])
+@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams, ServerConfig])
 def test_the_documentation_has_every_setting(settings: type[Settings]) -> None:
     _, after = SETTINGS.read_text("utf-8").split(f"<!-- {settings.__name__} -->\n")
     shown, _ = after.split(f"\n<!-- /{settings.__name__} -->")

@@ -1,0 +1,1 @@
+"""The server that OpenAI's clients speak to, over one engine."""

@@ -1,0 +1,172 @@
+"""The addresses of the server, and what every request passes through."""
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from specdec import __version__
+from specdec.server.bodies import DetokenizeBody, TokenizeBody, read_plain
+from specdec.server.failures import Failure, failure_of
+from specdec.server.generate import chat, complete
+from specdec.server.state import State
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
+STATE = web.AppKey("state", State)
+OPEN = ("/health", "/ready", "/metrics", "/")
+"""What needs no key: load balancers and scrapers have none."""
+STARTED = int(time.time())
+
+
+def build_app(state: State) -> web.Application:
+    """Put the addresses together."""
+    app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass])
+    app[STATE] = state
+    routes: list[tuple[str, str, Handler]] = [
+        ("POST", "/v1/completions", complete),
+        ("POST", "/v1/chat/completions", chat),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{name:.+}", _model),
+        ("GET", "/health", _health),
+        ("GET", "/ready", _ready),
+        ("GET", "/metrics", _metrics),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
+        ("GET", "/server_info", _server_info),
+    ]
+    for method, path, handler in routes:
+        app.router.add_route(method, path, _with_state(handler))
+    return app
+
+
+def _with_state(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await handler(request, request.app[STATE])
+
+    return answer
+
+
+@web.middleware
+async def _pass(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Give a request its id, check its key, and put whatever goes wrong into a client's words."""
+    number = _request_id(request.headers.get("X-Request-ID"))
+    request["headers"] = {"X-Request-ID": number}
+    start_s, state = time.perf_counter(), request.app[STATE]
+    try:
+        if request.path not in OPEN:
+            state.admit(request)
+        response = await handler(request)
+    except (ConnectionError, TimeoutError) as error:
+        logger.info("%s %s: its client is gone (%s)", number, request.path, error or type(error).__name__)
+        raise
+    except Exception as error:
+        failure = failure_of(error)
+        if failure.status == 500:
+            logger.error("%s %s failed", number, request.path, exc_info=error)
+        response = failure.response()
+    if not response.prepared:
+        response.headers.update(request["headers"])
+    took_ms = (time.perf_counter() - start_s) * 1e3
+    logger.info("%s %s %s %d in %.0f ms", number, request.method, request.path, response.status, took_ms)
+    return response
+
+
+def _request_id(given: str | None) -> str:
+    """Take a client's own id where it can stand in a header and a log; else make one."""
+    return given if given and re.fullmatch(r"[\w.:\-]{1,128}", given) else uuid.uuid4().hex
+
+
+async def _models(request: web.Request, state: State) -> web.Response:
+    return web.json_response({"object": "list", "data": [_card(state, name) for name in state.names]})
+
+
+async def _model(request: web.Request, state: State) -> web.Response:
+    name = request.match_info["name"]
+    state.check_model(name)
+    return web.json_response(_card(state, name))
+
+
+def _card(state: State, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "specdec",
+        "root": state.names[0],
+        "parent": None,
+        "max_model_len": state.max_model_len,
+    }
+
+
+async def _health(request: web.Request, state: State) -> web.Response:
+    """Tell whether the engine's thread lives."""
+    if not state.engine.is_alive:
+        raise Failure(503, "The engine has stopped; its log says why.", code="engine_error")
+    return web.json_response({"status": "ok"})
+
+
+async def _ready(request: web.Request, state: State) -> web.Response:
+    """Tell whether requests are taken."""
+    if state.draining:
+        raise Failure(503, "The server is stopping.", code="stopping")
+    return await _health(request, state)
+
+
+async def _metrics(request: web.Request, state: State) -> web.Response:
+    return web.Response(body=state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def _tokenize(request: web.Request, state: State) -> web.Response:
+    body = read_plain(TokenizeBody, await request.read())
+    if (body.prompt is None) == (body.messages is None):
+        raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
+    if body.messages is not None:
+        plain = [message.model_dump(exclude_none=True) for message in body.messages]
+        ids = state.encode_chat(plain, answer=body.add_generation_prompt)
+    else:
+        ids = state.encode(body.prompt, special=body.add_special_tokens)
+    return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": state.max_model_len})
+
+
+async def _detokenize(request: web.Request, state: State) -> web.Response:
+    body = read_plain(DetokenizeBody, await request.read())
+    tokenizer, vocab = state.engine.tokenizer, state.engine.model.network.spec.vocab
+    if tokenizer is None or any(not 0 <= token < vocab for token in body.tokens):
+        raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
+    return web.json_response({"prompt": tokenizer.decode(body.tokens)})
+
+
+async def _server_info(request: web.Request, state: State) -> web.Response:
+    """Show how the engine was settled and what it has done; no key and no prompt is in it."""
+    engine = state.engine
+    settings, stats = engine.model.settings, engine.stats()
+    shown = {
+        "version": __version__,
+        "model": state.names[0],
+        "max_model_len": state.max_model_len,
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "kernels": settings.kernels,
+        "drafters": list(settings.drafters),
+        "engine": engine.config.model_dump(mode="json", exclude_defaults=True),
+        "steps": stats.steps,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_by_depth": list(stats.per_depth),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "preemptions": stats.preemptions,
+        "limited_by": stats.limited_by,
+    }
+    return web.Response(text=json.dumps(shown), content_type="application/json")

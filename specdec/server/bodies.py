@@ -1,0 +1,213 @@
+"""What clients send, by the names of OpenAI's API and of vLLM's additions to it."""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specdec.config import SamplingParams
+from specdec.server.failures import Failure, misfit
+
+logger = logging.getLogger(__name__)
+
+Ids = list[int]
+B = TypeVar("B", bound="Body")
+
+HARMLESS = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority"),
+    *(
+        "parallel_tool_calls",
+        "stream_usage",
+        "best_of",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    ),
+    *("reasoning_effort", "verbosity", "include_stop_str_in_output", "request_id", "use_beam_search"),
+}
+"""Fields that clients send always, and that change nothing here at the values that `MEANS_NOTHING` lists."""
+MEANS_NOTHING: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "echo": (False,),
+    "prompt_logprobs": (0, False),
+    "truncate_prompt_tokens": (0,),
+    "web_search_options": ({},),
+}
+"""Fields that are known and not supported, with the values at which they ask for nothing."""
+REFUSED = (
+    *("suffix", "tools", "functions", "tool_choice", "function_call", "modalities", "audio", "prediction"),
+    *("response_format", "web_search_options", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "min_tokens", "echo", "prompt_logprobs", "truncate_prompt_tokens"),
+    *("best_of", "use_beam_search", "logits_processors", "skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = Field(False, description="end with a chunk that has the usage and no choices")
+    continuous_usage_stats: bool = Field(False, description="put the usage so far into every chunk")
+
+
+class Body(BaseModel):
+    """What completions and chats share. Null counts as not given; bounds are those of `SamplingParams`."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str | None = Field(None, description="the served model's name, as /v1/models lists it")
+    max_tokens: int | None = Field(None, description="tokens to write at most")
+    temperature: float | None = Field(None, description="0 always takes the likeliest token; default 1")
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = Field(None, description="texts that end the output before them")
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
+    logit_bias: dict[int, float] | None = None
+    n: int | None = Field(None, description="choices for each prompt")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(False, description="put token ids beside the text")
+    return_origins: bool = Field(
+        False,
+        description="put [text, origin] pieces beside the text: 0 is the target's, n a draft's at depth n",
+    )
+    return_metrics: bool = Field(False, description="say at the end what speculation earned")
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """Read a body, and refuse what it asks for that nobody would do."""
+        try:
+            given = json.loads(data)
+        except (ValueError, RecursionError):
+            raise Failure(400, "the body is no JSON; send one object, as UTF-8.") from None
+        if not isinstance(given, dict):
+            raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
+        fields = {name: value for name, value in given.items() if value is not None}
+        try:
+            body = cls.model_validate(fields)
+        except ValidationError as error:
+            raise misfit(error) from None
+        cls._refuse(body.model_extra or {})
+        return body
+
+    @classmethod
+    def _refuse(cls, extra: Mapping[str, Any]) -> None:
+        for name, value in extra.items():
+            if name in REFUSED and value not in MEANS_NOTHING.get(name, ()):
+                raise Failure(400, f"{name}: this server does not support it; leave it out.", param=name)
+            if name not in REFUSED and name not in HARMLESS:
+                logger.debug("a request has the field %.80r, which is unknown here", name)
+
+    def params(self, **own: Any) -> SamplingParams:
+        """Say how tokens are chosen, in the engine's words, which judges every value."""
+        shared = SamplingParams.model_fields.keys() & Body.model_fields.keys()
+        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        return SamplingParams(**given | {name: value for name, value in own.items() if value is not None})
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_on(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionBody(Body):
+    prompt: str | Ids | list[str] | list[Ids] = Field(description="a text, token ids, or a list of either")
+    logprobs: int | None = Field(None, description="alternatives beside each chosen token")
+
+    @property
+    def prompts(self) -> list[str | Ids]:
+        """List the prompts, however many were given."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise Failure(400, "prompt: it is empty; give a text or token ids.", param="prompt")
+        return [prompt] if isinstance(prompt[0], int) else list(prompt)
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(description="system, user, assistant, or what the model's template knows")
+    content: str | list[dict[str, Any]] | None = Field(None, description="a text, or parts of type text")
+
+
+class ChatBody(Body):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, description="tokens to write at most; before max_tokens")
+    logprobs: bool = Field(False, description="log-probabilities of the chosen tokens")
+    top_logprobs: int | None = Field(None, description="alternatives beside each; needs logprobs")
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+
+    @property
+    def plain(self) -> list[dict[str, Any]]:
+        """Return the messages as a template reads them, their parts joined."""
+        return [
+            {**message.model_dump(exclude_none=True), "content": _text(message.content, i)}
+            for i, message in enumerate(self.messages)
+        ]
+
+    @property
+    def shown(self) -> int | None:
+        """Say how many alternatives are shown beside each token; None: no log-probabilities at all."""
+        if self.top_logprobs and not self.logprobs:
+            raise Failure(
+                400, "top_logprobs: it belongs to logprobs; set logprobs to true.", param="top_logprobs"
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    tokens: Ids
+
+
+def read_plain(kind: type[BaseModel], data: bytes) -> Any:
+    """Read a small body."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise misfit(error) from None
+
+
+def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            raise Failure(
+                400,
+                f"messages.{index}.content: a part of type {part.get('type')!r:.40}; send text alone.",
+                param="messages",
+            )
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,83 @@
+"""What goes wrong, as clients of OpenAI's API expect to hear of it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from specdec.errors import CapacityError, EngineError, SpecdecError
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""By status; any other is the server's own."""
+
+
+class Failure(Exception):
+    """An answer that is an error. `param` names the field at fault, `code` the case for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = KINDS.get(self.status, "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> web.Response:
+        text = json.dumps(self.body)
+        return web.Response(
+            status=self.status, text=text, content_type="application/json", headers=self.headers
+        )
+
+
+def failure_of(error: Exception) -> Failure:
+    """Say to a client what it may know: its own mistakes in full, of the server's that there was one."""
+    match error:
+        case Failure():
+            return error
+        case EngineError():
+            return Failure(500, str(error), code="engine_error")
+        case CapacityError():
+            return Failure(503, str(error), code="capacity", headers={"Retry-After": "1"})
+        case SpecdecError():
+            # The same words as in Python, where a setting is named with its class.
+            message = str(error).replace("SamplingParams.", "").replace("SamplingParams ", "the request ")
+            return Failure(400, message, param=error.field)
+        case web.HTTPException():
+            return Failure(error.status, error.reason, headers=_kept(error.headers))
+        case _:
+            return Failure(500, "The server failed; its log says how.", code="internal_error")
+
+
+def misfit(error: ValidationError) -> Failure:
+    """Name the first field of a body that has the wrong form, and say what it should be."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+    field = str(first["loc"][0]) if first["loc"] else None
+    return Failure(400, f"{where or 'the body'}: {first['msg'].lower()}.", param=field)
+
+
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
+    """Keep what a client must know of an error: which methods an address has."""
+    return {name: value for name, value in headers.items() if name.lower() == "allow"}

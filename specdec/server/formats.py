@@ -1,0 +1,196 @@
+"""How choices are put into words: as completions or as chats, whole or in chunks."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specdec.outputs import Delta, RequestStats, TokenLogprob
+from specdec.text import Tokenizer
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a request has cost so far."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    accepted: int = 0
+    """Output tokens that came from drafts."""
+    ended: list[RequestStats] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        self.accepted += sum(origin > 0 for origin in delta.origins)
+        if delta.stats:
+            self.ended.append(delta.stats)
+
+    def as_json(self) -> Json:
+        drafted = sum(stats.drafted for stats in self.ended)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in self.ended)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": max(drafted - self.accepted, 0),
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+            },
+        }
+
+    def metrics(self) -> Json:
+        """Say what speculation did for these choices."""
+        steps = sum(stats.steps for stats in self.ended)
+        histogram: dict[int, int] = {}
+        for stats in self.ended:
+            for accepted, count in stats.histogram.items():
+                histogram[accepted] = histogram.get(accepted, 0) + count
+        speculative = {
+            "steps": steps,
+            "drafted_tokens": sum(stats.drafted for stats in self.ended),
+            "accepted_tokens": sum(stats.accepted for stats in self.ended),
+            "acceptance_length": sum(s.verified_tokens for s in self.ended) / steps if steps else 1.0,
+            "steps_by_accepted": {str(accepted): histogram[accepted] for accepted in sorted(histogram)},
+            "acceptance_by_depth": [list(stats.per_depth) for stats in self.ended],
+        }
+        return {
+            "speculative_decoding": speculative,
+            "time_to_first_token_s": min((stats.first_token_s for stats in self.ended), default=0.0),
+            "total_s": max((stats.total_s for stats in self.ended), default=0.0),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What goes beside the text."""
+
+    token_ids: bool = False
+    origins: bool = False
+
+
+class Format(Protocol):
+    prefix: str
+    """Of ids."""
+    whole: str
+    chunk: str
+    """What the objects are called."""
+
+    def first(self, choice: int) -> Json | None:
+        """Return what opens a choice's stream, if anything does."""
+        ...
+
+    def said(self, choice: int, delta: Delta, *, whole: bool) -> Json:
+        """Return a choice, or the next part of one."""
+        ...
+
+
+class Completions:
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer | None, shown: Shown) -> None:
+        self.tokenizer, self.shown = tokenizer, shown
+        self._offsets: dict[int, int] = {}
+
+    def first(self, choice: int) -> Json | None:
+        return None
+
+    def said(self, choice: int, delta: Delta, *, whole: bool) -> Json:
+        return {
+            "index": choice,
+            "text": delta.text,
+            "logprobs": None if delta.logprobs is None else self._logprobs(choice, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+            **beside(delta, self.shown),
+        }
+
+    def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprob]) -> Json:
+        """Write them as columns; an offset is where a token's own text begins in the output."""
+        tokens = [spell(self.tokenizer, own.token_id) for own in logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(choice, 0))
+            self._offsets[choice] = offsets[-1] + len(token)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [own.logprob for own in logprobs],
+            "tokens": tokens,
+            "top_logprobs": [
+                {spell(self.tokenizer, token): logprob for token, logprob in reversed(_with_chosen(own))}
+                for own in logprobs
+            ],
+        }
+
+
+class Chats:
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer | None, shown: Shown) -> None:
+        self.tokenizer, self.shown = tokenizer, shown
+
+    def first(self, choice: int) -> Json | None:
+        return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
+
+    def said(self, choice: int, delta: Delta, *, whole: bool) -> Json:
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = {"content": [self._logprob(own) for own in delta.logprobs], "refusal": None}
+        message = {"role": "assistant", "content": delta.text} if whole else {"content": delta.text}
+        name = "message" if whole else "delta"
+        return self._choice(choice, name, message, logprobs, delta.finish_reason) | beside(delta, self.shown)
+
+    def _choice(self, index: int, name: str, message: Json, logprobs: Json | None, why: str | None) -> Json:
+        return {"index": index, name: message, "logprobs": logprobs, "finish_reason": why}
+
+    def _logprob(self, own: TokenLogprob) -> Json:
+        top = [self._token(token, logprob) for token, logprob in own.top]
+        return self._token(own.token_id, own.logprob) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = spell(self.tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class Envelope:
+    """What the parts of one answer have in common."""
+
+    def __init__(self, form: Format, model: str) -> None:
+        self.form = form
+        self.head = {
+            "id": f"{form.prefix}-{uuid.uuid4().hex}",
+            "object": form.chunk,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def chunk(self, choices: Sequence[Json]) -> Json:
+        return {**self.head, "choices": list(choices)}
+
+    def whole(self, choices: Sequence[Json]) -> Json:
+        return {**self.head, "object": self.form.whole, "choices": list(choices)}
+
+
+def beside(delta: Delta, shown: Shown) -> Json:
+    """Return what goes beside a text where it is asked for."""
+    own: Json = {}
+    if shown.token_ids:
+        own["token_ids"] = list(delta.token_ids)
+    if shown.origins:
+        own["origins"] = list(delta.origins)
+        own["pieces"] = [list(piece) for piece in delta.pieces]
+    return own
+
+
+def spell(tokenizer: Tokenizer | None, token: int) -> str:
+    """Return a token's text, a special one's too."""
+    return tokenizer.spell(token) if tokenizer else f"token_id:{token}"
+
+
+def _with_chosen(own: TokenLogprob) -> list[tuple[int, float]]:
+    """Put the chosen token behind the likeliest, if it is none of them."""
+    known = any(token == own.token_id for token, _ in own.top)
+    return [*own.top] if known else [*own.top, (own.token_id, own.logprob)]

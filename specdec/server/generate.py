@@ -1,0 +1,118 @@
+"""Completions and chats: one request, its choices, whole or as they come."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from specdec.config import SamplingParams
+from specdec.engine import Prompt
+from specdec.outputs import Delta
+from specdec.server.answers import Answers
+from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.failures import Failure, failure_of
+from specdec.server.formats import Chats, Completions, Envelope, Format, Shown, Usage
+from specdec.server.metrics import Watch
+from specdec.server.state import State
+from specdec.server.streams import EventStream
+
+logger = logging.getLogger(__name__)
+
+
+async def complete(request: web.Request, state: State) -> web.StreamResponse:
+    """Answer /v1/completions."""
+    body = CompletionBody.read(await request.read())
+    state.check_model(body.model)
+    if len(body.prompts) > state.config.max_prompts:
+        most = state.config.max_prompts
+        raise Failure(
+            400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
+        )
+    params = body.params(logprobs=body.logprobs)
+    form = Completions(state.engine.tokenizer, _shown(body))
+    return await _answer(request, state, body, body.prompts, params, form)
+
+
+async def chat(request: web.Request, state: State) -> web.StreamResponse:
+    """Answer /v1/chat/completions."""
+    body = ChatBody.read(await request.read())
+    state.check_model(body.model)
+    variables = body.chat_template_kwargs or {}
+    ids = state.encode_chat(body.plain, answer=body.add_generation_prompt, **variables)
+    room = max(state.max_model_len - len(ids), 1)
+    most = body.max_completion_tokens or body.max_tokens or room
+    params = body.params(logprobs=body.shown, max_tokens=most)
+    return await _answer(request, state, body, [ids], params, Chats(state.engine.tokenizer, _shown(body)))
+
+
+async def _answer(
+    request: web.Request,
+    state: State,
+    body: Body,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    form: Format,
+) -> web.StreamResponse:
+    envelope = Envelope(form, body.model or state.names[0])
+    with state.under_way(params.n * len(prompts)):
+        timeout_s = state.config.request_timeout
+        answers = Answers(state.engine, state.mailbox, prompts, params, timeout_s=timeout_s)
+        usage = Usage(answers.prompt_tokens)
+        with answers, state.metrics.request(answers.prompt_tokens) as watch:
+            if not body.stream:
+                return web.json_response(await _whole(answers, envelope, usage, watch, body))
+            stream = EventStream(request, state.config.stall_timeout, request["headers"])
+            return await _stream(answers, envelope, usage, watch, body, stream)
+
+
+async def _whole(
+    answers: Answers, envelope: Envelope, usage: Usage, watch: Watch, body: Body
+) -> dict[str, Any]:
+    said: dict[int, list[Delta]] = {}
+    async for choice, delta in answers:
+        usage.add(delta)
+        watch.said(choice, delta)
+        said.setdefault(choice, []).append(delta)
+    choices = [envelope.form.said(choice, Delta.joined(said[choice]), whole=True) for choice in sorted(said)]
+    extra = {"metrics": usage.metrics()} if body.return_metrics else {}
+    return envelope.whole(choices) | {"usage": usage.as_json()} | extra
+
+
+async def _stream(
+    answers: Answers, envelope: Envelope, usage: Usage, watch: Watch, body: Body, stream: EventStream
+) -> web.StreamResponse:
+    """Send what comes. An error after the first event is an event too: the status has been sent."""
+    opened: set[int] = set()
+    try:
+        async for choice, delta in answers:
+            usage.add(delta)
+            watch.said(choice, delta)
+            opening = None if choice in opened else envelope.form.first(choice)
+            opened.add(choice)
+            parts = [own for own in (opening, envelope.form.said(choice, delta, whole=False)) if own]
+            if delta.text or delta.token_ids or delta.finish_reason or opening:
+                await stream.send(*(_with_usage(envelope.chunk([part]), usage, body) for part in parts))
+        if body.includes_usage or body.return_metrics:
+            last = envelope.chunk([])
+            last |= {"usage": usage.as_json()} if body.includes_usage else {}
+            last |= {"metrics": usage.metrics()} if body.return_metrics else {}
+            await stream.send(last)
+    except Exception as error:
+        if not stream.begun or isinstance(error, ConnectionError):
+            raise
+        failure = failure_of(error)
+        if failure.status == 500:
+            logger.error("%s failed in mid-stream", stream.number, exc_info=error)
+        await stream.send(failure.body)
+    return await stream.end()
+
+
+def _with_usage(chunk: dict[str, Any], usage: Usage, body: Body) -> dict[str, Any]:
+    if body.counts_on:
+        return chunk | {"usage": usage.as_json()}
+    return chunk | {"usage": None} if body.includes_usage else chunk
+
+
+def _shown(body: Body) -> Shown:
+    return Shown(token_ids=body.return_token_ids, origins=body.return_origins)

@@ -1,0 +1,120 @@
+"""Load, listen, say where to look, and stop in good order."""
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from pathlib import Path
+
+from aiohttp import web
+
+from specdec.config import EngineConfig
+from specdec.engine import SpecEngine
+from specdec.errors import ConfigError
+from specdec.models.checkpoint import SHIPPED
+from specdec.server.app import build_app
+from specdec.server.settings import ServerConfig
+from specdec.server.state import State, read_keys
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 10.0
+"""Between two lines of the log that say what speculation earns."""
+GRACE_S = 5.0
+"""For what is still open when the time to drain is over."""
+
+
+def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
+    """Load a model and serve it until told to stop. What is wrong with the server is told before it loads."""
+    folder = SHIPPED.get(model, Path(model)).resolve()
+    read_keys(config)
+    with _bind(config) as sock, SpecEngine(model, engine_config) as engine:
+        asyncio.run(serve(engine, config, folder, sock))
+
+
+async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket) -> None:
+    """Serve until told to stop (SIGTERM, SIGINT): then take nothing new, and let what runs end.
+
+    Told a second time it waits for nobody.
+    """
+    state = State(engine, config, folder)
+    runner = web.AppRunner(
+        build_app(state), access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S
+    )
+    await runner.setup()
+    told, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        (hurried if told.is_set() else told).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await web.SockSite(runner, sock).start()
+        host, port = sock.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        print(
+            f"serving {state.names[0]} at {address}/v1 (health: {address}/health, figures: {address}/metrics)"
+            "; Ctrl-C stops it",
+            flush=True,
+        )
+        reporter = asyncio.create_task(_report(state))
+        await told.wait()
+        reporter.cancel()
+        await _drain(state, hurried)
+    finally:
+        await runner.cleanup()
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """Take the address; nobody is let in before the model is there."""
+    sock = None
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        if sock:
+            sock.close()
+        raise ConfigError(
+            f"port: {config.host}:{config.port} cannot be listened at ({error.strerror or error}); choose "
+            "another one, or 0 for any that is free.",
+            field="port",
+        ) from error
+    return sock
+
+
+async def _drain(state: State, hurried: asyncio.Event) -> None:
+    """Let what runs end, as long as it may take."""
+    state.draining = True
+    logger.info("stopping: %d choices under way", state.choices)
+    waits = [asyncio.create_task(event.wait()) for event in (state.idle, hurried)]
+    await asyncio.wait(waits, timeout=state.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if state.choices:
+        logger.warning(
+            "stopping with %d choices under way after %g s", state.choices, state.config.drain_seconds
+        )
+
+
+async def _report(state: State) -> None:
+    """Log what was done since the last line, while there is anything to tell."""
+    counts = state.engine.model.loop.counts
+    before = (0, 0, 0, 0, 0.0)
+    while True:
+        await asyncio.sleep(REPORT_S)
+        now = (counts.steps, counts.tokens, counts.drafted, counts.accepted, time.monotonic())
+        steps, tokens, drafted, accepted, _ = (a - b for a, b in zip(now, before, strict=True))
+        seconds, before = (now[4] - before[4]) if before[4] else REPORT_S, now
+        if not steps:
+            continue
+        stats = state.engine.stats()
+        logger.info(
+            "running %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
+            *(stats.running, stats.waiting, tokens / seconds, tokens / steps, accepted, drafted),
+            100 * accepted / drafted if drafted else 0.0,
+        )

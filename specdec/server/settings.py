@@ -1,0 +1,66 @@
+"""What an operator may set of the server; the engine has its own settings."""
+
+from pydantic import Field
+
+from specdec.settings import Settings
+
+
+class ServerConfig(Settings):
+    """Where the server listens, who may use it, and how much at once."""
+
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        title="address to listen at; 0.0.0.0 is every one of this machine",
+        description="an address or a host name",
+    )
+    port: int = Field(
+        8000, ge=0, le=65535, title="port to listen at", description="0 to 65535; 0: any free one"
+    )
+    served_model_name: list[str] | None = Field(
+        None,
+        title="names that requests may give as their model; None: the folder's",
+        description="a list of names, or None",
+    )
+    api_key: list[str] | None = Field(
+        None,
+        title="keys of which a request must bring one (Authorization: Bearer KEY); others are refused. The "
+        "environment's SPECDEC_API_KEY and the lines of api_key_file are keys too",
+        description="a list of keys, or None",
+    )
+    api_key_file: str | None = Field(
+        None, title="a file with one key on each line", description="a path, or None"
+    )
+    max_body_bytes: int = Field(
+        16 << 20, ge=1024, title="bytes of a request at most", description="a whole number of at least 1024"
+    )
+    max_prompts: int = Field(
+        256, ge=1, title="prompts of one request at most", description="a whole number of at least 1"
+    )
+    max_queued: int = Field(
+        1024,
+        ge=1,
+        title="choices under way or waiting at most; beyond, requests are refused with 429",
+        description="a whole number of at least 1",
+    )
+    request_timeout: float = Field(
+        600.0,
+        gt=0,
+        title="seconds that a request may take from its arrival to its end",
+        description="a number above 0",
+    )
+    stall_timeout: float = Field(
+        60.0,
+        gt=0,
+        title="seconds that a stream waits for a client that does not read",
+        description="a number above 0",
+    )
+    drain_seconds: float = Field(
+        30.0,
+        ge=0,
+        title="seconds that running requests may go on when the server is told to stop",
+        description="a number of at least 0",
+    )
+    log_prompts: bool = Field(
+        False, title="write prompts to the log, at level DEBUG", description="True or False"
+    )

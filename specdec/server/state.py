@@ -1,0 +1,131 @@
+"""What all handlers share: the engine, who may use it, and how much is under way."""
+
+import asyncio
+import contextlib
+import hmac
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from specdec.chat import load_template
+from specdec.engine import SpecEngine
+from specdec.errors import ConfigError
+from specdec.server.answers import Mailbox
+from specdec.server.failures import Failure
+from specdec.server.metrics import Metrics
+from specdec.server.settings import ServerConfig
+
+KEY_VARIABLE = "SPECDEC_API_KEY"
+BUSY = {"Retry-After": "1"}
+STOPPING = {"Retry-After": "10"}
+
+
+class State:
+    """Owned by the event loop's thread."""
+
+    def __init__(self, engine: SpecEngine, config: ServerConfig, folder: Path) -> None:
+        self.engine, self.config = engine, config
+        self.template = load_template(folder)
+        self.names = config.served_model_name or [folder.name]
+        self.max_model_len = engine.model.settings.max_model_len
+        self.keys = read_keys(config)
+        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self.metrics = Metrics(engine, self.names[0])
+        self.draining = False
+        self.choices = 0
+        """Under way, of all requests."""
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @contextlib.contextmanager
+    def under_way(self, choices: int) -> Iterator[None]:
+        """Take a request in, or refuse it because there are too many."""
+        if self.draining:
+            raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
+        most = self.config.max_queued
+        if choices > most:
+            raise Failure(
+                400,
+                f"n: {choices} choices are more than the {most} that may be under way; ask for fewer.",
+                param="n",
+            )
+        if self.choices + choices > most:
+            raise Failure(
+                429,
+                f"{self.choices} choices are under way, of at most {most}; try again later.",
+                code="too_many_requests",
+                headers=BUSY,
+            )
+        self.choices += choices
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.choices -= choices
+            if not self.choices:
+                self.idle.set()
+
+    def admit(self, request: web.Request) -> None:
+        """Refuse who brings none of the keys; all are compared, each in a time that tells nothing."""
+        if not self.keys:
+            return
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        matches = [
+            hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key) for key in self.keys
+        ]
+        if kind.lower() != "bearer" or not any(matches):
+            raise Failure(
+                401,
+                "This server wants a key that it knows: send the header 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Turn a text into tokens."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise Failure(400, "prompt: the model has no tokenizer; send token ids.", param="prompt")
+        try:
+            return tokenizer.encode(text, special=special)
+        except (UnicodeError, TypeError):
+            raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, answer: bool, **variables: Any
+    ) -> list[int]:
+        """Turn a chat into tokens as the model's template has it."""
+        text = self.template.render(messages, answer=answer, **variables)
+        return self.encode(text, special=self.template.is_plain)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise Failure(
+                404,
+                f"model: {name!r:.80} is not served here; use {' or '.join(map(repr, self.names))}.",
+                param="model",
+                code="model_not_found",
+            )
+
+
+def read_keys(config: ServerConfig) -> list[bytes]:
+    """Collect the keys that an operator has given, wherever."""
+    keys = [*(config.api_key or []), os.environ.get(KEY_VARIABLE, "")]
+    if config.api_key_file:
+        try:
+            keys += Path(config.api_key_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"api_key_file: {config.api_key_file} cannot be read ({error}); give a text file with "
+                "one key on each line.",
+                field="api_key_file",
+            ) from error
+        if not any(key.strip() for key in keys):
+            raise ConfigError(
+                f"api_key_file: {config.api_key_file} holds no key; write one on each line.",
+                field="api_key_file",
+            )
+    return [key.strip().encode() for key in keys if key.strip()]

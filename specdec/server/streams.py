@@ -1,0 +1,52 @@
+"""Answers as server-sent events, to a client that may be slow or gone."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """One answer. It begins with its first event, so that what is refused before has a status of its own."""
+
+    def __init__(self, request: web.Request, stall_s: float, headers: Mapping[str, str]) -> None:
+        self.request, self.stall_s = request, stall_s
+        self._response = web.StreamResponse(headers={**HEADERS, **headers})
+
+    @property
+    def number(self) -> str:
+        """The request's id."""
+        return str(self._response.headers["X-Request-ID"])
+
+    @property
+    def begun(self) -> bool:
+        return self._response.prepared
+
+    async def send(self, *events: Mapping[str, Any]) -> None:
+        """Write events at once, and wait while the client takes none; one that never does is given up."""
+        await self._write(b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events))
+
+    async def end(self) -> web.StreamResponse:
+        await self._write(DONE)
+        await self._response.write_eof()
+        return self._response
+
+    async def _write(self, data: bytes) -> None:
+        if not self.begun:
+            await self._response.prepare(self.request)
+        try:
+            async with asyncio.timeout(self.stall_s):
+                await self._response.write(data)
+        except TimeoutError:
+            if self.request.transport:
+                self.request.transport.abort()
+            raise ConnectionResetError("the client does not read") from None

@@ -1,0 +1,109 @@
+"""A server in a process of its own, as people start it, and plain HTTP to it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+START_S, STOP_S = 120, 60
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def events(self) -> list[Any]:
+        """Return the stream's events; the last must say that there are no more."""
+        lines = [line for line in self.data.decode().split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines[-1] == "data: [DONE]" and lines.count("data: [DONE]") == 1
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    @property
+    def error(self) -> Any:
+        assert set(self.json) == {"error"}
+        return self.json["error"]
+
+
+class Live:
+    """`specdec serve` until it is left."""
+
+    def __init__(self, *options: str, model: str = "tiny", env: Mapping[str, str] | None = None) -> None:
+        self.command = [sys.executable, "-m", "specdec.cli", "serve", model, "--port", "0", *options]
+        self.env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+
+    def __enter__(self) -> Self:
+        self.process = subprocess.Popen(
+            self.command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.said: list[str] = []
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.said.append(line)
+            if found := re.search(r"http://\S+?(?=/v1)", line):
+                self.url = found[0]
+                return self
+        self.process.communicate(timeout=STOP_S)
+        raise AssertionError("".join(self.said))
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> tuple[int, str]:
+        """Tell it to stop; return its exit code and what it has said."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        if self.process.stdout and not self.process.stdout.closed:
+            self.said.append(self.process.communicate(timeout=STOP_S)[0])
+        return self.process.returncode, "".join(self.said)
+
+    def ask(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        data: bytes | None = None,
+        method: str | None = None,
+        **headers: str,
+    ) -> Answer:
+        """Send a request: a body as JSON, or data as they are."""
+        sent = json.dumps(body).encode() if body is not None else data
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(
+            self.url + path, sent, {"Content-Type": "application/json", **named}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return Answer(answer.status, dict(answer.headers), answer.read())
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, dict(error.headers), error.read())
+
+    def metrics(self) -> dict[str, float]:
+        """Read the figures: each with its labels as its name."""
+        lines = self.ask("/metrics").data.decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+
+def total(metrics: Mapping[str, float], name: str) -> float:
+    """Sum a figure over its labels."""
+    return sum(value for key, value in metrics.items() if re.match(rf"{re.escape(name)}(\{{|$)", key))
+
+
+def serving(*options: str) -> Iterator[Live]:
+    with Live(*options) as live:
+        yield live

@@ -1,0 +1,256 @@
+"""What a server answers over HTTP is what the engine says, in the forms that clients of OpenAI's API read."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specdec import SamplingParams, SpecEngine
+from tests.server.live import Live, serving, total
+
+PROMPT = "import os\n\n\ndef "
+CHAT, ASKED = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
+SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    yield from serving()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SpecEngine]:
+    with SpecEngine("tiny") as own:
+        yield own
+
+
+def texts(events: list[Any]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.9}], ids=str
+)
+def test_a_completion_is_the_engines(
+    live: Live, engine: SpecEngine, stream: bool, fields: dict[str, Any]
+) -> None:
+    wanted = engine.generate(PROMPT, SamplingParams(max_tokens=40, **fields))[0]
+    answer = live.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "stream": stream, **fields})
+    assert answer.status == 200
+    if stream:
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        assert texts(answer.events) == wanted.text
+        reasons = [choice["finish_reason"] for event in answer.events for choice in event["choices"]]
+        assert reasons[-1] == wanted.finish_reason and not any(reasons[:-1])
+        return
+    (choice,) = answer.json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (wanted.text, wanted.finish_reason)
+    usage = answer.json["usage"]
+    assert usage["prompt_tokens"] == len(wanted.prompt_token_ids)
+    assert usage["completion_tokens"] == len(wanted.token_ids)
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert 0 <= accepted < usage["completion_tokens"]
+
+
+def test_the_four_forms_of_a_prompt(live: Live, engine: SpecEngine) -> None:
+    assert engine.tokenizer
+    ids = engine.tokenizer.encode(PROMPT)
+    answers = [
+        live.ask("/v1/completions", SHORT | {"prompt": prompt}).json["choices"]
+        for prompt in (PROMPT, ids, [PROMPT, PROMPT], [ids, ids])
+    ]
+    first = answers[0][0]["text"]
+    assert [[choice["text"] for choice in choices] for choices in answers] == [
+        [first],
+        [first],
+        [first] * 2,
+        [first] * 2,
+    ]
+    assert [choice["index"] for choice in answers[2]] == [0, 1]
+
+
+def test_several_choices_have_seeds_of_their_own(live: Live, engine: SpecEngine) -> None:
+    fields: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "n": 3}
+    wanted = [own.text for own in engine.generate(PROMPT, SamplingParams(**fields))]
+    whole = live.ask("/v1/completions", {"prompt": [PROMPT, "class"], **fields}).json["choices"]
+    assert [choice["index"] for choice in whole] == list(range(6))
+    assert [choice["text"] for choice in whole[:3]] == wanted
+    events = live.ask("/v1/completions", {"prompt": PROMPT, "stream": True, **fields}).events
+    by_choice = [
+        "".join(c["text"] for e in events for c in e["choices"] if c["index"] == i) for i in range(3)
+    ]
+    assert by_choice == wanted
+
+
+def test_a_chat_begins_with_its_role_and_ends_once(live: Live) -> None:
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "def f(x):"}]}],
+        "max_tokens": 20,
+        "temperature": 0,
+    }
+    whole = live.ask("/v1/chat/completions", body).json
+    assert whole["object"] == "chat.completion" and whole["choices"][0]["message"]["role"] == "assistant"
+    events = live.ask(
+        "/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+    ).events
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+    *said, last = events
+    assert last["choices"] == []
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][count] == whole["usage"][count]
+    assert all(event["usage"] is None for event in said)
+    content = "".join(event["choices"][0]["delta"].get("content", "") for event in said)
+    assert content == whole["choices"][0]["message"]["content"]
+    reasons = [event["choices"][0]["finish_reason"] for event in said]
+    assert reasons[-1] == "length" and not any(reasons[:-1])
+
+
+def test_usage_goes_along_where_it_is_asked_for(live: Live) -> None:
+    events = live.ask(
+        "/v1/completions", SHORT | {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    ).events
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 12
+
+
+def test_log_probabilities_in_both_forms(live: Live, engine: SpecEngine) -> None:
+    assert engine.tokenizer
+    wanted = engine.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0, logprobs=2))[0]
+    assert wanted.logprobs
+    own = live.ask("/v1/completions", SHORT | {"logprobs": 2}).json["choices"][0]
+    columns = own["logprobs"]
+    assert "".join(columns["tokens"]) == own["text"] == wanted.text
+    assert columns["token_logprobs"] == pytest.approx([each.logprob for each in wanted.logprobs])
+    starts = [len("".join(columns["tokens"][:i])) for i in range(12)]
+    assert columns["text_offset"] == starts
+    assert all(2 <= len(top) <= 3 for top in columns["top_logprobs"])
+    streamed = live.ask("/v1/completions", SHORT | {"logprobs": 2, "stream": True}).events
+    assert [t for e in streamed for t in e["choices"][0]["logprobs"]["tokens"]] == columns["tokens"]
+    assert [o for e in streamed for o in e["choices"][0]["logprobs"]["text_offset"]] == starts
+    chat = {
+        "messages": [{"role": "user", "content": "def"}],
+        "max_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    content = live.ask("/v1/chat/completions", chat).json["choices"][0]["logprobs"]["content"]
+    assert len(content) == 4 and all(len(each["top_logprobs"]) == 2 for each in content)
+    assert all(bytes(each["bytes"]).decode() == each["token"] for each in content)
+
+
+def test_what_drafts_earned_is_said_and_counted(live: Live) -> None:
+    before = live.metrics()
+    body = SHORT | {
+        "max_tokens": 60,
+        "return_metrics": True,
+        "return_origins": True,
+        "return_token_ids": True,
+    }
+    answer = live.ask("/v1/completions", body).json
+    after, earned = live.metrics(), answer["metrics"]["speculative_decoding"]
+
+    def gained(name: str) -> float:
+        return total(after, name) - total(before, name)
+
+    choice = answer["choices"][0]
+    assert len(choice["origins"]) == len(choice["token_ids"]) == 60
+    assert "".join(text for text, _ in choice["pieces"]) == choice["text"]
+    accepted = sum(origin > 0 for origin in choice["origins"])
+    assert accepted == answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert gained("vllm:spec_decode_num_accepted_tokens_total") == accepted == earned["accepted_tokens"]
+    assert gained("vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
+    assert gained("vllm:spec_decode_num_draft_tokens_total") == earned["drafted_tokens"]
+    assert gained("vllm:generation_tokens_total") == 60
+    assert gained("vllm:request_success_total") == gained("vllm:time_to_first_token_seconds_count") == 1
+    assert gained("vllm:inter_token_latency_seconds_count") == 59
+
+
+def test_texts_become_tokens_and_back(live: Live, engine: SpecEngine) -> None:
+    assert engine.tokenizer
+    found = live.ask("/tokenize", {"prompt": PROMPT}).json
+    assert found["tokens"] == engine.tokenizer.encode(PROMPT) and found["count"] == len(found["tokens"])
+    assert live.ask("/detokenize", {"tokens": found["tokens"]}).json == {"prompt": PROMPT}
+    chat = live.ask("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json
+    assert chat["count"] > 1
+
+
+def test_who_asks_is_told_what_is_served(live: Live) -> None:
+    (card,) = live.ask("/v1/models").json["data"]
+    assert card["id"] == "tiny" and card["max_model_len"] > 100
+    assert live.ask("/v1/models/tiny").json == card
+    assert live.ask("/v1/models/other").status == 404
+    assert live.ask("/health").status == live.ask("/ready").status == 200
+    info = live.ask("/server_info").json
+    assert info["model"] == "tiny" and info["max_model_len"] == card["max_model_len"]
+
+
+def test_a_request_keeps_its_id(live: Live) -> None:
+    assert live.ask("/v1/models", X_Request_ID="mine-1").headers["X-Request-ID"] == "mine-1"
+    answer = live.ask("/v1/completions", SHORT | {"stream": True}, X_Request_ID="mine-2")
+    assert answer.headers["X-Request-ID"] == "mine-2"
+    assert live.ask("/v1/nowhere", X_Request_ID="bad id").headers["X-Request-ID"] not in (
+        "",
+        "bad id",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "temperature": -1}, 400, "temperature"),
+        ("/v1/completions", {"prompt": PROMPT, "temperature": "hot"}, 400, "temperature"),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0}, 400, "max_tokens"),
+        ("/v1/completions", {"prompt": PROMPT, "model": "other"}, 404, "model"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [[]]}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [1 << 40]}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "x " * 100_000}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [PROMPT] * 300}, 400, "prompt"),
+        ("/v1/completions", {}, 400, "prompt"),
+        ("/v1/completions", {"prompt": PROMPT, "suffix": "end"}, 400, "suffix"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 99}, 400, "logprobs"),
+        ("/v1/completions", {"prompt": PROMPT, "n": 129}, 400, "n"),
+        ("/v1/completions", {"prompt": PROMPT, "stop": [""]}, 400, "stop"),
+        (CHAT, {"messages": []}, 400, "messages"),
+        (CHAT, {"messages": [{"content": "x"}]}, 400, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        (CHAT, ASKED | {"top_logprobs": 2}, 400, "top_logprobs"),
+        (CHAT, ASKED | {"tools": [{"type": "function"}]}, 400, "tools"),
+        ("/tokenize", {}, 400, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_what_is_wrong_is_named(live: Live, path: str, body: Any, status: int, param: str) -> None:
+    answer = live.ask(path, body)
+    assert (answer.status, answer.error["param"]) == (status, param)
+    assert param in answer.error["message"] and "Traceback" not in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"\xff", b"null", b"1", b'{"prompt": NaN}', b"[" * 100_000]
+)
+def test_a_body_that_is_none_is_refused(live: Live, data: bytes) -> None:
+    answer = live.ask("/v1/completions", data=data, method="POST")
+    assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
+
+
+def test_nulls_count_as_not_given(live: Live) -> None:
+    nulls = dict.fromkeys(
+        ("stop", "n", "seed", "logprobs", "logit_bias", "suffix", "stream_options", "tools", "user")
+    )
+    assert (
+        live.ask("/v1/completions", SHORT | nulls).json["choices"]
+        == live.ask("/v1/completions", SHORT).json["choices"]
+    )
+
+
+def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
+    assert live.ask("/v1/nowhere").status == 404
+    answer = live.ask("/v1/completions")
+    assert answer.status == 405 and answer.headers["Allow"] == "POST"
+    assert answer.error["message"]

@@ -1,0 +1,179 @@
+"""Who may use a server, how much at once, and what becomes of those who leave or do not read."""
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from specdec.cli import main
+from tests.server.live import Live
+
+KEY = {"Authorization": "Bearer given"}
+LONG: dict[str, Any] = {
+    "prompt": "import os\n",
+    "max_tokens": 900,
+    "temperature": 1.0,
+    "ignore_eos": True,
+    "stream": True,
+    "seed": 1,
+}
+PLAIN = ("--draft", "none")
+"""What is tested here does not hang on drafts, and an engine without any is there at once."""
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("from-a-file\n\n")
+    limits = ("--max-queued", "64", "--max-body-bytes", "20000", "--stall-timeout", "1")
+    env = {"SPECDEC_API_KEY": "from-outside"}
+    with Live(*PLAIN, *limits, "--api-key", "given", "--api-key-file", str(keys), env=env) as own:
+        yield own
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def open_stream(live: Live, body: dict[str, Any], *, buffer: int | None = None) -> socket.socket:
+    """Send a request by hand and leave its answer unread."""
+    url = urlsplit(live.url)
+    assert url.hostname and url.port
+    sock = socket.socket()
+    if buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    sock.connect((url.hostname, url.port))
+    data = json.dumps(body).encode()
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    head += [f"Authorization: {KEY['Authorization']}", f"Content-Length: {len(data)}"]
+    sock.sendall("\r\n".join([*head, "", ""]).encode() + data)
+    return sock
+
+
+def running(live: Live) -> float:
+    return next(v for k, v in live.metrics().items() if k.startswith("vllm:num_requests_running"))
+
+
+def test_a_key_is_asked_for(live: Live) -> None:
+    for key in ("given", "from-a-file", "from-outside"):
+        assert live.ask("/v1/models", Authorization=f"Bearer {key}").status == 200
+    for wrong in ("Bearer wrong", "Bearer", "", "given", "Basic given", "Bearer given2", "Bearer \xe9"):
+        answer = live.ask("/v1/completions", LONG, Authorization=wrong)
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert "given" not in answer.error["message"]
+    assert live.ask("/health").status == live.ask("/metrics").status == 200
+
+
+def test_too_much_is_refused_and_the_rest_goes_on(live: Live) -> None:
+    streams = [open_stream(live, LONG | {"seed": i, "n": 32}) for i in range(2)]
+    wait_for(lambda: running(live) == 64)
+    answer = live.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}, **KEY)
+    assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+    assert answer.error["type"] == "rate_limit_error"
+    assert live.ask("/v1/completions", {"prompt": "x", "n": 65}, **KEY).error["param"] == "n"
+    assert live.ask("/v1/completions", {"prompt": "x" * 30_000}, **KEY).status == 413
+    for stream in streams:
+        stream.close()
+    wait_for(lambda: running(live) == 0)
+    assert live.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}, **KEY).status == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_hangs_up_ends_his_request(live: Live, stream: bool) -> None:
+    ended = total_ended(live)
+    sock = open_stream(live, LONG | {"n": 8, "stream": stream})
+    wait_for(lambda: running(live) == 8)
+    sock.close()
+    wait_for(lambda: running(live) == 0)
+    assert total_ended(live) == ended  # none of them came to an end of its own
+
+
+def total_ended(live: Live) -> float:
+    return sum(v for k, v in live.metrics().items() if k.startswith("vllm:request_success_total"))
+
+
+def test_who_does_not_read_is_given_up_and_holds_nobody_up(live: Live) -> None:
+    wide = LONG | {"n": 60, "logprobs": 20, "return_token_ids": True}
+    sock = open_stream(live, wide, buffer=4096)
+    wait_for(lambda: running(live) == 60)
+    answer = live.ask("/v1/completions", LONG | {"max_tokens": 20, "stream": False}, **KEY)
+    assert answer.json["usage"]["completion_tokens"] == 20
+    wait_for(lambda: running(live) == 0)
+    sock.close()
+    assert live.ask("/health").status == 200
+
+
+def test_a_request_has_its_time() -> None:
+    with Live(*PLAIN, "--request-timeout", "2") as live:
+        answer = live.ask("/v1/completions", LONG | {"n": 64, "stream": False})
+        assert (answer.status, answer.error["code"]) == (504, "timeout")
+        events = live.ask("/v1/completions", LONG | {"n": 64}).events
+        assert events[-1]["error"]["code"] == "timeout"
+        wait_for(lambda: running(live) == 0)
+
+
+def test_told_to_stop_it_ends_what_runs_and_takes_nothing_new() -> None:
+    with Live(*PLAIN) as live:
+        answers: list[Any] = []
+        asked = threading.Thread(
+            target=lambda: answers.append(live.ask("/v1/completions", LONG | {"n": 4, "max_tokens": 600}))
+        )
+        asked.start()
+        wait_for(lambda: running(live) == 4)
+        live.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: live.ask("/ready").status == 503)
+        refused = live.ask("/v1/completions", LONG)
+        assert (refused.status, refused.error["code"]) == (503, "stopping")
+        asked.join()
+        reasons = [c["finish_reason"] for e in answers[0].events for c in e["choices"] if c["finish_reason"]]
+        assert reasons == ["length"] * 4
+        assert live.process.wait(timeout=60) == 0 and "Traceback" not in live.stop()[1]
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_it_stops_in_bounded_time(twice: bool) -> None:
+    with Live(*PLAIN, "--drain-seconds", "600" if twice else "0.3") as live:
+        sock = open_stream(live, LONG | {"n": 64})
+        wait_for(lambda: running(live) == 64)
+        live.process.send_signal(signal.SIGINT)
+        if twice:
+            wait_for(lambda: live.ask("/ready").status == 503)
+            live.process.send_signal(signal.SIGINT)
+        assert live.process.wait(timeout=60) == 0 and "Traceback" not in live.stop()[1]
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (("--port", "70000"), "port"),
+        (("--host", "no.such.host.invalid"), "port"),
+        (("--api-key-file", "/nowhere"), "api_key_file"),
+        (("--max-queued", "0"), "max_queued"),
+        (("--draft", "none", "--topk", "2"), "topk"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named_in_one_line(
+    options: tuple[str, ...], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "tiny", *options]) == 2
+    said = capsys.readouterr().err
+    assert field in said and said.count("\n") == 1
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_loads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
+    assert "port: 127.0.0.1" in capsys.readouterr().err

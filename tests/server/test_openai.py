@@ -1,0 +1,82 @@
+"""The official client reads what the server says, and raises of its own kind where it refuses."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.server.live import Live, serving
+
+TEXT = "class Stack:\n    def "
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    yield from serving("--api-key", "given")
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="given", max_retries=0) as own:
+        yield own
+
+
+def test_completions_whole_and_streamed(client: openai.OpenAI) -> None:
+    fields = {"model": "tiny", "prompt": TEXT, "max_tokens": 24, "temperature": 0.0, "logprobs": 1}
+    whole = client.completions.create(**fields)  # type: ignore[call-overload]
+    assert whole.usage and whole.usage.completion_tokens == 24
+    assert whole.usage.completion_tokens_details.accepted_prediction_tokens >= 0
+    parts = list(client.completions.create(**fields, stream=True))  # type: ignore[call-overload]
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert [t for part in parts for t in part.choices[0].logprobs.tokens] == whole.choices[0].logprobs.tokens
+    assert parts[-1].choices[0].finish_reason == "length"
+
+
+def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
+    fields = {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "Python."}, {"role": "user", "content": TEXT}],
+        "max_completion_tokens": 24,
+        "temperature": 0.7,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**fields)  # type: ignore[call-overload]
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert len(whole.choices[0].logprobs.content) == 24
+    texts = ["", ""]
+    stream = client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+    *parts, last = list(stream)
+    assert last.usage.total_tokens == whole.usage.total_tokens and not last.choices
+    for part in parts:
+        texts[part.choices[0].index] += part.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+def test_what_the_api_does_not_know_goes_as_extra_body(client: openai.OpenAI) -> None:
+    extra = {"top_k": 5, "min_p": 0.05, "ignore_eos": True, "return_token_ids": True, "return_metrics": True}
+    answer = client.completions.create(model="tiny", prompt=TEXT, max_tokens=8, seed=1, extra_body=extra)
+    assert len(answer.choices[0].token_ids) == 8  # type: ignore[attr-defined]
+    assert answer.metrics["speculative_decoding"]["acceptance_length"] >= 1  # type: ignore[attr-defined]
+
+
+def test_models_and_errors(client: openai.OpenAI, live: Live) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "specdec"
+    with pytest.raises(openai.NotFoundError, match="served"):
+        client.completions.create(model="other", prompt=TEXT)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=TEXT, temperature=-1.0)
+    assert caught.value.param == "temperature"
+    stranger = openai.OpenAI(base_url=f"{live.url}/v1", api_key="other", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+def test_leaving_a_stream_ends_its_request(client: openai.OpenAI, live: Live) -> None:
+    with client.completions.create(model="tiny", prompt=TEXT, max_tokens=900, stream=True) as stream:
+        next(iter(stream))
+    left = client.completions.create(model="tiny", prompt=TEXT, max_tokens=2)
+    assert left.usage and left.usage.completion_tokens == 2
