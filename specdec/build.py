@@ -204,7 +204,8 @@ def _drafter(
         case "mtp" | "eagle":
             assert head is not None
             own = arena, speculation.rank, settings.device, settings.chunk_tokens
-            straight = Straight(Unrolled(head, speculation.kernels), speculation.rules)
+            unrolled = Unrolled(head, speculation.kernels)
+            straight = Straight(unrolled, speculation.goes_straight, speculation.rules)
             return HeadDrafter(head, *own, window=settings.draft_window, straight=straight)
         case "ngram":
             return Lookup(NgramDrafter())

@@ -119,7 +119,8 @@ class Speculation:
         looks = any(drafter is not self.head for drafter in self.drafters)
         grows = self.head is not None
         planned = self.policy.plan(batch, tracks, rooms, look_up if looks else None, grows=grows)
-        if not any(planned) and not any(any(map(len, (p for _, p in own))) for own in heard):
+        if not any(planned) and not any(len(proposal) for own in heard for _, proposal in own):
+            # As most steps are while nothing pays: what follows would take longer than the plan.
             self._catch_up(shares)
             self.policy.cut(batch, [])
             return drafts
@@ -239,13 +240,19 @@ class Speculation:
         ]
         return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
 
-    def rules(self, keys: Sequence[Hashable], device: torch.device) -> tuple[Rules, Tensor] | None:
-        """Say by what these requests choose, and their seeds; None where one minds what it has said."""
+    def goes_straight(self, key: Hashable) -> bool:
+        """Tell whether a chain's guesses for a request can be ranked before it is known what they are.
+
+        Without the noise a guess's share is a probability by the request's whole rule, as it is in trees.
+        """
+        chooser = self._requests[key].chooser  # type: ignore[index]
+        return chooser.is_blind and (self.noise or chooser.is_plain)
+
+    def rules(self, keys: Sequence[Hashable], device: torch.device) -> tuple[Rules, Tensor]:
+        """Say by what requests choose whose guesses can be ranked so, and their seeds."""
         own = [self._requests[key] for key in keys]  # type: ignore[index]
-        if not all(request.chooser.is_static for request in own):
-            return None
         rules, seed_N, _ = places(device, [Node(request.chooser, len(request.tokens)) for request in own])
-        return rules if self.noise else Rules(torch.zeros_like(rules.temperature_N)), seed_N
+        return rules, seed_N
 
     def learn(self, request: Request, emitted: Sequence[int]) -> None:
         """Compare what was proposed, verified or not, with the tokens that came."""

@@ -1,6 +1,7 @@
 """A chain drafted in one pass is the chain that is drafted level by level, in every way a token is chosen."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,45 +9,62 @@ import pytest
 from specdec import SamplingParams, SpecEngine
 from specdec.draft.drafter import Want
 from specdec.draft.proposal import Proposal
+from specdec.kernels.native.call import room
+from specdec.kernels.native.compiled import compiled
+from specdec.models.replay import Recorded
+from specdec.models.unrolled import Unrolled
+from specdec.state_slots.window import Window
 
 PROMPTS = ["import os\n", 'def f(x):\n    """Return', "class A:\n", "# The licence"]
-RULES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "warm": {"temperature": 1.0},
-    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
-    "penalised": {"temperature": 0.7, "frequency_penalty": 0.5},
-    "mixed": {},
+GREEDY, WARM = {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 2}
+FILTERED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+PENALISED = {"temperature": 0.7, "frequency_penalty": 0.5}
+RULES: dict[str, list[dict[str, Any]]] = {
+    "greedy": [GREEDY] * 4,
+    "warm": [WARM] * 4,
+    "filtered": [FILTERED] * 4,
+    "penalised": [PENALISED] * 4,
+    "mixed": [GREEDY, FILTERED, WARM, GREEDY],
+    "beside": [GREEDY, PENALISED, WARM, FILTERED],
 }
-EACH = [RULES["greedy"], RULES["warm"], RULES["filtered"], RULES["greedy"]]
+"""How the rows of a batch choose."""
 
 
-def drafts(rules: str, *, straight: bool, count: int, **fields: Any) -> tuple[list[Any], list[Proposal], int]:
-    """Return what was said, every proposal that was made, and how many passes made chains."""
-    made: list[Proposal] = []
-    with SpecEngine("tiny", adaptive=False, topk=1, max_model_len=256, **fields) as engine:
+Made = dict[Any, list[tuple[Any, ...]]]
+"""By request, what was proposed: tokens, parents and beliefs. Scores learn from all requests as they come."""
+
+
+def drafts(
+    rules: str, *, straight: bool, count: int, prompts: Sequence[str] = PROMPTS, **fields: Any
+) -> tuple[list[Any], Made, int, int]:
+    """Return what was said, each request's proposals, how many passes made chains, and how many tapes."""
+    made: Made = {}
+    with SpecEngine("tiny", adaptive=False, topk=1, max_model_len=512, **fields) as engine:
         head = engine.model.loop.speculation.head
         assert head and head.straight
         propose, unrolled, passes = head.propose, head.straight.unrolled, [0]
+        assert isinstance(unrolled, Unrolled)
 
         def watched(wants: Sequence[Want]) -> list[Proposal]:
             found = propose(wants)
-            made.extend(found)
+            for want, proposal in zip(wants, found, strict=True):
+                made.setdefault(want.key, []).append((proposal.tokens, proposal.parents, proposal.beliefs))
             return found
 
-        def counted(*given: Any) -> Any:
+        def counted(window: Window, *given: Any) -> Any:
             passes[0] += 1
-            return unrolled(*given)
+            return unrolled(window, *given)
 
-        object.__setattr__(head.straight, "unrolled", counted)
+        head.straight = replace(head.straight, unrolled=counted) if straight else None
         head.propose = watched  # type: ignore[method-assign]
-        if not straight:
-            head.straight = None
         params = [
-            SamplingParams(max_tokens=32, seed=i, ignore_eos=True, **(RULES[rules] or EACH[i]))
-            for i in range(count)
+            SamplingParams(max_tokens=32, seed=i, ignore_eos=True, **rule)
+            for i, rule in enumerate(RULES[rules][:count])
         ]
-        done = engine.generate(PROMPTS[:count], params)
-    return [own.token_ids for own in done], made, passes[0]
+        done = engine.generate(prompts[:count], params)
+        tapes = [form for own in unrolled._replays._by_memory.values() for form in own._forms.values()]
+    played = sum(isinstance(form, Recorded) for form in tapes)
+    return [own.token_ids for own in done], made, passes[0], played
 
 
 @pytest.mark.parametrize("rules", RULES)
@@ -57,6 +75,38 @@ def test_one_pass_drafts_what_levels_draft(draft: str, rules: str, count: int) -
     at_once = drafts(rules, straight=True, count=count, **fields)
     assert at_once[:2] == by_level[:2]
     assert by_level[2] == 0 and (at_once[2] > 5) == (rules != "penalised")
+
+
+@pytest.mark.skipif(compiled() is None, reason="no C compiler was found")
+@pytest.mark.parametrize(("draft", "rules"), [("mtp", "greedy"), ("mtp", "warm"), ("eagle", "warm")])
+def test_chains_are_played_from_tapes(draft: str, rules: str) -> None:
+    found = drafts(rules, straight=True, count=1, draft=draft, num_steps=4, dtype="bfloat16")
+    assert found[2] > 5 and found[3] > 0
+
+
+def test_one_that_minds_what_it_said_keeps_no_other_from_it() -> None:
+    at_once = drafts("beside", straight=True, count=4, draft="mtp", num_steps=4)
+    by_level = drafts("beside", straight=False, count=4, draft="mtp", num_steps=4)
+    assert at_once[2] > 10 and at_once[:2] == by_level[:2]
+
+
+def test_there_is_room_for_what_lies_behind_the_first_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a tape was made at, its memory must hold the longest that is played."""
+    run, seen = Unrolled._run, []
+
+    def watched(self: Unrolled, window: Window, memory: Any, *given: Any, levels: int, **more: Any) -> Any:
+        length_LB = given[2]
+        seen.append(room(window.groups[0].max_length + 1) - int(length_LB[levels - 1].max()))
+        return run(self, window, memory, *given, levels=levels, **more)
+
+    monkeypatch.setattr(Unrolled, "_run", watched)
+    long = ["x = [1, 2, 3]\n" * 40]
+    fields = {"count": 1, "draft": "mtp", "num_steps": 7, "dtype": "bfloat16"}
+    for cut in range(0, 24, 3):
+        text = [long[0][: 14 * 31 + cut]]
+        wanted, found = (drafts("greedy", straight=own, prompts=text, **fields) for own in (False, True))
+        assert found[:2] == wanted[:2]
+    assert len(seen) > 8 and min(seen) >= 0
 
 
 @pytest.mark.parametrize(
@@ -73,11 +123,16 @@ def test_one_pass_drafts_what_levels_draft(draft: str, rules: str, count: int) -
     ids=str,
 )
 def test_so_it_does_whatever_the_head_is_told(fields: dict[str, Any]) -> None:
-    rules = "greedy" if fields.get("draft_noise") is False else "warm"
-    by_level, at_once = (drafts(rules, straight=own, count=2, draft="mtp", **fields) for own in (False, True))
+    by_level, at_once = (
+        drafts("mixed", straight=own, count=2, draft="mtp", **fields) for own in (False, True)
+    )
     assert at_once[0] == by_level[0] and at_once[2] > 5
-    if "draft_window" in fields:  # which begins with whole blocks: deeper levels may see one more
-        return
-    for found, wanted in zip(at_once[1], by_level[1], strict=True):
-        assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
-        assert found.scores == pytest.approx(wanted.scores, rel=1e-4)
+    assert at_once[1].keys() == by_level[1].keys()
+    for key in by_level[1]:
+        for (*found, found_beliefs), (*wanted, beliefs) in zip(
+            at_once[1][key], by_level[1][key], strict=True
+        ):
+            # A window begins with a whole block: deeper levels may see more of it.
+            depth = 1 if "draft_window" in fields else len(beliefs)
+            assert [part[:depth] for part in found] == [part[:depth] for part in wanted]
+            assert found_beliefs[:depth] == pytest.approx(beliefs[:depth], rel=1e-4)

@@ -15,7 +15,7 @@ from specdec.draft.acceptance import TrackRecord
 from specdec.draft.costs import Costs
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
-from specdec.draft.policy import WIDTHS
+from specdec.draft.policy import WIDTHS, Worth
 from specdec.draft.proposal import Proposal, Shape
 from specdec.loop import DecodeLoop
 from specdec.warmup import ROUNDS
@@ -186,3 +186,20 @@ def test_who_always_drafts_alike_learns_nothing_beforehand(
     monkeypatch.setattr(builder, "warm_up", lambda loop, _: calls.append(loop))
     with engine(**fields) as made:
         assert calls == [made.model.loop] * learns
+
+
+def test_an_experience_holds_whether_plans_paid(folder: Path) -> None:
+    with SpecEngine(folder, draft="suffix") as engine:
+        speculation = engine.model.loop.speculation
+        fresh = speculation.experience()
+        assert fresh.worth == Worth()
+        speculation.policy.worth.note(0.0, 1.0, drafts=False)
+        tired = speculation.experience()
+        assert tired.worth.nap == 1
+        speculation.recall(fresh)
+        assert speculation.policy.worth == Worth()
+        speculation.recall(tired)
+        speculation.policy.worth.nap = 7
+        assert tired.worth.nap == 1  # a copy, either way
+        speculation.forget_experience()
+        assert speculation.policy.worth == Worth()

@@ -55,7 +55,7 @@ Rank = Callable[[Tensor, Sequence[Place], int], Sequence[tuple[Sequence[int], Se
 """Given logits for some places and a number, the best tokens of each place and how sure they are."""
 
 
-class Unrolled(Protocol):
+class Unroll(Protocol):
     """A head that goes on with its own guesses, each the best by a rule and the noise of its place."""
 
     def __call__(
@@ -69,9 +69,11 @@ class Unrolled(Protocol):
 class Straight:
     """How chains are drafted in one pass, where a token is chosen by nothing but logits and place."""
 
-    unrolled: Unrolled
-    rules: Callable[[Sequence[Hashable], torch.device], tuple[Rules, Tensor] | None]
-    """The rules and seeds of some sequences; None where one of them minds what it has said."""
+    unrolled: Unroll
+    takes: Callable[[Hashable], bool]
+    """Tells of which sequences that is so."""
+    rules: Callable[[Sequence[Hashable], torch.device], tuple[Rules, Tensor]]
+    """Their rules and seeds."""
 
 
 @dataclass(slots=True)
@@ -178,14 +180,15 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Read what is new of each sequence, then grow all drafts: chains at once, trees level by level."""
+        """Read what is new of each sequence, then grow all drafts: straight on or level by level."""
         last = self._catch_up(wants)
         grown = [
             Growth(want, Grower(want.shape, self.calibrator), *at_root) if want.shape and at_root else None
             for want, at_root in zip(wants, last, strict=True)
         ]
         drafts = [growth for growth in grown if growth]
-        self._go_straight([draft for draft in drafts if draft.grower.shape.topk == 1])
+        if self.straight:
+            self._go_straight(self.straight, drafts)
         growing = drafts
         while growing := [draft for draft in growing if draft.grower.frontier]:
             if growing[0].grower.depth > 0:
@@ -218,19 +221,20 @@ class HeadDrafter:
             for i in range(len(wants))
         ]
 
-    def _go_straight(self, chains: Sequence[Growth]) -> None:
+    def _go_straight(self, how: Straight, drafts: Sequence[Growth]) -> None:
         """Draft the chains of each depth in one pass, where logits and place alone choose their tokens."""
+        chains = [own for own in drafts if own.grower.shape.topk == 1 and how.takes(own.want.key)]
         for levels in {chain.grower.shape.num_steps for chain in chains}:
-            own = [chain for chain in chains if chain.grower.shape.num_steps == levels]
-            wants = [chain.want for chain in own]
-            asked = self.straight and self.straight.rules([want.key for want in wants], self.device)
-            if not self.straight or not asked:
-                continue
-            rows = [self._row(TokenTree.chain([ROOT]), len(want.tokens) - 1, want) for want in wants]
+            alike = [chain for chain in chains if chain.grower.shape.num_steps == levels]
+            wants = [chain.want for chain in alike]
+            rows = [
+                self._row(TokenTree.chain(want.tokens[-1:]), len(want.tokens) - 1, want) for want in wants
+            ]
             window = build_window(rows, 1, self.device)
-            after_BD = torch.stack([chain.after[ROOT] for chain in own])
-            guesses = self.straight.unrolled(window, self.arena, after_BD, *asked, levels)
-            for chain, *guessed in zip(own, *(part_BL.tolist() for part_BL in guesses), strict=True):
+            after_BD = torch.stack([chain.after[ROOT] for chain in alike])
+            asked = how.rules([want.key for want in wants], self.device)
+            guesses = how.unrolled(window, self.arena, after_BD, *asked, levels)
+            for chain, *guessed in zip(alike, *(part_BL.tolist() for part_BL in guesses), strict=True):
                 for token, share in zip(*guessed, strict=True):
                     chain.grower.add(chain.grower.frontier[0], [token], [share])
 

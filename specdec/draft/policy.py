@@ -57,12 +57,11 @@ class Worth:
     nap: int = 0
     """How many are left out."""
 
-    def note(self, saved_s: float, took_s: float) -> None:
+    def note(self, saved_s: float, took_s: float, *, drafts: bool) -> None:
         """Hear what came of a plan."""
         self.saves_s += (saved_s - self.saves_s) / JUDGED
         self.takes_s += (took_s - self.takes_s) / JUDGED
-        pays = saved_s > 0 or self.saves_s > self.takes_s
-        self.nap = 0 if pays else min(2 * self.nap + 1, LONGEST_SLEEP)
+        self.nap = 0 if drafts or self.saves_s > self.takes_s else min(2 * self.nap + 1, LONGEST_SLEEP)
 
 
 class Policy:
@@ -126,7 +125,9 @@ class Policy:
         if self._drafted >= REFRESH:
             self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
             return [None] * len(room)
-        if self._slept < self.worth.nap and rows == self._rows:
+        if rows != self._rows:
+            self.worth.nap = 0
+        if self._slept < self.worth.nap:
             self._slept += 1
             return [None] * len(room)
         start_s, none_s = time.perf_counter(), self.steps.predict(batch.rows, batch.tokens)
@@ -150,8 +151,9 @@ class Policy:
                 row.planned = self._plans
             else:
                 row.rest(passed)
+        # At least: a step that drafts takes longer than one without.
         saved_s = none_s * (rate * none_s / batch.rows - 1) if drafting or given else 0.0
-        self.worth.note(saved_s, time.perf_counter() - start_s)
+        self.worth.note(saved_s, time.perf_counter() - start_s, drafts=bool(drafting or given))
         return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
     def _best(

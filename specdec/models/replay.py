@@ -24,6 +24,8 @@ MOST_FORMS = 256
 """Forms that are remembered, recorded or not."""
 MOST_BYTES = 64 << 20
 """What all tapes of one pass over one arena may keep: large models gain nothing by them."""
+SHARE = 8
+"""One tape may keep this part of it: large ones that come in turn would drive each other out."""
 BLOCKS = 16
 """A table has room for so many at least."""
 COME, REFUSED = "come once", "refused"
@@ -60,7 +62,7 @@ class Replays:
             return self.run(window, memory, *inputs, **constants)
         recorded = Recorded(window, inputs)
         result = recorded.record(self.run, memory, constants)
-        fits = not recorded.tape.refused and recorded.tape.nbytes <= MOST_BYTES
+        fits = not recorded.tape.refused and recorded.tape.nbytes <= MOST_BYTES // SHARE
         tapes.note(form, recorded if fits else REFUSED)
         return result
 

@@ -1,7 +1,7 @@
 """A chain drafted in one pass: each level reads what the one before it guessed, unseen by the host."""
 
-from dataclasses import fields, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from specdec.state_slots.window import Window
 
 
 class Head(Protocol):
+    """A draft head, as `draft.head` has it."""
+
     def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor: ...
 
     def logits(self, hidden_TD: Tensor) -> Tensor: ...
@@ -38,11 +40,12 @@ class Unrolled:
         longest = replace(group, max_length=group.max_length + levels)
         level_L1 = torch.arange(levels + 1, device=seed_B.device)[:, None]
         position_LB, length_LB = window.position_T + level_L1, group.length_B + level_L1
-        asked = {field.name: getattr(rules, field.name) for field in fields(rules)}
-        given = {name: part for name, part in asked.items() if isinstance(part, Tensor)}
-        tensors = after_BD, position_LB, length_LB, seed_B, *given.values()
-        window = replace(window, groups=(longest,))
-        token_BL, share_BL = self._replays(window, memory, *tensors, levels=levels, given=tuple(given))
+        tensors = after_BD, position_LB, length_LB, seed_B, rules.temperature_N
+        window, filters = replace(window, groups=(longest,)), (rules.top_k_N, rules.top_p_N, rules.min_p_N)
+        if any(part is not None for part in filters):  # which are computed in torch: no tape could hold them
+            token_BL, share_BL = self._run(window, memory, *tensors, levels=levels, filters=filters)
+        else:
+            token_BL, share_BL = self._replays(window, memory, *tensors, levels=levels)
         return token_BL, share_BL
 
     def _run(
@@ -53,11 +56,12 @@ class Unrolled:
         position_LB: Tensor,
         length_LB: Tensor,
         seed_B: Tensor,
-        *parts: Tensor,
+        temperature_B: Tensor,
+        *,
         levels: int,
-        given: tuple[str, ...],
+        filters: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ) -> tuple[Tensor, ...]:
-        (group,), rules = window.groups, _rules(dict(zip(given, parts, strict=True)))
+        (group,), rules = window.groups, Rules(temperature_B, *filters)
         tokens, shares = [], []
         for level in range(levels):
             logits_BV = self.head.logits(after_BD)
@@ -69,7 +73,3 @@ class Unrolled:
                 read = replace(window, token_T=token_B1[:, 0], position_T=position_LB[level], groups=(own,))
                 after_BD = self.head.forward(read, after_BD, memory)
         return self.kernels.beside(*tokens), self.kernels.beside(*shares)
-
-
-def _rules(parts: dict[str, Any]) -> Rules:
-    return Rules(**parts)

@@ -37,9 +37,14 @@ class Chooser:
             self.seen_V[torch.tensor(prompt, dtype=torch.int64)] = True
 
     @property
+    def is_blind(self) -> bool:
+        """Whether what it compares hangs on the logits and the place alone."""
+        return not (self.is_penalised or self.params.logit_bias)
+
+    @property
     def is_static(self) -> bool:
-        """Whether what it compares hangs on the logits and the place alone, and only a token is asked for."""
-        return not (self.is_penalised or self.params.logit_bias) and self.params.logprobs is None
+        """Whether besides that only a token is asked for."""
+        return self.is_blind and self.params.logprobs is None
 
     def observe(self, token: int) -> None:
         """Count a token that the request has accepted."""

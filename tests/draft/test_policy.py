@@ -112,29 +112,56 @@ def test_what_is_looked_up_alone_is_verified_where_it_pays(rate: float, pays: bo
     assert found.rate >= NEARLY * best_rate(free, rate, CHAIN.num_steps)
 
 
-def test_plans_are_made_seldom_only_while_they_do_not_pay() -> None:
-    """Who sleeps misses what is found now and then; only where that is too little do plans rest."""
-    policy, tracks = Policy(CHAIN, adaptive=True), [TrackRecord()]
-    for width in (1, 2, 4, 8):
-        policy.steps.observe(1, width, BETWEEN.verify(width))
-    asked = 0
+class Looking:
+    """A policy over look-ups alone, which says whether it asked for one."""
 
-    def looks(found: Proposal) -> bool:
+    def __init__(self) -> None:
+        self.policy, self.tracks, self.asked = Policy(CHAIN, adaptive=True), [TrackRecord()], 0
+        for width in (1, 2, 4, 8):
+            self.policy.steps.observe(1, width, BETWEEN.verify(width))
+
+    def looks(self, found: Proposal) -> bool:
+        before = self.asked
+
         def look_up() -> Sequence[Proposal]:
-            nonlocal asked
-            asked += 1
+            self.asked += 1
             return [found]
 
-        before = asked
-        policy.plan(Batch(1, 1), tracks, [ROOM], look_up, grows=False)
-        policy.cut(Batch(1, 1), [found if asked > before else Proposal.EMPTY])
-        return asked > before
+        self.policy.plan(Batch(1, 1), self.tracks, [ROOM], look_up, grows=False)
+        self.policy.cut(Batch(1, 1), [found if self.asked > before else Proposal.EMPTY])
+        return self.asked > before
 
-    good = Proposal.chain([1, 2, 3], [0.9, 0.8, 0.7])
-    assert all(looks(good if step % 8 == 0 else Proposal.EMPTY) for step in range(200))
-    policy.worth.takes_s = 1e9
-    rare = sum(looks(Proposal.EMPTY) for _ in range(340))
-    assert rare <= 340 / 17 + 8
+    def find_nothing(self, steps: int) -> int:
+        return sum(self.looks(Proposal.EMPTY) for _ in range(steps))
+
+
+GOOD = Proposal.chain([1, 2, 3], [0.9, 0.8, 0.7])
+
+
+def test_plans_rest_only_while_they_do_not_pay() -> None:
+    """Who sleeps misses what is found now and then; only where that is too little do plans rest."""
+    looking = Looking()
+    assert all(looking.looks(GOOD if step % 8 == 0 else Proposal.EMPTY) for step in range(200))
+    looking.policy.worth.takes_s = looking.policy.worth.saves_s + 1.0
+    assert looking.find_nothing(340) <= 340 / 17 + 8
+    while not looking.looks(GOOD):
+        pass
+    assert looking.looks(GOOD)  # one that is worth drafting wakes the policy up
+
+
+def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
+    looking = Looking()
+    looking.find_nothing(100)
+    assert looking.policy.worth.nap == 16
+    looking.tracks = [TrackRecord()]
+    assert [looking.looks(Proposal.EMPTY) for _ in range(3)] == [True, False, True]
+
+
+def test_a_plan_that_drafts_pays_while_no_costs_are_known() -> None:
+    policy = Policy(CHAIN, adaptive=True)
+    for _ in range(5):
+        assert policy.plan(Batch(1, 1), [TrackRecord()], [ROOM]) == [CHAIN]
+    assert policy.worth.nap == 0
 
 
 @pytest.mark.parametrize(("rate", "drafts"), [(0.9, False), (0.2, True)])

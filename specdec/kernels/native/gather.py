@@ -26,6 +26,7 @@ def beside(*parts_TD: Tensor) -> Tensor:
     alike = all(part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD)
     if not alike or len(parts_TD[0]) > TOKENS or not parts_TD[0].is_cpu:
         return cpu.beside(*parts_TD)
+    assert all(len(part) == len(parts_TD[0]) for part in parts_TD)
     widths, size = [part.shape[1] for part in parts_TD], parts_TD[0].element_size()
     out_TD = parts_TD[0].new_empty((len(parts_TD[0]), sum(widths)))
     to, by_to = out_TD.data_ptr(), sum(widths) * size
@@ -52,6 +53,7 @@ def spread(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     """Return rows so wide with x in the columns that ids name, and minus infinity elsewhere."""
     if not serves(x_TC) or not x_TC.is_contiguous() or not ids_C.is_contiguous():
         return cpu.spread(x_TC, ids_C, width)
+    assert ids_C.dtype == torch.int64 and len(ids_C) == x_TC.shape[1]
     out_TV = x_TC.new_empty((len(x_TC), width))
     function("spread", x_TC.dtype)(
         *(x_TC.data_ptr(), *x_TC.shape, ids_C.data_ptr(), width, out_TV.data_ptr()),

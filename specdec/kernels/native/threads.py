@@ -11,8 +11,8 @@ SOFT = 1
 def dismiss_helpers() -> None:
     """Send the calling thread's helpers home; its next shared work calls new ones, in some 0.1 ms.
 
-    Helpers wait for work awake, but only while a process has no more of them than processors: threads that
-    take turns each need the others' to be gone.
+    Those of libgomp, torch's, wait for work awake, but only while a process has no more of them than
+    processors: threads that take turns each need the others' to be gone.
     """
     if pause := _pause():
         pause(SOFT)

@@ -333,21 +333,22 @@ _CUT = {**_ROWS, "logits": "*fp32", "top_k": "*i64", "top_p": "*fp32", "min_p": 
 
 VARIANTS = [
     *(
-        Variant(
-            _part, {**_PART, "logits": kind}, {"COUNT": count, "RANKS": count > 1, "BLOCK": PART}, warps=8
+        Variant(_part, {**_PART, "logits": kind}, {"COUNT": count, "RANKS": ranks, "BLOCK": PART}, warps=8)
+        for kind, count, ranks in (
+            *(("*fp32", 1, False), ("*fp32", 4, True), ("*fp32", 8, True)),
+            *(("*bf16", 1, False), ("*bf16", 1, True)),
         )
-        for kind, count in (("*fp32", 1), ("*fp32", 4), ("*fp32", 8), ("*bf16", 1))
     ),
     Variant(_part, _PART, {"least": None, "last": None, "COUNT": 1, "RANKS": False, "BLOCK": PART}, warps=8),
     *(
         Variant(
             _merge,
             _MERGE,
-            {"COUNT": count, "RANKS": count > 1, "PARTS": parts, "KEYS": parts * count},
+            {"COUNT": count, "RANKS": ranks, "PARTS": parts, "KEYS": parts * count},
             warps=4,
         )
         for parts in (64, 128)
-        for count in (1, 4, 8)
+        for count, ranks in ((1, False), (1, True), (4, True), (8, True))
     ),
     Variant(_cut, _CUT, {"BLOCK": ROW}, warps=16),
 ]
