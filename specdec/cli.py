@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command(args)
     except SpecdecError as error:
-        print(f"specdec: {error}", file=sys.stderr)
+        print(f"specdec: {'; '.join(str(error).splitlines())}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

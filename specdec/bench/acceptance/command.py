@@ -103,7 +103,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPTS",
         type=at_least(0),
         default=4,
-        help="uncounted, each setting (default: 4)",
+        help="uncounted, each setting; 0: one, whose experience is forgotten (default: 4)",
     )
     add("--peers", metavar="PEER", type=listed(_one_of("transformers")), default=[], help="transformers")
     add(

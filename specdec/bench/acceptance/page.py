@@ -205,12 +205,13 @@ def _examples(examples: Sequence[dict[str, Any]], deepest: int) -> Iterator[str]
     drafted = [f"drafted at depth {depth}" + " or deeper" * (depth == SHADES < deepest) for depth in shades]
     entries = (f"<li>{_token(name, depth)}</li>" for depth, name in enumerate([OWN, *drafted]))
     yield f'<ul class="legend" aria-label="Legend">{"".join(entries)}</ul>'
+    first = next((i for i, one in enumerate(examples) if any(n for _, n in one.get("pieces") or [])), 0)
     for i, one in enumerate(examples):
         name = ", ".join(str(one[key]) for key in ("setting", "category") if one.get(key))
         pieces = [_token(*piece, tabindex=-min(j, 1)) for j, piece in enumerate(one.get("pieces") or [])]
         prompt = escape(str(one.get("prompt") or ""))
         words = f'<pre class="example"><span class="prompt">{prompt}</span>{"".join(pieces)}</pre>'
-        opened = " open" if i == 0 else ""
+        opened = " open" if i == first else ""
         yield f"<details{opened}><summary>{escape(name) or 'an example'}</summary>{words}</details>"
 
 

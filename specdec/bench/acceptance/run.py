@@ -89,8 +89,9 @@ class Run:
     def __init__(self, options: Options, config: EngineConfig, out: Path | None) -> None:
         self.options, self.out = options, out
         checkpoint = Checkpoint(options.model)
-        tokenizer, most = load_tokenizer(checkpoint.folder), read_network(checkpoint).max_length
-        self.asked, too_long = _read(options, checkpoint.folder, tokenizer, most)
+        tokenizer, network = load_tokenizer(checkpoint.folder), read_network(checkpoint)
+        most = network.max_length
+        self.asked, too_long = _read(options, checkpoint.folder, tokenizer, most, network.vocab)
         longest = max(len(asked.ids) for asked in self.asked) + options.length.max_tokens
         config = EngineConfig.of(
             config, {"max_running": max(options.sweep.batches), "max_model_len": min(longest, most)}
@@ -180,10 +181,13 @@ class Run:
         speculation = model.loop.speculation
         if setting not in self._experience:
             speculation.forget_experience()
-            warm = [batch[0] for batch in islice(self._batches(1), self.options.warmup)]
+            # One at least: the first steps of a setting are its set-up too.
+            warm = [batch[0] for batch in islice(self._batches(1), max(self.options.warmup, 1))]
             for at in range(0, len(warm), unit.group.batch):
                 batch = warm[at : at + unit.group.batch]
                 measure(model, batch, [self._params(asked, unit.group, "warm-up") for asked in batch])
+            if not self.options.warmup:
+                speculation.forget_experience()
             self._experience[setting] = speculation.experience()
         # Each batch finds what the warm-up left: its figures hang on no other batch, nor on their order.
         speculation.recall(self._experience[setting])
@@ -270,13 +274,19 @@ def _in_turn(lists: Sequence[Sequence[T]]) -> Iterator[T]:
 
 
 def _read(
-    options: Options, folder: Path, tokenizer: Tokenizer | None, most: int
+    options: Options, folder: Path, tokenizer: Tokenizer | None, most: int, vocab: int
 ) -> tuple[list[Asked], list[str]]:
     """Turn prompts into tokens; return those that leave room for an answer, and say how many do not."""
     asked, too_long = [], []
     names: dict[tuple[str, str], int] = {}
     for prompt in options.prompts:
         ids = _ids(prompt, folder, tokenizer)
+        if wrong := [token for token in ids if not 0 <= token < vocab]:
+            raise ConfigError(
+                f"--prompts: {prompt.name} has token id {wrong[0]}, outside the vocabulary; use whole "
+                f"numbers from 0 to {vocab - 1}",
+                field="prompts",
+            )
         if not ids or len(ids) + options.length.max_tokens > most:
             too_long.append(prompt.name)
             continue

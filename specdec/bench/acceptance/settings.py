@@ -119,11 +119,12 @@ class Sweep:
     def settings(self, group: Group, draftings: Sequence[Drafting]) -> list[Setting]:
         """Return what takes turns in a group: `none` first, `transformers` last.
 
-        Without a temperature there is no noise to leave out, and `transformers` reads prompts of one length.
+        Without a temperature there is no noise to leave out. `transformers` reads prompts of one length, and
+        takes the likeliest tokens: it has none of our noise.
         """
         heard = (replace(d, noise=d.noise or not group.temperature) for d in draftings)
         own = [Drafting(NONE), *dict.fromkeys(heard)]
-        if self.transformers and group.batch == 1:
+        if self.transformers and group.batch == 1 and not group.temperature:
             own.append(Drafting(TRANSFORMERS))
         return [Setting(drafting, group) for drafting in own]
 
@@ -140,6 +141,8 @@ class Sweep:
                 found[drafting] = None
         if self.transformers and max(self.batches) > 1:
             left_out["transformers at more than one row: its rows must have prompts of one length"] = None
+        if self.transformers and any(self.temperatures):
+            left_out["transformers at a temperature: it takes the likeliest tokens"] = None
         return list(found), list(left_out)
 
     def _asked(self) -> Iterator[Drafting]:

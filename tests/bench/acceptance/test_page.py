@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from html import escape
 from html.parser import HTMLParser
@@ -162,6 +163,19 @@ def test_each_file_is_written_and_a_picture_is_whole_alone(tmp_path: Path) -> No
         nodes = ElementTree.fromstring(found[f"{name}.svg"]).iter()
         drawn = sorted(float(n.get("data-value", "")) for n in nodes if n.get("data-value"))
         assert drawn == sorted(value for record in everything for value in of(record))
+
+
+def test_the_example_that_stands_open_is_one_with_drafts() -> None:
+    plain = {"setting": "none", "category": "code", "prompt": "x", "pieces": [["a", 0], ["b", 0]]}
+    drafted = plain | {"setting": "mtp 4x1", "pieces": [["a", 0], ["b", 1]]}
+    for examples, opened in (
+        ([plain, drafted], "mtp 4x1"),
+        ([plain, plain], "none"),
+        ([drafted, plain], "mtp 4x1"),
+    ):
+        html = page(result(prompts=1) | {"examples": examples})
+        (found,) = re.findall(r"<details open><summary>([^,<]*)", html)
+        assert found == opened
 
 
 def test_what_is_missing_is_left_open() -> None:
