@@ -81,7 +81,7 @@ RECIPES = MappingProxyType(
             answers=1024,
             said=4096,
             mtp=_heads(Phase(2200, 8, 256)),
-            eagle=_heads(Phase(1800, 8, 256)),
+            eagle=_heads(Phase(2600, 8, 256)),
             depth=4,
             draft_vocab=3072,
         ),
