@@ -37,7 +37,7 @@ serve: $(stamp)
 	@$(bin)/specdec serve tiny $(SERVE)
 
 test: $(stamp)
-	$(bin)/pytest
+	OMP_NUM_THREADS=1 $(bin)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 check: $(stamp)
 	$(bin)/ruff check

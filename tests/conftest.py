@@ -1,7 +1,7 @@
 """Checkpoints that many tests load, written once a session."""
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdec.bench.random_model import write_random_checkpoint
+from specdec.kernels.native.threads import dismiss_helpers
 from tests.kernels import interpreter
 
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
@@ -50,6 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(absent)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Let what is large be shared, however many threads the other tests have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+    dismiss_helpers()
 
 
 @pytest.fixture(scope="session")

@@ -326,6 +326,6 @@ def test_leaked_invalid_position_is_seen(garbage: float) -> None:
     cpu.append(case.k, case.v, pages, case.group)
     expected = reference.attend(case.q, pages, case.group, SCALE)
     assert_close(cpu.attend(case.q, pages, case.group, SCALE), expected)
-    longer = replace(case.group, max_length=case.group.max_length + 1)
+    longer = replace(case.group, length_B=case.group.length_B + 1)
     with pytest.raises(AssertionError):
         assert_close(cpu.attend(case.q, pages, longer, SCALE), expected)

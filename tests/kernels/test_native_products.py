@@ -51,6 +51,14 @@ def test_a_rows_product_does_not_depend_on_its_window() -> None:
 
 
 @needs_products
+def test_threads_share_a_product_and_change_no_bit(request: pytest.FixtureRequest) -> None:
+    packed, x_TD = linear.pack(_weights(8192, 512)), _weights(32, 512)
+    alone = linear.linear(x_TD, packed)
+    request.getfixturevalue("three_threads")
+    assert all(torch.equal(linear.linear(x_TD, packed), alone) for _ in range(5))
+
+
+@needs_products
 def test_strided_rows_are_read_where_they_lie() -> None:
     packed, wide_TD = linear.pack(_weights(33, 32)), _weights(9, 80)
     view_TD = wide_TD[:, 16:48]

@@ -18,8 +18,9 @@ TOLERANCE = KERNEL[torch.float32]
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 
 
+@pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("with_beta", [True, False])
-@pytest.mark.parametrize(("rows", "width"), [(1, 17), (2, 48), (3, 131)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 17), (2, 48), (3, 131), (1, 512)])
 def test_prompts_equal_the_plain_form(
     rows: int, width: int, with_beta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
