@@ -14,15 +14,18 @@ from specdec import __version__
 from specdec.server.bodies import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
+from specdec.server.openapi import describe
 from specdec.server.state import State
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
-OPEN = ("/health", "/ready", "/metrics", "/")
+OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
 """What needs no key: load balancers and scrapers have none."""
 STARTED = int(time.time())
+GONE = 499
+"""What nginx calls a request whose client has left."""
 
 
 def build_app(state: State) -> web.Application:
@@ -40,6 +43,7 @@ def build_app(state: State) -> web.Application:
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         ("GET", "/server_info", _server_info),
+        ("GET", "/openapi.json", _openapi),
     ]
     for method, path, handler in routes:
         app.router.add_route(method, path, _with_state(handler))
@@ -65,9 +69,9 @@ async def _pass(
         if request.path not in OPEN:
             state.admit(request)
         response = await handler(request)
-    except (ConnectionError, TimeoutError) as error:
+    except ConnectionError as error:
         logger.info("%s %s: its client is gone (%s)", number, request.path, error or type(error).__name__)
-        raise
+        return web.Response(status=GONE)  # which nobody reads
     except Exception as error:
         failure = failure_of(error)
         if failure.status == 500:
@@ -146,6 +150,10 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
     if tokenizer is None or any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
     return web.json_response({"prompt": tokenizer.decode(body.tokens)})
+
+
+async def _openapi(request: web.Request, state: State) -> web.Response:
+    return web.json_response(describe())
 
 
 async def _server_info(request: web.Request, state: State) -> web.Response:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from specdec.config import EngineConfig
 from specdec.engine import SpecEngine
@@ -39,6 +40,7 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
     Told a second time it waits for nobody.
     """
     state = State(engine, config, folder)
+    logging.getLogger("aiohttp.server").addFilter(_in_one_line)
     runner = web.AppRunner(
         build_app(state), access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S
     )
@@ -85,6 +87,15 @@ def _bind(config: ServerConfig) -> socket.socket:
             field="port",
         ) from error
     return sock
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Log what is no HTTP without a traceback: anybody can send it."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        first, *_ = record.exc_info[1].message.split("\n")
+        record.msg, record.args = f"{record.getMessage()}: {first}", ()
+        record.exc_info = record.exc_text = None
+    return True
 
 
 async def _drain(state: State, hurried: asyncio.Event) -> None:

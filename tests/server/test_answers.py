@@ -249,6 +249,20 @@ def test_nulls_count_as_not_given(live: Live) -> None:
     )
 
 
+def test_the_description_has_every_address_and_field(live: Live) -> None:
+    found = live.ask("/openapi.json").json
+    assert found["openapi"].startswith("3.1")
+    for path, own in found["paths"].items():
+        for method in own:
+            status = live.ask(path.replace("{name}", "tiny"), {} if method == "post" else None).status
+            assert status == (400 if method == "post" else 200), path
+    schemas = found["components"]["schemas"]
+    assert {"prompt", "top_k", "stream_options", "return_origins"} <= set(
+        schemas["CompletionBody"]["properties"]
+    )
+    assert {"messages", "max_completion_tokens", "seed"} <= set(schemas["ChatBody"]["properties"])
+
+
 def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
     assert live.ask("/v1/nowhere").status == 404
     answer = live.ask("/v1/completions")

@@ -36,6 +36,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     env = {"SPECDEC_API_KEY": "from-outside"}
     with Live(*PLAIN, *limits, "--api-key", "given", "--api-key-file", str(keys), env=env) as own:
         yield own
+        assert "Traceback" not in own.stop()[1]
 
 
 def wait_for(true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -96,6 +97,14 @@ def test_who_hangs_up_ends_his_request(live: Live, stream: bool) -> None:
     sock.close()
     wait_for(lambda: running(live) == 0)
     assert total_ended(live) == ended  # none of them came to an end of its own
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nA: \x00\r\n\r\n", b"\x16\x03\x01" * 9, b"GET /" * 9000])
+def test_what_is_no_http_is_answered_and_does_no_harm(live: Live, data: bytes) -> None:
+    url = urlsplit(live.url)
+    with socket.create_connection((url.hostname, url.port)) as sock:
+        sock.sendall(data)
+        assert sock.recv(99).startswith(b"HTTP/1.") and live.ask("/health").status == 200
 
 
 def total_ended(live: Live) -> float:

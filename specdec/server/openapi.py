@@ -1,0 +1,70 @@
+"""The description of the server's addresses that tools read, made from what the bodies are checked by."""
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from specdec import __version__
+from specdec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+BODIES: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/completions": (CompletionBody, "Complete prompts, whole or as server-sent events"),
+    "/v1/chat/completions": (ChatBody, "Answer a chat, whole or as server-sent events"),
+    "/tokenize": (TokenizeBody, "Turn a text or a chat into token ids"),
+    "/detokenize": (DetokenizeBody, "Turn token ids into text"),
+}
+PLAIN = {
+    "/v1/models": "List what is served",
+    "/v1/models/{name}": "Describe one model",
+    "/health": "Tell whether the engine lives",
+    "/ready": "Tell whether requests are taken",
+    "/metrics": "Figures for Prometheus",
+    "/server_info": "How the engine was settled and what drafts have earned",
+    "/openapi.json": "This description",
+}
+ERRORS = {
+    "400": "The request is at fault; `param` names the field",
+    "401": "A key is wanted",
+    "404": "There is no such model",
+    "413": "The body is too large",
+    "429": "Too much is under way",
+    "503": "The server stops, or the engine has",
+    "504": "The answer took too long",
+}
+REFS = "#/components/schemas/{model}"
+
+
+def describe() -> dict[str, Any]:
+    """Return the description, in OpenAPI 3.1."""
+    _, found = models_json_schema([(body, "validation") for body, _ in BODIES.values()], ref_template=REFS)
+    schemas = found["$defs"] | {"Error": _error()}
+    paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in PLAIN.items()}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [
+        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    for path, (body, says) in BODIES.items():
+        content = {"application/json": {"schema": {"$ref": REFS.format(model=body.__name__)}}}
+        paths[path] = {"post": _operation(says) | {"requestBody": {"required": True, "content": content}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "specdec", "version": __version__, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(says: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": REFS.format(model="Error")}}}
+    refused = {status: {"description": why, "content": error} for status, why in ERRORS.items()}
+    return {"summary": says, "responses": {"200": {"description": says}, **refused}}
+
+
+def _error() -> dict[str, Any]:
+    texts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+    inner = {"type": "object", "properties": texts, "required": list(texts)}
+    return {"type": "object", "properties": {"error": inner}, "required": ["error"]}
