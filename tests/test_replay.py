@@ -56,7 +56,7 @@ def test_what_refuses_a_tape_computes_as_ever_while_it_is_recorded(why: str, mod
         alone = [[told(engine.generate([p], params)[0]) for p in prompts] for _ in range(4)]
         together = [[told(own) for own in engine.generate(prompts, params)] for _ in range(4)]
     # Whoever attends to another place is off by tenths; where things lie in memory moves the last bits.
-    near = 1e-4 if settings["dtype"] == "float32" else 0.05
+    near = 1e-4 if settings["dtype"] == "float32" else 0.09
     for rounds in (alone, together):
         for found in rounds[1:]:
             for own, first in zip(found, rounds[0], strict=True):
