@@ -7,7 +7,7 @@ import queue
 import random
 import reprlib
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -56,15 +56,12 @@ class SpecEngine:
                 prepared.append(self.prepare(prompt, own))
             except RequestError as error:
                 raise error if len(batch) == 1 else _of_prompt(index, error) from None
-        runs: list[tuple[Ticket, queue.SimpleQueue[Delta | SpecdecError]]] = []
+        inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
+        ticket = self.submit(prepared, lambda *said: inbox.put(said))
         try:
-            for ready in prepared:
-                inbox = queue.SimpleQueue[Delta | SpecdecError]()
-                runs.append((self.submit(ready, inbox.put), inbox))
-            return [c for ticket, inbox in runs for c in _collect(ticket.prepared, inbox)]
+            return _collect(prepared, inbox)
         finally:
-            for ticket, _ in runs:
-                ticket.cancel()
+            ticket.cancel()
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -74,10 +71,10 @@ class SpecEngine:
         prepared = self.prepare(prompt, params)
         event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
 
-        def emit(delta: Delta | SpecdecError) -> None:
+        def emit(prompt: int, delta: Delta | SpecdecError) -> None:
             event_loop.call_soon_threadsafe(inbox.put_nowait, delta)
 
-        ticket = self.submit(prepared, emit)
+        ticket = self.submit([prepared], emit)
         try:
             unfinished = params.n
             while unfinished:
@@ -93,19 +90,21 @@ class SpecEngine:
         """Turn a prompt into token ids, and refuse what cannot be served."""
         return Prepared(tuple(self._encode(prompt, params)), params)
 
-    def submit(self, prepared: "Prepared", emit: Emit) -> "Ticket":
-        """Begin all choices of a prompt. `emit` hears, in the engine's thread, of every delta or an error.
+    def submit(
+        self, prepared: Sequence["Prepared"], emit: Callable[[int, Delta | SpecdecError], None]
+    ) -> "Ticket":
+        """Begin all choices of some prompts, all at once.
 
-        Whoever has heard enough cancels the ticket; `generate` and `stream` do so for their callers.
+        `emit` hears, in the engine's thread, of every delta or an error, and of which prompt. Whoever has
+        heard enough cancels the ticket; `generate` and `stream` do so for their callers.
         """
-        ticket = Ticket(prepared, self._requests(prepared, emit), self._worker)
-        try:
-            for request in ticket.requests:
-                self._worker.submit(request)
-        except SpecdecError:
-            ticket.cancel()
-            raise
-        return ticket
+        requests = [
+            request
+            for index, own in enumerate(prepared)
+            for request in self._requests(own, partial(emit, index))
+        ]
+        self._worker.submit(requests)
+        return Ticket(requests, self._worker)
 
     @property
     def is_alive(self) -> bool:
@@ -245,10 +244,10 @@ class Prepared(NamedTuple):
 
 
 class Ticket:
-    """What was begun for one prompt."""
+    """What was begun together."""
 
-    def __init__(self, prepared: Prepared, requests: Sequence[Request], worker: Worker) -> None:
-        self.prepared, self.requests = prepared, requests
+    def __init__(self, requests: Sequence[Request], worker: Worker) -> None:
+        self.requests = requests
         self._worker = worker
 
     def cancel(self) -> None:
@@ -321,15 +320,20 @@ def _broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     return each
 
 
-def _collect(prepared: Prepared, inbox: "queue.SimpleQueue[Delta | SpecdecError]") -> list[Completion]:
-    """Read deltas until every choice of a prompt has ended."""
-    prompt, params = prepared
-    deltas: list[list[Delta]] = [[] for _ in range(params.n)]
-    unfinished = params.n
+def _collect(
+    prepared: Sequence[Prepared], inbox: "queue.SimpleQueue[tuple[int, Delta | SpecdecError]]"
+) -> list[Completion]:
+    """Read deltas until every choice of every prompt has ended."""
+    said: list[list[list[Delta]]] = [[[] for _ in range(own.params.n)] for own in prepared]
+    unfinished = sum(own.params.n for own in prepared)
     while unfinished:
-        delta = inbox.get()
+        index, delta = inbox.get()
         if isinstance(delta, SpecdecError):
             raise delta
-        deltas[delta.index].append(delta)
+        said[index][delta.index].append(delta)
         unfinished -= delta.finish_reason is not None
-    return [Completion.of(prompt, index, own) for index, own in enumerate(deltas)]
+    return [
+        Completion.of(own.ids, choice, deltas)
+        for own, choices in zip(prepared, said, strict=True)
+        for choice, deltas in enumerate(choices)
+    ]

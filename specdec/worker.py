@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -26,8 +26,8 @@ class Worker:
     def __init__(self, make: Callable[[], Model]) -> None:
         """Wait until the model is built; what is wrong with it is raised here."""
         built: Future[Model] = Future()
-        self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        """New requests; None only wakes the thread up."""
+        self._inbox: queue.SimpleQueue[Sequence[Request]] = queue.SimpleQueue()
+        """New requests, in what came together; what is empty only wakes the thread up."""
         self._gate = threading.Lock()
         """Holds `submit` and `close` apart, so that no request enters a closed inbox."""
         self._closing = False
@@ -45,22 +45,23 @@ class Worker:
     def is_alive(self) -> bool:
         return not self._closing and self._thread.is_alive()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin some requests in one step: what a step computes together must not hang on the clock."""
         with self._gate:
             if self._closing:
                 raise EngineError("The engine is closed; create a new SpecEngine.")
-            self._inbox.put(request)
+            self._inbox.put(requests)
 
     def cancel(self, request: Request) -> None:
         """End a request between two steps; one that has already ended is left alone."""
         request.cancelled = True
-        self._inbox.put(None)
+        self._inbox.put(())
 
     def close(self) -> None:
         """End every request with an error, give the memory back, and wait for the thread."""
         with self._gate:
             self._closing = True
-        self._inbox.put(None)
+        self._inbox.put(())
         self._thread.join()
 
     def _build(self, make: Callable[[], Model], built: "Future[Model]") -> None:
@@ -108,9 +109,9 @@ class Worker:
         if wait and self._inbox.empty():
             dismiss_helpers()
         while wait or not self._inbox.empty():
-            request = self._inbox.get()
+            requests = self._inbox.get()
             wait = False
-            if request is not None:
+            for request in requests:
                 self._loop.scheduler.submit(request)
 
     def _fail(self, requests: Iterable[Request], error: EngineError) -> None:

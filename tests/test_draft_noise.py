@@ -25,8 +25,7 @@ def ask(folder: Path, temperature: float, **fields: Any) -> list[Completion]:
         SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(COUNT)
     ]
     with SpecEngine(folder, dtype="float64", **fields) as engine:
-        # One after the other: what a draft looks like is learnt from all that ran before.
-        return [engine.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+        return engine.generate(prompts, params)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

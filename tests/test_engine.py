@@ -16,6 +16,7 @@ from specdec.errors import (
     RequestError,
     SpecdecError,
 )
+from specdec.scheduler import StepPlan
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -39,6 +40,26 @@ def test_generate_takes_params_for_each_prompt(engine: SpecEngine) -> None:
     first, second = engine.generate(["a", "b"], params)
     assert (len(first.token_ids), len(second.token_ids)) == (12, 3)
     assert (first.finish_reason, second.finish_reason) == ("length", "length")
+
+
+def test_what_is_asked_together_is_computed_together(
+    engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rows share a step must not hang on how fast the caller is: it moves the last bits."""
+    sizes: list[int] = []
+    scheduler = engine.model.loop.scheduler
+    plan = scheduler.plan
+
+    def planned() -> StepPlan:
+        made = plan()
+        sizes.append(len(made.shares))
+        return made
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    for _ in range(20):
+        sizes.clear()
+        engine.generate([[1 + i] for i in range(4)], SamplingParams(max_tokens=5, ignore_eos=True, n=2))
+        assert sizes == [8] * 5
 
 
 def test_text_is_what_the_tokenizer_makes_of_the_tokens(engine: SpecEngine) -> None:

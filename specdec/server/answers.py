@@ -3,10 +3,11 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import NamedTuple, Self
 
 from specdec.config import SamplingParams
-from specdec.engine import Prompt, SpecEngine, Ticket
+from specdec.engine import Prompt, SpecEngine
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta
 from specdec.server.failures import Failure
@@ -67,21 +68,16 @@ class Answers:
         self.engine = engine
         self.left = params.n * len(prompts)
         """Choices that have not ended."""
-        self._tickets: list[Ticket] = []
         self._waiting: deque[tuple[int, Delta]] = deque()
         self._error: SpecdecError | None = None
         self._came = asyncio.Event()
 
     def __enter__(self) -> Self:
-        for index, prepared in enumerate(self.prepared):
-            self._tickets.append(
-                self.engine.submit(prepared, lambda item, i=index: self.mailbox.put(self, i, item))  # type: ignore[misc]
-            )
+        self._ticket = self.engine.submit(self.prepared, partial(self.mailbox.put, self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for ticket in self._tickets:
-            ticket.cancel()
+        self._ticket.cancel()
 
     @property
     def prompt_tokens(self) -> int:
