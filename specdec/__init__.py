@@ -30,12 +30,14 @@ __all__ = [
     "SamplingParams",
     "SpecEngine",
     "SpecdecError",
+    "Structure",
 ]
 
 if TYPE_CHECKING:
     from specdec.config import EngineConfig, SamplingParams
     from specdec.engine import SpecEngine
     from specdec.outputs import Completion, Delta, RequestStats
+    from specdec.structure import Structure
 else:
     _HOMES = {
         "Completion": "outputs",
@@ -44,6 +46,7 @@ else:
         "RequestStats": "outputs",
         "SamplingParams": "config",
         "SpecEngine": "engine",
+        "Structure": "structure",
     }
 
     def __getattr__(name):

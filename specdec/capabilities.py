@@ -31,7 +31,16 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "backing": ("record", "snapshot"),
     "steps": ("host", "device"),
     "family": ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
-    "sampling": ("greedy", "temperature", "filters", "penalties", "logit_bias", "logprobs", "stop"),
+    "sampling": (
+        "greedy",
+        "temperature",
+        "filters",
+        "penalties",
+        "logit_bias",
+        "logprobs",
+        "stop",
+        "structured",
+    ),
     "batch": ("alone", "mixed", "preempted"),
 }
 """`filters` are top-k, top-p and min-p; a `mixed` step reads prompts beside decoding rows. With graphs, the
@@ -49,6 +58,7 @@ TITLES: Mapping[str, str] = {
     "logit_bias": "bias",
     "logprobs": "log-probabilities",
     "stop": "stop strings",
+    "structured": "structured output and least lengths",
     "alone": "one row",
     "mixed": "prompts beside decoding rows",
 }
@@ -88,6 +98,11 @@ SYNTHETIC_LOOKUP = Refusal(
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",
     "with synthetic_acceptance drafts are accepted whatever the model thinks of them",
+    "leave one of the two out",
+)
+SYNTHETIC_STRUCTURED = Refusal(
+    "structured_outputs",
+    "with synthetic_acceptance drafts are accepted whatever form the output should have",
     "leave one of the two out",
 )
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
@@ -135,8 +150,12 @@ def resolve_drafters(
 
 def check_request(params: SamplingParams, *, synthetic: bool) -> None:
     """Refuse what a request asks for where drafts are accepted at given rates."""
-    if synthetic and params.logprobs is not None:
-        raise RequestError(str(SYNTHETIC_LOGPROBS), field=SYNTHETIC_LOGPROBS.field)
+    for given, refused in (
+        (params.logprobs is not None, SYNTHETIC_LOGPROBS),
+        (params.structured_outputs, SYNTHETIC_STRUCTURED),
+    ):
+        if synthetic and given:
+            raise RequestError(str(refused), field=refused.field)
 
 
 def readme_table() -> str:

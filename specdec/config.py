@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
 from specdec.errors import ConfigError
 from specdec.settings import MAX_BYTES, Settings, contradiction, parse_bytes
+from specdec.structure import Structure
 
 GREEDY_BELOW = 1e-5
 """A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
@@ -126,6 +127,24 @@ class SamplingParams(Settings):
         title="how many choices are written, each with a seed of its own that follows from `seed`",
         description="a whole number from 1 to 128",
     )
+    min_tokens: int = Field(
+        0,
+        ge=0,
+        title="how many tokens are written before any may end the output; stop strings before them are text",
+        description="a whole number from 0 to max_tokens",
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        title="log-probabilities, as `logprobs` has them, of the prompt's tokens from the second on",
+        description="how many alternatives to show beside each, 0 to 20, or None",
+    )
+    structured_outputs: InstanceOf[Structure] | None = Field(
+        None,
+        title="the form that the output must have; drafts keep to it too",
+        description="a Structure (a JSON schema, a regular expression, ...), or None",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -133,6 +152,11 @@ class SamplingParams(Settings):
             raise contradiction(
                 "n",
                 f"{self.n} choices at temperature 0 would be one text; raise temperature or leave n at 1.",
+            )
+        if self.min_tokens > self.max_tokens:
+            raise contradiction(
+                "min_tokens",
+                f"{self.min_tokens} are more than max_tokens, {self.max_tokens}; lower it or raise that.",
             )
         return self
 

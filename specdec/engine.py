@@ -7,7 +7,7 @@ import queue
 import random
 import reprlib
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +17,12 @@ from specdec.build import build
 from specdec.capabilities import check_request
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import RequestError, SpecdecError
+from specdec.grammars import Grammars
 from specdec.outputs import Completion, Delta, EngineStats
 from specdec.request import Emit, Request
 from specdec.text import TextStream
 from specdec.verify.choose import Chooser, choice_seed
+from specdec.verify.limits import Limit, NotYet
 from specdec.worker import Worker
 
 Prompt = str | Sequence[int]
@@ -39,6 +41,8 @@ class SpecEngine:
         self.tokenizer = self.model.tokenizer
         self._numbers = itertools.count(1)
         self._seeds = random.Random(self.config.seed)
+        spec = self.model.network.spec
+        self._grammars = Grammars(self.tokenizer, spec.vocab, spec.eos)
         # An engine that is dropped without being closed ends its thread, which would keep the model alive.
         self._finalizer = weakref.finalize(self, self._worker.close)
 
@@ -88,7 +92,9 @@ class SpecEngine:
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> "Prepared":
         """Turn a prompt into token ids, and refuse what cannot be served."""
-        return Prepared(tuple(self._encode(prompt, params)), params)
+        ids = tuple(self._encode(prompt, params))
+        form = params.structured_outputs
+        return Prepared(ids, params, self._grammars.compile(form.kind, form.source) if form else None)
 
     def submit(
         self, prepared: Sequence["Prepared"], emit: Callable[[int, Delta | SpecdecError], None]
@@ -105,6 +111,10 @@ class SpecEngine:
         ]
         self._worker.submit(requests)
         return Ticket(requests, self._worker)
+
+    def flush(self) -> None:
+        """Forget what earlier requests left behind: the outputs in which drafters look up."""
+        self._worker.flush()
 
     @property
     def is_alive(self) -> bool:
@@ -215,18 +225,25 @@ class SpecEngine:
 
     def _requests(self, prepared: "Prepared", emit: Emit) -> list[Request]:
         """Make one request for each choice, each with a seed of its own."""
-        prompt, params = prepared
+        prompt, params, _ = prepared
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         eos = () if params.ignore_eos else self.model.network.spec.eos
         vocab = self.model.network.spec.vocab
+        stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
         return [
             Request(
                 next(self._numbers),
                 prompt,
                 params,
-                chooser=Chooser(params, seed=choice_seed(seed, index), prompt=prompt, vocab=vocab),
+                chooser=Chooser(
+                    params,
+                    seed=choice_seed(seed, index),
+                    prompt=prompt,
+                    vocab=vocab,
+                    limits=self._limits(prepared, stop_ids),
+                ),
                 text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
-                stop_ids=frozenset((*eos, *(params.stop_token_ids or ()))),
+                stop_ids=stop_ids,
                 max_length=self.model.settings.max_model_len,
                 emit=emit,
                 index=index,
@@ -235,12 +252,21 @@ class SpecEngine:
             for index in range(params.n)
         ]
 
+    def _limits(self, prepared: "Prepared", stop_ids: Collection[int]) -> list[Limit]:
+        """Say what one choice may not choose; what comes first yields to nothing."""
+        limits: list[Limit] = [self._grammars.guide(prepared.grammar)] if prepared.grammar else []
+        if prepared.params.min_tokens and stop_ids:
+            limits.append(NotYet(stop_ids, prepared.params.min_tokens, self.model.network.spec.vocab))
+        return limits
+
 
 class Prepared(NamedTuple):
     """A prompt that was found fit to be served, and how it is to be answered."""
 
     ids: tuple[int, ...]
     params: SamplingParams
+    grammar: object = None
+    """What its form came to, where it must have one."""
 
 
 class Ticket:

@@ -20,7 +20,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import settle
 from specdec.state_slots.window import Window, build_window, record_ids
 from specdec.streak.runner import Runner
-from specdec.verify.choose import Choice, choose
+from specdec.verify.choose import Choice, choose, logprob_of
 from specdec.verify.synthetic import synthetic_walk
 from specdec.verify.walk import AcceptedPath, walk
 
@@ -62,6 +62,7 @@ class DecodeLoop:
         taps = head.taps if head else ()
         hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
         choices = self._choose(parts, window, hidden_TD)
+        self._score_prompts(parts, window, hidden_TD)
         clock.lap("verify")
         paths = [self._walk(part, own) for part, own in zip(parts, choices, strict=True)]
         self._commit(parts, paths, window, head.condense(hidden_TD, tapped) if head else hidden_TD)
@@ -90,6 +91,22 @@ class DecodeLoop:
             for (i, node), choice in zip(at[some], chosen, strict=True):
                 choices[i][node] = choice
         return choices
+
+    def _score_prompts(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> None:
+        """Note how likely a prompt's tokens are where that is asked for, as far as they were read."""
+        for part, first in zip(parts, window.first_B, strict=True):
+            request, wanted = part.request, part.request.params.prompt_logprobs
+            if wanted is None:
+                continue
+            start = first - request.computed
+            begin = max(request.computed, len(request.prompt_logprobs))
+            end = min(request.computed + len(part.tree), request.prompt_length - 1)
+            for at in range(begin, end, LOGITS):
+                upto = min(at + LOGITS, end)
+                logits_NV = self.network.logits(hidden_TD[start + at : start + upto])
+                for logits_V, token in zip(logits_NV, request.tokens[at + 1 : upto + 1], strict=True):
+                    found = logprob_of(logits_V, token, wanted)
+                    request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
 
     def _walk(self, part: Part, choices: dict[int, Choice]) -> AcceptedPath:
         """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""

@@ -19,7 +19,8 @@ def add_settings(
     """Add an option for each field. Those not given leave no trace, so that the class keeps its defaults."""
     group = parser.add_argument_group(title)
     for name, field in settings.model_fields.items():
-        if name not in without and dict not in _kinds(field.annotation):
+        kinds = _kinds(field.annotation)
+        if name not in without and not any(issubclass(kind, dict | Settings) for kind in kinds):
             _add_field(group, name, field)
 
 

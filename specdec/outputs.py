@@ -97,6 +97,8 @@ class Delta:
     """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
     pieces: tuple[Piece, ...] = ()
     """The text by the tokens that wrote it, each piece with its token's origin."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of the prompt's tokens from the second on; in a choice's first delta, where they were asked for."""
 
     @classmethod
     def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
@@ -113,6 +115,7 @@ class Delta:
             stats=last.stats,
             origins=tuple(origin for delta in deltas for origin in delta.origins),
             pieces=tuple(piece for delta in deltas for piece in delta.pieces),
+            prompt_logprobs=deltas[0].prompt_logprobs,
         )
 
 
@@ -129,6 +132,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     origins: tuple[int, ...] = field(default=(), repr=False)
     """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    """Of the prompt's tokens from the second on, where they were asked for."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], index: int, deltas: Sequence[Delta]) -> Self:
@@ -144,4 +149,5 @@ class Completion:
             index=index,
             logprobs=whole.logprobs,
             origins=whole.origins,
+            prompt_logprobs=whole.prompt_logprobs,
         )

@@ -61,6 +61,8 @@ class Request:
         self.first_token_s = 0.0
         self.preemptions = 0
         self.counts = Counts()
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's tokens from the second on, as far as they were read, where they are asked for."""
         self.synthetic = synthetic
         """Its drafts are accepted at given rates, which its statistics must say."""
         self.cancelled = False
@@ -68,6 +70,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self._unsent_text = ""
         self._unsent: list[Said] = []
+        self._has_sent = False
         self._cutter = Cutter()
         self.forget_memory()
 
@@ -115,10 +118,13 @@ class Request:
             if said.token in self.stop_ids:
                 self.finish_reason = "stop"
             elif self.text is not None:
-                self._unsent_text += self.text.push(said.token)
+                may_stop = self.output_length >= self.params.min_tokens
+                self._unsent_text += self.text.push(said.token, may_stop=may_stop)
                 self._cutter.note(self.text.length, said.origin)
                 if self.text.stopped:
                     self.finish_reason = "stop"
+            if self.finish_reason is None and self.chooser.is_over:
+                self.finish_reason = "stop"
             if self.finish_reason is None and len(self.tokens) >= self.last_length:
                 self.finish_reason = "length"
             if self.finish_reason:
@@ -148,6 +154,7 @@ class Request:
             token_ids=tuple(said.token for said in kept),
             index=self.index,
             logprobs=logprobs if self.params.logprobs is not None else None,
+            prompt_logprobs=self._take_prompt_logprobs(),
             finish_reason=self.finish_reason,
             stats=stats,
             origins=tuple(said.origin for said in kept),
@@ -161,6 +168,13 @@ class Request:
         except Exception as error:
             logger.info("request %d: its caller is gone (%r)", self.number, error)
             self.cancelled = True
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Return them with the first delta."""
+        if self.params.prompt_logprobs is None or self._has_sent:
+            return None
+        self._has_sent = True
+        return tuple(self.prompt_logprobs)
 
     def _stats(self) -> RequestStats:
         return RequestStats(

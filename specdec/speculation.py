@@ -14,6 +14,7 @@ from specdec.draft.acceptance import TrackRecord
 from specdec.draft.calibration import Assumed, Tally
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.head import HeadDrafter, Place
+from specdec.draft.lookup import Lookup
 from specdec.draft.policy import Batch, Policy, Worth
 from specdec.draft.proposal import Proposal, Shape, merge
 from specdec.kernels.sampling.rules import Rules
@@ -93,6 +94,12 @@ class Speculation:
             drafter.calibrator = Assumed(self.synthetic)
         if isinstance(drafter, HeadDrafter):
             self.head = drafter
+
+    def flush(self) -> None:
+        """Forget the texts of requests that have ended."""
+        for drafter in self.drafters:
+            if isinstance(drafter, Lookup):
+                drafter.index.flush()
 
     def draft(self, shares: Sequence[Share], *, lend: Lend | None = None) -> list[Draft | None]:
         """Return each share's tree and its slots, or None where nothing was drafted that pays.

@@ -25,7 +25,7 @@ class Tokenizer:
         # Files keep how training cut and padded its batches; a prompt is read as it is.
         inner.no_truncation()
         inner.no_padding()
-        self._inner = inner
+        self.inner = inner
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -33,22 +33,22 @@ class Tokenizer:
 
         A chat that a template rendered has its own already: encode it with `special=False`.
         """
-        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        ids: list[int] = self.inner.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens; special tokens have none."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
 
     def spell(self, token: int) -> str:
         """Return one token's text, special ones' too."""
-        text: str = self._inner.decode([token], skip_special_tokens=False)
+        text: str = self.inner.decode([token], skip_special_tokens=False)
         return text
 
     def is_silent(self, token: int) -> bool:
         """Tell whether a token has no text: a special one, or an id that only the model's table has."""
-        return token in self._special or self._inner.id_to_token(token) is None
+        return token in self._special or self.inner.id_to_token(token) is None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -88,8 +88,8 @@ class TextStream:
         """Characters of the text so far, those that are held back for a stop string included."""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Take one token and return the text that is now certain."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """Take one token and return the text that is now certain; stop strings end it only where they may."""
         if self.stopped or self._tokenizer.is_silent(token):
             return ""
         self._ids.append(token)
@@ -102,13 +102,13 @@ class TextStream:
         self._decoded = max(self._decoded, certain)
         self._slide(len(text) - self._decoded)
         self.length += len(new)
-        return self._release(new, last=False)
+        return self._release(new, stops=self._stops if may_stop else ())
 
     def finish(self) -> str:
         """Return what was held back; nothing comes after it."""
         new = self._tokenizer.decode(self._ids)[self._decoded :]
         self._ids, self._decoded = [], 0
-        return self._release(new, last=True)
+        return self._release(new, stops=self._stops, last=True)
 
     def _slide(self, pending: int) -> None:
         """Forget old tokens, then find the place again from the end: only the text's head has changed."""
@@ -121,16 +121,16 @@ class TextStream:
         self._ids = self._ids[forgotten:]
         self._decoded = len(self._tokenizer.decode(self._ids)) - pending
 
-    def _release(self, new: str, *, last: bool) -> str:
+    def _release(self, new: str, *, stops: Sequence[str], last: bool = False) -> str:
         if self.stopped:
             return ""
         text, self._held = self._held + new, ""
         # The first to be complete, as if characters came one by one: how tokens cut the text must not matter.
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         if ends:
             self.stopped = True
             return text[: min(ends)[1]]
-        keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = 0 if last else max((_overlap(text, stop) for stop in stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

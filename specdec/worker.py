@@ -26,8 +26,8 @@ class Worker:
     def __init__(self, make: Callable[[], Model]) -> None:
         """Wait until the model is built; what is wrong with it is raised here."""
         built: Future[Model] = Future()
-        self._inbox: queue.SimpleQueue[Sequence[Request]] = queue.SimpleQueue()
-        """New requests, in what came together; what is empty only wakes the thread up."""
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What is to be done between two steps."""
         self._gate = threading.Lock()
         """Holds `submit` and `close` apart, so that no request enters a closed inbox."""
         self._closing = False
@@ -47,21 +47,38 @@ class Worker:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin some requests in one step: what a step computes together must not hang on the clock."""
+        self._put(lambda: self._begin(requests))
+
+    def flush(self) -> None:
+        """Forget what ended requests left, and return once that is done."""
+        done: Future[None] = Future()
+
+        def flush() -> None:
+            try:
+                self._loop.speculation.flush()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._put(flush)
+        done.result()
+
+    def _put(self, work: Callable[[], None]) -> None:
         with self._gate:
             if self._closing:
                 raise EngineError("The engine is closed; create a new SpecEngine.")
-            self._inbox.put(requests)
+            self._inbox.put(work)
 
     def cancel(self, request: Request) -> None:
         """End a request between two steps; one that has already ended is left alone."""
         request.cancelled = True
-        self._inbox.put(())
+        self._inbox.put(_wake)
 
     def close(self) -> None:
         """End every request with an error, give the memory back, and wait for the thread."""
         with self._gate:
             self._closing = True
-        self._inbox.put(())
+        self._inbox.put(_wake)
         self._thread.join()
 
     def _build(self, make: Callable[[], Model], built: "Future[Model]") -> None:
@@ -105,14 +122,17 @@ class Worker:
             self._fail(taking_part, EngineError(f"The engine failed while this request ran: {error!r}."))
 
     def _receive(self, *, wait: bool) -> None:
-        """Hand new requests to the scheduler; with nothing to do, sleep until something comes."""
+        """Do what other threads want done; with nothing to do, sleep until something comes."""
         if wait and self._inbox.empty():
             dismiss_helpers()
         while wait or not self._inbox.empty():
-            requests = self._inbox.get()
+            work = self._inbox.get()
             wait = False
-            for request in requests:
-                self._loop.scheduler.submit(request)
+            work()
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._loop.scheduler.submit(request)
 
     def _fail(self, requests: Iterable[Request], error: EngineError) -> None:
         """End each of the requests; what goes wrong with one keeps no other waiting."""
@@ -122,3 +142,7 @@ class Worker:
             except Exception:
                 logger.exception("request %d could not be released", request.number)
             request.fail(error)
+
+
+def _wake() -> None:
+    """Do nothing: that something came is enough."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specdec import Completion, SamplingParams, SpecEngine
+from specdec import Completion, SamplingParams, SpecEngine, Structure
 from specdec.outputs import TokenLogprob
 from specdec.parts import Part
 from specdec.scheduler import StepPlan
@@ -49,6 +49,11 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     ],
     "logprobs": [{"temperature": 0.0, "logprobs": 0}, {"temperature": 0.7, "logprobs": 3}],
     "stop": [{"temperature": 0.0}, {"temperature": 0.7, "ignore_eos": True}],
+    "structured": [
+        {"temperature": 0.7, "structured_outputs": Structure(regex=r"([a-f]{2}[0-9]?\.){2,}")},
+        {"temperature": 0.0, "structured_outputs": Structure(choice=["abcdefgh", "abcxyz123", "zz"])},
+        {"temperature": 1.3, "min_tokens": 6, "logit_bias": {END: 6.0}},
+    ],
 }
 """By the names of the capability table's sampling axis."""
 

@@ -13,7 +13,7 @@ LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
 CORE = {"engine", "worker", "loop", "scheduler", "request", "outputs", "text"}
 CORE |= {"build", "config", "resolve", "options", "footprint", "capabilities", "counts", "parts"}
-CORE |= {"speculation", "warmup", "streak", "chat", "settings"}
+CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "grammars"}
 PUBLIC = {PACKAGE}
 """The package itself: what `from specdec import SpecEngine` names."""
 
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verify": {"kernels", "state_slots", "config"},
     **{name: PARTS | CORE for name in CORE},
     "settings": set(),
-    "config": {"settings"},
+    "config": {"settings", "structure"},
+    "structure": {"settings"},
     "chat": set(),
     PACKAGE: CORE,
     "bench": PARTS | CORE | PUBLIC | {"charts"},

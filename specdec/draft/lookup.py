@@ -23,6 +23,10 @@ class TextIndex(Protocol):
         """Take the output of a sequence that it was never told of."""
         ...
 
+    def flush(self) -> None:
+        """Forget what sequences that have ended left."""
+        ...
+
 
 class Lookup:
     """Feed an index what each sequence has said since it was last asked. Memory that is lost is no matter."""

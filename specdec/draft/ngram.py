@@ -48,6 +48,9 @@ class NgramDrafter:
     def share(self, output: Sequence[int]) -> None:
         """Keep nothing: each request is drafted for from its own tokens."""
 
+    def flush(self) -> None:
+        """Do nothing: what has ended left nothing."""
+
     def propose(self, key: Hashable, shape: Shape) -> Proposal:
         """Propose what followed the latest earlier place, and with `topk` above 1 the others' branches."""
         text = self._texts[key]

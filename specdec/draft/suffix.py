@@ -41,8 +41,7 @@ class SuffixDrafter:
         """How deep to draft at most, in lengths of the match."""
         self._texts: dict[Hashable, History] = {}
         self._prompt_lengths: dict[Hashable, int] = {}
-        self._shared = History(NGRAMS, max_depth)
-        self._shared_lengths: deque[int] = deque()
+        self.flush()
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -76,6 +75,11 @@ class SuffixDrafter:
             self._shared.forget(self._shared_lengths.popleft())
         self._shared.extend(kept)
         self._shared_lengths.append(len(kept))
+
+    def flush(self) -> None:
+        """Forget the outputs of finished requests."""
+        self._shared = History(NGRAMS, self.max_depth)
+        self._shared_lengths = deque[int]()
 
     def propose(self, key: Hashable, shape: Shape) -> Proposal:
         """Propose the likeliest continuations of the longest match, of the request's own and of others'."""

@@ -1,18 +1,20 @@
 """From the engine's thread to the event loop: what comes of one HTTP request's prompts, as it comes."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import NamedTuple, Self
 
-from specdec.config import SamplingParams
-from specdec.engine import Prompt, SpecEngine
+from specdec.engine import Prepared, SpecEngine
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta
 from specdec.server.failures import Failure
 
-Item = Delta | SpecdecError
+SHARE = 0.03
+"""Of the time, what the event loop may work while it streams: the engine waits for as much of it."""
+LONGEST_S = 0.1
+"""For which what was said may wait all the same."""
 
 
 class Said(NamedTuple):
@@ -20,31 +22,47 @@ class Said(NamedTuple):
 
     choice: int
     delta: Delta
+    steps: tuple[tuple[float, int], ...]
+    """When each of its steps ended, and how many tokens it had."""
 
 
-class Mailbox:
-    """Carries what all requests say into the event loop, once for all that came since it last looked.
+class Bell:
+    """Calls the event loop to what waits, soon where someone waits for it, else as often as it can afford.
 
-    Waking the loop for every piece would cost the engine's thread more than the piece itself.
+    A stream of many small pieces costs the interpreter more than the pieces are worth, and the engine runs in
+    the same one. So after each round the loop rests, the longer the more work the last round made: few
+    streams have each step at once, and many have several together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[tuple[Answers, int, Item]] = deque()
-        self._called = False
+        self._rung: deque[Answers] = deque()
+        self._called = self._resting = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._worked_s = 0.0
 
-    def put(self, to: "Answers", prompt: int, item: Item) -> None:
-        """Take something from the engine's thread."""
-        self._letters.append((to, prompt, item))
-        if not self._called:
+    def ring(self, answers: "Answers", *, soon: bool) -> None:
+        """Hear, from the engine's thread, that something waits."""
+        if not answers.rang:
+            answers.rang = True
+            self._rung.append(answers)
+        if (soon or not self._resting) and not self._called:
             self._called = True
-            self._loop.call_soon_threadsafe(self._deliver)
+            self._loop.call_soon_threadsafe(self._look)
 
-    def _deliver(self) -> None:
-        self._called = False  # before the first is taken: what comes now calls again
-        for _ in range(len(self._letters)):
-            to, prompt, item = self._letters.popleft()
-            to.take(prompt, item)
+    def _look(self) -> None:
+        self._called = self._resting = False  # before the first is taken: who rings now calls again
+        if self._timer:
+            self._timer.cancel()
+        count, before_s, self._worked_s = len(self._rung), self._worked_s, time.thread_time()
+        for _ in range(count):
+            answers = self._rung.popleft()
+            answers.rang = False
+            answers.came.set()
+        if count:
+            self._resting = True
+            rest_s = min((self._worked_s - before_s) / SHARE, LONGEST_S)
+            self._timer = self._loop.call_later(rest_s, self._look)
 
 
 class Answers:
@@ -54,26 +72,24 @@ class Answers:
     """
 
     def __init__(
-        self,
-        engine: SpecEngine,
-        mailbox: Mailbox,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        timeout_s: float,
+        self, engine: SpecEngine, bell: Bell, prepared: Sequence[Prepared], *, streams: bool, timeout_s: float
     ) -> None:
-        self.params, self.mailbox, self.timeout_s = params, mailbox, timeout_s
-        self.prepared = [engine.prepare(prompt, params) for prompt in prompts]
-        """All are looked at before one is begun: a mistake in the last must not cost the first's work."""
-        self.engine = engine
-        self.left = params.n * len(prompts)
-        """Choices that have not ended."""
-        self._waiting: deque[tuple[int, Delta]] = deque()
+        self.engine, self.bell, self.prepared, self.timeout_s = engine, bell, prepared, timeout_s
+        self.streams = streams
+        """Whether what comes is wanted before the end."""
+        self.n = prepared[0].params.n
+        self.left = sum(own.params.n for own in prepared)
+        """Choices whose end was not yielded."""
+        self.came = asyncio.Event()
+        self.rang = False
+        self._silent = set(range(self.left))
+        """Choices that the engine's thread has not heard of."""
+        self._unended = self.left
+        self._letters: deque[tuple[int, Delta, float]] = deque()
         self._error: SpecdecError | None = None
-        self._came = asyncio.Event()
 
     def __enter__(self) -> Self:
-        self._ticket = self.engine.submit(self.prepared, partial(self.mailbox.put, self))
+        self._ticket = self.engine.submit(self.prepared, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,13 +99,20 @@ class Answers:
     def prompt_tokens(self) -> int:
         return sum(len(prepared.ids) for prepared in self.prepared)
 
-    def take(self, prompt: int, item: Item) -> None:
-        """Hear from the mailbox."""
+    def _take(self, prompt: int, item: Delta | SpecdecError) -> None:
+        """Keep what the engine's thread says, and ring for it."""
         if isinstance(item, SpecdecError):
             self._error = self._error or item
-        else:
-            self._waiting.append((prompt * self.params.n + item.index, item))
-        self._came.set()
+            self.bell.ring(self, soon=True)
+            return
+        choice = prompt * self.n + item.index
+        self._letters.append((choice, item, time.perf_counter()))
+        self._unended -= item.finish_reason is not None
+        if not self._unended:
+            self.bell.ring(self, soon=True)
+        elif self.streams:
+            self.bell.ring(self, soon=choice in self._silent or item.finish_reason is not None)
+            self._silent.discard(choice)
 
     async def __aiter__(self) -> AsyncIterator[Said]:
         """Yield what each choice says; of one that said more than once meanwhile all at once."""
@@ -97,18 +120,20 @@ class Answers:
         while self.left:
             try:
                 async with asyncio.timeout_at(until_s):
-                    await self._came.wait()
+                    await self.came.wait()
             except TimeoutError:
                 raise Failure(
                     504, f"The answer took longer than {self.timeout_s:g} s.", code="timeout"
                 ) from None
-            self._came.clear()
+            self.came.clear()
             if self._error:
                 raise self._error
-            choices: dict[int, list[Delta]] = {}
-            while self._waiting:
-                choice, delta = self._waiting.popleft()
-                choices.setdefault(choice, []).append(delta)
-            for choice, deltas in choices.items():
-                self.left -= deltas[-1].finish_reason is not None
-                yield Said(choice, Delta.joined(deltas))
+            choices: dict[int, list[tuple[Delta, float]]] = {}
+            for _ in range(len(self._letters)):
+                choice, delta, at_s = self._letters.popleft()
+                choices.setdefault(choice, []).append((delta, at_s))
+            for choice, letters in choices.items():
+                self.left -= letters[-1][0].finish_reason is not None
+                deltas = [delta for delta, _ in letters]
+                steps = tuple((at_s, len(delta.token_ids)) for delta, at_s in letters)
+                yield Said(choice, Delta.joined(deltas), steps)

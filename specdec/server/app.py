@@ -1,5 +1,6 @@
 """The addresses of the server, and what every request passes through."""
 
+import asyncio
 import json
 import logging
 import re
@@ -43,6 +44,7 @@ def build_app(state: State) -> web.Application:
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         ("GET", "/server_info", _server_info),
+        ("POST", "/flush_cache", _flush_cache),
         ("GET", "/openapi.json", _openapi),
     ]
     for method, path, handler in routes:
@@ -150,6 +152,12 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
     if tokenizer is None or any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
     return web.json_response({"prompt": tokenizer.decode(body.tokens)})
+
+
+async def _flush_cache(request: web.Request, state: State) -> web.Response:
+    """Forget what earlier requests left in which drafters look up."""
+    await asyncio.to_thread(state.engine.flush)
+    return web.json_response({"status": "ok"})
 
 
 async def _openapi(request: web.Request, state: State) -> web.Response:

@@ -3,12 +3,13 @@
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specdec.config import SamplingParams
 from specdec.server.failures import Failure, misfit
+from specdec.structure import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,7 @@ MEANS_NOTHING: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "echo": (False,),
     "prompt_logprobs": (0, False),
     "truncate_prompt_tokens": (0,),
@@ -49,10 +48,55 @@ MEANS_NOTHING: dict[str, tuple[object, ...]] = {
 """Fields that are known and not supported, with the values at which they ask for nothing."""
 REFUSED = (
     *("suffix", "tools", "functions", "tool_choice", "function_call", "modalities", "audio", "prediction"),
-    *("response_format", "web_search_options", "structured_outputs", "guided_json", "guided_regex"),
-    *("guided_choice", "guided_grammar", "min_tokens", "echo", "prompt_logprobs", "truncate_prompt_tokens"),
+    *("web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("prompt_logprobs", "truncate_prompt_tokens"),
     *("best_of", "use_beam_search", "logits_processors", "skip_special_tokens", "include_stop_str_in_output"),
 )
+
+
+GUIDED = 'give structured_outputs: {"json": …}, {"regex": …}, {"choice": …} or {"grammar": …}'
+INSTEAD = dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), GUIDED)
+"""What to do where there is more to do than to leave a field out."""
+
+
+class Structured(BaseModel):
+    """vLLM's names for the forms that an output may have."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="in EBNF; its first rule is root")
+    structural_tag: dict[str, Any] | str | None = Field(None, description="as xgrammar describes them")
+
+    @property
+    def structure(self) -> Structure:
+        given = self.model_dump(exclude_none=True)
+        return Structure(
+            **{"json_schema" if name == "json_" else name: value for name, value in given.items()}
+        )
+
+
+class NamedSchema(BaseModel):
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise Failure(400, "response_format: it lacks json_schema.", param="response_format")
+            return Structure(json_schema=self.json_schema.schema_)
+        return Structure(json_object=True) if self.type == "json_object" else None
 
 
 class StreamOptions(BaseModel):
@@ -77,6 +121,9 @@ class Body(BaseModel):
     stop: str | list[str] | None = Field(None, description="texts that end the output before them")
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, description="tokens before any that may end the output")
+    response_format: ResponseFormat | None = Field(None, description="the form of the output")
+    structured_outputs: Structured | None = Field(None, description="the form of the output, in vLLM's words")
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     logit_bias: dict[int, float] | None = None
     n: int | None = Field(None, description="choices for each prompt")
@@ -110,15 +157,30 @@ class Body(BaseModel):
     def _refuse(cls, extra: Mapping[str, Any]) -> None:
         for name, value in extra.items():
             if name in REFUSED and value not in MEANS_NOTHING.get(name, ()):
-                raise Failure(400, f"{name}: this server does not support it; leave it out.", param=name)
+                instead = INSTEAD.get(name, "leave it out")
+                raise Failure(400, f"{name}: this server does not support it; {instead}.", param=name)
             if name not in REFUSED and name not in HARMLESS:
                 logger.debug("a request has the field %.80r, which is unknown here", name)
 
     def params(self, **own: Any) -> SamplingParams:
         """Say how tokens are chosen, in the engine's words, which judges every value."""
-        shared = SamplingParams.model_fields.keys() & Body.model_fields.keys()
+        shared = SamplingParams.model_fields.keys() & Body.model_fields.keys() - {"structured_outputs"}
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        own = {"structured_outputs": self.structure, **own}
         return SamplingParams(**given | {name: value for name, value in own.items() if value is not None})
+
+    @property
+    def structure(self) -> Structure | None:
+        """Say what form the output must have, in whichever words it was asked for."""
+        forms = [own.structure for own in (self.response_format, self.structured_outputs) if own]
+        given = [form for form in forms if form]
+        if len(given) > 1:
+            raise Failure(
+                400,
+                "structured_outputs: response_format is given too; leave one out.",
+                param="structured_outputs",
+            )
+        return given[0] if given else None
 
     @property
     def includes_usage(self) -> bool:
@@ -132,6 +194,7 @@ class Body(BaseModel):
 class CompletionBody(Body):
     prompt: str | Ids | list[str] | list[Ids] = Field(description="a text, token ids, or a list of either")
     logprobs: int | None = Field(None, description="alternatives beside each chosen token")
+    echo: bool = Field(False, description="repeat the prompt before the text, with its log-probabilities too")
 
     @property
     def prompts(self) -> list[str | Ids]:

@@ -4,8 +4,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+from specdec.engine import Prepared, Prompt
 from specdec.outputs import Delta, RequestStats, TokenLogprob
 from specdec.text import Tokenizer
 
@@ -89,39 +90,65 @@ class Format(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is to be repeated before what follows it."""
+
+    text: str
+    first: int
+    """Its first token, of which nobody can say how likely it was."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, prepared: Prepared, tokenizer: Tokenizer | None) -> Self:
+        if isinstance(prompt, str):
+            return cls(prompt, prepared.ids[0])
+        return cls("".join(spell(tokenizer, token) for token in prepared.ids), prepared.ids[0])
+
+
 class Completions:
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer | None, shown: Shown) -> None:
-        self.tokenizer, self.shown = tokenizer, shown
+    def __init__(
+        self, tokenizer: Tokenizer | None, shown: Shown, echoes: Sequence[Echo] = (), n: int = 1
+    ) -> None:
+        self.tokenizer, self.shown, self.echoes, self.n = tokenizer, shown, echoes, n
         self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
 
     def first(self, choice: int) -> Json | None:
         return None
 
     def said(self, choice: int, delta: Delta, *, whole: bool) -> Json:
+        echo = self.echoes[choice // self.n] if self.echoes and choice not in self._begun else None
+        self._begun.add(choice)
+        logprobs = None if delta.logprobs is None else self._logprobs(choice, delta, echo)
         return {
             "index": choice,
-            "text": delta.text,
-            "logprobs": None if delta.logprobs is None else self._logprobs(choice, delta.logprobs),
+            "text": echo.text + delta.text if echo else delta.text,
+            "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             **beside(delta, self.shown),
         }
 
-    def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprob]) -> Json:
-        """Write them as columns; an offset is where a token's own text begins in the output."""
-        tokens = [spell(self.tokenizer, own.token_id) for own in logprobs]
+    def _logprobs(self, choice: int, delta: Delta, echo: Echo | None) -> Json:
+        """Write them as columns, a prompt's first; an offset is where a token's own text begins."""
+        logprobs = [*(delta.prompt_logprobs or ()), *(delta.logprobs or ())]
+        first = [echo.first] if echo else []
+        tokens = [spell(self.tokenizer, token) for token in (*first, *(own.token_id for own in logprobs))]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets.get(choice, 0))
             self._offsets[choice] = offsets[-1] + len(token)
         return {
             "text_offset": offsets,
-            "token_logprobs": [own.logprob for own in logprobs],
+            "token_logprobs": [*(None for _ in first), *(own.logprob for own in logprobs)],
             "tokens": tokens,
             "top_logprobs": [
-                {spell(self.tokenizer, token): logprob for token, logprob in reversed(_with_chosen(own))}
-                for own in logprobs
+                *(None for _ in first),
+                *(
+                    {spell(self.tokenizer, token): logprob for token, logprob in reversed(_with_chosen(own))}
+                    for own in logprobs
+                ),
             ],
         }
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.config import SamplingParams
-from specdec.engine import Prompt
+from specdec.engine import Prepared
 from specdec.outputs import Delta
 from specdec.server.answers import Answers
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure, failure_of
-from specdec.server.formats import Chats, Completions, Envelope, Format, Shown, Usage
+from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
 from specdec.server.metrics import Watch
 from specdec.server.state import State
 from specdec.server.streams import EventStream
@@ -29,9 +28,16 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
         raise Failure(
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
-    params = body.params(logprobs=body.logprobs)
-    form = Completions(state.engine.tokenizer, _shown(body))
-    return await _answer(request, state, body, body.prompts, params, form)
+    echoed = body.logprobs if body.echo else None
+    params = body.params(logprobs=body.logprobs, prompt_logprobs=echoed)
+    prepared = await state.prepare(body.prompts, params)
+    tokenizer = state.engine.tokenizer
+    echoes = (
+        [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)] if body.echo else []
+    )
+    return await _answer(
+        request, state, body, prepared, Completions(tokenizer, _shown(body), echoes, params.n)
+    )
 
 
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
@@ -43,21 +49,21 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     room = max(state.max_model_len - len(ids), 1)
     most = body.max_completion_tokens or body.max_tokens or room
     params = body.params(logprobs=body.shown, max_tokens=most)
-    return await _answer(request, state, body, [ids], params, Chats(state.engine.tokenizer, _shown(body)))
+    prepared = await state.prepare([ids], params)
+    return await _answer(request, state, body, prepared, Chats(state.engine.tokenizer, _shown(body)))
 
 
 async def _answer(
     request: web.Request,
     state: State,
     body: Body,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
+    prepared: Sequence[Prepared],
     form: Format,
 ) -> web.StreamResponse:
     envelope = Envelope(form, body.model or state.names[0])
-    with state.under_way(params.n * len(prompts)):
-        timeout_s = state.config.request_timeout
-        answers = Answers(state.engine, state.mailbox, prompts, params, timeout_s=timeout_s)
+    timeout_s = state.config.request_timeout
+    answers = Answers(state.engine, state.bell, prepared, streams=body.stream, timeout_s=timeout_s)
+    with state.under_way(answers.left):
         usage = Usage(answers.prompt_tokens)
         with answers, state.metrics.request(answers.prompt_tokens) as watch:
             if not body.stream:
@@ -70,9 +76,10 @@ async def _whole(
     answers: Answers, envelope: Envelope, usage: Usage, watch: Watch, body: Body
 ) -> dict[str, Any]:
     said: dict[int, list[Delta]] = {}
-    async for choice, delta in answers:
+    async for own in answers:
+        choice, delta, _ = own
         usage.add(delta)
-        watch.said(choice, delta)
+        watch.said(own)
         said.setdefault(choice, []).append(delta)
     choices = [envelope.form.said(choice, Delta.joined(said[choice]), whole=True) for choice in sorted(said)]
     extra = {"metrics": usage.metrics()} if body.return_metrics else {}
@@ -85,12 +92,13 @@ async def _stream(
     """Send what comes. An error after the first event is an event too: the status has been sent."""
     opened: set[int] = set()
     try:
-        async for choice, delta in answers:
+        async for own in answers:
+            choice, delta, _ = own
             usage.add(delta)
-            watch.said(choice, delta)
+            watch.said(own)
             opening = None if choice in opened else envelope.form.first(choice)
             opened.add(choice)
-            parts = [own for own in (opening, envelope.form.said(choice, delta, whole=False)) if own]
+            parts = [part for part in (opening, envelope.form.said(choice, delta, whole=False)) if part]
             if delta.text or delta.token_ids or delta.finish_reason or opening:
                 await stream.send(*(_with_usage(envelope.chunk([part]), usage, body) for part in parts))
         if body.includes_usage or body.return_metrics:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from specdec.engine import SpecEngine
-from specdec.outputs import Delta
+from specdec.server.answers import Said
 from specdec.state_slots.arena import ArenaUsage
 
 FIRST = (
@@ -118,19 +118,20 @@ class Watch:
     _last_s: dict[int, float] = field(default_factory=dict)
     _tokens: dict[int, int] = field(default_factory=dict)
 
-    def said(self, choice: int, delta: Delta) -> None:
-        """Note a part of a choice."""
-        now_s, count = time.perf_counter(), len(delta.token_ids)
-        self.metrics.written_total.inc(count)
-        self._tokens[choice] = self._tokens.get(choice, 0) + count
-        if count and choice not in self._last_s:
-            self.metrics.first_s.observe(now_s - self.start_s)
-            count -= 1
-        if choice in self._last_s:
-            for _ in range(count):
-                self.metrics.between_s.observe((now_s - self._last_s[choice]) / count)
-        if delta.token_ids:
-            self._last_s[choice] = now_s
+    def said(self, said: Said) -> None:
+        """Note a part of a choice: when the engine said what, not when it was looked at."""
+        choice, delta, steps = said
+        self.metrics.written_total.inc(len(delta.token_ids))
+        self._tokens[choice] = self._tokens.get(choice, 0) + len(delta.token_ids)
+        for at_s, count in steps:
+            if not count:
+                continue
+            if choice not in self._last_s:
+                self.metrics.first_s.observe(at_s - self.start_s)
+            gap_s = (at_s - self._last_s.get(choice, at_s)) / count
+            for _ in range(count - (choice not in self._last_s)):
+                self.metrics.between_s.observe(gap_s)
+            self._last_s[choice] = at_s
         if delta.finish_reason:
             self.metrics.ends(delta.finish_reason)
             self.metrics.written.observe(self._tokens[choice])

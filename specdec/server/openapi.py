@@ -23,6 +23,8 @@ PLAIN = {
     "/server_info": "How the engine was settled and what drafts have earned",
     "/openapi.json": "This description",
 }
+ORDERS = {"/flush_cache": "Forget the texts in which drafters look up"}
+"""Are posted, without a body."""
 ERRORS = {
     "400": "The request is at fault; `param` names the field",
     "401": "A key is wanted",
@@ -40,6 +42,7 @@ def describe() -> dict[str, Any]:
     _, found = models_json_schema([(body, "validation") for body, _ in BODIES.values()], ref_template=REFS)
     schemas = found["$defs"] | {"Error": _error()}
     paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in PLAIN.items()}
+    paths |= {path: {"post": _operation(says)} for path, says in ORDERS.items()}
     paths["/v1/models/{name}"]["get"]["parameters"] = [
         {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     ]

@@ -11,15 +11,18 @@ from typing import Any
 from aiohttp import web
 
 from specdec.chat import load_template
-from specdec.engine import SpecEngine
+from specdec.config import SamplingParams
+from specdec.engine import Prepared, Prompt, SpecEngine
 from specdec.errors import ConfigError
-from specdec.server.answers import Mailbox
+from specdec.server.answers import Bell
 from specdec.server.failures import Failure
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 BUSY = {"Retry-After": "1"}
+LONG = 20_000
+"""Characters, or ids, of prompts that take a while to read."""
 STOPPING = {"Retry-After": "10"}
 
 
@@ -32,7 +35,7 @@ class State:
         self.names = config.served_model_name or [folder.name]
         self.max_model_len = engine.model.settings.max_model_len
         self.keys = read_keys(config)
-        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self.bell = Bell(asyncio.get_running_loop())
         self.metrics = Metrics(engine, self.names[0])
         self.draining = False
         self.choices = 0
@@ -83,6 +86,18 @@ class State:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Prepared]:
+        """Look at all prompts before one is begun: a mistake in the last must not cost the first's work.
+
+        What may take long holds up nobody else.
+        """
+
+        def prepare() -> list[Prepared]:
+            return [self.engine.prepare(prompt, params) for prompt in prompts]
+
+        takes_long = params.structured_outputs or sum(map(len, prompts)) > LONG
+        return await asyncio.to_thread(prepare) if takes_long else prepare()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Turn a text into tokens."""

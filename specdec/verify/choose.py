@@ -13,21 +13,32 @@ from torch import Tensor
 from specdec.config import SamplingParams
 from specdec.kernels.sampling.cpu import best_of
 from specdec.kernels.sampling.reference import splitmix64
-from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Penalties, Rules
+from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Mask, Penalties, Rules
 from specdec.kernels.table import Kernels
+from specdec.verify.limits import Limit, bounded_words
 
 
 class Chooser:
-    """One request's rule of choice. Only `observe` changes it: it counts what was accepted, for penalties."""
+    """One request's rule of choice. Only `observe` changes it: penalties and limits hang on what was said."""
 
-    __slots__ = ("count_V", "is_penalised", "is_plain", "params", "seed", "seen_V")
+    __slots__ = ("_is_even", "count_V", "is_over", "is_penalised", "limits", "params", "seed", "seen_V")
 
-    def __init__(self, params: SamplingParams, *, seed: int, prompt: Sequence[int], vocab: int) -> None:
-        self.params, self.seed = params, seed
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        vocab: int,
+        limits: Sequence[Limit] = (),
+    ) -> None:
+        self.params, self.seed, self.limits = params, seed, limits
+        self.is_over = False
+        """Whether a limit lets nothing follow."""
         self.is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self.is_plain = params.temperature == 0 and not self.is_penalised and not params.logit_bias
+        self._is_even = not self.is_penalised and not params.logit_bias
         size = vocab if self.is_penalised else 0
         self.seen_V = torch.zeros(size, dtype=torch.bool)
         """What the prompt and the output hold."""
@@ -39,7 +50,12 @@ class Chooser:
     @property
     def is_blind(self) -> bool:
         """Whether what it compares hangs on the logits and the place alone."""
-        return not (self.is_penalised or self.params.logit_bias)
+        return self._is_even and not self.limits
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it compares the logits as they are."""
+        return self.params.temperature == 0 and self.is_blind
 
     @property
     def is_static(self) -> bool:
@@ -51,6 +67,9 @@ class Chooser:
         if self.is_penalised:
             self.seen_V[token] = True
             self.count_V[token] += 1
+        if self.limits:
+            self.limits = [limit for limit in self.limits if limit.observe(token)]
+            self.is_over = any(limit.is_over for limit in self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +190,7 @@ def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
         min_p_N=column([p.min_p for p in params], 0.0),
         bias=_bias(params, device),
         penalties=_penalties(nodes, device),
+        mask=_mask(nodes, device),
     )
 
 
@@ -214,16 +234,25 @@ def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
     )
 
 
+def _mask(nodes: Sequence[Node], device: torch.device) -> Mask | None:
+    bounded = [(n, bounded_words(node.chooser.limits, node.path)) for n, node in enumerate(nodes)]
+    kept = [(n, words_W) for n, words_W in bounded if words_W is not None]
+    if not kept:
+        return None
+    rows, words = zip(*kept, strict=True)
+    return Mask(torch.tensor(rows, device=device), torch.stack(words).to(device))
+
+
 def _logprobs(logits_NV: Tensor, nodes: Sequence[Node], tokens: Sequence[int]) -> dict[int, Logprob]:
     found = {}
     for n, node in enumerate(nodes):
         wanted = node.chooser.params.logprobs
         if wanted is not None and tokens[n] != NO_TOKEN:
-            found[n] = _logprob(logits_NV[n], tokens[n], wanted)
+            found[n] = logprob_of(logits_NV[n], tokens[n], wanted)
     return found
 
 
-def _logprob(logits_V: Tensor, token: int, wanted: int) -> Logprob:
+def logprob_of(logits_V: Tensor, token: int, wanted: int) -> Logprob:
     """Read one row's log-probabilities; of equally likely tokens the smaller id stands first."""
     dtype = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
     logprobs_V = logits_V.log_softmax(-1, dtype=dtype)

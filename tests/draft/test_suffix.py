@@ -172,3 +172,19 @@ def test_an_output_longer_than_the_limit_keeps_its_last_part() -> None:
     assert drafter.propose("request", Shape(2, 1, 3)).tokens == (22, 23)
     drafter.begin("second", [20])
     assert drafter.propose("second", Shape(2, 1, 3)) == Proposal.EMPTY
+
+
+def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
+    drafter = SuffixDrafter()
+    for key, text in (("a", [1, 2, 3]), ("b", [4, 5, 6, 4])):
+        drafter.begin(key, [9])
+        drafter.extend(key, text)
+    drafter.end("a", finished=True)
+    drafter.begin("c", [1, 2])
+    shape = Shape(1, 1, 2)
+    assert drafter.propose("c", shape).tokens == (3,)
+    drafter.flush()
+    assert drafter.num_shared_tokens == 0 and not drafter.propose("c", shape)
+    assert drafter.propose("b", shape).tokens == (5,)
+    drafter.end("c", finished=True)
+    assert drafter.num_shared_tokens == 0  # it has said nothing yet

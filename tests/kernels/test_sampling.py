@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.kernels.sampling import cpu, reference
-from specdec.kernels.sampling.rules import Bias, Penalties, Rules
+from specdec.kernels.sampling.rules import Bias, Mask, Penalties, Rules
 from tests.tolerances import KERNEL_FLOAT32
 
 BIT64 = st.integers(-(2**63), 2**63 - 1)
@@ -135,7 +135,7 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
     def rand(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(rows, generator=g)
 
-    used = [bool(u) for u in torch.rand(5, generator=g) < 0.6]
+    used = [bool(u) for u in torch.rand(6, generator=g) < 0.6]
     top_k_N = torch.randint(1, vocab + 3, (rows,), generator=g)
     bias = Bias(torch.arange(rows), torch.randint(0, vocab, (rows,), generator=g), rand(-5, 5))
     row_R = torch.arange(0, rows, 2)
@@ -147,6 +147,8 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
         mixed(rand(-2, 2), 0)[row_R],
         mixed(rand(-2, 2), 0)[row_R],
     )
+    words_RW = torch.randint(-(2**31), 2**31, (len(row_R), -(-vocab // 32)), generator=g).int()
+    words_RW[:, 0] |= 1  # something is left
     return Rules(
         temperature_N=mixed(mixed(rand(0.2, 2), 1), 0) if seed % 4 else rand(0.2, 2),
         top_k_N=torch.where(torch.rand(rows, generator=g) < 0.5, top_k_N, 0) if used[0] else None,
@@ -154,6 +156,7 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
         min_p_N=mixed(rand(0.001, 0.3), 0) if used[2] else None,
         bias=bias if used[3] else None,
         penalties=penalties if used[4] else None,
+        mask=Mask(row_R, words_RW) if used[5] else None,
     )
 
 
@@ -166,9 +169,13 @@ def take_row(rules: Rules, n: int) -> Rules:
         own_R = penalties.row_R == n
         penalties = Penalties(*(part[own_R] for part in penalties)) if own_R.any() else None
         penalties = penalties and penalties._replace(row_R=torch.tensor([0]))
+    mask = rules.mask
+    if mask is not None:
+        own_R = mask.row_R == n
+        mask = Mask(torch.tensor([0]), mask.words_RW[own_R]) if own_R.any() else None
     columns = (rules.top_k_N, rules.top_p_N, rules.min_p_N)
     one = [None if column_N is None else column_N[n : n + 1] for column_N in columns]
-    return Rules(rules.temperature_N[n : n + 1], *one, bias=bias, penalties=penalties)
+    return Rules(rules.temperature_N[n : n + 1], *one, bias=bias, penalties=penalties, mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

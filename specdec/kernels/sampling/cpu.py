@@ -29,15 +29,19 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
-    """Apply bias, penalties, temperature, min_p, top_k and top_p in this order; cut to minus infinity."""
+    """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut to minus infinity."""
     scores_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    bias, penalties, warm_N = rules.bias, rules.penalties, rules.temperature_N > 0
+    bias, penalties, mask, warm_N = rules.bias, rules.penalties, rules.mask, rules.temperature_N > 0
     if bias is not None:
         value_E = bias.value_E.to(scores_NV.dtype)
         scores_NV = scores_NV.index_put((bias.row_E, bias.token_E), value_E, accumulate=True)
     if penalties is not None:
         penalised_RV = _penalise(scores_NV[penalties.row_R], penalties)
         scores_NV = scores_NV.index_copy(0, penalties.row_R, penalised_RV)
+    if mask is not None:
+        cut_RV = ~unpack(mask.words_RW, scores_NV.shape[1])
+        masked_RV = scores_NV[mask.row_R].masked_fill_(cut_RV, -torch.inf)
+        scores_NV = scores_NV.index_copy(0, mask.row_R, masked_RV)
     # This makes a new tensor in every case, so that the caller's logits stay as they are.
     scores_NV = scores_NV / torch.where(warm_N, rules.temperature_N, 1).to(scores_NV.dtype)[:, None]
     if rules.min_p_N is not None:
@@ -106,13 +110,19 @@ def perturb(
 ) -> Tensor:
     """Return what is compared; the logits themselves where no row has rules."""
     row_R = rules.temperature_N.nonzero()[:, 0]
-    if not len(row_R) and rules.bias is None and rules.penalties is None:
+    if not len(row_R) and rules.is_uniform:
         return logits_NV
     scores_NV = process(logits_NV, rules)
     noise_RV = noise(seed_N[row_R], position_N[row_R], scores_NV.shape[1])
     if len(row_R) == len(scores_NV):
         return scores_NV.add_(noise_RV)
     return scores_NV.index_add_(0, row_R, noise_RV.to(scores_NV.dtype))
+
+
+def unpack(words_RW: Tensor, vocab: int) -> Tensor:
+    """Return the bits of words, the lowest first, as booleans [R, V]."""
+    bit_B = torch.arange(32, dtype=torch.int32, device=words_RW.device)
+    return (words_RW[:, :, None] >> bit_B & 1).bool().flatten(1)[:, :vocab]
 
 
 def _penalise(scores_RV: Tensor, penalties: Penalties) -> Tensor:

@@ -35,7 +35,7 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
-    """Apply bias, penalties, temperature, min_p, top_k and top_p in this order; cut to minus infinity."""
+    """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut to minus infinity."""
     dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     scores_NV = logits_NV.to(dtype, copy=True)
     for n, scores_V in enumerate(scores_NV):
@@ -118,6 +118,12 @@ def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
     if rules.penalties is not None:
         for r in (rules.penalties.row_R == n).nonzero().flatten().tolist():
             _penalise(scores_V, rules.penalties, r)
+    if rules.mask is not None:
+        for r in (rules.mask.row_R == n).nonzero().flatten().tolist():
+            words = rules.mask.words_RW[r].tolist()
+            for v in range(len(scores_V)):
+                if not words[v // 32] >> v % 32 & 1:
+                    scores_V[v] = -torch.inf
     if rules.temperature_N[n] == 0:
         return
     scores_V /= rules.temperature_N[n]

@@ -28,9 +28,16 @@ class Penalties(NamedTuple):
     frequency_R: Tensor
 
 
+class Mask(NamedTuple):
+    """Cut of rows `row_R` all tokens v but those whose bit v % 32 is set in word v // 32 (int32)."""
+
+    row_R: Tensor
+    words_RW: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Temperature 0 leaves a row at its bias and penalties; top_k 0, top_p 1 and min_p 0 are off."""
+    """Temperature 0 leaves a row at bias, penalties and mask; top_k 0, top_p 1 and min_p 0 are off."""
 
     temperature_N: Tensor
     top_k_N: Tensor | None = None
@@ -38,3 +45,9 @@ class Rules:
     min_p_N: Tensor | None = None
     bias: Bias | None = None
     penalties: Penalties | None = None
+    mask: Mask | None = None
+
+    @property
+    def is_uniform(self) -> bool:
+        """Tell whether they treat all tokens alike but for their logits."""
+        return self.bias is None and self.penalties is None and self.mask is None

@@ -50,7 +50,7 @@ def best(
 
 
 def _is_ours(logits_NV: Tensor, rules: Rules) -> bool:
-    return logits_NV.dtype != torch.float64 and rules.bias is None and rules.penalties is None
+    return logits_NV.dtype != torch.float64 and rules.is_uniform
 
 
 def _best(

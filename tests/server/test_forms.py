@@ -1,0 +1,134 @@
+"""Prompts that are repeated with their likelihoods, least lengths, and outputs of a given form, over HTTP."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specdec import SamplingParams, SpecEngine
+from tests.server.live import Live, serving
+
+PROMPT = "import os\n\n\ndef "
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    yield from serving()
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_echo_has_the_prompts_likelihoods(live: Live, as_ids: bool) -> None:
+    with SpecEngine("tiny") as engine:
+        assert engine.tokenizer
+        ids = engine.tokenizer.encode(PROMPT)
+        params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=2, logprobs=2)
+        wanted = engine.generate([ids], params)[0]
+    assert wanted.prompt_logprobs and wanted.logprobs
+    body = {
+        "prompt": ids if as_ids else PROMPT,
+        "max_tokens": 3,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 2,
+    }
+    (choice,) = live.ask(COMPLETE, body).json["choices"]
+    assert choice["text"] == PROMPT + wanted.text
+    found = choice["logprobs"]
+    assert [len(column) for column in found.values()] == [len(ids) + 3] * 4
+    assert "".join(found["tokens"]) == choice["text"]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    logprobs = [own.logprob for own in (*wanted.prompt_logprobs, *wanted.logprobs)]
+    assert found["token_logprobs"][1:] == pytest.approx(logprobs, abs=1e-4)
+    assert all(2 <= len(top) <= 3 for top in found["top_logprobs"][1:])
+
+
+def test_an_echo_comes_first_in_every_choice_and_once_in_a_stream(live: Live) -> None:
+    body = {"prompt": ["a = ", "b = "], "n": 2, "max_tokens": 5, "seed": 1, "echo": True}
+    whole = live.ask(COMPLETE, body).json["choices"]
+    assert [choice["text"][:4] for choice in whole] == ["a = ", "a = ", "b = ", "b = "]
+    texts = [""] * 4
+    for event in live.ask(COMPLETE, body | {"stream": True}).events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole]
+
+
+def test_nothing_ends_before_min_tokens(live: Live) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": "(", "return_token_ids": True}
+    early = live.ask(COMPLETE, body).json["choices"][0]
+    late = live.ask(COMPLETE, body | {"min_tokens": 25}).json["choices"][0]
+    assert early["finish_reason"] == "stop" and len(early["token_ids"]) < 25 <= len(late["token_ids"])
+    assert late["text"].startswith(early["text"] + "(")
+    answer = live.ask(COMPLETE, body | {"min_tokens": 31})
+    assert (answer.status, answer.error["param"]) == (400, "min_tokens")
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
+            lambda text: set(json.loads(text, strict=False)) == {"name", "age"},
+        ),
+        ({"structured_outputs": {"json": PERSON}}, lambda text: set(json.loads(text)) == {"name", "age"}),
+        ({"structured_outputs": {"regex": r"\d{3}-[a-f]{2,5};"}}, re.compile(r"\d{3}-[a-f]{2,5};").fullmatch),
+        ({"structured_outputs": {"choice": ["red", "green"]}}, {"red", "green"}.__contains__),
+        ({"structured_outputs": {"grammar": 'root ::= "ab" | "cd"'}}, {"ab", "cd"}.__contains__),
+    ],
+    ids=lambda value: str(value)[:50],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_output_has_the_form_that_is_asked_for(
+    live: Live, fields: dict[str, Any], fits: Any, temperature: float
+) -> None:
+    settings = {"temperature": temperature, "seed": 3, "max_tokens": 200, "return_metrics": True, **fields}
+    chat = {"messages": [{"role": "user", "content": "Give me one."}]}
+    answers = [live.ask(COMPLETE, {"prompt": PROMPT} | settings), live.ask(CHAT, chat | settings)]
+    for answer in answers:
+        assert answer.status == 200, answer.json
+        choice = answer.json["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        if choice["finish_reason"] == "stop":
+            assert fits(text), text
+    assert any(answer.json["choices"][0]["finish_reason"] == "stop" for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "choice", "one form"),
+        ({"structured_outputs": {}}, "structured_outputs", "0 are given"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"colour": "red"}}, "structured_outputs", "colour"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
+            "structured_outputs",
+            "response_format",
+        ),
+        ({"guided_json": PERSON}, "guided_json", "structured_outputs"),
+    ],
+    ids=str,
+)
+def test_a_form_that_is_none_is_named(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
+    answer = live.ask(COMPLETE, {"prompt": PROMPT, **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert says in answer.error["message"]
+
+
+def test_what_drafters_look_up_is_flushed(live: Live) -> None:
+    assert live.ask("/flush_cache", {}).json == {"status": "ok"}
+    assert live.ask("/flush_cache").status == 405

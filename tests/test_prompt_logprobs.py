@@ -1,0 +1,85 @@
+"""Log-probabilities of a prompt's own tokens, and least lengths."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Completion, SamplingParams, SpecEngine
+from tests.lossless import LOGPROBS
+
+
+def plain(done: Completion) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    assert done.logprobs is not None
+    return [(own.token_id, own.logprob, own.top) for own in done.logprobs]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft": "none"},
+        {"draft": "ngram", "chunk_tokens": 7},
+        {"draft": "none", "chunk_tokens": 1},
+        {"draft": "ngram", "chunk_tokens": 64, "max_running": 1},
+    ],
+)
+def test_a_prompts_tokens_are_as_likely_as_when_they_were_written(
+    hybrid: Path, fields: dict[str, Any]
+) -> None:
+    """What was chosen without filters, read again as a prompt, beside one that does not ask."""
+    writes = SamplingParams(max_tokens=30, temperature=1.0, seed=4, logprobs=3, ignore_eos=True)
+    reads = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3)
+    with SpecEngine(hybrid, dtype="float64", max_model_len=128, **fields) as engine:
+        written = engine.generate([[5, 9, 2], [7]], writes)
+        prompts = [[*own.prompt_token_ids, *own.token_ids] for own in written]
+        read = engine.generate([*prompts, [3]], [reads, reads, SamplingParams(max_tokens=2)])
+    for before, after in zip(written, read, strict=False):
+        found = after.prompt_logprobs
+        assert found is not None and len(found) == len(after.prompt_token_ids) - 1
+        assert [own.token_id for own in found] == list(after.prompt_token_ids[1:])
+        for (token, logprob, top), own in zip(plain(before), found[-30:], strict=True):
+            assert (own.token_id, own.logprob) == (token, pytest.approx(logprob, abs=LOGPROBS))
+            assert [alternative for alternative, _ in own.top] == [alternative for alternative, _ in top]
+    assert read[2].prompt_logprobs is None
+
+
+def test_they_survive_preemptions(hybrid: Path) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
+    with SpecEngine(hybrid, dtype="float64", max_model_len=128, chunk_tokens=4, draft="none") as engine:
+        scheduler = engine.model.loop.scheduler
+        plan, taken = scheduler.plan, [3, 6, 9]
+
+        def lose() -> Any:
+            """Take the request's memory back after some of its steps."""
+            taken[:] = [steps - 1 for steps in taken]
+            if 0 in taken and scheduler.running:
+                scheduler._preempt(scheduler.running[-1])
+            return plan()
+
+        scheduler.plan = lose  # type: ignore[method-assign]
+        (whole,) = engine.generate([list(range(1, 18))], params)
+        assert whole.stats.preemptions == 3
+    assert whole.prompt_logprobs is not None
+    assert [own.token_id for own in whole.prompt_logprobs] == list(range(2, 18))
+
+
+def test_a_single_token_has_none(hybrid: Path) -> None:
+    with SpecEngine(hybrid, draft="none") as engine:
+        (own,) = engine.generate([[3]], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    assert own.prompt_logprobs == ()
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_nothing_ends_an_output_before_its_least_length(hybrid: Path, draft: str) -> None:
+    """Neither the model's end nor a stop token is chosen, and a stop string is text."""
+    ends = {"stop_token_ids": list(range(40)), "logit_bias": dict.fromkeys(range(40), 50.0)}
+    with SpecEngine(hybrid, dtype="float64", draft=draft) as engine:
+        for least in (0, 1, 5):
+            params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, min_tokens=least, **ends)
+            for own in engine.generate([[1], [2]], params):
+                assert len(own.token_ids) == least + 1 and own.token_ids[-1] < 40
+                assert all(token >= 40 for token in own.token_ids[:-1])
+        only = {"temperature": 0.0, "logit_bias": {engine.tokenizer.encode("a")[0]: 100.0}}  # type: ignore[union-attr]
+        params = SamplingParams(max_tokens=20, min_tokens=7, stop="aa", **only)
+        (own,) = engine.generate([[1]], params)
+    assert (own.text, own.finish_reason, len(own.token_ids)) == ("a" * 6, "stop", 8)
