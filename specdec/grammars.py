@@ -14,6 +14,8 @@ from specdec.text import Tokenizer
 
 CACHE_BYTES = 256 << 20
 """Kept of grammars that were compiled."""
+BLANKS = 64
+"""Between two parts of JSON at most: small models begin to indent and never stop."""
 LONGEST = 128 << 10
 """Characters of a form: a longer one takes minutes to compile."""
 
@@ -43,9 +45,9 @@ class Grammars:
             try:
                 match kind:
                     case "json_schema":
-                        return compiler.compile_json_schema(source)
+                        return compiler.compile_json_schema(source, max_whitespace_cnt=BLANKS)
                     case "json_object":
-                        return compiler.compile_json_schema('{"type": "object"}')
+                        return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=BLANKS)
                     case "regex":
                         return compiler.compile_regex(source)
                     case "choice":

@@ -1,9 +1,12 @@
 """The official client reads what the server says, and raises of its own kind where it refuses."""
 
+import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.server.live import Live, serving
 
@@ -12,7 +15,7 @@ TEXT = "class Stack:\n    def "
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    yield from serving("--api-key", "given")
+    yield from serving("--api-key", "given", "--max-queued", "4")
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +83,54 @@ def test_leaving_a_stream_ends_its_request(client: openai.OpenAI, live: Live) ->
         next(iter(stream))
     left = client.completions.create(model="tiny", prompt=TEXT, max_tokens=2)
     assert left.usage and left.usage.completion_tokens == 2
+
+
+class Animal(BaseModel):
+    name: str = Field(max_length=6, pattern="^[a-z]+$")
+    kind: Literal["cat", "dog"]
+    legs: list[int] = Field(max_length=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_schema_becomes_an_object(client: openai.OpenAI, temperature: float) -> None:
+    messages = [{"role": "user", "content": "An animal."}]
+    answer = client.chat.completions.parse(
+        model="tiny",
+        messages=messages,  # type: ignore[arg-type]
+        response_format=Animal,
+        temperature=temperature,
+        seed=2,
+        max_tokens=500,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Animal)
+    with client.chat.completions.stream(
+        model="tiny",
+        messages=messages,  # type: ignore[arg-type]
+        response_format=Animal,
+        temperature=temperature,
+        seed=2,
+        max_tokens=500,
+    ) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_a_client_that_is_refused_comes_again(live: Live) -> None:
+    asyncio.run(_come_again(f"{live.url}/v1"))
+
+
+async def _come_again(url: str) -> None:
+    """Four choices may be under way; twelve come at once, and all are served in the end."""
+    async with openai.AsyncOpenAI(base_url=url, api_key="given", max_retries=9) as client:
+        asked = [
+            client.completions.create(
+                model="tiny", prompt=TEXT, max_tokens=200, seed=i, extra_body={"ignore_eos": True}
+            )
+            for i in range(12)
+        ]
+        answers = await asyncio.gather(*asked)
+    assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [200] * 12
+    async with openai.AsyncOpenAI(base_url=url, api_key="given", max_retries=0) as client:
+        asked = [client.completions.create(model="tiny", prompt=TEXT, max_tokens=300) for _ in range(12)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+    assert any(isinstance(own, openai.RateLimitError) for own in found)
