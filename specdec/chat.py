@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """Tokens that templates write, by the names that `tokenizer_config.json` gives them."""
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
+"""What a template raises over messages that it was not made for."""
 
 Message = Mapping[str, Any]
 
@@ -36,18 +38,24 @@ class _Generation(Extension):
 class ChatTemplate:
     """Turn messages into text as the checkpoint's tokenizer does; without a template, join their texts."""
 
-    def __init__(self, source: str | None, special: Mapping[str, str], *, where: Path) -> None:
+    def __init__(
+        self, source: str | None, special: Mapping[str, str], *, where: Path, tool_use: str | None = None
+    ) -> None:
         self.is_plain = source is None
+        self.source = tool_use or source or ""
+        """What chats with tools are rendered by; some checkpoints have a template of its own for them."""
         self._special, self._where = special, where
         try:
-            self._template = _environment().from_string(source or "")
+            self._template, self._tool_use = map(_environment().from_string, (source or "", self.source))
         except jinja2.TemplateError as error:
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); mend or remove it",
                 field="chat_template",
             ) from error
 
-    def render(self, messages: Sequence[Message], *, answer: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, answer: bool = True
+    ) -> str:
         """Return the chat as text, up to where the model's answer begins.
 
         It holds the special tokens already: encode it without those that a tokenizer puts around a text.
@@ -55,10 +63,11 @@ class ChatTemplate:
         """
         if self.is_plain:
             return "\n\n".join(str(message.get("content") or "") for message in messages)
-        known = {**self._special, "messages": messages, "add_generation_prompt": answer, **variables}
+        own = variables or {}
+        known = {**self._special, **own, "messages": messages, "add_generation_prompt": answer}
         try:
-            return self._template.render(known)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            return (self._tool_use if own.get("tools") else self._template).render(known)
+        except REFUSALS as error:
             raise RequestError(
                 f"messages: the chat template of {self._where} refuses them ({error}); check roles, their "
                 "order and contents",
@@ -73,13 +82,18 @@ def load_template(folder: Path) -> ChatTemplate:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return ChatTemplate(path.read_text("utf-8"), special, where=path)
+            tool_use = path.parent / "additional_chat_templates" / "tool_use.jinja"
+            other = tool_use.read_text("utf-8") if tool_use.is_file() else None
+            return ChatTemplate(path.read_text("utf-8"), special, where=path, tool_use=other)
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is no UTF-8; download it again", field=path.name) from error
-    source = _default(config.get("chat_template"))
+    templates = config.get("chat_template")
+    source = _named(templates, "default")
     if source is None:
         log.warning("%s has no chat template: of a chat the model reads the plain texts", folder)
-    return ChatTemplate(source, special, where=folder / "tokenizer_config.json")
+    return ChatTemplate(
+        source, special, where=folder / "tokenizer_config.json", tool_use=_named(templates, "tool_use")
+    )
 
 
 def render(folder: Path, messages: Sequence[Message]) -> str:
@@ -105,11 +119,11 @@ def _token(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _default(templates: Any) -> str | None:
-    """Choose among named templates, as older files have them, the one for ordinary chats."""
+def _named(templates: Any, name: str) -> str | None:
+    """Choose among named templates, as older files have them; a single one serves all chats."""
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
-        templates = next((own.get("template") for own in entries if own.get("name") == "default"), None)
+        templates = next((own.get("template") for own in entries if own.get("name") == name), None)
     return templates if isinstance(templates, str) else None
 
 

@@ -16,6 +16,8 @@ LONGEST = 4
 """Bytes in a character, and so tokens that one may take."""
 CONTEXT = 8
 """Tokens that stay as context for the next ones; never more than five times as many are decoded at once."""
+SPOKEN = ("<tool_call>", "</tool_call>")
+"""Tokens that belong to the text even where a tokenizer calls them special: by them calls are found."""
 
 
 class Tokenizer:
@@ -26,7 +28,8 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         self.inner = inner
-        self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        added = inner.get_added_tokens_decoder().items()
+        self._special = {i for i, token in added if token.special and token.content not in SPOKEN}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the tokens of a text, with the special ones that the tokenizer puts around it.
@@ -38,7 +41,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens; special tokens have none."""
-        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+        spoken = [token for token in ids if token not in self._special]
+        text: str = self.inner.decode(spoken, skip_special_tokens=False)
         return text
 
     def spell(self, token: int) -> str:
@@ -130,7 +134,7 @@ class TextStream:
         if ends:
             self.stopped = True
             return text[: min(ends)[1]]
-        keep = 0 if last else max((_overlap(text, stop) for stop in stops), default=0)
+        keep = 0 if last else max((overlap(text, stop) for stop in stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -173,7 +177,7 @@ class Cutter:
         return tuple(pieces)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of the text may be the beginning of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -73,6 +73,34 @@ def test_default_is_chosen_among_named_templates(write: Write) -> None:
     assert render(write(named), CHAT) == "plain <s>"
 
 
+def test_chats_with_tools_have_the_template_that_is_named_for_them(write: Write) -> None:
+    named = [{"name": "tool_use", "template": "{{ tools[0] }}"}, {"name": "default", "template": "plain"}]
+    template = load_template(write(named))
+    assert template.render(CHAT, {"tools": ["f"]}) == "f" and template.render(CHAT, {"tools": []}) == "plain"
+    assert template.source == "{{ tools[0] }}"
+    folder = write(named, file="file {{ tools }}")
+    assert load_template(folder).render(CHAT, {"tools": ["f"]}) == "file ['f']"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("own {{ tools }}", "utf-8")
+    assert load_template(folder).render(CHAT, {"tools": ["f"]}) == "own ['f']"
+    assert load_template(folder).render(CHAT) == "file "
+
+
+def test_tools_are_told_as_transformers_tells_them(write: Write, hybrid: Path) -> None:
+    source = "{% for t in tools %}{{ t | tojson }};{{ t.function.parameters | tojson(indent=4) }}{% endfor %}"
+    parameters = {"type": "object", "properties": {"é": {"type": ["string", "null"], "default": None}}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "<f>", "parameters": parameters}}]
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(hybrid / "tokenizer.json"))
+    expected = theirs.apply_chat_template(CHAT, tools=tools, chat_template=source, tokenize=False)
+    assert load_template(write(source)).render(CHAT, {"tools": tools}) == expected
+
+
+def test_variables_do_not_take_the_place_of_the_chat(write: Write) -> None:
+    template = load_template(write("{{ messages | length }}{{ own }}{{ add_generation_prompt }}"))
+    variables = {"messages": [], "own": "x", "answer": 1, "self": 2, "add_generation_prompt": 3}
+    assert template.render(CHAT, variables) == "4xTrue"
+
+
 def test_folder_without_template_joins_the_texts_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,7 +41,7 @@ def test_readme_is_short() -> None:
 def test_public_names_are_these() -> None:
     assert " ".join(specdec.__all__) == (
         "CapacityError CheckpointError Completion ConfigError Delta EngineConfig EngineError RequestError "
-        "RequestStats SamplingParams SpecEngine SpecdecError"
+        "RequestStats SamplingParams SpecEngine SpecdecError Structure"
     )
     for name in specdec.__all__:
         assert getattr(specdec, name).__name__ == name

@@ -17,6 +17,7 @@ from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
 from specdec.server.openapi import describe
 from specdec.server.state import State
+from specdec.server.tools.offer import make_offer
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +140,10 @@ async def _tokenize(request: web.Request, state: State) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
-        plain = [message.model_dump(exclude_none=True) for message in body.messages]
-        ids = state.encode_chat(plain, answer=body.add_generation_prompt)
+        plain = [message.plain(i) for i, message in enumerate(body.messages)]
+        offer = make_offer(body.tools, None, parallel=True, form=state.calls)
+        variables = {"tools": offer.plain} if offer else {}
+        ids = state.encode_chat(plain, variables, answer=body.add_generation_prompt)
     else:
         ids = state.encode(body.prompt, special=body.add_special_tokens)
     return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": state.max_model_len})

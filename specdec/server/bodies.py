@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specdec.config import SamplingParams
 from specdec.server.failures import Failure, misfit
+from specdec.server.tools.bodies import Called, Tool
+from specdec.server.tools.offer import Choice, Offer, make_offer
+from specdec.server.tools.parser import CallFormat
 from specdec.structure import Structure
 
 logger = logging.getLogger(__name__)
@@ -210,8 +213,15 @@ class CompletionBody(Body):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    role: str = Field(description="system, user, assistant, or what the model's template knows")
+    role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
     content: str | list[dict[str, Any]] | None = Field(None, description="a text, or parts of type text")
+    tool_calls: list[Called] | None = Field(None, description="what an assistant has called")
+
+    def plain(self, index: int) -> dict[str, Any]:
+        """Return it as a template reads it, its parts joined; it is the message of this index."""
+        calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
+        own = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        return {**own, "content": _text(self.content, index), **calls}
 
 
 class ChatBody(Body):
@@ -221,14 +231,26 @@ class ChatBody(Body):
     top_logprobs: int | None = Field(None, description="alternatives beside each; needs logprobs")
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tool_choice: Choice | None = Field(None, description="auto, none, required, or one of the tools")
+    parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
+
+    def offer(self, form: CallFormat | None) -> Offer | None:
+        """Say what may be called, where calls are written in this format."""
+        offer = make_offer(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, form=form)
+        if offer and offer.structure and self.structure:
+            raise Failure(
+                400,
+                "tool_choice: a call that must be made leaves no other form to ask for; leave "
+                "response_format and structured_outputs out.",
+                param="tool_choice",
+            )
+        return offer
 
     @property
     def plain(self) -> list[dict[str, Any]]:
-        """Return the messages as a template reads them, their parts joined."""
-        return [
-            {**message.model_dump(exclude_none=True), "content": _text(message.content, i)}
-            for i, message in enumerate(self.messages)
-        ]
+        """Return the messages as a template reads them."""
+        return [message.plain(i) for i, message in enumerate(self.messages)]
 
     @property
     def shown(self) -> int | None:
@@ -245,6 +267,7 @@ class TokenizeBody(BaseModel):
 
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

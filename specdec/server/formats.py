@@ -8,6 +8,8 @@ from typing import Any, Protocol, Self
 
 from specdec.engine import Prepared, Prompt
 from specdec.outputs import Delta, RequestStats, TokenLogprob
+from specdec.server.tools.answer import CallingAnswer
+from specdec.server.tools.offer import Offer
 from specdec.text import Tokenizer
 
 Json = dict[str, Any]
@@ -85,8 +87,12 @@ class Format(Protocol):
         """Return what opens a choice's stream, if anything does."""
         ...
 
-    def said(self, choice: int, delta: Delta, *, whole: bool) -> Json:
-        """Return a choice, or the next part of one."""
+    def said(self, choice: int, delta: Delta) -> Json:
+        """Return a whole choice."""
+        ...
+
+    def parts(self, choice: int, delta: Delta) -> list[Json]:
+        """Return the next parts of a choice, if there is anything to tell."""
         ...
 
 
@@ -118,7 +124,10 @@ class Completions:
     def first(self, choice: int) -> Json | None:
         return None
 
-    def said(self, choice: int, delta: Delta, *, whole: bool) -> Json:
+    def parts(self, choice: int, delta: Delta) -> list[Json]:
+        return [self.said(choice, delta)] if _tells(delta) else []
+
+    def said(self, choice: int, delta: Delta) -> Json:
         echo = self.echoes[choice // self.n] if self.echoes and choice not in self._begun else None
         self._begun.add(choice)
         logprobs = None if delta.logprobs is None else self._logprobs(choice, delta, echo)
@@ -156,19 +165,40 @@ class Completions:
 class Chats:
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer | None, shown: Shown) -> None:
-        self.tokenizer, self.shown = tokenizer, shown
+    def __init__(self, tokenizer: Tokenizer | None, shown: Shown, offer: Offer | None = None) -> None:
+        self.tokenizer, self.shown, self.offer = tokenizer, shown, offer
+        self._calling: dict[int, CallingAnswer] = {}
 
     def first(self, choice: int) -> Json | None:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def said(self, choice: int, delta: Delta, *, whole: bool) -> Json:
-        logprobs = None
+    def said(self, choice: int, delta: Delta) -> Json:
+        calling = self._calls(choice)
+        message = calling.message(delta) if calling else {"role": "assistant", "content": delta.text}
+        return self._told(choice, "message", message, delta)
+
+    def parts(self, choice: int, delta: Delta) -> list[Json]:
+        """Put what a piece says into a chunk each; what goes beside it into the last."""
+        calling = self._calls(choice)
+        own = calling.parts(delta) if calling else [{"content": delta.text}] if _tells(delta) else []
+        if not own and not (delta.finish_reason or delta.logprobs or beside(delta, self.shown)):
+            return []
+        *before, last = own or [{}]
+        chunks = [self._choice(choice, "delta", part, None, None) for part in before]
+        return [*chunks, self._told(choice, "delta", last, delta)]
+
+    def _calls(self, choice: int) -> CallingAnswer | None:
+        if self.offer and choice not in self._calling:
+            self._calling[choice] = CallingAnswer(self.offer)
+        return self._calling.get(choice)
+
+    def _told(self, choice: int, name: str, message: Json, delta: Delta) -> Json:
+        logprobs, why = None, delta.finish_reason
         if delta.logprobs is not None:
             logprobs = {"content": [self._logprob(own) for own in delta.logprobs], "refusal": None}
-        message = {"role": "assistant", "content": delta.text} if whole else {"content": delta.text}
-        name = "message" if whole else "delta"
-        return self._choice(choice, name, message, logprobs, delta.finish_reason) | beside(delta, self.shown)
+        calling = self._calling.get(choice)
+        told = self._choice(choice, name, message, logprobs, calling.reason(why) if calling else why)
+        return told | beside(delta, self.shown)
 
     def _choice(self, index: int, name: str, message: Json, logprobs: Json | None, why: str | None) -> Json:
         return {"index": index, name: message, "logprobs": logprobs, "finish_reason": why}
@@ -199,6 +229,10 @@ class Envelope:
 
     def whole(self, choices: Sequence[Json]) -> Json:
         return {**self.head, "object": self.form.whole, "choices": list(choices)}
+
+
+def _tells(delta: Delta) -> bool:
+    return bool(delta.text or delta.token_ids or delta.finish_reason)
 
 
 def beside(delta: Delta, shown: Shown) -> Json:

@@ -44,13 +44,15 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
     body = ChatBody.read(await request.read())
     state.check_model(body.model)
-    variables = body.chat_template_kwargs or {}
-    ids = state.encode_chat(body.plain, answer=body.add_generation_prompt, **variables)
+    offer = body.offer(state.calls)
+    variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
+    ids = state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
     room = max(state.max_model_len - len(ids), 1)
     most = body.max_completion_tokens or body.max_tokens or room
-    params = body.params(logprobs=body.shown, max_tokens=most)
+    forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
+    params = body.params(logprobs=body.shown, max_tokens=most, **forced)
     prepared = await state.prepare([ids], params)
-    return await _answer(request, state, body, prepared, Chats(state.engine.tokenizer, _shown(body)))
+    return await _answer(request, state, body, prepared, Chats(state.engine.tokenizer, _shown(body), offer))
 
 
 async def _answer(
@@ -81,7 +83,7 @@ async def _whole(
         usage.add(delta)
         watch.said(own)
         said.setdefault(choice, []).append(delta)
-    choices = [envelope.form.said(choice, Delta.joined(said[choice]), whole=True) for choice in sorted(said)]
+    choices = [envelope.form.said(choice, Delta.joined(said[choice])) for choice in sorted(said)]
     extra = {"metrics": usage.metrics()} if body.return_metrics else {}
     return envelope.whole(choices) | {"usage": usage.as_json()} | extra
 
@@ -98,8 +100,8 @@ async def _stream(
             watch.said(own)
             opening = None if choice in opened else envelope.form.first(choice)
             opened.add(choice)
-            parts = [part for part in (opening, envelope.form.said(choice, delta, whole=False)) if part]
-            if delta.text or delta.token_ids or delta.finish_reason or opening:
+            parts = [part for part in (opening, *envelope.form.parts(choice, delta)) if part]
+            if parts:
                 await stream.send(*(_with_usage(envelope.chunk([part]), usage, body) for part in parts))
         if body.includes_usage or body.return_metrics:
             last = envelope.chunk([])

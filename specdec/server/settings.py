@@ -1,5 +1,7 @@
 """What an operator may set of the server; the engine has its own settings."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from specdec.settings import Settings
@@ -60,6 +62,11 @@ class ServerConfig(Settings):
         ge=0,
         title="seconds that running requests may go on when the server is told to stop",
         description="a number of at least 0",
+    )
+    tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "none"] = Field(
+        "auto",
+        title="how the model writes calls of tools; auto asks its chat template, none refuses tools",
+        description='"auto", "hermes", "qwen3_coder" or "none"',
     )
     log_prompts: bool = Field(
         False, title="write prompts to the log, at level DEBUG", description="True or False"

@@ -18,6 +18,7 @@ from specdec.server.answers import Bell
 from specdec.server.failures import Failure
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
+from specdec.server.tools.offer import format_of
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 BUSY = {"Retry-After": "1"}
@@ -32,6 +33,8 @@ class State:
     def __init__(self, engine: SpecEngine, config: ServerConfig, folder: Path) -> None:
         self.engine, self.config = engine, config
         self.template = load_template(folder)
+        self.calls = format_of(config.tool_call_parser, self.template)
+        """How the model calls tools, if it does."""
         self.names = config.served_model_name or [folder.name]
         self.max_model_len = engine.model.settings.max_model_len
         self.keys = read_keys(config)
@@ -110,10 +113,10 @@ class State:
             raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, answer: bool, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, answer: bool
     ) -> list[int]:
         """Turn a chat into tokens as the model's template has it."""
-        text = self.template.render(messages, answer=answer, **variables)
+        text = self.template.render(messages, variables, answer=answer)
         return self.encode(text, special=self.template.is_plain)
 
     def check_model(self, name: str | None) -> None:

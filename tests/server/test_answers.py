@@ -133,6 +133,7 @@ def test_log_probabilities_in_both_forms(live: Live, engine: SpecEngine) -> None
     chat = {
         "messages": [{"role": "user", "content": "def"}],
         "max_tokens": 4,
+        "temperature": 0,
         "logprobs": True,
         "top_logprobs": 2,
     }
@@ -220,6 +221,8 @@ def test_a_request_keeps_its_id(live: Live) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         (CHAT, ASKED | {"top_logprobs": 2}, 400, "top_logprobs"),
         (CHAT, ASKED | {"tools": [{"type": "function"}]}, 400, "tools"),
+        (CHAT, ASKED | {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        (CHAT, ASKED | {"tool_choice": "required"}, 400, "tool_choice"),
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
     ],

@@ -1,0 +1,65 @@
+"""Tools and calls as clients send them."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specdec.server.tools.source import LONGEST_NAME
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(max_length=LONGEST_NAME, pattern=r"^[^\s<>]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="what it takes, as a JSON schema")
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    arguments: str | dict[str, Any] | None = Field(None, description="JSON")
+
+
+class Called(BaseModel):
+    """A call that an assistant's message holds."""
+
+    model_config = ConfigDict(extra="allow")
+
+    function: CalledFunction
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return it as a template reads it: arguments as an object, wherever they are one."""
+        own = self.model_dump(exclude_unset=True)
+        arguments = self.function.arguments
+        if isinstance(arguments, str):
+            try:
+                found = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                found = None
+            arguments = found if isinstance(found, dict) else arguments
+        own["function"]["arguments"] = {} if arguments is None else arguments
+        return own

@@ -1,0 +1,88 @@
+"""What a chat may call: asked for by its client, in a format that its model knows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specdec.chat import ChatTemplate
+from specdec.server.failures import Failure
+from specdec.server.tools.bodies import NamedTool, Tool
+from specdec.server.tools.hermes import Hermes
+from specdec.server.tools.parser import CallFormat, Parser
+from specdec.server.tools.qwen3_coder import Qwen3Coder
+from specdec.structure import Structure
+
+FORMATS: Mapping[str, CallFormat] = {"qwen3_coder": Qwen3Coder(), "hermes": Hermes()}
+"""The first whose sign is in a chat template is its model's."""
+
+Choice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tools of one chat, and how its model calls them."""
+
+    tools: tuple[Tool, ...]
+    form: CallFormat
+    parallel: bool
+    """An answer may hold more than one call."""
+    structure: Structure | None
+    """The form of the answer where it must be a call."""
+
+    @property
+    def plain(self) -> list[dict[str, Any]]:
+        """Return the tools as a template reads them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    def parser(self) -> Parser:
+        own = (tool.function for tool in self.tools)
+        return Parser(self.form, {function.name: function.parameters or {} for function in own})
+
+
+def format_of(name: str, template: ChatTemplate) -> CallFormat | None:
+    """Find the format of a model's calls; None where tools could not be told to it, or nobody knows how."""
+    if template.is_plain:
+        return None
+    if name == "auto":
+        return next((form for form in FORMATS.values() if form.sign in template.source), None)
+    return FORMATS.get(name)
+
+
+def make_offer(
+    tools: list[Tool] | None, choice: Choice | None, *, parallel: bool, form: CallFormat | None
+) -> Offer | None:
+    """Say what a chat may call; None: nothing."""
+    if choice == "none" or (not tools and choice in (None, "auto")):
+        return None
+    if not tools:
+        raise Failure(400, "tool_choice: there are no tools to choose from; give tools.", param="tool_choice")
+    if form is None:
+        raise Failure(
+            400,
+            "tools: how this model writes calls is not known from its chat template; start the server with "
+            "--tool-call-parser hermes or qwen3_coder if it is one of these, or leave tools out.",
+            param="tools",
+        )
+    structure = None
+    if choice == "required":
+        structure = force(tools, form, several=parallel)
+    elif isinstance(choice, NamedTool):
+        name = choice.function.name
+        named = [tool for tool in tools if tool.function.name == name]
+        if not named:
+            raise Failure(400, f"tool_choice: none of the tools is named {name!r:.80}.", param="tool_choice")
+        structure = force(named[:1], form, several=False)
+    return Offer(tuple(tools), form, parallel, structure)
+
+
+def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structure:
+    """Return the form of an output that calls one of the tools, or several."""
+    tags = []
+    for function in (tool.function for tool in tools):
+        begin, end = form.frame(function.name)
+        schema = {"type": "object", **(function.parameters or {})}
+        content = {"type": "json_schema", "json_schema": schema, "style": form.style}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
+    calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
+    calls |= {"at_least_one": True, "stop_after_first": not several}
+    return Structure(structural_tag={"type": "structural_tag", "format": calls})

@@ -1,0 +1,90 @@
+"""Calls as elements, one for each parameter: Qwen3-Coder, Qwen3.5."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.server.tools.parser import Schemas, close, stream_value
+from specdec.server.tools.schema import as_json, types_of
+from specdec.server.tools.source import Arguments, Begin, MalformedCall, Reading, Source
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+FUNCTION, END = "<function=", "</function>"
+PARAMETER = "<parameter="
+ENDS = tuple(f"{before}{end}" for end in ("</parameter>", f"{END}\n{CLOSING}") for before in ("\n", ""))
+"""What ends a value. Models forget the first at times; a tag alone may belong to the value."""
+
+
+class Qwen3Coder:
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`.
+
+    Values are JSON by their schema: texts are sent as they come, others once they are whole. An object of
+    JSON in the place of the parameters is taken too.
+    """
+
+    openings: Sequence[str] = (OPENING, FUNCTION)
+    sign = FUNCTION
+    style = "qwen_xml"
+
+    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+        yield from source.match(OPENING)
+        yield from source.space()
+        yield from source.need(FUNCTION)
+        name = yield from source.name()
+        yield from source.space()
+        first = yield from source.need(PARAMETER, END, CLOSING, "{")
+        source.take(source.at - len(first))
+        yield Begin(name)
+        if first == "{":
+            yield from stream_value(source, END)
+        else:
+            yield from _parameters(source, schemas.get(name, {}))
+        yield from close(source, END, CLOSING)
+
+    def frame(self, name: str) -> tuple[str, str]:
+        return f"{OPENING}\n{FUNCTION}{name}>\n", f"\n{END}\n{CLOSING}"
+
+
+def _parameters(source: Source, schema: Mapping[str, Any]) -> Reading[None]:
+    """Send the parameters as one object; one that was cut off stays open, or it would be taken for whole."""
+    before = "{"
+    while True:
+        yield from source.space()
+        if not (yield from source.match(PARAMETER)):
+            break
+        try:
+            key = yield from source.name()
+        except MalformedCall:
+            break
+        yield Arguments(f"{before}{_quoted(key)}: ")
+        before = ", "
+        yield from source.match("\n")
+        source.settle()
+        if not (yield from _value(source, types_of(schema, key))):
+            return
+    source.at = 0
+    if not source.cut:
+        yield Arguments("}" if before == ", " else "{}")
+
+
+def _value(source: Source, types: set[str]) -> Reading[bool]:
+    """Send a parameter's value, and tell whether it is whole; a text is sent as it comes."""
+    streams = types == {"string"}
+    held, end = "", None
+    yield Arguments('"' if streams else "")
+    while end is None:
+        piece, end = yield from source.chunk(ENDS)
+        source.settle()
+        if streams:
+            yield Arguments(_quoted(piece)[1:-1])
+        else:
+            held += piece
+    if not end and source.cut:
+        yield Arguments(_quoted(held)[:-1] if held else "")
+        return False
+    yield Arguments('"' if streams else as_json(held, types))
+    return True
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,71 @@
+"""What a JSON schema says a parameter is, and a value that was written plainly in the words of JSON."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+NULLS, BOOLEANS = ("null", "None"), {"true": "true", "false": "false"}
+
+
+def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """Return the types that a parameter may have; what nothing is said of is a text.
+
+    Alternatives and what is referred to count, each once: whoever sends a schema may make it endless.
+    """
+    properties = schema.get("properties")
+    left = [properties.get(key)] if isinstance(properties, Mapping) else []
+    found, passed = set[str](), set[str]()
+    while left:
+        own = left.pop()
+        if not isinstance(own, Mapping):
+            continue
+        found.update(_named(own))
+        left += [alternative for word in ("anyOf", "oneOf", "allOf") for alternative in _listed(own, word)]
+        where = own.get("$ref")
+        if isinstance(where, str) and where not in passed:
+            passed.add(where)
+            left.append(_referred(schema, where))
+    return found or {"string"}
+
+
+def as_json(text: str, types: set[str]) -> str:
+    """Write a value as JSON of one of the types, or as a text where it is none of them."""
+    plain = text.strip()
+    if "null" in types and plain in NULLS:
+        return "null"
+    if "boolean" in types and plain.lower() in BOOLEANS:
+        return BOOLEANS[plain.lower()]
+    if "string" not in types:
+        try:
+            return json.dumps(json.loads(text, parse_constant=_refuse), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _named(own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types that a schema itself names, or that the values have which it lists."""
+    if named := own.get("type"):
+        yield from (name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
+        return
+    values = [*_listed(own, "enum"), *([own["const"]] if "const" in own else [])]
+    yield from (TYPES.get(type(value), "null") for value in values)
+    yield from (kind for kind, word in (("object", "properties"), ("array", "items")) if word in own)
+
+
+def _listed(own: Mapping[str, Any], word: str) -> list[Any]:
+    found = own.get(word)
+    return found if isinstance(found, list) else []
+
+
+def _referred(root: Any, where: str) -> Any:
+    """Follow a reference within a schema."""
+    start, *path = where.split("/")
+    for word in path if start == "#" else ("",):
+        root = root.get(word) if isinstance(root, Mapping) else None
+    return root
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)

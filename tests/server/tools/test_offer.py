@@ -1,0 +1,122 @@
+"""Which format a model's calls have, and what a client is told where there is none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.chat import ChatTemplate
+from specdec.server.failures import Failure
+from specdec.server.tools.bodies import Called, NamedFunction, NamedTool, Tool
+from specdec.server.tools.hermes import Hermes
+from specdec.server.tools.offer import FORMATS, format_of, make_offer
+from tests.server.tools.test_parser import call, element, read
+
+TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"default": None}}})
+
+
+def template(source: str | None) -> ChatTemplate:
+    return ChatTemplate(source, {}, where=Path("folder"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "source", "name"),
+    [
+        ("auto", "write <tool_call>{...}</tool_call>", "hermes"),
+        ("auto", "write <tool_call><function=name>", "qwen3_coder"),
+        ("auto", "write what you like", None),
+        ("auto", None, None),
+        ("none", "write <tool_call>", None),
+        ("hermes", "write <function=name>", "hermes"),
+        ("qwen3_coder", "write what you like", "qwen3_coder"),
+        ("hermes", None, None),
+    ],
+)
+def test_the_template_or_the_setting_says_how_calls_are_written(
+    setting: str, source: str | None, name: str | None
+) -> None:
+    assert format_of(setting, template(source)) is (FORMATS[name] if name else None)
+
+
+def test_nothing_is_offered_where_nothing_is_asked_for() -> None:
+    for tools, choice in (([], "auto"), (None, None), ([TOOL], "none"), (None, "none")):
+        assert make_offer(tools, choice, parallel=True, form=None) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "form", "param", "says"),
+    [
+        ([TOOL], None, None, "tools", "--tool-call-parser"),
+        (
+            [TOOL],
+            NamedTool(type="function", function=NamedFunction(name="g")),
+            Hermes(),
+            "tool_choice",
+            "none of the tools",
+        ),
+        ([], "required", Hermes(), "tool_choice", "no tools"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tools: Any, choice: Any, form: Any, param: str, says: str) -> None:
+    with pytest.raises(Failure, match=says) as caught:
+        make_offer(tools, choice, parallel=True, form=form)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
+    """What the grammar lets through, and it lets through nothing else, the parser reads as calls."""
+    xgrammar = pytest.importorskip("xgrammar")
+    accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
+    parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}, "required": ["i"]}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": own, "parameters": parameters}})
+        for own in ("f", "g")
+    ]
+    one, two, bad = (
+        (call('{"s": "é", "i": 3}'), call('{"i": 3}', "g"), call('{"s": "é"}'))
+        if name == "hermes"
+        else (element(("s", "é"), ("i", "3")), element(("i", "3"), name="g"), element(("s", "é")))
+    )
+    for choice, parallel, fits in (
+        ("required", True, [one, two, f"{one}\n{two}"]),
+        ("required", False, [one, two]),
+        (NamedTool(type="function", function=NamedFunction(name="f")), True, [one]),
+    ):
+        offer = make_offer(tools, choice, parallel=parallel, form=FORMATS[name])
+        assert offer and offer.structure
+        grammar = xgrammar.Grammar.from_structural_tag(offer.structure.structural_tag)
+        for text in (one, two, f"{one}\n{two}", "", "text", f"text {one}", f"{one} text", bad):
+            assert accepts(grammar, text) == (text in fits), (choice, text)
+        for text in fits:
+            content, calls = read(FORMATS[name], [text])
+            assert not content and len(calls) == text.count("</tool_call>")
+            assert all(int(json.loads(arguments)["i"]) == 3 for _, arguments in calls)
+
+
+def test_tools_are_told_as_they_were_given() -> None:
+    offer = make_offer([TOOL], "auto", parallel=True, form=Hermes())
+    assert offer and offer.plain == [
+        {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ('{"a": null}', {"a": None}),
+        ({"a": None}, {"a": None}),
+        ("", {}),
+        (None, {}),
+        ("[1]", "[1]"),
+        ('{"a": ', '{"a": '),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_arguments_are_objects_for_a_template_wherever_they_are(given: Any, read: Any) -> None:
+    called = Called.model_validate(
+        {"id": "x", "type": "function", "function": {"name": "f", "arguments": given}}
+    )
+    assert called.plain == {"id": "x", "type": "function", "function": {"name": "f", "arguments": read}}

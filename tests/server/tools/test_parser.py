@@ -1,0 +1,310 @@
+"""What a model writes becomes content and calls, the same however its text is cut into pieces."""
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from specdec.server.tools import source
+from specdec.server.tools.hermes import Hermes
+from specdec.server.tools.offer import FORMATS
+from specdec.server.tools.parser import CallFormat, Parser
+from specdec.server.tools.qwen3_coder import Qwen3Coder
+from specdec.server.tools.source import Arguments, Begin, Source, Text, Waiting
+
+HERMES, CODER = Hermes(), Qwen3Coder()
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+SCHEMAS: dict[str, Any] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "s": {"type": "string"},
+            "i": {"type": "integer"},
+            "b": {"type": "boolean"},
+            "o": {"$ref": "#/$defs/Box"},
+            "a": {"items": {"type": "string"}},
+            "n": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+            "sn": {"type": ["string", "null"]},
+            "e": {"enum": [1, 2]},
+        },
+        "$defs": {"Box": {"type": "object"}},
+    }
+}
+
+Found = tuple[str, list[tuple[str, str]]]
+
+
+def read(form: CallFormat, pieces: Sequence[str], *, cut: bool = False) -> Found:
+    """Read an answer that comes in pieces: what it says, and each call's name and arguments."""
+    parser = Parser(form, SCHEMAS)
+    content, calls = "", list[tuple[str, str]]()
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(cut=cut)
+    for event in events:
+        match event:
+            case Text(text):
+                content += text
+            case Begin(name):
+                calls.append((name, ""))
+            case Arguments(text):
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return content, calls
+
+
+def call(arguments: str, name: str = "f") -> str:
+    return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
+
+
+def element(*parameters: tuple[str, str], name: str = "f") -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"{OPEN}\n<function={name}>\n{inner}</function>\n{CLOSE}"
+
+
+AWKWARD = '{"a": "say \\"}</tool_call>\\" \\\\", "b": [1, {"c": "{"}], "é": null}'
+CASES: dict[str, tuple[CallFormat, str, Found]] = {
+    "no call": (HERMES, " Hello <b>x</b> <tool> \n", (" Hello <b>x</b> <tool> \n", [])),
+    "nothing": (HERMES, "", ("", [])),
+    "space alone": (HERMES, "\n\n", ("\n\n", [])),
+    "one": (HERMES, call('{"a": 1}'), ("", [("f", '{"a": 1}')])),
+    "no space at all": (HERMES, call("{}").replace("\n", "").replace(": ", ":"), ("", [("f", "{}")])),
+    "text before": (HERMES, f"I look.\n\n{call('{}')}\n", ("I look.", [("f", "{}")])),
+    "text behind": (HERMES, f"A\n{call('{}')}\nB", ("A\nB", [("f", "{}")])),
+    "two": (HERMES, f"{call('{}')}\n{call('{ }', 'g')}", ("", [("f", "{}"), ("g", "{ }")])),
+    "tags in a string": (HERMES, call(AWKWARD), ("", [("f", AWKWARD)])),
+    "arguments first": (
+        HERMES,
+        f'{OPEN}{{"arguments": {AWKWARD}, "name": "f"}}{CLOSE}',
+        ("", [("f", AWKWARD)]),
+    ),
+    "arguments as a string": (HERMES, call('"{\\"a\\": 1}"'), ("", [("f", '{"a": 1}')])),
+    "null for none": (HERMES, call("null"), ("", [("f", "{}")])),
+    "no arguments": (HERMES, f'{OPEN}{{"name": "f"}}{CLOSE}', ("", [("f", "{}")])),
+    "no last brace": (HERMES, f'{OPEN}{{"name": "f", "arguments": {{}}\n{CLOSE}', ("", [("f", "{}")])),
+    "no end": (HERMES, f'{OPEN}{{"name": "f", "arguments": {{"a": "', ("", [("f", '{"a": "')])),
+    "no closing tag": (HERMES, call("{}").removesuffix(CLOSE), ("", [("f", "{}")])),
+    "closed within its arguments": (HERMES, call('{"a": [1, <'), ("", [("f", '{"a": [1, <}\n')])),
+    "a tag is opened twice": (HERMES, f"{OPEN}\n{call('{}')}", (OPEN, [("f", "{}")])),
+    "half a tag": (HERMES, "x <tool_ca", ("x <tool_ca", [])),
+    "elements": (CODER, element(("s", "x\ny"), ("i", "3")), ("", [("f", '{"s": "x\\ny", "i": 3}')])),
+    "no parameters": (CODER, element(), ("", [("f", "{}")])),
+    "an empty text": (CODER, element(("s", "")), ("", [("f", '{"s": ""}')])),
+    "no outer tags": (CODER, f"A\n{element()[12:-12]}\n", ("A", [("f", "{}")])),
+    "two in one": (CODER, OPEN + element()[12:-12] * 2 + CLOSE, ("", [("f", "{}")] * 2)),
+    "text around": (CODER, f"A {element(('s', 'x'))} B", ("A B", [("f", '{"s": "x"}')])),
+    "a value's end is missing": (
+        CODER,
+        element(("i", "1"), ("s", "x")).replace("x\n</parameter>\n", "x\n"),
+        ("", [("f", '{"i": 1, "s": "x"}')]),
+    ),
+    "tags in a value": (
+        CODER,
+        element(("s", f"<parameter=a>{OPEN}</function>\n{CLOSE[:-1]}")),
+        ("", [("f", json.dumps({"s": f"<parameter=a>{OPEN}</function>\n{CLOSE[:-1]}"}))]),
+    ),
+    "JSON instead": (CODER, f"{OPEN}\n<function=f>\n{AWKWARD}\n</function>\n{CLOSE}", ("", [("f", AWKWARD)])),
+    "a bad key": (
+        CODER,
+        f"{OPEN}<function=f><parameter=s>x</parameter><parameter=\nt>",
+        ("<parameter=\nt>", [("f", '{"s": "x"}')]),
+    ),
+    "not closed": (CODER, f"{OPEN}<function=f><parameter=s>x", ("", [("f", '{"s": "x"}')])),
+}  # fmt: skip
+PARAMETER = "<parameter="
+WORDS = [OPEN, CLOSE, "<function=", "f", ">", "</function>", "<parameter=", "s", "i", "</parameter>", "\n"]
+WORDS += ['{"name"', ": ", '"f"', ', "arguments"', "{", "}", '"', "\\", "1", " ", "<", "text", "null", "é"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_is_read(name: str) -> None:
+    form, text, wanted = CASES[name]
+    assert read(form, [text]) == wanted
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cut", [False, True])
+def test_how_a_text_is_cut_changes_nothing(name: str, cut: bool) -> None:
+    form, text, _ = CASES[name]
+    wanted = read(form, [text], cut=cut)
+    for at in range(len(text) + 1):
+        assert read(form, [text[:at], text[at:]], cut=cut) == wanted
+    assert read(form, list(text), cut=cut) == wanted
+    rng = random.Random(name)
+    for _ in range(20):
+        assert read(form, pieces_of(text, rng), cut=cut) == wanted
+
+
+@given(some.lists(some.sampled_from(WORDS), max_size=30), some.booleans(), some.sampled_from([*FORMATS]))
+def test_no_text_breaks_a_parser(words: list[str], cut: bool, name: str) -> None:
+    """Nor does it read pieces of any other size otherwise, or lose what is no call."""
+    text = "".join(words)
+    wanted = read(FORMATS[name], [text], cut=cut)
+    for pieces in (words, list(text), pieces_of(text, random.Random(text))):
+        assert read(FORMATS[name], pieces, cut=cut) == wanted
+    assert wanted[1] or wanted[0] == text
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "no tag is waited for": lambda patch: patch.setattr(source, "overlap", lambda text, stop: 0),
+    "what comes next is not waited for": lambda patch: patch.setattr(Source, "sees", _sees_at_once),
+    "names are not waited for": lambda patch: patch.setattr(source, "NAME_SO_FAR", re.compile("$^")),
+    "keys are not waited for": lambda patch: patch.setattr(source, "STRING_SO_FAR", re.compile("$^")),
+    "white space ends with the piece": lambda patch: patch.setattr(Source, "space", _space_at_once),
+}
+
+
+def _sees_at_once(own: Source, *literals: str) -> Waiting[str]:
+    return next((literal for literal in literals if own.text.startswith(literal, own.at)), "")
+    yield None
+
+
+def _space_at_once(own: Source) -> Waiting[None]:
+    own.at = len(own.text) - len(own.text[own.at :].lstrip())
+    return
+    yield None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_parser_that_does_not_wait_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[mutant](monkeypatch)
+    assert any(read(form, [text]) != read(form, list(text)) for form, text, _ in CASES.values())
+
+
+def pieces_of(text: str, rng: random.Random) -> list[str]:
+    cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 9)))
+    return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "",
+        "\n",
+        "x",
+        "[]",
+        "{",
+        "{}",
+        '{"name": 3}',
+        '{"name": ""}',
+        '{"name": "f", }',
+        "{'name': 'f'}",
+        '{"name": "f", "arguments": 3}',
+        '{"name": "f", "arguments": "x"}',
+        '{"name": "f", "arguments": "[1]"}',
+        '{"arguments": {}}',
+        '{"arguments": {, "name": "f"}',
+        '{"name": "f", "parameters": {}}',
+        '{"name": "f" "arguments": {}}',
+        '{"name": "' + "f" * 300 + '", "arguments": {}}',
+        '{"name": "f\\q", "arguments": {}}',
+        "<function=>\n</function>",
+        "<function=a b>\n</function>",
+        "<function=f>text</function>",
+        "<function=f",
+    ],
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_call_stays_text(name: str, inner: str) -> None:
+    for text in (f"A\n{OPEN}{inner}{CLOSE} B", f"{OPEN}{inner}"):
+        assert read(FORMATS[name], [text]) == read(FORMATS[name], list(text)) == (text, [])
+
+
+def sent(form: CallFormat, text: str) -> Iterator[tuple[str, str]]:
+    """Yield what has come, sign by sign, and what the client knows of it."""
+    parser, known = Parser(form, SCHEMAS), ""
+    for at, sign in enumerate(text, 1):
+        known += "".join(event[0] for event in parser.push(sign))
+        yield text[:at], known
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """Neither waits for an argument's end; and nothing is sent that may still be the end's tag."""
+    words = "word " * 20
+    for form, text in (
+        (HERMES, f"Hm. {call(json.dumps({'s': words}))}"),
+        (CODER, f"Hm. {element(('s', words))}"),
+    ):
+        for come, known in sent(form, text):
+            if 0 < come.count("word") < 20:
+                assert known.count("word") >= come.count("word") - 1
+            assert "<" not in known and "tool_call" not in known and "parameter" not in known
+            assert known == "Hm.f"[: len(known)] or "{" in known
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_a_frame_around_json_is_a_call(form: CallFormat) -> None:
+    """What forced output is to be put between reads as a call of this name, with that JSON."""
+    before, behind = form.frame("f")
+    assert read(form, [before + AWKWARD + behind]) == ("", [("f", AWKWARD)])
+    twice = (before + "{}" + behind + "\n") * 2
+    assert read(form, [twice]) == ("", [("f", "{}")] * 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("s", "12", "12"),
+        ("s", "null", "null"),
+        ("s", ' a\t"b"\\ ', ' a\t"b"\\ '),
+        ("i", "12", 12),
+        ("i", "twelve", "twelve"),
+        ("i", "NaN", "NaN"),
+        ("i", "9" * 5000, "9" * 5000),
+        ("i", "[" * 100_000, "[" * 100_000),
+        ("b", "True", True),
+        ("b", "false", False),
+        ("b", "1", 1),
+        ("o", '{"k": [1, null]}', {"k": [1, None]}),
+        ("o", "{'k': 1}", "{'k': 1}"),
+        ("a", '["x"]', ["x"]),
+        ("n", "None", None),
+        ("n", "1.5", 1.5),
+        ("sn", "null", None),
+        ("sn", "1", "1"),
+        ("e", "2", 2),
+        ("unknown", "2", "2"),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_values_are_of_the_types_that_the_schema_says(key: str, text: str, value: object) -> None:
+    _, [(_, arguments)] = read(CODER, [element((key, text))])
+    assert json.loads(arguments) == {key: value}
+
+
+@pytest.mark.parametrize("key", ["s", "i"])
+def test_a_value_that_was_cut_off_stays_open(key: str) -> None:
+    """Nobody may take half a file for a whole one."""
+    text = f"{OPEN}<function=f><parameter={key}>\n12"
+    whole = "\n</parameter>\n"
+    ends = ("", "\n", "\n</para", whole.rstrip(), whole, f"{whole}<par", f"{whole}{PARAMETER}i")
+    for end in ends:
+        _, [(_, arguments)] = read(CODER, [text + end], cut=True)
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
+        assert "12" in arguments
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 3},
+        {"properties": {"k": 3}},
+        {"properties": {"k": {"type": 3}}},
+        {"properties": {"k": {"$ref": "#/$defs/k"}}, "$defs": {"k": {"$ref": "#/$defs/k"}}},
+        {"properties": {"k": {"$ref": "elsewhere#/x"}}},
+        {"properties": {"k": {"anyOf": 3, "enum": 4}}},
+        {
+            "properties": {"k": {"$ref": "#/$defs/0"}},
+            "$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(99)},
+        },
+    ],
+    ids=lambda schema: str(schema)[:60],
+)
+def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
+    parser = Parser(CODER, {"f": schema})
+    events = parser.push(element(("k", "1"))) + parser.finish(cut=False)
+    assert "".join(event[0] for event in events) == 'f{"k": "1"}'
