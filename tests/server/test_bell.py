@@ -1,0 +1,151 @@
+"""What the engine's thread says reaches the event loop: at once where someone waits, together where many speak."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from specdec import SamplingParams
+from specdec.engine import Prepared
+from specdec.errors import EngineError, SpecdecError
+from specdec.outputs import Delta
+from specdec.server import answers as module
+from specdec.server.answers import Answers, Bell, Said
+
+Emit = Callable[[int, Delta | SpecdecError], None]
+
+
+class Spoken:
+    """An engine that says what it is told to, from a thread of its own."""
+
+    def __init__(self, speak: Callable[[Emit], None]) -> None:
+        self.speak, self.cancelled = speak, False
+
+    def submit(self, prepared: Sequence[Prepared], emit: Emit) -> "Spoken":
+        self.thread = threading.Thread(target=self.speak, args=(emit,))
+        self.thread.start()
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@asynccontextmanager
+async def asked(
+    speak: Callable[[Emit], None], *, choices: int = 1, streams: bool = True
+) -> AsyncIterator[AsyncIterator[Said]]:
+    prepared = [Prepared((1,), SamplingParams(n=choices))]
+    engine = Spoken(speak)
+    answers = Answers(engine, Bell(asyncio.get_running_loop()), prepared, streams=streams, timeout_s=30)  # type: ignore[arg-type]
+    with answers:
+        yield aiter(answers)
+    await asyncio.to_thread(engine.thread.join)
+    assert engine.cancelled
+
+
+def part(index: int, token: int, *, last: bool = False) -> Delta:
+    return Delta(f"{token} ", (token,), index=index, finish_reason="stop" if last else None)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_arrives_in_its_order(seed: int, streams: bool) -> None:
+    """Whatever the pauses: none is lost between the loop's look and its rest."""
+    rng, choices, count = random.Random(seed), 5, 200
+
+    def speak(emit: Emit) -> None:
+        for token in range(count):
+            for choice in range(choices):
+                emit(0, part(choice, token, last=token == count - 1))
+            if rng.random() < 0.3:
+                time.sleep(rng.choice([0, 1e-5, 1e-3, 5e-3]))
+
+    async def hear() -> list[list[int]]:
+        said: list[list[int]] = [[] for _ in range(choices)]
+        async with asked(speak, choices=choices, streams=streams) as parts:
+            async for choice, delta, steps in parts:
+                said[choice] += delta.token_ids
+                assert sum(tokens for _, tokens in steps) == len(delta.token_ids)
+                assert [at_s for at_s, _ in steps] == sorted(at_s for at_s, _ in steps)
+        return said
+
+    assert asyncio.run(hear()) == [list(range(count))] * choices
+
+
+def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the loop rests, and nothing after it calls the loop again."""
+    monkeypatch.setattr(module, "SHARE", 1e-9)  # the longest rest after every round
+    heard = threading.Event()
+
+    def speak(emit: Emit) -> None:
+        emit(0, part(0, 0))
+        time.sleep(0.02)
+        emit(0, part(0, 1))
+        assert heard.wait(20)
+        emit(0, part(0, 2, last=True))
+
+    async def hear() -> list[tuple[int, ...]]:
+        said = []
+        async with asked(speak) as parts:
+            async for own in parts:
+                said.append(own.delta.token_ids)
+                if own.delta.token_ids == (1,):
+                    heard.set()
+        return said
+
+    assert asyncio.run(hear()) == [(0,), (1,), (2,)]
+
+
+def test_pieces_come_together_while_the_loop_rests_and_ends_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SHARE", 1e-9)
+    monkeypatch.setattr(module, "LONGEST_S", 600.0)
+
+    def speak(emit: Emit) -> None:
+        emit(0, part(0, 0))
+        time.sleep(0.05)
+        for token in range(1, 50):
+            emit(0, part(0, token, last=token == 49))
+
+    async def hear() -> list[int]:
+        async with asked(speak) as parts:
+            return [len(own.delta.token_ids) async for own in parts]
+
+    assert asyncio.run(hear()) == [1, 49]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_error_is_raised_at_once(streams: bool) -> None:
+    def speak(emit: Emit) -> None:
+        emit(0, part(0, 0))
+        emit(0, EngineError("broken"))
+
+    async def hear() -> None:
+        async with asked(speak, streams=streams) as parts:
+            async for _ in parts:
+                pass
+
+    with pytest.raises(EngineError, match="broken"):
+        asyncio.run(hear())
+
+
+def test_who_wants_the_whole_answer_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    look = Bell._look
+    monkeypatch.setattr(Bell, "_look", lambda self: (looks.append(1), look(self)))
+
+    def speak(emit: Emit) -> None:
+        for token in range(50):
+            emit(0, part(0, token, last=token == 49))
+            time.sleep(1e-3)
+
+    async def hear() -> list[int]:
+        async with asked(speak, streams=False) as parts:
+            return [len(own.delta.token_ids) async for own in parts]
+
+    assert asyncio.run(hear()) == [50] and len(looks) == 1
