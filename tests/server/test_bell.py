@@ -1,4 +1,4 @@
-"""What the engine's thread says reaches the event loop: at once where someone waits, together where many speak."""
+"""What the engine says reaches the event loop: at once where someone waits, together where many speak."""
 
 import asyncio
 import random
