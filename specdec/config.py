@@ -145,6 +145,16 @@ class SamplingParams(Settings):
         title="the form that the output must have; drafts keep to it too",
         description="a Structure (a JSON schema, a regular expression, ...), or None",
     )
+    speculate: bool = Field(
+        True,
+        title="let drafts be made for the request; without them the text is the same by design, only slower",
+        description="True or False",
+    )
+    trees: bool = Field(
+        False,
+        title="give each verify step's draft, with what was accepted of it: drafts of deltas and completions",
+        description="True or False",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -188,6 +188,8 @@ class DecodeLoop:
             part.count(request.counts, path, kept)
             part.count(self.counts, path, kept)
             request.counts.spend(seconds)
+            if request.params.trees:
+                request.show(part.told(path, kept))
         if request.finish_reason:
             # What has ended gives its memory back before anyone hears of it.
             self.scheduler.release(request)

@@ -80,6 +80,22 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTree:
+    """What one verify step put before the target, and what the text took of it.
+
+    Node 0 is the token chosen last; where nothing was drafted it is the only one.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """Of each node; -1 is that of node 0, and any other stands before its children."""
+    accepted: tuple[int, ...]
+    """The nodes below node 0 that the text took, from above."""
+    bonus: int | None
+    """The target's own token after them; None: the text had ended before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to a request.
 
@@ -99,6 +115,8 @@ class Delta:
     """The text by the tokens that wrote it, each piece with its token's origin."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Of the prompt's tokens from the second on; in a choice's first delta, where they were asked for."""
+    drafts: tuple[DraftTree, ...] = ()
+    """One for each verify step, if `SamplingParams.trees` asks for them."""
 
     @classmethod
     def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
@@ -116,6 +134,7 @@ class Delta:
             origins=tuple(origin for delta in deltas for origin in delta.origins),
             pieces=tuple(piece for delta in deltas for piece in delta.pieces),
             prompt_logprobs=deltas[0].prompt_logprobs,
+            drafts=tuple(draft for delta in deltas for draft in delta.drafts),
         )
 
 
@@ -134,6 +153,8 @@ class Completion:
     """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     """Of the prompt's tokens from the second on, where they were asked for."""
+    drafts: tuple[DraftTree, ...] = field(default=(), repr=False)
+    """One for each verify step, if `SamplingParams.trees` asks for them."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], index: int, deltas: Sequence[Delta]) -> Self:
@@ -150,4 +171,5 @@ class Completion:
             logprobs=whole.logprobs,
             origins=whole.origins,
             prompt_logprobs=whole.prompt_logprobs,
+            drafts=whole.drafts,
         )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.counts import Counts
+from specdec.outputs import DraftTree
 from specdec.request import Request
 from specdec.scheduler import Share
 from specdec.state_slots.backing import Backing, Committed, Draft
@@ -43,6 +44,11 @@ class Part:
         """Say where each token that the path emits came from: the depth of its draft, or 0, the target."""
         accepted = len(path.nodes) - 1 if self.draft else 0
         return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
+
+    def told(self, path: AcceptedPath, tokens: int) -> DraftTree:
+        """Show the tree and what came of it to a request that took so many of the path's tokens."""
+        bonus = path.emitted[-1] if tokens == len(path.emitted) else None
+        return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[1:][:tokens], bonus)
 
     def count(self, counts: Counts, path: AcceptedPath, tokens: int) -> None:
         """Note what came of the draft, of whose tokens the request took so many."""

@@ -15,7 +15,7 @@ import torch
 from specdec.config import SamplingParams
 from specdec.counts import Counts
 from specdec.errors import SpecdecError
-from specdec.outputs import Delta, FinishReason, RequestStats, TokenLogprob
+from specdec.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenLogprob
 from specdec.state_slots.backing import Committed
 from specdec.text import Cutter, TextStream
 from specdec.verify.choose import Chooser
@@ -71,6 +71,7 @@ class Request:
         self._unsent_text = ""
         self._unsent: list[Said] = []
         self._has_sent = False
+        self._drafts: list[DraftTree] = []
         self._cutter = Cutter()
         self.forget_memory()
 
@@ -131,6 +132,10 @@ class Request:
                 break
         return len(self._unsent)
 
+    def show(self, draft: DraftTree) -> None:
+        """Put what a step verified into the next delta."""
+        self._drafts.append(draft)
+
     def abort(self) -> None:
         """End the request where it stands."""
         self.finish_reason = "abort"
@@ -144,6 +149,7 @@ class Request:
     def take_delta(self) -> Delta:
         """Return what was accepted since the last delta; with the request's end its statistics."""
         text, kept, self._unsent_text, self._unsent = self._unsent_text, self._unsent, "", []
+        drafts, self._drafts = self._drafts, []
         stats = None
         if self.finish_reason:
             text += self.text.finish() if self.text else ""
@@ -159,6 +165,7 @@ class Request:
             stats=stats,
             origins=tuple(said.origin for said in kept),
             pieces=self._cutter.cut(text),
+            drafts=tuple(drafts),
         )
 
     def send(self, item: Delta | SpecdecError) -> None:

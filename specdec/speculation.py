@@ -115,7 +115,7 @@ class Speculation:
         requests = [shares[i].request for i in decoding]
         batch = Batch(len(decoding), sum(share.count for share in shares))
         tracks = [self.track_of(request) for request in requests]
-        rooms = [0 if r.number in self._distrusted else r.room - 1 for r in requests]
+        rooms = [self._room(request) for request in requests]
         self._distrusted.difference_update(request.number for request in requests)
         heard: list[list[Heard]] = [[] for _ in requests]
 
@@ -141,6 +141,10 @@ class Speculation:
             if self.synthetic and drafts[i] is None:
                 self._asked.pop(request.number, None)  # it was not put to the test
         return drafts
+
+    def _room(self, request: Request) -> int:
+        """Say how deep a draft for a request may go."""
+        return 0 if request.number in self._distrusted or not request.params.speculate else request.room - 1
 
     def _look_up(
         self, requests: Sequence[Request], rooms: Sequence[int], heard: Sequence[list[Heard]]

@@ -116,10 +116,13 @@ class Policy:
         """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go.
 
         What `look_up` finds is there for nothing: drafting must earn more than that would alone. It is not
-        asked in steps that are to be without any draft. Unless drafts can be grown, there is only that.
+        asked in steps that are to be without any draft. Unless drafts can be grown, there is only that. Where
+        nobody has room, nothing is weighed.
         """
         self._probe, self._aside, self._tried_s = 0.0, None, None
         self._plans += 1
+        if not any(deep > 0 for deep in room):
+            return [None] * len(room)
         if not self.adaptive:
             return [_within(self.bounds, deep) for deep in room]
         if self._drafted >= REFRESH:

@@ -16,6 +16,7 @@ from specdec.server.bodies import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
 from specdec.server.openapi import describe
+from specdec.server.page import playground
 from specdec.server.state import State
 from specdec.server.tools.offer import make_offer
 
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
-OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
-"""What needs no key: load balancers and scrapers have none."""
+PAGES = playground()
+OPEN = {"/health", "/ready", "/metrics", "/openapi.json", *PAGES}
+"""What needs no key: load balancers and scrapers have none, and the page has a field for one."""
 STARTED = int(time.time())
 GONE = 499
 """What nginx calls a request whose client has left."""
@@ -50,6 +52,8 @@ def build_app(state: State) -> web.Application:
     ]
     for method, path, handler in routes:
         app.router.add_route(method, path, _with_state(handler))
+    for path, page in PAGES.items():
+        app.router.add_route("GET", path, page)
     return app
 
 
@@ -179,6 +183,7 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "kernels": settings.kernels,
         "drafters": list(settings.drafters),
+        "chat_template": not state.template.is_plain,
         "engine": engine.config.model_dump(mode="json", exclude_defaults=True),
         "steps": stats.steps,
         "acceptance_length": stats.acceptance_length,

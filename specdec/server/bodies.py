@@ -138,6 +138,14 @@ class Body(BaseModel):
         description="put [text, origin] pieces beside the text: 0 is the target's, n a draft's at depth n",
     )
     return_metrics: bool = Field(False, description="say at the end what speculation earned")
+    speculate: bool | None = Field(
+        None, description="false: no drafts for this request; the text is the same"
+    )
+    return_drafts: bool = Field(
+        False,
+        description="put each verify step's draft beside the text: token_ids, texts and parents of its nodes "
+        "(-1: the token chosen last), the accepted nodes, and the target's own token after them",
+    )
 
     @classmethod
     def read(cls, data: bytes) -> Self:
@@ -170,6 +178,7 @@ class Body(BaseModel):
         shared = SamplingParams.model_fields.keys() & Body.model_fields.keys() - {"structured_outputs"}
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
         own = {"structured_outputs": self.structure, **own}
+        given["trees"] = self.return_drafts
         return SamplingParams(**given | {name: value for name, value in own.items() if value is not None})
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from specdec.engine import Prepared, Prompt
-from specdec.outputs import Delta, RequestStats, TokenLogprob
+from specdec.outputs import Delta, DraftTree, RequestStats, TokenLogprob
 from specdec.server.tools.answer import CallingAnswer
 from specdec.server.tools.offer import Offer
 from specdec.text import Tokenizer
@@ -74,6 +74,7 @@ class Shown:
 
     token_ids: bool = False
     origins: bool = False
+    drafts: bool = False
 
 
 class Format(Protocol):
@@ -136,7 +137,7 @@ class Completions:
             "text": echo.text + delta.text if echo else delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
-            **beside(delta, self.shown),
+            **beside(delta, self.shown, self.tokenizer),
         }
 
     def _logprobs(self, choice: int, delta: Delta, echo: Echo | None) -> Json:
@@ -181,7 +182,9 @@ class Chats:
         """Put what a piece says into a chunk each; what goes beside it into the last."""
         calling = self._calls(choice)
         own = calling.parts(delta) if calling else [{"content": delta.text}] if _tells(delta) else []
-        if not own and not (delta.finish_reason or delta.logprobs or beside(delta, self.shown)):
+        if not own and not (
+            delta.finish_reason or delta.logprobs or beside(delta, self.shown, self.tokenizer)
+        ):
             return []
         *before, last = own or [{}]
         chunks = [self._choice(choice, "delta", part, None, None) for part in before]
@@ -198,7 +201,7 @@ class Chats:
             logprobs = {"content": [self._logprob(own) for own in delta.logprobs], "refusal": None}
         calling = self._calling.get(choice)
         told = self._choice(choice, name, message, logprobs, calling.reason(why) if calling else why)
-        return told | beside(delta, self.shown)
+        return told | beside(delta, self.shown, self.tokenizer)
 
     def _choice(self, index: int, name: str, message: Json, logprobs: Json | None, why: str | None) -> Json:
         return {"index": index, name: message, "logprobs": logprobs, "finish_reason": why}
@@ -235,7 +238,7 @@ def _tells(delta: Delta) -> bool:
     return bool(delta.text or delta.token_ids or delta.finish_reason)
 
 
-def beside(delta: Delta, shown: Shown) -> Json:
+def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
     """Return what goes beside a text where it is asked for."""
     own: Json = {}
     if shown.token_ids:
@@ -243,7 +246,21 @@ def beside(delta: Delta, shown: Shown) -> Json:
     if shown.origins:
         own["origins"] = list(delta.origins)
         own["pieces"] = [list(piece) for piece in delta.pieces]
+    if shown.drafts:
+        own["drafts"] = [_draft(draft, tokenizer) for draft in delta.drafts]
     return own
+
+
+def _draft(draft: DraftTree, tokenizer: Tokenizer | None) -> Json:
+    """Write a tree so that a page can draw it without a tokenizer."""
+    bonus = draft.bonus
+    return {
+        "token_ids": list(draft.tokens),
+        "texts": [spell(tokenizer, token) for token in draft.tokens],
+        "parents": list(draft.parents),
+        "accepted": list(draft.accepted),
+        "bonus": None if bonus is None else {"token_id": bonus, "text": spell(tokenizer, bonus)},
+    }
 
 
 def spell(tokenizer: Tokenizer | None, token: int) -> str:

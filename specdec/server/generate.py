@@ -125,4 +125,4 @@ def _with_usage(chunk: dict[str, Any], usage: Usage, body: Body) -> dict[str, An
 
 
 def _shown(body: Body) -> Shown:
-    return Shown(token_ids=body.return_token_ids, origins=body.return_origins)
+    return Shown(body.return_token_ids, body.return_origins, body.return_drafts)

@@ -15,6 +15,7 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/detokenize": (DetokenizeBody, "Turn token ids into text"),
 }
 PLAIN = {
+    "/": "The playground, a page for browsers",
     "/v1/models": "List what is served",
     "/v1/models/{name}": "Describe one model",
     "/health": "Tell whether the engine lives",

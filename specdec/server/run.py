@@ -57,8 +57,8 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
         host, port = sock.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(
-            f"serving {state.names[0]} at {address}/v1 (health: {address}/health, figures: {address}/metrics)"
-            "; Ctrl-C stops it",
+            f"serving {state.names[0]} at {address}/v1 (playground: {address}/, health: {address}/health, "
+            f"figures: {address}/metrics); Ctrl-C stops it",
             flush=True,
         )
         reporter = asyncio.create_task(_report(state))

@@ -137,9 +137,15 @@ class Pipeline(Runner):
         self._next: tuple[Shape | None] | None = None
         """The shape of the first step, chosen before its windows were drafted."""
 
+    def begin(self, shares: Sequence[Share]) -> bool:
+        """Leave to the host what no one shape serves: rows that are drafted for beside rows that must not."""
+        drafts = {share.request.params.speculate for share in shares} if self.policy.bounds else ()
+        return len(drafts) < 2 and super().begin(shares)
+
     def forms(self) -> list[Form]:
-        """List every shape that may be chosen."""
-        return [Form.drafting(shape, greedy=self.streak.greedy) for shape in self.policy.shapes]
+        """List every shape that may be chosen, and none, which requests may ask for."""
+        shapes = dict.fromkeys((None, *self.policy.shapes))
+        return [Form.drafting(shape, greedy=self.streak.greedy) for shape in shapes]
 
     def _start(self) -> None:
         self._mark_s, self._shape = None, self._choose()
@@ -147,6 +153,8 @@ class Pipeline(Runner):
         self.streak.prime(Form.drafting(self._shape, greedy=self.streak.greedy))
 
     def _choose(self) -> Shape | None:
+        if not all(own.params.speculate for own in self.streak.requests):
+            return None
         return self.policy.choose([self.host.speculation.track_of(own) for own in self.streak.requests])
 
     def _advance(self) -> bool:

@@ -2,11 +2,14 @@
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from specdec.charts.style import DARK, GROUND, LIGHT
+import specdec
+from specdec.charts.style import COLOURS, DARK, GROUND, LIGHT
 
 SIGHTS = {
     "whole": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -53,3 +56,25 @@ def test_colours_are_told_apart_by_every_sight(theme: int) -> None:
         assert min(math.dist(a, b) for a, b in itertools.combinations(places, 2)) > 0.08, name
     # Red and green of equal lightness, which many cannot tell apart, must not pass.
     assert math.dist(seen("#c04040", SIGHTS["no green"]), seen("#708020", SIGHTS["no green"])) < 0.08
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_the_playgrounds_depths_are_a_scale_for_every_sight(theme: int) -> None:
+    """Deeper is stronger, no depth looks like the verifier's own, and the text on each can be read."""
+    text = (Path(specdec.__file__).parent / "web" / "theme.css").read_text("utf-8")
+    least, span = map(int, re.findall(r"calc\((\d+)% \+ (\d+)% \* var\(--share\)\)", text)[theme])
+    shares = [float(share) for share in re.findall(r"--share: ([\d.]+); }", text)]
+    paper, ink, draft, own = (COLOURS[name][theme] for name in ("paper", "ink", "c0", "c1"))
+    shades = [mixed(draft, paper, (least + span * share) / 100) for share in shares]
+    verifier = mixed(own, paper, int(re.findall(r"var\(--own\) (\d+)%", text)[0]) / 100)
+    assert len(shades) == 8 and min(contrast(ink, shade) for shade in (*shades, verifier)) >= 4.5
+    for name, sight in SIGHTS.items():
+        lightness = [seen(shade, sight)[0] for shade in (paper, *shades)]
+        assert lightness == sorted(lightness, reverse=not theme), name
+        assert min(abs(a - b) for a, b in itertools.pairwise(lightness)) > 0.02, name
+        assert min(math.dist(seen(verifier, sight), seen(shade, sight)) for shade in shades) > 0.05, name
+
+
+def mixed(one: str, other: str, share: float) -> str:
+    channels = zip(bytes.fromhex(one[1:]), bytes.fromhex(other[1:]), strict=True)
+    return "#" + bytes(round(share * a + (1 - share) * b) for a, b in channels).hex()

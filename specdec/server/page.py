@@ -1,0 +1,51 @@
+"""The playground at `/`: the files of `specdec/web`, as they ship, and what browsers may do with them."""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
+from pathlib import PurePath
+
+from aiohttp import web
+
+FOLDER = "/web/"
+"""Where the files lie beside the page itself, which is at `/`."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing is loaded from elsewhere, no code stands in the page, and no other site shows it in a frame."""
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+Answer = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def playground() -> Mapping[str, Answer]:
+    """Read the files once; return what answers at which address."""
+    answers = {}
+    for file in files("specdec").joinpath("web").iterdir():
+        path = "/" if file.name == "index.html" else FOLDER + file.name
+        answers[path] = _answering(file.read_bytes(), KINDS[PurePath(file.name).suffix])
+    return answers
+
+
+def _answering(data: bytes, kind: str) -> Answer:
+    """Make what gives a file to browsers that do not have it as it is."""
+    etag = hashlib.sha256(data).hexdigest()[:32]
+
+    async def answer(request: web.Request) -> web.Response:
+        known = request.if_none_match and any(own.value == etag for own in request.if_none_match)
+        if known:
+            response = web.Response(status=304, headers=HEADERS)
+        else:
+            response = web.Response(body=data, content_type=kind, charset="utf-8", headers=HEADERS)
+        response.etag = etag
+        return response
+
+    return answer

@@ -1,0 +1,187 @@
+// What the buttons and keys do: one run at a time, of one request or of two that are compared.
+
+import { get, Trouble } from "./client.js";
+import { verdict } from "./compare.js";
+import { Drafts } from "./drafts.js";
+import { blame, EXAMPLES, field, isChat, key, QUESTION, read, settleSeed } from "./form.js";
+import { Pane } from "./pane.js";
+import { nameOf } from "./text.js";
+
+const find = (id) => document.getElementById(id);
+const [form, send, stop, anew] = ["form", "send", "stop", "anew"].map(find);
+const BEGINNERS = [send, find("compare"), anew];
+const first = new Pane(find("first"), "Answer");
+const second = new Pane(find("second"), "Without speculation");
+const drafts = new Drafts();
+const written = new Set();
+const WRITING = "Writing …";
+let turns = [];
+let running = null;
+let served = null;
+
+/** Show what a run has come to; null hides it. */
+function tell(status, { trouble = null, verdict = null } = {}) {
+  find("status").textContent = status;
+  find("trouble").hidden = trouble === null;
+  find("trouble").textContent = trouble ?? "";
+  find("verdict").hidden = verdict === null;
+}
+
+/** Do something that can be stopped, and say in plain words how it ended. */
+async function attempt(work) {
+  if (running) return;
+  running = new AbortController();
+  const { signal } = running;
+  const begun = document.activeElement;
+  stop.disabled = false;
+  for (const button of BEGINNERS) button.disabled = true;
+  // A button that is switched off loses the focus; who works by keys goes on at the one that is on.
+  if (BEGINNERS.includes(begun)) stop.focus();
+  blame(null);
+  tell("Waiting for the first token …");
+  // On a phone the answer stands below the form.
+  if (find("answer").getBoundingClientRect().top > innerHeight * .7) find("answer").scrollIntoView();
+  try {
+    await work({ key: key(), signal });
+  } catch (error) {
+    if (signal.aborted) tell(`Stopped after ${first.tally.tokens} tokens.`);
+    else if (error instanceof Trouble) fail(error);
+    else {
+      fail(new Trouble(`The page itself failed: ${error.message}`));
+      throw error;
+    }
+  } finally {
+    running = null;
+    for (const button of BEGINNERS) button.disabled = false;
+    if (document.activeElement === stop) (BEGINNERS.includes(begun) ? begun : send).focus();
+    stop.disabled = true;
+  }
+}
+
+function fail(error) {
+  tell("", { trouble: error.message });
+  blame(error.field);
+}
+
+const given = (body) => body.messages ?? [{ content: body.prompt }];
+const same = ({ path, body }) => JSON.stringify([path, { ...body, speculate: null, return_drafts: null }]);
+
+async function ask(options) {
+  const request = read(turns);
+  const { messages } = request.body;
+  find("second").hidden = true;
+  first.call("Answer");
+  first.begin(given(request.body));
+  drafts.clear();
+  const wanted = { ...request, body: { ...request.body, return_drafts: true } };
+  const { text, tally } = await first.run(wanted, options, (choice, ended) => {
+    if (find("status").textContent !== WRITING) tell(WRITING);
+    drafts.watch(choice, ended);
+  }).finally(() => drafts.refresh());
+  written.add(same(request));
+  if (messages) {
+    turns = [...messages.filter(({ role }) => role !== "system"), { role: "assistant", content: text }];
+    field("prompt").value = "";
+  }
+  const length = tally.length === null ? "" : `, acceptance length ${tally.length.toFixed(2)}`;
+  const rate = tally.rate === null ? "" : `, ${tally.rate.toFixed(0)} tokens a second`;
+  const idle = request.body.speculate && tally.drafted === 0 ? " No draft looked worth its time." : "";
+  tell(`Done: ${tally.tokens} tokens${length}${rate}.${idle}`);
+}
+
+/** Write one text twice, in turn so that neither takes the other's time: first with drafts, since looking up
+    what the other has just written would be no merit of theirs. */
+async function compare(options) {
+  settleSeed();
+  const request = read(turns);
+  const runs = [[first, true], [second, false]];
+  find("second").hidden = false;
+  first.call("With speculation");
+  drafts.clear();
+  for (const [pane] of runs) pane.begin(given(request.body));
+  const done = [];
+  for (const [pane, speculate] of runs) {
+    tell(speculate ? "Writing with speculation …" : "Writing without speculation …");
+    pane.begin(given(request.body));
+    done.push(await pane.run({ ...request, body: { ...request.body, speculate } }, options));
+  }
+  const found = verdict(...done, { dtype: served?.dtype, isKnown: written.has(same(request)) });
+  written.add(same(request));
+  tell("Done.", { verdict: found });
+  const remarks = document.createElement("span");
+  remarks.textContent = found.remarks;
+  find("verdict").replaceChildren(found.says, remarks);
+  find("verdict").dataset.same = found.isSame;
+  find("verdict").dataset.ratio = found.ratio ?? "";
+}
+
+function switchMode() {
+  const chats = isChat();
+  find("prompt-label").textContent = chats ? "Message" : "Prompt";
+  find("prompt").value = chats ? QUESTION : Object.values(EXAMPLES)[0];
+  find("examples").parentNode.hidden = chats;
+  anew.hidden = !chats;
+  turns = [];
+}
+
+/** Learn what is served; a server that wants a key says nothing without. */
+async function meet() {
+  const model = find("model");
+  try {
+    const info = await get("server_info", key());
+    model.textContent = `${info.model} · ${info.dtype} on ${info.device} · drafts: ${info.drafters.join(", ") || "none"}`;
+    served = info;
+  } catch (error) {
+    served = null;
+    model.textContent = error.status === 401 ? "This server wants a key." : error.message;
+  }
+}
+
+/** Open in the mode that suits the model: the one that ships has a template, but no talk in it. */
+function suit() {
+  if (!served?.chat_template || served.model === "tiny" || field("prompt").dataset.touched) return;
+  field("chat").checked = true;
+  switchMode();
+}
+
+for (const name of Object.keys(EXAMPLES)) find("examples").append(new Option(name));
+for (const origin of [0, 1, 2, 3, 4, 5, 6, 7, 8]) {
+  const entry = document.createElement("li");
+  entry.className = "from";
+  entry.dataset.origin = origin;
+  entry.textContent = origin === 0 ? nameOf(0) : origin === 8 ? "8 and deeper" : origin;
+  if (origin === 1) {
+    const words = document.createElement("li");
+    words.className = "plain";
+    words.textContent = "accepted from a draft, at depth";
+    find("legend").append(words);
+  }
+  find("legend").append(entry);
+}
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  attempt(ask);
+});
+find("compare").addEventListener("click", () => attempt(compare));
+stop.addEventListener("click", () => running?.abort());
+anew.addEventListener("click", () => {
+  turns = [];
+  first.begin([]);
+  drafts.clear();
+  tell("A new chat.");
+  field("prompt").focus();
+});
+field("prompt").addEventListener("input", ({ target }) => { target.dataset.touched = "yes"; });
+field("examples").addEventListener("change", ({ target }) => { field("prompt").value = EXAMPLES[target.value]; });
+for (const mode of ["completion", "chat"]) field(mode).addEventListener("change", switchMode);
+field("key").addEventListener("change", () => meet().then(suit));
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running) running.abort();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    form.requestSubmit();
+  }
+});
+switchMode();
+await meet().then(suit);
+document.body.dataset.ready = "yes";

@@ -1,0 +1,97 @@
+// What an answer has come to so far: counted while it comes, then put right by the server's own figures.
+
+/** A step's tokens are the accepted ones and one of the verifier's own; the first token comes of the prompt. */
+export class Tally {
+  constructor() {
+    this.tokens = 0;
+    this.steps = 0;
+    this.accepted = 0;
+    this.drafted = null;
+    this.inStep = 0;
+    this.firstMs = null;
+    this.rate = null;
+    this.startedMs = performance.now();
+    this.early = 0;
+  }
+
+  /** Take the origins of some tokens; return how many drafts each step that they ended had accepted. */
+  add(origins) {
+    const nowMs = performance.now();
+    const ended = [];
+    for (const origin of origins) {
+      this.tokens += 1;
+      if (origin > 0) {
+        this.accepted += 1;
+        this.inStep += 1;
+      } else if (this.tokens > 1) {
+        this.steps += 1;
+        ended.push(this.inStep);
+        this.inStep = 0;
+      }
+    }
+    if (this.firstMs === null && this.tokens) {
+      this.firstMs = nowMs - this.startedMs;
+      this.early = this.tokens;
+    }
+    const sinceMs = nowMs - this.startedMs - this.firstMs;
+    if (this.tokens > this.early && sinceMs > 0) this.rate = (this.tokens - this.early) / sinceMs * 1000;
+    return ended;
+  }
+
+  /** Hear the server's own figures at the end: its clock knows nothing of the network and of this page. */
+  settle(usage, metrics) {
+    const drafts = metrics?.speculative_decoding;
+    if (usage) this.tokens = usage.completion_tokens;
+    if (!drafts) return;
+    this.steps = drafts.steps;
+    this.accepted = drafts.accepted_tokens;
+    this.drafted = drafts.drafted_tokens;
+    this.exact = drafts.acceptance_length;
+    this.firstMs = metrics.time_to_first_token_s * 1000;
+    const seconds = metrics.total_s - metrics.time_to_first_token_s;
+    this.rate = this.tokens > 1 && seconds > 0 ? (this.tokens - 1) / seconds : null;
+  }
+
+  get length() {
+    const steps = this.steps + (this.inStep > 0);
+    return this.exact ?? (steps ? (this.tokens - 1) / steps : null);
+  }
+}
+
+const FIGURES = {
+  length: ["Acceptance length", (t) => t.length, (v) => v.toFixed(2), "tokens a verify step gives, its own included"],
+  rate: ["Tokens/s", (t) => t.rate, (v) => v.toFixed(v < 100 ? 1 : 0), "after the first token"],
+  tokens: ["Tokens", (t) => t.tokens, String, "written so far"],
+  steps: ["Steps", (t) => t.steps, String, "verify steps"],
+  accepted: ["Accepted", (t) => t.accepted, String, "tokens that came of drafts"],
+  drafted: ["Drafted", (t) => t.drafted, String, "tokens put before the model; known at the end"],
+  first: ["First token", (t) => t.firstMs, (v) => `${v.toFixed(v < 10 ? 1 : 0)} ms`, "after the request was sent"],
+};
+
+/** A list of figures; each element holds its raw value too. */
+export class Figures {
+  constructor() {
+    this.list = document.createElement("dl");
+    this.list.className = "figures";
+    this.shown = new Map();
+    for (const [name, [label, , , says]] of Object.entries(FIGURES)) {
+      const [group, term, value] = ["div", "dt", "dd"].map((tag) => document.createElement(tag));
+      term.textContent = label;
+      group.title = says;
+      value.dataset.figure = name;
+      group.append(term, value);
+      this.list.append(group);
+      this.shown.set(name, value);
+    }
+    this.show(null);
+  }
+
+  show(tally) {
+    for (const [name, [, read, write]] of Object.entries(FIGURES)) {
+      const value = tally && read(tally);
+      const shown = this.shown.get(name);
+      shown.textContent = value === null ? "–" : write(value);
+      shown.dataset.value = value ?? "";
+    }
+  }
+}

@@ -1,0 +1,27 @@
+// Light, dark, or what the system has. Runs before the page is drawn, so that nothing flashes.
+"use strict";
+(() => {
+  const THEMES = ["system", "light", "dark"];
+  const root = document.documentElement;
+  // A browser may keep nothing for this page: then the choice lasts as long as the page.
+  const kept = { get: () => { try { return localStorage.getItem("theme"); } catch { return null; } },
+    set: (name) => { try { localStorage.setItem("theme", name); } catch { /* kept nowhere */ } } };
+  let theme = THEMES.includes(kept.get()) ? kept.get() : "system";
+
+  function show(button) {
+    if (theme === "system") delete root.dataset.theme;
+    else root.dataset.theme = theme;
+    if (button) button.textContent = `Theme: ${theme}`;
+  }
+
+  show(null);
+  document.addEventListener("DOMContentLoaded", () => {
+    const button = document.getElementById("theme");
+    show(button);
+    button.addEventListener("click", () => {
+      theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+      kept.set(theme);
+      show(button);
+    });
+  });
+})();
