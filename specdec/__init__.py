@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 # A CPU reads weights in huge pages a fifth faster. Torch looks at this once, at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# OpenMP's threads wait awake for each other: here so long that those who come at once are met. By default it
+# is sixty times that, and on a processor that others use too it is the time of the very thread they wait for.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 from specdec.errors import (
     CapacityError,

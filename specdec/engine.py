@@ -117,9 +117,21 @@ class SpecEngine:
         self._worker.flush()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the thread that owns the model takes requests."""
-        return self._worker.is_alive
+    def fault(self) -> str | None:
+        """Why no request is taken any more; None while the engine lives."""
+        return self._worker.fault
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that is under way has taken so far: what a watchdog looks at."""
+        return self._worker.step_seconds
+
+    def abandon(self, fault: str) -> None:
+        """Give up an engine whose step does not return: every request ends with this error, none is taken.
+
+        Its thread cannot be ended from outside: end the process.
+        """
+        self._worker.abandon(fault)
 
     def stats(self) -> EngineStats:
         """Return what the engine's steps have done since it started, and what it holds now."""
@@ -140,14 +152,20 @@ class SpecEngine:
             preemptions=scheduler.preemptions,
             limited_by=dict(scheduler.limited_by),
             arena=loop.arena.usage(),
+            failed_steps=self._worker.failed_steps,
+            clean_checks=self._worker.clean_checks,
         )
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> bool:
         """End every request with an error and stop the thread; a second call does nothing.
 
-        The model's memory goes with the engine object.
+        It waits for the step that is under way, or so long; False: the thread still runs. The model's memory
+        goes with the engine object.
         """
-        self._finalizer()
+        ended = self._worker.close(timeout_s)
+        if ended:
+            self._finalizer.detach()
+        return ended
 
     def __enter__(self) -> Self:
         return self

@@ -190,10 +190,25 @@ class DecodeLoop:
             request.counts.spend(seconds)
             if request.params.trees:
                 request.show(part.told(path, kept))
+        delta = request.take_delta()
         if request.finish_reason:
             # What has ended gives its memory back before anyone hears of it.
             self.scheduler.release(request)
-        request.send(request.take_delta())
+        request.send(delta)
+
+    def recover(self) -> None:
+        """Put memory, drafters and the streak back to empty after a step that failed.
+
+        Anything may be half done, so nothing is taken back piece by piece. Nobody runs by now; who waits has
+        no memory, and goes on. Raise if the device cannot be used any more.
+        """
+        if self.runner:
+            self.runner.abandon()
+        self.speculation.forget_requests()
+        self.arena.forget()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.arena.check_empty()
 
     def fold(self) -> bool:
         """Bring every running request's state up to date and give back what drafts held; tell if they did."""

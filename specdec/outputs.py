@@ -77,6 +77,10 @@ class EngineStats:
     limited_by: dict[str, int]
     """How many steps something was short, by what it was."""
     arena: ArenaUsage
+    failed_steps: int = 0
+    """Steps that raised something: those who took part were told, and the engine went on."""
+    clean_checks: int = 0
+    """How often nothing was left to do and the arena was proved empty and whole."""
 
 
 @dataclass(frozen=True, slots=True)

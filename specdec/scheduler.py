@@ -87,9 +87,23 @@ class Scheduler:
         return StepPlan(tuple(shares))
 
     def release(self, request: Request) -> None:
-        """Take back all that a request holds and forget it."""
-        self._take_back(request)
+        """Take back all that a request holds and forget it.
+
+        It leaves the lists last: where anything fails before, it is still known as one that must hear of it.
+        """
         self.on_end(request)
+        self._take_back(request)
+
+    def give_up(self) -> list[Request]:
+        """Drop and return what a failed step may have spoilt, whose memory is taken back elsewhere.
+
+        That is all that run, or where none does the first that waits: whatever it is that keeps it out. The
+        others have no memory, and go on as they are.
+        """
+        spoilt, self.running = self.running, []
+        if not spoilt and self.waiting:
+            spoilt = [self.waiting.popleft()]
+        return spoilt
 
     def reserve(self, request: Request, positions: int) -> bool:
         """Get the blocks of so many positions for a draft, if they are free."""
@@ -164,8 +178,8 @@ class Scheduler:
             limit = self._limit(request)
         if limit and not self.running:
             # Nothing that runs will ever make room for it.
-            self.waiting.popleft()
             self.on_end(request)
+            self.waiting.popleft()
             request.fail(
                 CapacityError(
                     f"memory_bytes: the arena has no room for this request, which needs {limit}; raise it.",

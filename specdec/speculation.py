@@ -294,6 +294,13 @@ class Speculation:
         for drafter in self.drafters:
             drafter.calibrator.forget()
 
+    def forget_requests(self) -> None:
+        """Forget all requests, whatever was half done; those that go on are heard of anew."""
+        for known in (self._tracks, self._requests, self._asked, self._told, self._distrusted):
+            known.clear()
+        for drafter in self.drafters:
+            drafter.forget()
+
     def experience(self) -> Experience:
         """Copy what was accepted so far."""
         tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)

@@ -46,6 +46,9 @@ class Filler:
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
         """Keep nothing."""
 
+    def forget(self) -> None:
+        """Keep nothing."""
+
 
 def warm_up(loop: DecodeLoop, max_length: int) -> None:
     """Teach the policy what steps and drafts cost, and leave nothing else behind."""

@@ -3,7 +3,8 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -29,8 +30,14 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What is to be done between two steps."""
         self._gate = threading.Lock()
-        """Holds `submit` and `close` apart, so that no request enters a closed inbox."""
-        self._closing = False
+        """Holds `submit` and what stops the engine apart, so that no request enters a closed inbox."""
+        self.fault: str | None = None
+        """Why no request is taken any more."""
+        self.failed_steps = 0
+        """Steps that raised something, and after which the engine went on."""
+        self.clean_checks = 0
+        """How often nothing was left to do and the arena was proved empty and whole."""
+        self._step_start_s: float | None = None
         self._thread = threading.Thread(
             target=self._build, args=(make, built), name="specdec-engine", daemon=True
         )
@@ -38,12 +45,14 @@ class Worker:
         try:
             self.model = built.result()
         except BaseException:
-            self._closing = True  # who was interrupted while it loads wants no engine
+            self.fault = "The engine was not built."  # who was interrupted while it loads wants no engine
             raise
 
     @property
-    def is_alive(self) -> bool:
-        return not self._closing and self._thread.is_alive()
+    def step_seconds(self) -> float:
+        """How long the step that is under way has taken so far; 0 between two of them."""
+        start_s = self._step_start_s
+        return 0.0 if start_s is None else time.monotonic() - start_s
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin some requests in one step: what a step computes together must not hang on the clock."""
@@ -65,8 +74,8 @@ class Worker:
 
     def _put(self, work: Callable[[], None]) -> None:
         with self._gate:
-            if self._closing:
-                raise EngineError("The engine is closed; create a new SpecEngine.")
+            if self.fault:
+                raise EngineError(self.fault)
             self._inbox.put(work)
 
     def cancel(self, request: Request) -> None:
@@ -74,12 +83,27 @@ class Worker:
         request.cancelled = True
         self._inbox.put(_wake)
 
-    def close(self) -> None:
-        """End every request with an error, give the memory back, and wait for the thread."""
-        with self._gate:
-            self._closing = True
+    def abandon(self, fault: str) -> None:
+        """Take no request any more and end all with an error, though the thread is in a step and stays there.
+
+        Its lists are read as that step left them. Should it come back after all, the thread ends.
+        """
+        self._stop(fault)
+        self._receive(wait=False)
+        scheduler, error = self._loop.scheduler, EngineError(fault)
+        for request in (*scheduler.running, *scheduler.waiting):
+            request.send(error)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End every request with an error, give memory back, and wait for the thread; tell if it ended."""
+        self._stop("The engine is closed; create a new SpecEngine.")
         self._inbox.put(_wake)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _stop(self, fault: str) -> None:
+        with self._gate:
+            self.fault = self.fault or fault
 
     def _build(self, make: Callable[[], Model], built: "Future[Model]") -> None:
         try:
@@ -97,29 +121,44 @@ class Worker:
         if self._loop.device.type == "cuda":
             torch.cuda.set_device(self._loop.device)  # kernels go to the thread's device, not to the tensors'
         try:
-            while not self._closing:
+            while not self.fault:
                 self._receive(wait=not self._loop.scheduler.has_work)
                 self._step()
-        except BaseException as fault:
-            error = EngineError(f"The engine stopped: {fault!r}.")
-            raise
+        except BaseException as failure:
+            error = EngineError(f"The engine stopped: {failure!r}.")
+            self._stop(str(error))
+            logger.critical("the engine has stopped", exc_info=failure)
         finally:
-            with self._gate:
-                self._closing = True
             self._receive(wait=False)
             scheduler = self._loop.scheduler
-            self._fail((*scheduler.running, *scheduler.waiting), error)
+            for request in (*scheduler.running, *scheduler.waiting):
+                self._release(request)
+                request.fail(error)
 
     def _step(self) -> None:
+        """Run one step; what it raises ends the requests that it may have spoilt, not the engine."""
         scheduler = self._loop.scheduler
+        self._step_start_s = time.monotonic()
         try:
             self._loop.step()
             if not scheduler.has_work:
-                self._loop.arena.check_integrity()
-        except Exception as error:  # what a step raises ends the requests that were in it, not the engine
-            logger.exception("a step failed")
-            taking_part = scheduler.running or list(scheduler.waiting)[:1]
-            self._fail(taking_part, EngineError(f"The engine failed while this request ran: {error!r}."))
+                self._loop.arena.check_empty()
+                self.clean_checks += 1
+        except Exception as failure:
+            logger.exception("a step failed; those who took part are told, and the engine goes on")
+            self._recover(failure)
+        self._step_start_s = None
+
+    def _recover(self, failure: Exception) -> None:
+        """Begin afresh, and tell those whom the failed step may have spoilt, whatever comes of it."""
+        spoilt = self._loop.scheduler.give_up()
+        try:
+            self._loop.recover()
+            self.failed_steps += 1
+        finally:
+            error = EngineError(f"The engine failed while this request ran: {failure!r}.")
+            for request in spoilt:
+                request.fail(error)
 
     def _receive(self, *, wait: bool) -> None:
         """Do what other threads want done; with nothing to do, sleep until something comes."""
@@ -134,14 +173,12 @@ class Worker:
         for request in requests:
             self._loop.scheduler.submit(request)
 
-    def _fail(self, requests: Iterable[Request], error: EngineError) -> None:
-        """End each of the requests; what goes wrong with one keeps no other waiting."""
-        for request in tuple(requests):
-            try:
-                self._loop.scheduler.release(request)
-            except Exception:
-                logger.exception("request %d could not be released", request.number)
-            request.fail(error)
+    def _release(self, request: Request) -> None:
+        """Take a request's memory back; what goes wrong with one keeps no other waiting."""
+        try:
+            self._loop.scheduler.release(request)
+        except Exception:
+            logger.exception("request %d could not be released", request.number)
 
 
 def _wake() -> None:

@@ -34,6 +34,9 @@ class Oracle:
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
         """Keep nothing."""
 
+    def forget(self) -> None:
+        """Keep nothing."""
+
     def _propose(self, said: Sequence[int], shape: Shape) -> Proposal:
         said = tuple(said)
         rng = Random(repr(said[-6:]) + str(len(said)))

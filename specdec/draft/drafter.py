@@ -38,3 +38,7 @@ class Drafter(Protocol):
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
         """Forget a sequence; its output is None unless it came to its end."""
         ...
+
+    def forget(self) -> None:
+        """Forget every sequence and every text, whatever was half done; what was learnt of drafts stays."""
+        ...

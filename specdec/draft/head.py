@@ -178,6 +178,10 @@ class HeadDrafter:
         """Forget a sequence."""
         self.lose(key)
 
+    def forget(self) -> None:
+        """Forget every sequence."""
+        self._unread.clear()
+
     @torch.inference_mode()
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         """Read what is new of each sequence, then grow all drafts: straight on or level by level."""

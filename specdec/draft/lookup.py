@@ -27,6 +27,8 @@ class TextIndex(Protocol):
         """Forget what sequences that have ended left."""
         ...
 
+    def forget(self) -> None: ...
+
 
 class Lookup:
     """Feed an index what each sequence has said since it was last asked. Memory that is lost is no matter."""
@@ -61,3 +63,8 @@ class Lookup:
         if output:
             self.index.extend(key, output[fed - len(prompt) :])
         self.index.end(key, finished=bool(output))
+
+    def forget(self) -> None:
+        """Forget every sequence and text; those that go on are fed anew."""
+        self._fed.clear()
+        self.index.forget()

@@ -45,6 +45,10 @@ class NgramDrafter:
         """Forget a request; whether it finished or was cancelled is no matter here."""
         del self._texts[key]
 
+    def forget(self) -> None:
+        """Forget every request."""
+        self._texts.clear()
+
     def share(self, output: Sequence[int]) -> None:
         """Keep nothing: each request is drafted for from its own tokens."""
 

@@ -39,6 +39,10 @@ class SuffixDrafter:
         self.max_shared_tokens = max_shared_tokens
         self.length_factor = length_factor
         """How deep to draft at most, in lengths of the match."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget every request and all that finished ones have said."""
         self._texts: dict[Hashable, History] = {}
         self._prompt_lengths: dict[Hashable, int] = {}
         self.flush()

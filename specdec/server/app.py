@@ -7,12 +7,14 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
 from specdec import __version__
 from specdec.server.bodies import DetokenizeBody, TokenizeBody, read_plain
+from specdec.server.connections import read_body
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
 from specdec.server.openapi import describe
@@ -75,14 +77,16 @@ async def _pass(
     try:
         if request.path not in OPEN:
             state.admit(request)
-        response = await handler(request)
+        with state.connections.busy(request.protocol):
+            await read_body(request, state.config.body_timeout)
+            response = await handler(request)
     except ConnectionError as error:
         logger.info("%s %s: its client is gone (%s)", number, request.path, error or type(error).__name__)
         return web.Response(status=GONE)  # which nobody reads
     except Exception as error:
         failure = failure_of(error)
         if failure.status == 500:
-            logger.error("%s %s failed", number, request.path, exc_info=error)
+            logger.error("%s %s failed: %s", number, request.path, failure, exc_info=failure.trace)
         response = failure.response()
     if not response.prepared:
         response.headers.update(request["headers"])
@@ -119,14 +123,14 @@ def _card(state: State, name: str) -> dict[str, Any]:
 
 
 async def _health(request: web.Request, state: State) -> web.Response:
-    """Tell whether the engine's thread lives."""
-    if not state.engine.is_alive:
-        raise Failure(503, "The engine has stopped; its log says why.", code="engine_error")
+    """Tell whether the engine lives."""
+    state.check_engine()
     return web.json_response({"status": "ok"})
 
 
 async def _ready(request: web.Request, state: State) -> web.Response:
     """Tell whether requests are taken."""
+    state.check_engine()
     if state.draining:
         raise Failure(503, "The server is stopping.", code="stopping")
     return await _health(request, state)
@@ -192,5 +196,8 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "waiting": stats.waiting,
         "preemptions": stats.preemptions,
         "limited_by": stats.limited_by,
+        "failed_steps": stats.failed_steps,
+        "clean_checks": stats.clean_checks,
+        "arena": asdict(stats.arena),
     }
     return web.Response(text=json.dumps(shown), content_type="application/json")

@@ -14,6 +14,7 @@ KINDS = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -38,6 +39,8 @@ class Failure(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
+        self.trace: Exception | None = None
+        """What the log is to show: a mistake of the server's own. The engine's stand there already."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def failure_of(error: Exception) -> Failure:
         case Failure():
             return error
         case EngineError():
-            return Failure(500, str(error), code="engine_error")
+            return Failure(500, without_inside(error), code="engine_error")
         case CapacityError():
             return Failure(503, str(error), code="capacity", headers={"Retry-After": "1"})
         case SpecdecError():
@@ -67,7 +70,15 @@ def failure_of(error: Exception) -> Failure:
         case web.HTTPException():
             return Failure(error.status, error.reason, headers=_kept(error.headers))
         case _:
-            return Failure(500, "The server failed; its log says how.", code="internal_error")
+            failure = Failure(500, "The server failed; its log says how.", code="internal_error")
+            failure.trace = error
+            return failure
+
+
+def without_inside(error: EngineError | str) -> str:
+    """Leave out what was raised inside the engine: it may name files and texts, and stands in the log."""
+    said, colon, _ = str(error).partition(": ")
+    return f"{said}; the server's log says how." if colon else said
 
 
 def misfit(error: ValidationError) -> Failure:

@@ -113,7 +113,7 @@ async def _stream(
             raise
         failure = failure_of(error)
         if failure.status == 500:
-            logger.error("%s failed in mid-stream", stream.number, exc_info=error)
+            logger.error("%s failed in mid-stream: %s", stream.number, failure, exc_info=failure.trace)
         await stream.send(failure.body)
     return await stream.end()
 

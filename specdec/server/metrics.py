@@ -178,6 +178,16 @@ class _Engine(Collector):
             followed,
             "position",
         )
+        yield counter(
+            "specdec:failed_steps",
+            "Steps that failed; those who took part were told.",
+            {"": float(stats.failed_steps)},
+        )
+        yield counter(
+            "specdec:clean_checks",
+            "Times that all was done and memory was proved empty and whole.",
+            {"": float(stats.clean_checks)},
+        )
         yield counter("specdec:steps", "Verify steps, each row's own.", {"": float(counts.steps)})
         yield counter("specdec:step_tokens", "Tokens that those steps wrote.", {"": float(counts.tokens)})
         yield counter("specdec:step_seconds", "Their time by phase.", dict(counts.seconds), "phase")

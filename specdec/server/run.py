@@ -1,9 +1,13 @@
 """Load, listen, say where to look, and stop in good order."""
 
 import asyncio
+import contextlib
+import faulthandler
 import logging
+import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -22,8 +26,19 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 10.0
 """Between two lines of the log that say what speculation earns."""
+BACKLOG = 1024
+"""Connections that the system keeps until they are accepted."""
+UNSENT_BYTES = 1 << 18
+"""What the system keeps for a client that does not read; left to itself it takes megabytes for each."""
+LINGER_S = 2.0
+"""For what still comes of a body that nobody wants any more, so that its sender hears why."""
+WATCH_S = 1.0
+"""Between two looks at the engine."""
 GRACE_S = 5.0
-"""For what is still open when the time to drain is over."""
+"""For what is still open when the time to drain is over, and for a step that is to end."""
+STDERR = 2
+FAILED = 70
+"""Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
 
 
 def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
@@ -32,19 +47,32 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
     read_keys(config)
     with _bind(config) as sock, SpecEngine(model, engine_config) as engine:
         asyncio.run(serve(engine, config, folder, sock))
+        failed = engine.fault is not None
+        ended = engine.close(0 if failed else GRACE_S)
+        if failed or not ended:
+            logger.critical("ending the process: %s", engine.fault if failed else "a step does not end")
+            # Nobody can end a thread that is in a step, and the interpreter would wait for it.
+            _leave(FAILED if failed else 0)
 
 
 async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket) -> None:
     """Serve until told to stop (SIGTERM, SIGINT): then take nothing new, and let what runs end.
 
-    Told a second time it waits for nobody.
+    Told a second time it waits for nobody. Where the engine fails for good it is as if told once.
     """
     state = State(engine, config, folder)
     logging.getLogger("aiohttp.server").addFilter(_in_one_line)
     runner = web.AppRunner(
-        build_app(state), access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S
+        build_app(state),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=GRACE_S,
+        keepalive_timeout=config.idle_timeout,
+        lingering_time=LINGER_S,
     )
     await runner.setup()
+    assert runner.server
+    listener = None
     told, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
@@ -53,20 +81,42 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
-        await web.SockSite(runner, sock).start()
+        # One at a time: where no descriptor is left, asyncio logs an error for each of a whole backlog.
+        listener = await loop.create_server(state.connections.factory(runner.server), sock=sock, backlog=1)
+        sock.listen(BACKLOG)
         host, port = sock.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(
+        _say(
             f"serving {state.names[0]} at {address}/v1 (playground: {address}/, health: {address}/health, "
-            f"figures: {address}/metrics); Ctrl-C stops it",
-            flush=True,
+            f"figures: {address}/metrics); Ctrl-C stops it"
         )
-        reporter = asyncio.create_task(_report(state))
+        tasks = [asyncio.create_task(_report(state)), asyncio.create_task(_watch(state, told))]
         await told.wait()
-        reporter.cancel()
+        tasks[0].cancel()
         await _drain(state, hurried)
+        tasks[1].cancel()
     finally:
+        faulthandler.cancel_dump_traceback_later()
+        if listener:
+            listener.close()
         await runner.cleanup()
+
+
+def _say(line: str) -> None:
+    """Print a line; where it cannot be written, a full disk perhaps, nothing else ends for that."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        logger.warning("standard output cannot be written: %s", error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python holds back of it too
+
+
+def _leave(code: int) -> None:
+    """End the process here and now, its log written."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -77,6 +127,7 @@ def _bind(config: ServerConfig) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted ones inherit it
         sock.bind(address)
     except OSError as error:
         if sock:
@@ -110,6 +161,24 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
         logger.warning(
             "stopping with %d choices under way after %g s", state.choices, state.config.drain_seconds
         )
+
+
+async def _watch(state: State, told: asyncio.Event) -> None:
+    """Look at the engine: where a step hangs everybody is told, where none will come the server ends.
+
+    Where this itself is not run any more, because something holds the interpreter, the process ends too.
+    """
+    engine, limit_s, ends = state.engine, state.config.step_timeout, state.config.exit_on_failure
+    while engine.fault is None:
+        if ends:
+            faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=STDERR)
+        await asyncio.sleep(min(WATCH_S, limit_s / 4))
+        if engine.step_seconds > limit_s:
+            logger.critical("a step of the engine has taken more than step_timeout, which is %g s", limit_s)
+            engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
+    faulthandler.cancel_dump_traceback_later()
+    if ends:
+        told.set()
 
 
 async def _report(state: State) -> None:

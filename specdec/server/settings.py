@@ -57,6 +57,37 @@ class ServerConfig(Settings):
         title="seconds that a stream waits for a client that does not read",
         description="a number above 0",
     )
+    body_timeout: float = Field(
+        60.0,
+        gt=0,
+        title="seconds that the body of a request may take to come",
+        description="a number above 0",
+    )
+    idle_timeout: float = Field(
+        75.0,
+        gt=0,
+        title="seconds that a connection may ask for nothing, and a request's head may take",
+        description="a number above 0",
+    )
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        title="connections at most; beyond, the oldest that asks for nothing is closed for a new one. None: "
+        "what the process's limit of open files leaves",
+        description="a whole number of at least 1, or None",
+    )
+    step_timeout: float = Field(
+        300.0,
+        gt=0,
+        title="seconds after which a step of the engine counts as hung: all requests end with an error",
+        description="a number above 0",
+    )
+    exit_on_failure: bool = Field(
+        True,
+        title="end the process with exit code 70 when the engine hangs or has stopped, so that what started "
+        "it can start it anew; False: stay, and answer 503",
+        description="True or False",
+    )
     drain_seconds: float = Field(
         30.0,
         ge=0,

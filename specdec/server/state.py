@@ -15,7 +15,8 @@ from specdec.config import SamplingParams
 from specdec.engine import Prepared, Prompt, SpecEngine
 from specdec.errors import ConfigError
 from specdec.server.answers import Bell
-from specdec.server.failures import Failure
+from specdec.server.connections import Connections
+from specdec.server.failures import Failure, without_inside
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
 from specdec.server.tools.offer import format_of
@@ -40,6 +41,7 @@ class State:
         self.keys = read_keys(config)
         self.bell = Bell(asyncio.get_running_loop())
         self.metrics = Metrics(engine, self.names[0])
+        self.connections = Connections(config.max_connections)
         self.draining = False
         self.choices = 0
         """Under way, of all requests."""
@@ -49,6 +51,7 @@ class State:
     @contextlib.contextmanager
     def under_way(self, choices: int) -> Iterator[None]:
         """Take a request in, or refuse it because there are too many."""
+        self.check_engine()
         if self.draining:
             raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
         most = self.config.max_queued
@@ -73,6 +76,11 @@ class State:
             self.choices -= choices
             if not self.choices:
                 self.idle.set()
+
+    def check_engine(self) -> None:
+        """Say that nothing can be served any more, if so."""
+        if fault := self.engine.fault:
+            raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
     def admit(self, request: web.Request) -> None:
         """Refuse who brings none of the keys; all are compared, each in a time that tells nothing."""

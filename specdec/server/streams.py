@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+AT_ONCE = struct.pack("ii", 1, 0)
+"""Linger for no time: what has not been sent is thrown away."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -47,6 +51,12 @@ class EventStream:
             async with asyncio.timeout(self.stall_s):
                 await self._response.write(data)
         except TimeoutError:
-            if self.request.transport:
-                self.request.transport.abort()
+            self._hang_up()
             raise ConnectionResetError("the client does not read") from None
+
+    def _hang_up(self) -> None:
+        """Reset the connection: the system, too, is to keep nothing for a client that does not read."""
+        if transport := self.request.transport:
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+            transport.abort()

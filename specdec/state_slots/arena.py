@@ -154,6 +154,21 @@ class Arena:
         """Prove that each byte is owned once and none is lost; raise IntegrityError with what is wrong."""
         prove(self.layout, self._slabs, tuple(self._pools.values()))
 
+    def check_empty(self) -> None:
+        """Prove as well that nobody holds anything."""
+        self.check_integrity()
+        for pool in self._pools.values():
+            if pool.held:
+                owner, held = next(iter(pool.held.items()))
+                raise IntegrityError(f"owner {owner!r} is over but holds {len(held)} {pool.kind}s")
+
+    def forget(self) -> None:
+        """Take everything back from everybody, after a failure that may have left anything half done."""
+        self._slabs.forget()
+        for pool in self._pools.values():
+            pool.forget()
+        self._slab_bytes_SX[0].zero_()
+
     def _flat(self, kind: Kind, slot: SlotId) -> int:
         if isinstance(slot, int):
             assert kind is not Kind.RECORD, f"a record is named by its slab and place, not by {slot}"

@@ -31,6 +31,11 @@ class SlabList:
         self.kinds[slab] = kind
         return slab
 
+    def forget(self) -> None:
+        """Make every slab free."""
+        self.kinds = [None] * len(self.kinds)
+        self.free = list(range(1, len(self.kinds)))
+
     def close(self, slab: int) -> None:
         self.kinds[slab] = None
         heappush(self.free, slab)
@@ -47,14 +52,21 @@ class SlotPool:
         self.kind = kind
         self.per_slab = per_slab
         self.slabs = slabs
-        self.held: dict[Owner, dict[int, int]] = {}
         self.generations = array("q", bytes(8 * per_slab * len(slabs.kinds)))
-        self.handed_out = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Take everything back from everybody, whatever was half done; `slabs` is told by itself.
+
+        Generations stay, so that a handle from before is stale.
+        """
+        self.held: dict[Owner, dict[int, int]] = {}
+        self.handed_out = sum(self.generations)
         self.references: dict[int, int] = {}
         """Owners of each live slot, counted."""
         self.used: dict[int, int] = {}
         """Slab -> bitmap of its live slots; only slabs that serve this class."""
-        self.partial: list[set[int]] = [set() for _ in range(per_slab)]
+        self.partial: list[set[int]] = [set() for _ in range(self.per_slab)]
         """Partly used slabs by their number of live slots."""
         self.fullness = 0
         """Bit n is set when some partly used slab has n live slots."""

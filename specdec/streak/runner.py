@@ -71,22 +71,18 @@ class Runner(ABC):
         if len(requests) != len(self.host.scheduler.running) or not all(map(self._suits, requests)):
             return False
         self._waiting, self._over = len(self.host.scheduler.waiting), False
-        try:
-            return self.streak.begin(requests) and self._run(first=True)
-        except BaseException:
-            self.streak.abandon()
-            raise
+        return self.streak.begin(requests) and self._run(first=True)
 
     def go_on(self) -> bool:
         """Advance the streak that is under way by a step; False: there is none, or no more."""
         if not self.streak.held:
             return False
         self._over = self._over or self._is_interrupted()
-        try:
-            return self._run()
-        except BaseException:
-            self.streak.abandon()
-            raise
+        return self._run()
+
+    def abandon(self) -> None:
+        """Forget the streak after a step that failed."""
+        self.streak.abandon()
 
     def _run(self, *, first: bool = False) -> bool:
         """Run a step, and end the streak after its last; tell whether a step was run."""

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -42,8 +43,14 @@ class Answer:
 class Live:
     """`specdec serve` until it is left."""
 
-    def __init__(self, *options: str, model: str = "tiny", env: Mapping[str, str] | None = None) -> None:
-        self.command = [sys.executable, "-m", "specdec.cli", "serve", model, "--port", "0", *options]
+    def __init__(
+        self,
+        *options: str,
+        model: str = "tiny",
+        env: Mapping[str, str] | None = None,
+        entry: str = "specdec.cli",
+    ) -> None:
+        self.command = [sys.executable, "-m", entry, "serve", model, "--port", "0", *options]
         self.env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
 
     def __enter__(self) -> Self:
@@ -56,6 +63,9 @@ class Live:
             self.said.append(line)
             if found := re.search(r"http://\S+?(?=/v1)", line):
                 self.url = found[0]
+                # Who does not read what it says holds it up once the pipe is full.
+                self.reader = threading.Thread(target=self._listen, daemon=True)
+                self.reader.start()
                 return self
         self.process.communicate(timeout=STOP_S)
         raise AssertionError("".join(self.said))
@@ -67,9 +77,14 @@ class Live:
         """Tell it to stop; return its exit code and what it has said."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        if self.process.stdout and not self.process.stdout.closed:
-            self.said.append(self.process.communicate(timeout=STOP_S)[0])
-        return self.process.returncode, "".join(self.said)
+        code = self.process.wait(timeout=STOP_S)
+        self.reader.join(timeout=STOP_S)
+        return code, "".join(self.said)
+
+    def _listen(self) -> None:
+        assert self.process.stdout
+        with self.process.stdout as lines:
+            self.said += lines
 
     def ask(
         self,

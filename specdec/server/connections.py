@@ -1,0 +1,78 @@
+"""How many connections there may be, and how long each may keep the server waiting for what it asks."""
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from specdec.server.failures import Failure
+
+MOST_FILES = 1 << 16
+"""Open files that a process is given where the system lets it have them."""
+SPARE = 256
+"""Files for all that is no connection, and for those that are accepted at once."""
+
+
+class Connections:
+    """Keeps descriptors free: without any the server could not even refuse. Owned by the event loop."""
+
+    def __init__(self, most: int | None) -> None:
+        limit = _raise_limit()
+        self.most = min(most or limit, max(limit - SPARE, limit // 2))
+        self._busy: set[asyncio.BaseProtocol] = set()
+        """Those that have a request under way."""
+
+    def factory(self, server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
+        """Return what makes a protocol of each new connection, and room for it where there is none."""
+
+        def make() -> asyncio.BaseProtocol:
+            own = server.connections
+            if len(own) < self.most:
+                return server()
+            idle = next((each for each in own if each.transport and each not in self._busy), None)
+            if idle is None:
+                return _Refused()
+            idle.force_close()  # its descriptor is free when the event loop comes round again
+            return server()
+
+        return make
+
+    @contextlib.contextmanager
+    def busy(self, connection: RequestHandler) -> Iterator[None]:
+        """Keep a connection from being closed for another one."""
+        self._busy.add(connection)
+        try:
+            yield
+        finally:
+            self._busy.discard(connection)
+
+
+class _Refused(asyncio.Protocol):
+    """Hangs up on a connection for which there is no room."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Close it at once."""
+        transport.close()
+
+
+async def read_body(request: web.Request, limit_s: float) -> None:
+    """Read a body, which the request keeps; one that trickles in is not waited for."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await request.read()
+    except TimeoutError:
+        raise Failure(408, f"The body did not come within {limit_s:g} s.", code="body_timeout") from None
+
+
+def _raise_limit() -> int:
+    """Ask for as many open files as there may be; return how many there may be now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,0 +1,88 @@
+"""`specdec` with an engine whose steps fail when they are told to: `python -m tests.server.faulty serve …`.
+
+Whoever writes the name of a place into the file that the environment's FAULT names makes the next step that
+comes by there fail, its part done. The file is gone when it has.
+"""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.cli import main
+from specdec.draft.lookup import Lookup
+from specdec.loop import DecodeLoop
+from specdec.models.network import Block
+from specdec.scheduler import Scheduler
+from specdec.speculation import Speculation
+from specdec.state_slots.backing import RecordBacking
+from specdec.state_slots.slots import SlotPool
+
+PLACES: dict[str, tuple[type, str]] = {
+    "planned": (Scheduler, "plan"),
+    "drafted": (Speculation, "draft"),
+    "looked up": (Lookup, "propose"),
+    "inside the network": (Block, "feed"),
+    "chosen": (DecodeLoop, "_choose"),
+    "committed in part": (RecordBacking, "promote"),
+    "learnt": (Speculation, "learn"),
+    "said in part": (DecodeLoop, "_emit"),
+    "ended": (Speculation, "end"),
+    "inside the arena": (SlotPool, "_file"),
+}
+"""What a step goes through, and the function that raises there once it has done its work."""
+FILE = "FAULT"
+
+
+def told(place: str, file: Path) -> bool:
+    """Tell whether a place is to fail now, and take note that it does."""
+    try:
+        if file.read_text("utf-8") != place:
+            return False
+    except FileNotFoundError:
+        return False
+    file.unlink()
+    return True
+
+
+def set_trap(owner: type, name: str, place: str, file: Path) -> None:
+    """Let a function raise after it has worked, when its place is named."""
+    right = getattr(owner, name)
+
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        result = right(*arguments, **named)
+        if told(place, file):
+            raise RuntimeError(f"told to fail: {place}")
+        return result
+
+    setattr(owner, name, wrong)
+
+
+def set_worse(file: Path) -> None:
+    """Let whole steps run out of memory, never come back, hold Python, or end the engine's thread."""
+    right = DecodeLoop.step
+
+    def wrong(loop: DecodeLoop) -> None:
+        right(loop)
+        if told("no memory", file):
+            raise torch.OutOfMemoryError("told to fail")
+        if told("hang", file):
+            time.sleep(1000)
+        if told("hold", file):
+            ctypes.PyDLL(None).sleep(1000)
+        if told("stop", file):
+            raise SystemExit("told to fail")
+
+    DecodeLoop.step = wrong  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    trap = Path(os.environ[FILE])
+    for name, (owner, function) in PLACES.items():
+        set_trap(owner, function, name, trap)
+    set_worse(trap)
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""A server that is attacked, or breaks: what its other clients are told, and what is left of it."""
+
+import contextlib
+import http.client
+import json
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.faulty import FILE, PLACES
+from tests.server.live import Answer, Live
+from tests.server.load import settle
+from tests.server.test_guards import running, wait_for
+
+ALONE: dict[str, Any] = {"prompt": "def f(x):\n", "max_tokens": 40, "temperature": 0.8, "seed": 5}
+LONG: dict[str, Any] = {
+    "prompt": "abab",
+    "max_tokens": 450,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
+DRAFTS = ("--draft", "suffix", "--no-adaptive", "--num-steps", "3", "--topk", "2", "--num-draft-tokens", "6")
+EXACT = ("--dtype", "float64", "--max-running", "16")
+TIMES = ("--body-timeout", "1", "--idle-timeout", "3", "--stall-timeout", "1")
+ROWS, SILENT = 4, 10_000
+MB_MORE = 64.0
+"""What a process may hold beside what it began with: torch's buffers and Python's heap have their sizes."""
+
+
+class Told:
+    """Lets a server of `tests.server.faulty` fail."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "fault"
+        self.env = {FILE: str(self.file)}
+
+    def fail(self, place: str) -> None:
+        """Name the place, and wait until a step has come by there."""
+        new = self.file.with_suffix(".new")
+        new.write_text(place)
+        new.rename(self.file)
+        wait_for(lambda: not self.file.exists())
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return Told(tmp_path_factory.mktemp("told"))
+
+
+@pytest.fixture(scope="module")
+def live(hybrid: Path, told: Told) -> Iterator[Live]:
+    with Live(*DRAFTS, *EXACT, *TIMES, model=str(hybrid), env=told.env, entry="tests.server.faulty") as own:
+        yield own
+        failed = own.ask("/server_info").json["failed_steps"]
+        code, log = own.stop()
+        assert code == 0 and log.count("a step failed") == failed
+
+
+@pytest.fixture(scope="module")
+def text(live: Live) -> str:
+    """What a request is told by a server that nothing has happened to."""
+    return said(live)
+
+
+@pytest.fixture(scope="module")
+def start_mb(live: Live, text: str) -> float:
+    """What that server holds."""
+    return float(rest(live)["rss_mb"])
+
+
+def said(live: Live) -> str:
+    answer = live.ask("/v1/completions", ALONE)
+    assert answer.status == 200
+    return str(answer.json["choices"][0]["text"])
+
+
+class Asked:
+    """Requests that run together, each in a thread of its own."""
+
+    def __init__(self, live: Live, count: int, **fields: Any) -> None:
+        self.answers: list[Answer | Exception] = []
+        self.threads = [
+            threading.Thread(target=self._ask, args=(live, LONG | {"stream": i % 4 > 0, **fields}))
+            for i in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _ask(self, live: Live, body: dict[str, Any]) -> None:
+        try:
+            self.answers.append(live.ask("/v1/completions", body))
+        except (OSError, http.client.HTTPException) as error:
+            self.answers.append(error)  # the server was gone before it had answered in full
+
+    def wait(self) -> list[Answer | Exception]:
+        for thread in self.threads:
+            thread.join(timeout=120)
+            assert not thread.is_alive()
+        return self.answers
+
+
+def failure(answer: Answer | Exception) -> dict[str, Any] | None:
+    """Return the error that an answer has or ends with; an answer without an end is none."""
+    assert isinstance(answer, Answer)
+    if answer.status != 200:
+        return dict(answer.error)
+    if not answer.headers["Content-Type"].startswith("text/event-stream"):
+        assert answer.json["choices"][0]["finish_reason"]
+        return None
+    *_, last = answer.events
+    assert "error" in last or last["choices"][0]["finish_reason"]
+    return last.get("error")
+
+
+def rest(live: Live) -> dict[str, Any]:
+    """Wait until nobody runs and memory has been proved empty and whole; return what the server says then."""
+    left = settle(live, live.ask("/server_info").json["clean_checks"] - 1)
+    assert left.info["arena"]["free_slabs"] == left.info["arena"]["slabs"]
+    return {**left.info, "rss_mb": left.rss_mb, "files": left.files}
+
+
+@pytest.mark.parametrize("place", [*PLACES, "no memory"])
+def test_a_step_that_fails_is_told_to_those_in_it(
+    live: Live, told: Told, text: str, start_mb: float, place: str
+) -> None:
+    failed = rest(live)["failed_steps"]
+    asked = Asked(live, ROWS)
+    wait_for(lambda: running(live) > 0)
+    told.fail(place)
+    errors = [failure(answer) for answer in asked.wait()]
+    assert any(errors)
+    for error in filter(None, errors):
+        assert (error["type"], error["code"]) == ("server_error", "engine_error")
+        assert "log" in error["message"] and "told to fail" not in error["message"]
+    assert said(live) == text
+    after = rest(live)
+    assert after["failed_steps"] == failed + 1 and after["rss_mb"] < start_mb + MB_MORE
+    assert live.ask("/health").status == live.ask("/ready").status == 200
+
+
+def test_clients_that_are_killed_leave_nothing(live: Live, text: str) -> None:
+    before = rest(live)
+    program = (
+        "import sys, time, urllib.request as u\n"
+        "r = u.urlopen(u.Request(sys.argv[1], sys.argv[2].encode()))\n"
+        "while r.read(1): time.sleep(0.01)\n"
+    )
+    body = json.dumps(LONG | {"n": 4, "temperature": 1, "max_tokens": 480})
+    command = [sys.executable, "-Sc", program, f"{live.url}/v1/completions", body]
+    clients = [subprocess.Popen(command) for _ in range(3)]
+    wait_for(lambda: running(live) >= 4)
+    for client in clients:
+        client.kill()
+    assert {client.wait() for client in clients} == {-signal.SIGKILL}
+    assert said(live) == text
+    after = rest(live)
+    assert after["failed_steps"] == before["failed_steps"] and after["rss_mb"] < before["rss_mb"] + MB_MORE
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n", b"GET / HTTP/1.1\r\nA: "],
+)
+def test_who_trickles_is_not_waited_for(live: Live, text: str, head: bytes) -> None:
+    with connect(live) as sock:
+        sock.sendall(head)
+        sock.setblocking(False)
+        got = bytearray()
+
+        def is_over() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                data = sock.recv(4096)
+                got.extend(data)
+                return not data
+            sock.send(b"x")
+            return False
+
+        with contextlib.suppress(ConnectionError):
+            wait_for(is_over)
+    assert got.startswith(b"HTTP/1.1 408 ") == head.startswith(b"POST")
+    assert said(live) == text
+
+
+def test_connections_that_say_nothing_are_closed_and_hold_nobody_up(live: Live, text: str) -> None:
+    before = rest(live)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(SILENT, hard - 500)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 500), hard))
+    with contextlib.ExitStack() as held:
+        for number in range(wanted):
+            held.enter_context(connect(live))
+            if number % 1000 == 0:
+                assert said(live) == text
+        assert said(live) == text
+    print(f"{wanted} connections said nothing")
+    wait_for(lambda: rest(live)["files"] <= before["files"])
+    assert said(live) == text
+
+
+def test_where_no_log_can_be_written_it_goes_on(hybrid: Path) -> None:
+    """The disk is full; then it is told to stop under load, and ends in good order."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    live = Live("--draft", "none", *EXACT, "--port", str(port), model=str(hybrid))
+    live.url = f"http://127.0.0.1:{port}"
+    with open("/dev/full", "w") as full:
+        live.process = subprocess.Popen(live.command, stdout=full, stderr=full, env=live.env)
+    try:
+        wait_for(lambda: _is_up(live))
+        asked = Asked(live, 12)
+        wait_for(lambda: running(live) == 12)
+        live.process.send_signal(signal.SIGTERM)
+        refused = [_ask_once_more(live) for _ in range(3)]
+        assert all(answer is None or answer.status == 503 for answer in refused)
+        assert not any(failure(answer) for answer in asked.wait())
+        assert live.process.wait(timeout=60) == 0
+    finally:
+        live.process.kill()
+        live.process.wait()
+
+
+def _is_up(live: Live) -> bool:
+    assert live.process.poll() is None
+    try:
+        return live.ask("/health").status == 200
+    except urllib.error.URLError:
+        return False
+
+
+def _ask_once_more(live: Live) -> Answer | None:
+    try:
+        wait_for(lambda: live.ask("/ready").status == 503)
+        return live.ask("/v1/completions", ALONE)
+    except OSError:
+        return None  # it had ended what ran, and is gone
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "code"),
+    [
+        (("--step-timeout", "1"), "hang", 70),
+        (("--step-timeout", "1"), "hold", 1),
+        (("--no-exit-on-failure",), "stop", 70),
+    ],
+)
+def test_an_engine_that_comes_to_nothing_is_told_to_all(
+    hybrid: Path, told: Told, options: tuple[str, ...], place: str, code: int
+) -> None:
+    """A step that hangs ends the process, for a supervisor to start it anew; or it stays and says so.
+
+    It has few descriptors too, and a crowd that says nothing. Of what holds the interpreter nobody is told.
+    """
+    live = Live(
+        "--draft", "none", *EXACT, *options, model=str(hybrid), env=told.env, entry="tests.server.faulty"
+    )
+    live.command = ["bash", "-c", 'ulimit -n 200; exec "$@"', "bash", *live.command]
+    with live, contextlib.ExitStack() as crowd:
+        for _ in range(300):
+            crowd.enter_context(connect(live))
+        assert said(live)  # the oldest of the crowd have made room
+        asked = Asked(live, ROWS)
+        wait_for(lambda: running(live) > 0)
+        told.fail(place)
+        answers = asked.wait()
+        if place != "hold":
+            errors = [failure(answer) for answer in answers]
+            assert [error and error["code"] for error in errors] == ["engine_error"] * ROWS
+        if place == "stop":
+            refused = [live.ask("/health"), live.ask("/ready"), live.ask("/v1/completions", ALONE)]
+            assert {(own.status, own.error["code"]) for own in refused} == {(503, "engine_error")}
+        else:
+            live.process.wait(timeout=60)
+        found, log = live.stop()
+    assert found == code and "Too many open files" not in log
+    assert ("Timeout" if place == "hold" else "CRITICAL") in log
+
+
+def connect(live: Live) -> socket.socket:
+    host, port = live.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)))
