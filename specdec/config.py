@@ -11,6 +11,9 @@ from specdec.structure import Structure
 
 GREEDY_BELOW = 1e-5
 """A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
+MAX_STOPS = 64
+MAX_BIASES = 1024
+"""Each is looked at for every token, while all others wait."""
 MAX_WINDOW = 64
 """The widest window that can be recorded."""
 
@@ -20,6 +23,7 @@ def _round_to_greedy(value: object) -> object:
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Rate = Annotated[float, Field(ge=0, le=1)]
@@ -85,10 +89,10 @@ class SamplingParams(Settings):
         title="taken from a token's logit once for each time that it stands in the output",
         description="a number from -2 to 2; 0 switches it off",
     )
-    stop: NonEmpty | list[NonEmpty] | None = Field(
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
         title="texts that end the output; it ends before the first of them",
-        description="a string or a list of strings, none of them empty",
+        description=f"a string or a list of at most {MAX_STOPS} strings of 1 to 1024 characters",
     )
     stop_token_ids: list[TokenId] | None = Field(
         None,
@@ -115,10 +119,10 @@ class SamplingParams(Settings):
         "bias, penalties, temperature and filters",
         description="how many alternatives to show beside the chosen token, 0 to 20, or None",
     )
-    logit_bias: dict[TokenId, Bias] | None = Field(
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = Field(
         None,
         title="added to the logits of these tokens",
-        description="a mapping from token ids to numbers from -100 to 100",
+        description=f"a mapping from at most {MAX_BIASES} token ids to numbers from -100 to 100",
     )
     n: int = Field(
         1,

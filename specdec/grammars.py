@@ -1,10 +1,10 @@
 """Grammars over a model's vocabulary, by xgrammar: which tokens may follow an output and a draft."""
 
 import json
+import re
 import threading
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +16,12 @@ CACHE_BYTES = 256 << 20
 """Kept of grammars that were compiled."""
 BLANKS = 64
 """Between two parts of JSON at most: small models begin to indent and never stop."""
-LONGEST = 128 << 10
-"""Characters of a form: a longer one takes minutes to compile."""
+WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+"""What xgrammar's messages begin with: the time, and a line of its source."""
+DEEPEST = 64
+"""Levels of a schema: the time to compile them grows with their cube."""
+LONGEST = 32 << 10
+"""Characters of a form: one of a thousand properties takes seconds to compile."""
 
 
 class Grammars:
@@ -27,7 +31,6 @@ class Grammars:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
         self._lock = threading.Lock()
         self._compiler: Any = None
-        self.compile = lru_cache(maxsize=1024)(self._compile)
 
     def guide(self, compiled: Any) -> "Guide":
         """Begin an output."""
@@ -36,28 +39,22 @@ class Grammars:
         matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not self._eos)
         return Guide(matcher, xgrammar.allocate_token_bitmask(1, self._vocab))
 
-    def _compile(self, kind: str, source: str) -> Any:
+    def compile(self, kind: str, source: str) -> Any:
         """Return the grammar of a form. It is a request's mistake if there is none."""
         if len(source) > LONGEST:
             raise _unfit(kind, f"it has {len(source):,} characters and may have {LONGEST:,}")
+        if kind in ("json_schema", "structural_tag") and _depth(source) > DEEPEST:
+            raise _unfit(kind, f"it nests more than {DEEPEST} levels")
         with self._lock:
             compiler = self._compiler = self._compiler or self._make_compiler()
             try:
-                match kind:
-                    case "json_schema":
-                        return compiler.compile_json_schema(source, max_whitespace_cnt=BLANKS)
-                    case "json_object":
-                        return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=BLANKS)
-                    case "regex":
-                        return compiler.compile_regex(source)
-                    case "choice":
-                        return compiler.compile_grammar(_alternatives(json.loads(source)))
-                    case "grammar":
-                        return compiler.compile_grammar(source)
-                    case _:
-                        return compiler.compile_structural_tag(source)
+                compiled = _compiled(compiler, kind, source)
             except Exception as error:  # of many kinds, the C++ library's among them
-                raise _unfit(kind, str(error).strip().splitlines()[-1][:300]) from None
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                raise _unfit(kind, WHERE.sub("", said[-1])[:300]) from None
+        if self.guide(compiled).is_dead:
+            raise _unfit(kind, "no text has this form")
+        return compiled
 
     def _make_compiler(self) -> Any:
         if self._tokenizer is None:
@@ -95,8 +92,18 @@ class Guide:
         self._known: dict[tuple[int, ...], Tensor | None] = {}
         """What may follow each path of this step: a draft asks for it, and then its verification."""
 
+        self.fault: str | None = None
+
+    @property
+    def is_dead(self) -> bool:
+        """Tell whether nothing may follow, and here is no end."""
+        self._matcher.fill_next_token_bitmask(self._words_1W)
+        return not self._words_1W.any()
+
     @property
     def is_over(self) -> bool:
+        if self.fault:
+            return False
         self._go_to(())
         over: bool = self._matcher.is_terminated()
         return over
@@ -108,18 +115,18 @@ class Guide:
         return self._known[key]
 
     def observe(self, token: int) -> bool:
-        """Take an accepted token. One that the grammar had not allowed ends its bounds, and the output."""
-        self._go_to(())
+        """Take an accepted token. It is one that the form allows unless that allowed none."""
         self._known.clear()
-        taken: bool = self._matcher.accept_token(token)
-        assert taken, f"token {token} was chosen and is none that the grammar allows"
+        if not self.fault and not (self._go_to(()) and self._matcher.accept_token(token)):
+            self.fault = "no text of the form goes on from here; give one that has an end wherever it leads"
         return True
 
     def _find(self, path: tuple[int, ...]) -> Tensor | None:
+        """Where nothing may follow, everything may: what is chosen there will be refused."""
         if not self._go_to(path) or self._matcher.is_terminated():
             return None
         bounds = self._matcher.fill_next_token_bitmask(self._words_1W)
-        return self._words_1W[0].clone() if bounds else None
+        return self._words_1W[0].clone() if bounds and self._words_1W.any() else None
 
     def _go_to(self, path: tuple[int, ...]) -> bool:
         """Bring the matcher behind a path; False: the grammar does not go there."""
@@ -138,9 +145,34 @@ class Guide:
         return True
 
 
+def _compiled(compiler: Any, kind: str, source: str) -> Any:
+    match kind:
+        case "json_schema":
+            return compiler.compile_json_schema(source, max_whitespace_cnt=BLANKS)
+        case "json_object":
+            return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=BLANKS)
+        case "regex":
+            return compiler.compile_regex(source)
+        case "choice":
+            return compiler.compile_grammar(_alternatives(json.loads(source)))
+        case "grammar":
+            return compiler.compile_grammar(source)
+        case _:
+            return compiler.compile_structural_tag(source)
+
+
+def _depth(source: str) -> int:
+    """Return how deep brackets nest; those within strings count too, which is no harm."""
+    depth = deepest = 0
+    for sign in source:
+        depth += (sign in "{[") - (sign in "}]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _alternatives(texts: Sequence[str]) -> str:
-    """Write a grammar of some texts; JSON's escapes are EBNF's."""
-    return "root ::= " + " | ".join(json.dumps(text) for text in texts)
+    """Write a grammar of some texts; JSON's escapes are EBNF's, but for those of pairs of surrogates."""
+    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _unfit(kind: str, why: str) -> RequestError:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.counts import Clock, Counts
-from specdec.errors import EngineError
+from specdec.errors import EngineError, RequestError
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS, Network
 from specdec.models.replay import Replays
@@ -184,6 +184,10 @@ class DecodeLoop:
         kept = request.accept(
             [Said(*each) for each in zip(path.emitted, part.origins(path), logprobs, strict=True)]
         )
+        if fault := request.chooser.fault:
+            self.scheduler.release(request)
+            request.fail(RequestError(f"structured_outputs: {fault}.", field="structured_outputs"))
+            return
         if part.decodes:
             part.count(request.counts, path, kept)
             part.count(self.counts, path, kept)

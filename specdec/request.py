@@ -116,6 +116,8 @@ class Request:
             self.tokens.append(said.token)
             self._unsent.append(said)
             self.chooser.observe(said.token)
+            if self.chooser.fault:
+                break
             if said.token in self.stop_ids:
                 self.finish_reason = "stop"
             elif self.text is not None:

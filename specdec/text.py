@@ -36,7 +36,8 @@ class Tokenizer:
 
         A chat that a template rendered has its own already: encode it with `special=False`.
         """
-        ids: list[int] = self.inner.encode(text, add_special_tokens=special).ids
+        # A batch lets other threads run meanwhile, which a single text does not.
+        ids: list[int] = self.inner.encode_batch([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """From the engine's thread to the event loop: what comes of one HTTP request's prompts, as it comes."""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -86,7 +87,7 @@ class Answers:
         """Choices that the engine's thread has not heard of."""
         self._unended = self.left
         self._letters: deque[tuple[int, Delta, float]] = deque()
-        self._error: SpecdecError | None = None
+        self._error: SpecdecError | Failure | None = None
 
     def __enter__(self) -> Self:
         self._ticket = self.engine.submit(self.prepared, self._take)
@@ -114,17 +115,21 @@ class Answers:
             self.bell.ring(self, soon=choice in self._silent or item.finish_reason is not None)
             self._silent.discard(choice)
 
+    def end(self, failure: Failure) -> None:
+        """Raise this at whoever reads, from the event loop."""
+        self._error = self._error or failure
+        self.came.set()
+
     async def __aiter__(self) -> AsyncIterator[Said]:
         """Yield what each choice says; of one that said more than once meanwhile all at once."""
-        until_s = asyncio.get_running_loop().time() + self.timeout_s
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self.timeout_s
         while self.left:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until_s):
                     await self.came.wait()
-            except TimeoutError:
-                raise Failure(
-                    504, f"The answer took longer than {self.timeout_s:g} s.", code="timeout"
-                ) from None
+            if loop.time() >= until_s:
+                raise Failure(504, f"The answer took longer than {self.timeout_s:g} s.", code="timeout")
             self.came.clear()
             if self._error:
                 raise self._error

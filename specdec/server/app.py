@@ -73,7 +73,7 @@ async def _pass(
     """Give a request its id, check its key, and put whatever goes wrong into a client's words."""
     number = _request_id(request.headers.get("X-Request-ID"))
     request["headers"] = {"X-Request-ID": number}
-    start_s, state = time.perf_counter(), request.app[STATE]
+    start_s, state, path = time.perf_counter(), request.app[STATE], request.raw_path
     try:
         if request.path not in OPEN:
             state.admit(request)
@@ -81,23 +81,23 @@ async def _pass(
             await read_body(request, state.config.body_timeout)
             response = await handler(request)
     except ConnectionError as error:
-        logger.info("%s %s: its client is gone (%s)", number, request.path, error or type(error).__name__)
+        logger.info("%s %s: its client is gone (%s)", number, path, error or type(error).__name__)
         return web.Response(status=GONE)  # which nobody reads
     except Exception as error:
         failure = failure_of(error)
         if failure.status == 500:
-            logger.error("%s %s failed: %s", number, request.path, failure, exc_info=failure.trace)
+            logger.error("%s %s failed: %s", number, path, failure, exc_info=failure.trace)
         response = failure.response()
     if not response.prepared:
         response.headers.update(request["headers"])
     took_ms = (time.perf_counter() - start_s) * 1e3
-    logger.info("%s %s %s %d in %.0f ms", number, request.method, request.path, response.status, took_ms)
+    logger.info("%s %s %s %d in %.0f ms", number, request.method, path, response.status, took_ms)
     return response
 
 
 def _request_id(given: str | None) -> str:
     """Take a client's own id where it can stand in a header and a log; else make one."""
-    return given if given and re.fullmatch(r"[\w.:\-]{1,128}", given) else uuid.uuid4().hex
+    return given if given and re.fullmatch(r"[\w.:\-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
 
 
 async def _models(request: web.Request, state: State) -> web.Response:
@@ -151,9 +151,9 @@ async def _tokenize(request: web.Request, state: State) -> web.Response:
         plain = [message.plain(i) for i, message in enumerate(body.messages)]
         offer = make_offer(body.tools, None, parallel=True, form=state.calls)
         variables = {"tools": offer.plain} if offer else {}
-        ids = state.encode_chat(plain, variables, answer=body.add_generation_prompt)
+        ids = await state.encode_chat(plain, variables, answer=body.add_generation_prompt)
     else:
-        ids = state.encode(body.prompt, special=body.add_special_tokens)
+        ids = await state.encode(body.prompt, special=body.add_special_tokens)
     return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": state.max_model_len})
 
 

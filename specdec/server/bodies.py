@@ -5,9 +5,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from specdec.config import SamplingParams
+from specdec.errors import ConfigError
 from specdec.server.failures import Failure, misfit
 from specdec.server.tools.bodies import Called, Tool
 from specdec.server.tools.offer import Choice, Offer, make_offer
@@ -16,7 +17,7 @@ from specdec.structure import Structure
 
 logger = logging.getLogger(__name__)
 
-Ids = list[int]
+Ids = list[StrictInt]
 B = TypeVar("B", bound="Body")
 
 HARMLESS = {
@@ -47,13 +48,26 @@ MEANS_NOTHING: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (0, False),
     "truncate_prompt_tokens": (0,),
     "web_search_options": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "add_special_tokens": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
 }
 """Fields that are known and not supported, with the values at which they ask for nothing."""
 REFUSED = (
     *("suffix", "tools", "functions", "tool_choice", "function_call", "modalities", "audio", "prediction"),
     *("web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("prompt_logprobs", "truncate_prompt_tokens"),
-    *("best_of", "use_beam_search", "logits_processors", "skip_special_tokens", "include_stop_str_in_output"),
+    *("allowed_token_ids", "bad_words", "add_special_tokens", "continue_final_message", "documents"),
+    *(
+        "chat_template",
+        "best_of",
+        "use_beam_search",
+        "logits_processors",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    ),
 )
 
 
@@ -184,7 +198,11 @@ class Body(BaseModel):
     @property
     def structure(self) -> Structure | None:
         """Say what form the output must have, in whichever words it was asked for."""
-        forms = [own.structure for own in (self.response_format, self.structured_outputs) if own]
+        try:
+            forms = [own.structure for own in (self.response_format, self.structured_outputs) if own]
+        except ConfigError as error:
+            message = f"structured_outputs: {str(error).removeprefix('Structure.')}"
+            raise Failure(400, message, param="structured_outputs") from None
         given = [form for form in forms if form]
         if len(given) > 1:
             raise Failure(
@@ -235,9 +253,13 @@ class Message(BaseModel):
 
 class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, description="tokens to write at most; before max_tokens")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="tokens to write at most; before max_tokens"
+    )
     logprobs: bool = Field(False, description="log-probabilities of the chosen tokens")
-    top_logprobs: int | None = Field(None, description="alternatives beside each; needs logprobs")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="alternatives beside each; needs logprobs"
+    )
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     tools: list[Tool] | None = Field(None, description="functions that the model may call")

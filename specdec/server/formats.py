@@ -78,6 +78,7 @@ class Shown:
 
 
 class Format(Protocol):
+    shown: Shown
     prefix: str
     """Of ids."""
     whole: str
@@ -218,14 +219,19 @@ class Chats:
 class Envelope:
     """What the parts of one answer have in common."""
 
-    def __init__(self, form: Format, model: str) -> None:
-        self.form = form
+    def __init__(self, form: Format, model: str, prepared: Sequence[Prepared]) -> None:
+        self.form, self._prepared = form, prepared
         self.head = {
             "id": f"{form.prefix}-{uuid.uuid4().hex}",
             "object": form.chunk,
             "created": int(time.time()),
             "model": model,
         }
+
+    def prompt_of(self, choice: int) -> Json:
+        """Return the token ids of a choice's prompt, which go where its own go."""
+        shown, n = self.form.shown, self._prepared[0].params.n
+        return {"prompt_token_ids": list(self._prepared[choice // n].ids)} if shown.token_ids else {}
 
     def chunk(self, choices: Sequence[Json]) -> Json:
         return {**self.head, "choices": list(choices)}

@@ -6,7 +6,9 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.engine import Prepared
+from specdec.config import SamplingParams
+from specdec.engine import Prepared, Prompt
+from specdec.errors import SpecdecError
 from specdec.outputs import Delta
 from specdec.server.answers import Answers
 from specdec.server.bodies import Body, ChatBody, CompletionBody
@@ -30,7 +32,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
         )
     echoed = body.logprobs if body.echo else None
     params = body.params(logprobs=body.logprobs, prompt_logprobs=echoed)
-    prepared = await state.prepare(body.prompts, params)
+    prepared = await _prepare(state, body, body.prompts, params)
     tokenizer = state.engine.tokenizer
     echoes = (
         [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)] if body.echo else []
@@ -46,13 +48,27 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     state.check_model(body.model)
     offer = body.offer(state.calls)
     variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
-    ids = state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
+    ids = await state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
     room = max(state.max_model_len - len(ids), 1)
-    most = body.max_completion_tokens or body.max_tokens or room
+    asked = (body.max_completion_tokens, body.max_tokens, room)
+    most = next(own for own in asked if own is not None)
     forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
     params = body.params(logprobs=body.shown, max_tokens=most, **forced)
-    prepared = await state.prepare([ids], params)
+    prepared = await _prepare(state, body, [ids], params, "tools" if forced else None)
     return await _answer(request, state, body, prepared, Chats(state.engine.tokenizer, _shown(body), offer))
+
+
+async def _prepare(
+    state: State, body: Body, prompts: Sequence[Prompt], params: SamplingParams, form: str | None = None
+) -> list[Prepared]:
+    """Look at prompts and form; an error about the form names the field that asked for it."""
+    try:
+        return await state.prepare(prompts, params)
+    except SpecdecError as error:
+        if error.field != "structured_outputs":
+            raise
+        asked = form or ("response_format" if body.response_format else error.field)
+        raise Failure(400, str(error).replace(error.field, asked, 1), param=asked) from None
 
 
 async def _answer(
@@ -62,12 +78,12 @@ async def _answer(
     prepared: Sequence[Prepared],
     form: Format,
 ) -> web.StreamResponse:
-    envelope = Envelope(form, body.model or state.names[0])
+    envelope = Envelope(form, body.model or state.names[0], prepared)
     timeout_s = state.config.request_timeout
     answers = Answers(state.engine, state.bell, prepared, streams=body.stream, timeout_s=timeout_s)
     with state.under_way(answers.left):
         usage = Usage(answers.prompt_tokens)
-        with answers, state.metrics.request(answers.prompt_tokens) as watch:
+        with answers, state.answering(answers), state.metrics.request(answers.prompt_tokens) as watch:
             if not body.stream:
                 return web.json_response(await _whole(answers, envelope, usage, watch, body))
             stream = EventStream(request, state.config.stall_timeout, request["headers"])
@@ -83,7 +99,10 @@ async def _whole(
         usage.add(delta)
         watch.said(own)
         said.setdefault(choice, []).append(delta)
-    choices = [envelope.form.said(choice, Delta.joined(said[choice])) for choice in sorted(said)]
+    choices = [
+        envelope.form.said(choice, Delta.joined(said[choice])) | envelope.prompt_of(choice)
+        for choice in sorted(said)
+    ]
     extra = {"metrics": usage.metrics()} if body.return_metrics else {}
     return envelope.whole(choices) | {"usage": usage.as_json()} | extra
 
@@ -98,9 +117,12 @@ async def _stream(
             choice, delta, _ = own
             usage.add(delta)
             watch.said(own)
-            opening = None if choice in opened else envelope.form.first(choice)
-            opened.add(choice)
-            parts = [part for part in (opening, *envelope.form.parts(choice, delta)) if part]
+            parts = envelope.form.parts(choice, delta)
+            if choice not in opened:
+                opened.add(choice)
+                opening = envelope.form.first(choice)
+                parts = [opening, *parts] if opening else parts
+                parts[:1] = [part | envelope.prompt_of(choice) for part in parts[:1]]
             if parts:
                 await stream.send(*(_with_usage(envelope.chunk([part]), usage, body) for part in parts))
         if body.includes_usage or body.return_metrics:

@@ -161,6 +161,11 @@ class _Engine(Collector):
         yield gauge("vllm:num_requests_running", "Sequences that take part in steps.", stats.running)
         yield gauge("vllm:num_requests_waiting", "Sequences that wait for memory or a place.", stats.waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Part of the arena that is in use.", _share(arena))
+        held = {"kv": arena.block_bytes, "state": arena.state_bytes, "draft": arena.record_bytes}
+        family = GaugeMetricFamily("specdec:arena_bytes", "Bytes in use by kind.", labels=[*names, "kind"])
+        for kind, used in (held | {"free": arena.free_bytes}).items():
+            family.add_metric([*values, kind], used)
+        yield family
         yield counter(
             "vllm:num_preemptions", "Sequences whose memory was taken back.", {"": stats.preemptions}
         )

@@ -66,7 +66,7 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
         build_app(state),
         access_log=None,
         handler_cancellation=True,
-        shutdown_timeout=GRACE_S,
+        shutdown_timeout=LINGER_S,
         keepalive_timeout=config.idle_timeout,
         lingering_time=LINGER_S,
     )
@@ -91,6 +91,9 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
             f"figures: {address}/metrics); Ctrl-C stops it"
         )
         tasks = [asyncio.create_task(_report(state)), asyncio.create_task(_watch(state, told))]
+        tasks[1].add_done_callback(
+            lambda task: told.set() if not task.cancelled() and task.exception() else None
+        )
         await told.wait()
         tasks[0].cancel()
         await _drain(state, hurried)
@@ -152,15 +155,18 @@ def _in_one_line(record: logging.LogRecord) -> bool:
 async def _drain(state: State, hurried: asyncio.Event) -> None:
     """Let what runs end, as long as it may take."""
     state.draining = True
-    logger.info("stopping: %d choices under way", state.choices)
+    seconds, start_s = state.config.drain_seconds, time.monotonic()
+    logger.info("stopping: %d choices under way have %g s; a second signal ends them", state.choices, seconds)
     waits = [asyncio.create_task(event.wait()) for event in (state.idle, hurried)]
-    await asyncio.wait(waits, timeout=state.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
     if state.choices:
-        logger.warning(
-            "stopping with %d choices under way after %g s", state.choices, state.config.drain_seconds
-        )
+        took_s = time.monotonic() - start_s
+        logger.warning("stopping with %d choices under way after %.1f s", state.choices, took_s)
+        state.end_all()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(state.idle.wait(), LINGER_S)
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:

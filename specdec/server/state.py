@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,14 @@ from specdec.chat import load_template
 from specdec.config import SamplingParams
 from specdec.engine import Prepared, Prompt, SpecEngine
 from specdec.errors import ConfigError
-from specdec.server.answers import Bell
+from specdec.server.answers import Answers, Bell
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
 from specdec.server.tools.offer import format_of
+
+logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 BUSY = {"Retry-After": "1"}
@@ -43,6 +46,7 @@ class State:
         self.metrics = Metrics(engine, self.names[0])
         self.connections = Connections(config.max_connections)
         self.draining = False
+        self._answers: set[Answers] = set()
         self.choices = 0
         """Under way, of all requests."""
         self.idle = asyncio.Event()
@@ -77,6 +81,20 @@ class State:
             if not self.choices:
                 self.idle.set()
 
+    @contextlib.contextmanager
+    def answering(self, answers: Answers) -> Iterator[None]:
+        """Know what is being answered, for the day that it must end."""
+        self._answers.add(answers)
+        try:
+            yield
+        finally:
+            self._answers.discard(answers)
+
+    def end_all(self) -> None:
+        """Tell all who are being answered that the server stops."""
+        for answers in self._answers:
+            answers.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
+
     def check_engine(self) -> None:
         """Say that nothing can be served any more, if so."""
         if fault := self.engine.fault:
@@ -99,10 +117,9 @@ class State:
             )
 
     async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Prepared]:
-        """Look at all prompts before one is begun: a mistake in the last must not cost the first's work.
-
-        What may take long holds up nobody else.
-        """
+        """Look at all prompts before one is begun: a mistake in the last must not cost the first's work."""
+        if self.config.log_prompts:
+            logger.info("prompts: %r", prompts)
 
         def prepare() -> list[Prepared]:
             return [self.engine.prepare(prompt, params) for prompt in prompts]
@@ -110,22 +127,24 @@ class State:
         takes_long = params.structured_outputs or sum(map(len, prompts)) > LONG
         return await asyncio.to_thread(prepare) if takes_long else prepare()
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Turn a text into tokens."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise Failure(400, "prompt: the model has no tokenizer; send token ids.", param="prompt")
         try:
+            if len(text) > LONG:
+                return await asyncio.to_thread(tokenizer.encode, text, special=special)
             return tokenizer.encode(text, special=special)
         except (UnicodeError, TypeError):
             raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
 
-    def encode_chat(
+    async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, answer: bool
     ) -> list[int]:
         """Turn a chat into tokens as the model's template has it."""
         text = self.template.render(messages, variables, answer=answer)
-        return self.encode(text, special=self.template.is_plain)
+        return await self.encode(text, special=self.template.is_plain)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -140,6 +159,11 @@ class State:
 def read_keys(config: ServerConfig) -> list[bytes]:
     """Collect the keys that an operator has given, wherever."""
     keys = [*(config.api_key or []), os.environ.get(KEY_VARIABLE, "")]
+    if config.api_key and not all(key.strip() for key in config.api_key):
+        raise ConfigError(
+            "api_key: it is empty, which would let everybody in; give one, or leave the option out.",
+            field="api_key",
+        )
     if config.api_key_file:
         try:
             keys += Path(config.api_key_file).read_text("utf-8").splitlines()

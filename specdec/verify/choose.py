@@ -17,11 +17,16 @@ from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Mask, Penalties, Rule
 from specdec.kernels.table import Kernels
 from specdec.verify.limits import Limit, bounded_words
 
+HOTTEST = 1e30
+"""Beyond it float32 knows no temperature; all tokens are equally likely long before."""
+
 
 class Chooser:
     """One request's rule of choice. Only `observe` changes it: penalties and limits hang on what was said."""
 
-    __slots__ = ("_is_even", "count_V", "is_over", "is_penalised", "limits", "params", "seed", "seen_V")
+    __slots__ = (
+        *("_is_even", "count_V", "fault", "is_over", "is_penalised", "limits", "params", "seed", "seen_V"),
+    )
 
     def __init__(
         self,
@@ -35,6 +40,8 @@ class Chooser:
         self.params, self.seed, self.limits = params, seed, limits
         self.is_over = False
         """Whether a limit lets nothing follow."""
+        self.fault: str | None = None
+        """Why a limit left nothing to choose where the output may not end."""
         self.is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -70,6 +77,7 @@ class Chooser:
         if self.limits:
             self.limits = [limit for limit in self.limits if limit.observe(token)]
             self.is_over = any(limit.is_over for limit in self.limits)
+            self.fault = next((limit.fault for limit in self.limits if limit.fault), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +192,7 @@ def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
     # No vocabulary comes near the bound, which keeps a number of any size within the tensor's type.
     top_k = [min(max(p.top_k, 0), 2**31) for p in params]
     return Rules(
-        temperature_N=_floats([p.temperature for p in params], device),
+        temperature_N=_floats([min(p.temperature, HOTTEST) for p in params], device),
         top_k_N=torch.tensor(top_k, device=device) if any(top_k) else None,
         top_p_N=column([p.top_p for p in params], 1.0),
         min_p_N=column([p.min_p for p in params], 0.0),

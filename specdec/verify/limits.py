@@ -12,6 +12,9 @@ WORD = 32
 class Limit(Protocol):
     """Bounds one request's choices. It hears of every token that the request accepts."""
 
+    fault: str | None
+    """Why the output cannot go on, if it is at a place where nothing may follow and is no end."""
+
     @property
     def is_over(self) -> bool:
         """Tell whether no token may follow: the output has reached its end."""
@@ -30,6 +33,7 @@ class NotYet:
     """Forbids the tokens that end an output until it has some length."""
 
     is_over = False
+    fault: str | None = None
 
     def __init__(self, ends: Collection[int], least: int, vocab: int) -> None:
         self.left = least

@@ -271,3 +271,25 @@ def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
     answer = live.ask("/v1/completions")
     assert answer.status == 405 and answer.headers["Allow"] == "POST"
     assert answer.error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_a_prompts_tokens_go_where_its_answers_do(live: Live, path: str) -> None:
+    asked = {"prompt": PROMPT} if path != CHAT else ASKED
+    body = {**asked, "max_tokens": 4, "seed": 1, "n": 2, "return_token_ids": True}
+    whole = live.ask(path, body).json
+    ids = whole["choices"][0]["prompt_token_ids"]
+    assert len(ids) == whole["usage"]["prompt_tokens"]
+    firsts: dict[int, Any] = {}
+    for event in live.ask(path, body | {"stream": True}).events:
+        for choice in event["choices"]:
+            assert ("prompt_token_ids" in choice) == (choice["index"] not in firsts)
+            firsts.setdefault(choice["index"], choice.get("prompt_token_ids"))
+    assert firsts == {0: ids, 1: ids}
+
+
+def test_memory_is_shown_by_kind(live: Live) -> None:
+    found = live.metrics()
+    named = {key for key in found if key.startswith("specdec:arena_bytes{")}
+    assert len(named) == 4 and all(any(kind in key for key in named) for kind in ("kv", "state", "draft"))
+    assert total(found, "specdec:arena_bytes") > 0

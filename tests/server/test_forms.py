@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from specdec import SamplingParams, SpecEngine
-from tests.server.live import Live, serving
+from tests.server.live import Live, serving, total
 
 PROMPT = "import os\n\n\ndef "
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -108,7 +109,22 @@ def test_an_output_has_the_form_that_is_asked_for(
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "choice", "one form"),
+        ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs", "one form"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs", "no text"),
+        ({"structured_outputs": {"grammar": "root ::= root"}}, "structured_outputs", "no text"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text"),
+        (
+            {"structured_outputs": {"json": '{"type":"integer","minimum":1e308,"maximum":1e309}'}},
+            "structured_outputs",
+            "json_schema",
+        ),
+        ({"structured_outputs": {"json": "[" * 99}}, "structured_outputs", "64 levels"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
+            "response_format",
+            "response_format.json_schema",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "0 are given"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"colour": "red"}}, "structured_outputs", "colour"),
@@ -132,3 +148,39 @@ def test_a_form_that_is_none_is_named(live: Live, fields: dict[str, Any], param:
 def test_what_drafters_look_up_is_flushed(live: Live) -> None:
     assert live.ask("/flush_cache", {}).json == {"status": "ok"}
     assert live.ask("/flush_cache").status == 405
+
+
+def test_a_form_that_leads_nowhere_ends_its_request_alone(live: Live) -> None:
+    """Whatever its compiler lets through: a neighbour of the same step goes on."""
+    dead = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": r"a[^\s\S]"}}
+    with ThreadPoolExecutor(4) as pool:
+        innocent = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        beside = pool.submit(live.ask, COMPLETE, innocent)
+        found = list(pool.map(lambda _: live.ask(COMPLETE, dead), range(8)))
+        assert beside.result().json["usage"]["completion_tokens"] == 300
+    for answer in found:
+        assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
+    assert total(live.metrics(), "specdec:failed_steps_total") == 0
+    (event,) = live.ask(
+        COMPLETE, dead | {"stream": True, "structured_outputs": {"regex": r"a[^\s\S]"}}
+    ).events[-1:]
+    assert "goes on" in event["error"]["message"]
+
+
+def test_texts_beyond_the_first_plane_are_whole(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 30, "structured_outputs": {"choice": ["🙂𝒳"]}}
+    assert live.ask(COMPLETE, body).json["choices"][0]["text"] == "🙂𝒳"
+
+
+@pytest.mark.parametrize("temperature", [3.5e38, 1e308])
+def test_the_hottest_temperature_is_no_fault(live: Live, temperature: float) -> None:
+    body = {"prompt": "x", "temperature": temperature, "seed": 1}
+    for form in ({"structured_outputs": {"regex": "[ab]{5}"}}, {"min_tokens": 5}):
+        assert live.ask(COMPLETE, body | form).status == 200
+
+
+def test_a_chat_of_no_tokens_is_refused(live: Live) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for fields in ({"max_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
+        answer = live.ask(CHAT, chat | fields)
+        assert (answer.status, answer.error["param"]) == (400, list(fields)[-1])

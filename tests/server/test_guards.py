@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -151,6 +152,24 @@ def test_told_to_stop_it_ends_what_runs_and_takes_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("twice", [True, False])
+def test_who_is_still_answered_when_it_stops_is_told(twice: bool) -> None:
+    with Live(*PLAIN, "--drain-seconds", "600" if twice else "0.3") as live, ThreadPoolExecutor(2) as pool:
+        wide = LONG | {"n": 16}
+        streamed, whole = (
+            pool.submit(live.ask, "/v1/completions", wide | {"stream": stream}) for stream in (True, False)
+        )
+        wait_for(lambda: running(live) == 32)
+        live.process.send_signal(signal.SIGTERM)
+        if twice:
+            wait_for(lambda: live.ask("/ready").status == 503)
+            live.process.send_signal(signal.SIGTERM)
+        assert streamed.result().events[-1]["error"]["code"] == "stopping"
+        answer = whole.result()
+        assert (answer.status, answer.error["code"]) == (503, "stopping")
+        assert live.process.wait(timeout=60) == 0 and "Traceback" not in live.stop()[1]
+
+
+@pytest.mark.parametrize("twice", [True, False])
 def test_it_stops_in_bounded_time(twice: bool) -> None:
     with Live(*PLAIN, "--drain-seconds", "600" if twice else "0.3") as live:
         sock = open_stream(live, LONG | {"n": 64})
@@ -187,3 +206,13 @@ def test_an_address_that_is_taken_is_told_before_the_model_loads(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
     assert "port: 127.0.0.1" in capsys.readouterr().err
+
+
+def test_prompts_are_logged_only_where_that_is_asked_for() -> None:
+    for options in ((), ("--log-prompts",)):
+        with Live(*PLAIN, *options) as live:
+            live.ask("/v1/completions", {"prompt": "a secret", "max_tokens": 1})
+            live.ask("/%0aCRITICAL%1b")
+            said = live.stop()[1]
+        assert ("a secret" in said) == bool(options)
+        assert "\nCRITICAL" not in said and "\x1b" not in said

@@ -38,7 +38,7 @@ def as_json(text: str, types: set[str]) -> str:
         return BOOLEANS[plain.lower()]
     if "string" not in types:
         try:
-            return json.dumps(json.loads(text, parse_constant=_refuse), ensure_ascii=False)
+            return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             pass
     return json.dumps(text, ensure_ascii=False)
@@ -65,7 +65,3 @@ def _referred(root: Any, where: str) -> Any:
     for word in path if start == "#" else ("",):
         root = root.get(word) if isinstance(root, Mapping) else None
     return root
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)

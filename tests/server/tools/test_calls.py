@@ -231,7 +231,7 @@ def test_a_conversation_with_calls_is_read_by_the_template(live: Live) -> None:
     [
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [UNREADABLE]}, "structured_outputs"),
+        ({"tool_choice": "required", "tools": [UNREADABLE]}, "tools"),
         ({"tool_choice": "some"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools"),
