@@ -1,10 +1,12 @@
 """Grammars over a model's vocabulary, by xgrammar: which tokens may follow an output and a draft."""
 
+import contextlib
 import json
 import re
 import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +20,8 @@ BLANKS = 64
 """Between two parts of JSON at most: small models begin to indent and never stop."""
 WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What xgrammar's messages begin with: the time, and a line of its source."""
+SLOW_S = 0.05
+"""Of a processor, for one place of an output. Plain grammars take a thousandth of it."""
 DEEPEST = 64
 """Levels of a schema: the time to compile them grows with their cube."""
 LONGEST = 32 << 10
@@ -111,15 +115,25 @@ class Guide:
     def words(self, path: Sequence[int]) -> Tensor | None:
         key = tuple(path)
         if key not in self._known:
-            self._known[key] = self._find(key)
+            with self._in_time():
+                self._known[key] = self._find(key)
         return self._known[key]
 
     def observe(self, token: int) -> bool:
         """Take an accepted token. It is one that the form allows unless that allowed none."""
         self._known.clear()
-        if not self.fault and not (self._go_to(()) and self._matcher.accept_token(token)):
-            self.fault = "no text of the form goes on from here; give one that has an end wherever it leads"
+        with self._in_time():
+            if not self.fault and not (self._go_to(()) and self._matcher.accept_token(token)):
+                self.fault = "no text of the form goes on from here; give one that can always end"
         return True
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Give up a grammar that takes ever longer to follow, as ambiguous ones do: others wait for it."""
+        start_s = time.thread_time()
+        yield
+        if time.thread_time() - start_s > SLOW_S:
+            self.fault = "its grammar takes too long to follow; write one that reads a text in one way only"
 
     def _find(self, path: tuple[int, ...]) -> Tensor | None:
         """Where nothing may follow, everything may: what is chosen there will be refused."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec import ConfigError, RequestError, SamplingParams, SpecEngine, Structure
+from specdec import ConfigError, RequestError, SamplingParams, SpecEngine, Structure, grammars
 from specdec.bench.random_model import write_random_checkpoint
 from tests.conftest import HYBRID
 
@@ -125,6 +125,24 @@ def test_a_model_without_an_end_stops_where_its_form_does(tmp_path: Path) -> Non
         params = SamplingParams(max_tokens=20, structured_outputs=Structure(choice=["abc"]))
         (own,) = engine.generate(["x"], params)
     assert (own.text, own.finish_reason) == ("abc", "stop")
+
+
+def test_a_grammar_that_takes_ever_longer_is_given_up(
+    engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way to read an ambiguous text is followed; a neighbour is answered all the same."""
+    monkeypatch.setattr(grammars, "SLOW_S", 0.002)
+    params = SamplingParams(
+        max_tokens=200,
+        min_tokens=200,
+        temperature=0.0,
+        structured_outputs=Structure(grammar='root ::= root root | "a"'),
+    )
+    for engine in engines[:3]:
+        with pytest.raises(RequestError, match="too long to follow"):
+            engine.generate(["x"], params)
+        (own,) = engine.generate(["x"], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert len(own.token_ids) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What the engine says reaches the event loop: at once where someone waits, together where many speak."""
 
 import asyncio
+import collections
 import random
 import threading
 import time
@@ -76,47 +77,66 @@ def test_everything_arrives_in_its_order(seed: int, streams: bool) -> None:
     assert asyncio.run(hear()) == [list(range(count))] * choices
 
 
+class Ears:
+    """Lets a speaker wait until what it has said was heard."""
+
+    def __init__(self) -> None:
+        self.heard: dict[tuple[int, int], threading.Event] = collections.defaultdict(threading.Event)
+
+    async def listen(self, parts: AsyncIterator[Said]) -> list[tuple[int, tuple[int, ...]]]:
+        said = []
+        async for choice, delta, _ in parts:
+            said.append((choice, delta.token_ids))
+            for token in delta.token_ids:
+                self.heard[choice, token].set()
+        return said
+
+    def wait(self, choice: int, token: int) -> None:
+        assert self.heard[choice, token].wait(20)
+
+
 def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes while the loop rests, and nothing after it calls the loop again."""
     monkeypatch.setattr(module, "SHARE", 1e-9)  # the longest rest after every round
-    heard = threading.Event()
+    ears = Ears()
 
     def speak(emit: Emit) -> None:
-        emit(0, part(0, 0))
-        time.sleep(0.02)
-        emit(0, part(0, 1))
-        assert heard.wait(20)
+        for token in range(2):
+            emit(0, part(0, token))
+            ears.wait(0, token)
         emit(0, part(0, 2, last=True))
 
-    async def hear() -> list[tuple[int, ...]]:
-        said = []
+    async def hear() -> list[tuple[int, tuple[int, ...]]]:
         async with asked(speak) as parts:
-            async for own in parts:
-                said.append(own.delta.token_ids)
-                if own.delta.token_ids == (1,):
-                    heard.set()
-        return said
+            return await ears.listen(parts)
 
-    assert asyncio.run(hear()) == [(0,), (1,), (2,)]
+    assert asyncio.run(hear()) == [(0, (0,)), (0, (1,)), (0, (2,))]
 
 
-def test_pieces_come_together_while_the_loop_rests_and_ends_do_not_wait(
+def test_pieces_come_together_while_the_loop_rests_and_first_ones_and_ends_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SHARE", 1e-9)
     monkeypatch.setattr(module, "LONGEST_S", 600.0)
+    ears = Ears()
 
     def speak(emit: Emit) -> None:
         emit(0, part(0, 0))
-        time.sleep(0.05)
+        ears.wait(0, 0)
+        emit(0, part(1, 0))
+        ears.wait(1, 0)
         for token in range(1, 50):
             emit(0, part(0, token, last=token == 49))
+        ears.wait(0, 49)
+        for token in range(1, 9):
+            emit(0, part(1, token, last=token == 8))
 
-    async def hear() -> list[int]:
-        async with asked(speak) as parts:
-            return [len(own.delta.token_ids) async for own in parts]
+    async def hear() -> list[tuple[int, tuple[int, ...]]]:
+        async with asked(speak, choices=2) as parts:
+            return await ears.listen(parts)
 
-    assert asyncio.run(hear()) == [1, 49]
+    said = [(choice, len(tokens)) for choice, tokens in asyncio.run(hear())]
+    assert said == [(0, 1), (1, 1), (0, 49), (1, 8)]
 
 
 @pytest.mark.parametrize("streams", [True, False])
