@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from specdec import Delta, SamplingParams, SpecEngine
+from specdec.bench.random_model import write_random_checkpoint
 from specdec.draft.history import Table
 from specdec.errors import EngineError, SpecdecError
+from tests.conftest import HYBRID
 from tests.oracle import Oracle
 
 PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8, 9], [5] * 20)
@@ -183,6 +185,27 @@ def test_a_step_may_fail_anywhere(
     assert ask(engine) == expected
     settled(engine)
     assert engine.stats().failed_steps == before + 1
+
+
+@pytest.mark.parametrize(
+    "name", ["planned", "drafted", "chosen", "committed in part", "learnt", "said in part"]
+)
+def test_a_head_forgets_what_a_failed_step_has_left(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states of requests that are over would be read by nobody, for ever."""
+    write_random_checkpoint(tmp_path, {**HYBRID, "mtp_num_hidden_layers": 1}, seed=0)
+    chain = {"adaptive": False, "num_steps": 3, "topk": 1}
+    with SpecEngine(
+        tmp_path, dtype="float64", draft="mtp", max_running=2, max_model_len=128, **chain
+    ) as engine:
+        expected = ask(engine)
+        break_once(*place(engine, name), MemoryError(), monkeypatch)
+        assert any(isinstance(own, SpecdecError) for own in ask(engine))
+        monkeypatch.undo()
+        head = engine.model.loop.speculation.head
+        assert head and not head._unread
+        assert ask(engine) == expected
 
 
 def test_what_cannot_be_put_right_ends_the_engine(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
