@@ -1,5 +1,6 @@
 """Text to tokens and back: a folder's tokenizer, and the stream that turns one output's tokens into text."""
 
+import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,10 @@ LONGEST = 4
 """Bytes in a character, and so tokens that one may take."""
 CONTEXT = 8
 """Tokens that stay as context for the next ones; never more than five times as many are decoded at once."""
+_SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
+BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""What byte-level vocabularies, GPT-2's and those after it, spell each byte with."""
 SPOKEN = ("<tool_call>", "</tool_call>")
 """Tokens that belong to the text even where a tokenizer calls them special: by them calls are found."""
 
@@ -50,6 +55,16 @@ class Tokenizer:
         """Return one token's text, special ones' too."""
         text: str = self.inner.decode([token], skip_special_tokens=False)
         return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return one token's own bytes, which may be a part of a character."""
+        text = self.spell(token)
+        piece = self.inner.id_to_token(token) if INCOMPLETE in text else None
+        if piece and (found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece)):
+            return bytes.fromhex(found[1])
+        if piece and all(sign in BYTES for sign in piece):
+            return bytes(BYTES[sign] for sign in piece)
+        return text.encode()
 
     def is_silent(self, token: int) -> bool:
         """Tell whether a token has no text: a special one, or an id that only the model's table has."""

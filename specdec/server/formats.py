@@ -1,5 +1,6 @@
 """How choices are put into words: as completions or as chats, whole or in chunks."""
 
+import codecs
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from specdec.server.tools.offer import Offer
 from specdec.text import Tokenizer
 
 Json = dict[str, Any]
+UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ class Completions:
     ) -> None:
         self.tokenizer, self.shown, self.echoes, self.n = tokenizer, shown, echoes, n
         self._offsets: dict[int, int] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}
         self._begun: set[int] = set()
 
     def first(self, choice: int) -> Json | None:
@@ -145,11 +148,12 @@ class Completions:
         """Write them as columns, a prompt's first; an offset is where a token's own text begins."""
         logprobs = [*(delta.prompt_logprobs or ()), *(delta.logprobs or ())]
         first = [echo.first] if echo else []
-        tokens = [spell(self.tokenizer, token) for token in (*first, *(own.token_id for own in logprobs))]
-        offsets = []
-        for token in tokens:
+        ids = [*first, *(own.token_id for own in logprobs)]
+        tokens, offsets = [self._named(token) for token in ids], []
+        decoder = self._decoders.setdefault(choice, UTF8("replace"))
+        for token in ids:
             offsets.append(self._offsets.get(choice, 0))
-            self._offsets[choice] = offsets[-1] + len(token)
+            self._offsets[choice] = offsets[-1] + len(decoder.decode(self._bytes(token)))
         return {
             "text_offset": offsets,
             "token_logprobs": [*(None for _ in first), *(own.logprob for own in logprobs)],
@@ -157,11 +161,22 @@ class Completions:
             "top_logprobs": [
                 *(None for _ in first),
                 *(
-                    {spell(self.tokenizer, token): logprob for token, logprob in reversed(_with_chosen(own))}
+                    {self._named(token): logprob for token, logprob in reversed(_with_chosen(own))}
                     for own in logprobs
                 ),
             ],
         }
+
+    def _bytes(self, token: int) -> bytes:
+        return self.tokenizer.bytes_of(token) if self.tokenizer else spell(None, token).encode()
+
+    def _named(self, token: int) -> str:
+        """Return a token's text, or its bytes, as OpenAI writes them, if it is a part of a character."""
+        own = self._bytes(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 class Chats:
@@ -213,7 +228,8 @@ class Chats:
 
     def _token(self, token: int, logprob: float) -> Json:
         text = spell(self.tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        own = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
+        return {"token": text, "logprob": logprob, "bytes": list(own)}
 
 
 class Envelope:

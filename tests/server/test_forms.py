@@ -184,3 +184,29 @@ def test_a_chat_of_no_tokens_is_refused(live: Live) -> None:
     for fields in ({"max_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
         answer = live.ask(CHAT, chat | fields)
         assert (answer.status, answer.error["param"]) == (400, list(fields)[-1])
+
+
+def test_tokens_that_are_parts_of_a_character_are_told_apart(live: Live) -> None:
+    text = "x = 'naïve 漢字🙂' + y"
+    body = {"prompt": text, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 3}
+    choice = live.ask(COMPLETE, body).json["choices"][0]
+    found = choice["logprobs"]
+    assert any(token.startswith("bytes:\\x") for token in found["tokens"])
+    columns = zip(
+        found["tokens"], found["text_offset"], found["token_logprobs"], found["top_logprobs"], strict=True
+    )
+    for token, offset, logprob, top in columns:
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+        assert top is None or top[token] == logprob
+    chat = {
+        "messages": [{"role": "user", "content": "x"}],
+        "logprobs": True,
+        "temperature": 0,
+        "max_tokens": 30,
+        "structured_outputs": {"choice": ["漢字🙂"]},
+    }
+    answer = live.ask(CHAT, chat).json["choices"][0]
+    pieces = b"".join(bytes(own["bytes"]) for own in answer["logprobs"]["content"])
+    assert (
+        pieces.decode().startswith(answer["message"]["content"]) and answer["message"]["content"] == "漢字🙂"
+    )
