@@ -80,6 +80,9 @@ async def _pass(
         with state.connections.busy(request.protocol):
             await read_body(request, state.config.body_timeout)
             response = await handler(request)
+    except asyncio.CancelledError:
+        logger.info("%s %s: its client has hung up after %.1f s", number, path, time.perf_counter() - start_s)
+        raise
     except ConnectionError as error:
         logger.info("%s %s: its client is gone (%s)", number, path, error or type(error).__name__)
         return web.Response(status=GONE)  # which nobody reads

@@ -67,6 +67,15 @@ def failure_of(error: Exception) -> Failure:
             # The same words as in Python, where a setting is named with its class.
             message = str(error).replace("SamplingParams.", "").replace("SamplingParams ", "the request ")
             return Failure(400, message, param=error.field)
+        case web.HTTPNotFound():
+            return Failure(404, "There is nothing at this address; /openapi.json lists those there are.")
+        case web.HTTPMethodNotAllowed():
+            allowed = " or ".join(sorted(error.allowed_methods))
+            return Failure(405, f"This address takes {allowed}.", headers=_kept(error.headers))
+        case web.HTTPRequestEntityTooLarge():
+            return Failure(
+                413, "The body has more bytes than max_body_bytes, a setting of the server, allows."
+            )
         case web.HTTPException():
             return Failure(error.status, error.reason, headers=_kept(error.headers))
         case _:

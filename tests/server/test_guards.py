@@ -1,6 +1,7 @@
 """Who may use a server, how much at once, and what becomes of those who leave or do not read."""
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -206,6 +207,18 @@ def test_an_address_that_is_taken_is_told_before_the_model_loads(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
     assert "port: 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_client_that_hangs_up_leaves_a_line_with_its_time() -> None:
+    with Live(*PLAIN) as live:
+        sock = open_stream(live, LONG | {"n": 2})
+        wait_for(lambda: running(live) == 2)
+        sock.close()
+        wait_for(lambda: running(live) == 0)
+        said = live.stop()[1]
+    assert re.search(
+        r"^\d{4}-\d\d-\d\d \S+ INFO \S+ \w+ /v1/completions: its client has hung up", said, re.MULTILINE
+    )
 
 
 def test_prompts_are_logged_only_where_that_is_asked_for() -> None:
