@@ -63,7 +63,8 @@ function fail(error) {
   blame(error.field);
 }
 
-const given = (body) => body.messages ?? [{ content: body.prompt }];
+const given = ({ messages, prompt }) =>
+  messages ? [...messages, { role: "assistant", content: "" }] : [{ content: prompt }];
 const same = ({ path, body }) => JSON.stringify([path, { ...body, speculate: null, return_drafts: null }]);
 
 async function ask(options) {

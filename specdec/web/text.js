@@ -39,6 +39,7 @@ export class Text {
       this.line = null;
     }
     this.append(text, "given", null);
+    this.box.scrollTop = this.box.scrollHeight;
   }
 
   /** Take a token's text; it is shown with the next frame. */

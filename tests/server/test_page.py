@@ -242,7 +242,7 @@ def test_a_chat_goes_on(tab: Tab) -> None:
         send(tab, message, max_tokens=12, temperature=0)
         tab.wait(f"window.heard.length === {count} && {DONE}")
     roles = tab.look("[...document.querySelectorAll('#first .role')].map(e => e.textContent)")
-    assert roles == ["user", "assistant", "user"]
+    assert roles == ["user", "assistant", "user", "assistant"]
     assert text_of(pieces(tab)) == "".join(
         choice["delta"]["content"] for event in heard(tab) for choice in event["choices"]
     )
