@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.errors import EngineError
+from specdec.errors import SpecdecError
 from specdec.kernels.table import Kernels
 from specdec.parts import Part
 from specdec.state_slots import backing as backings
@@ -45,7 +45,7 @@ def keeps_the_texts(known: tuple[Path, list[Case]], backing: str = "record") -> 
     try:
         with drafting_engine(folder, "oracle", cases, rate=0.85, **fields) as (engine, seen):
             found = generate(engine, cases)
-    except (EngineError, IntegrityError, AssertionError):
+    except (SpecdecError, IntegrityError, AssertionError):
         return False
     assert seen.outcomes["part"] and seen.outcomes["all"] and seen.winding
     return not differences(cases, found, within=1e-6)

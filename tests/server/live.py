@@ -39,6 +39,12 @@ class Answer:
         assert set(self.json) == {"error"}
         return self.json["error"]
 
+    @property
+    def failure(self) -> Any:
+        """Return what went wrong, before the first event or after it."""
+        streamed = self.headers["Content-Type"].startswith("text/event-stream")
+        return self.events[-1]["error"] if streamed else self.error
+
 
 class Live:
     """`specdec serve` until it is left."""

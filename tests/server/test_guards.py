@@ -164,7 +164,7 @@ def test_who_is_still_answered_when_it_stops_is_told(twice: bool) -> None:
         if twice:
             wait_for(lambda: live.ask("/ready").status == 503)
             live.process.send_signal(signal.SIGTERM)
-        assert streamed.result().events[-1]["error"]["code"] == "stopping"
+        assert streamed.result().failure["code"] == "stopping"
         answer = whole.result()
         assert (answer.status, answer.error["code"]) == (503, "stopping")
         assert live.process.wait(timeout=60) == 0 and "Traceback" not in live.stop()[1]
