@@ -48,6 +48,7 @@ MEANS_NOTHING: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (0, False),
     "truncate_prompt_tokens": (0,),
     "web_search_options": ({},),
+    "return_tokens_as_token_ids": (False,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "add_special_tokens": (True,),
@@ -59,6 +60,7 @@ REFUSED = (
     *("suffix", "tools", "functions", "tool_choice", "function_call", "modalities", "audio", "prediction"),
     *("web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("prompt_logprobs", "truncate_prompt_tokens"),
+    *("echo", "regex", "ebnf", "json_schema", "stop_regex", "guided_decoding", "return_tokens_as_token_ids"),
     *("allowed_token_ids", "bad_words", "add_special_tokens", "continue_final_message", "documents"),
     *(
         "chat_template",
@@ -72,7 +74,13 @@ REFUSED = (
 
 
 GUIDED = 'give structured_outputs: {"json": …}, {"regex": …}, {"choice": …} or {"grammar": …}'
-INSTEAD = dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), GUIDED)
+INSTEAD = dict.fromkeys(
+    (
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
+        *("regex", "ebnf", "json_schema"),
+    ),
+    GUIDED,
+)
 """What to do where there is more to do than to leave a field out."""
 
 

@@ -136,6 +136,8 @@ def test_an_output_has_the_form_that_is_asked_for(
             "response_format",
         ),
         ({"guided_json": PERSON}, "guided_json", "structured_outputs"),
+        ({"regex": "[0-9]{4}"}, "regex", "structured_outputs"),
+        ({"bad_words": ["x"]}, "bad_words", "leave it out"),
     ],
     ids=str,
 )
