@@ -129,7 +129,7 @@ def expected(hybrid: Path) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def broken(
+def engine(
     request: pytest.FixtureRequest, hybrid: Path, expected: list[tuple[int, ...]]
 ) -> Iterator[SpecEngine]:
     """Open an engine whose drafts are accepted in part, where it has any."""
@@ -159,19 +159,18 @@ def settled(engine: SpecEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "name"),
+    ("engine", "name"),
     [(way, name) for way, names in PLACES.items() for name in names],
-    indirect=["broken"],
+    indirect=["engine"],
     scope="module",
 )
 def test_a_step_may_fail_anywhere(
-    broken: SpecEngine,
+    engine: SpecEngine,
     name: str,
     expected: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = broken
     before = engine.stats().failed_steps
     errors = [ZeroDivisionError("by nought"), MemoryError(), torch.OutOfMemoryError("no room")]
     error = errors[len(name) % len(errors)]
