@@ -96,6 +96,16 @@ class SpecEngine:
         form = params.structured_outputs
         return Prepared(ids, params, self._grammars.compile(form.kind, form.source) if form else None)
 
+    def check_length(self, text: str) -> None:
+        """Refuse a text that no tokenizer could make short enough, before it costs the time to read."""
+        most = self.model.settings.max_model_len
+        if self.tokenizer and len(text) > most * self.tokenizer.longest:
+            raise RequestError(
+                f"prompt: it has {len(text):,} characters, which {most} tokens, the max_model_len, cannot "
+                f"hold; {self._longer()}.",
+                field="prompt",
+            )
+
     def submit(
         self, prepared: Sequence["Prepared"], emit: Callable[[int, Delta | SpecdecError], None]
     ) -> "Ticket":
@@ -183,6 +193,7 @@ class SpecEngine:
                     "prompt: the model's folder has no tokenizer.json; pass token ids instead of text.",
                     field="prompt",
                 )
+            self.check_length(prompt)
             ids = self._tokenize(prompt)
         else:
             ids = _as_ids(prompt)

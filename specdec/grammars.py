@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,10 @@ DEEPEST = 64
 """Levels of a schema: the time to compile them grows with their cube."""
 LONGEST = 32 << 10
 """Characters of a form: one of a thousand properties takes seconds to compile."""
+PATIENCE_S = 10.0
+"""For a form to be compiled. Nobody can stop the library: who asked stops waiting, what comes is kept."""
+PLACES = 2
+"""Forms that are compiled at once: each takes a processor from the engine."""
 
 
 class Grammars:
@@ -33,6 +38,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
+        self._places = threading.BoundedSemaphore(PLACES)
         self._lock = threading.Lock()
         self._compiler: Any = None
 
@@ -51,14 +57,33 @@ class Grammars:
             raise _unfit(kind, f"it nests more than {DEEPEST} levels")
         with self._lock:
             compiler = self._compiler = self._compiler or self._make_compiler()
-            try:
-                compiled = _compiled(compiler, kind, source)
-            except Exception as error:  # of many kinds, the C++ library's among them
-                said = str(error).strip().splitlines() or [type(error).__name__]
-                raise _unfit(kind, WHERE.sub("", said[-1])[:300]) from None
-        if self.guide(compiled).is_dead:
-            raise _unfit(kind, "no text has this form")
-        return compiled
+        compiling: Future[Any] = Future()
+        # A thread that nobody waits for when the process ends.
+        work = (compiling, compiler, kind, source)
+        threading.Thread(target=self._compile, args=work, name="specdec-grammar", daemon=True).start()
+        try:
+            return compiling.result(PATIENCE_S)
+        except TimeoutError:
+            compiling.cancel()
+            late = f"it was not compiled within {PATIENCE_S:g} s"
+            raise _unfit(kind, late, "give a smaller one, or ask for it again later") from None
+        except Exception as error:  # of many kinds, the C++ library's among them
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise _unfit(kind, WHERE.sub("", said[-1])[:300]) from None
+
+    def _compile(self, compiling: "Future[Any]", compiler: Any, kind: str, source: str) -> None:
+        """Compile a form when there is a place, unless nobody waits for it any more."""
+        with self._places:
+            if compiling.set_running_or_notify_cancel():
+                try:
+                    compiled = _compiled(compiler, kind, source)
+                    guide = self.guide(compiled)
+                    # A schema that nothing fits comes out as one that fits the empty text.
+                    if guide.is_dead or (kind == "json_schema" and guide.may_end(self._eos)):
+                        raise ValueError("no text has this form")
+                    compiling.set_result(compiled)
+                except Exception as error:
+                    compiling.set_exception(error)
 
     def _make_compiler(self) -> Any:
         if self._tokenizer is None:
@@ -103,6 +128,12 @@ class Guide:
         """Tell whether nothing may follow, and here is no end."""
         self._matcher.fill_next_token_bitmask(self._words_1W)
         return not self._words_1W.any()
+
+    def may_end(self, eos: Sequence[int]) -> bool:
+        """Tell whether the output may end here, at one of these tokens or without any."""
+        self._matcher.fill_next_token_bitmask(self._words_1W)
+        words = self._words_1W[0].tolist()
+        return self._matcher.is_terminated() or any(words[token // 32] >> token % 32 & 1 for token in eos)
 
     @property
     def is_over(self) -> bool:
@@ -189,7 +220,5 @@ def _alternatives(texts: Sequence[str]) -> str:
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
-def _unfit(kind: str, why: str) -> RequestError:
-    return RequestError(
-        f"structured_outputs.{kind}: {why}; give one that xgrammar can read.", field="structured_outputs"
-    )
+def _unfit(kind: str, why: str, instead: str = "give one that xgrammar can read") -> RequestError:
+    return RequestError(f"structured_outputs.{kind}: {why}; {instead}.", field="structured_outputs")

@@ -34,6 +34,8 @@ class Tokenizer:
         inner.no_padding()
         self.inner = inner
         added = inner.get_added_tokens_decoder().items()
+        self.longest = max(map(len, inner.get_vocab()), default=1)
+        """Characters that a token may stand for at most: one is spelled with at least as many signs."""
         self._special = {i for i, token in added if token.special and token.content not in SPOKEN}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -328,3 +328,20 @@ def test_token_ids_may_come_as_a_tensor(engine: SpecEngine) -> None:
 def test_params_of_another_type_are_refused(engine: SpecEngine) -> None:
     with pytest.raises(RequestError, match="SamplingParams"):
         engine.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpecEngine("tiny", max_model_len=64, draft="none") as engine:
+        assert engine.tokenizer
+        longest = engine.tokenizer.longest
+        words = max(engine.tokenizer.inner.get_vocab(), key=len)
+        assert len(engine.tokenizer.decode(engine.tokenizer.encode(words))) <= longest
+        with pytest.raises(RequestError, match="max_model_len is 64"):
+            engine.prepare("a" * (64 * longest), SamplingParams())  # may fit, is read, and does not
+
+        def encode(text: str, **_: bool) -> list[int]:
+            raise AssertionError("it was read")
+
+        monkeypatch.setattr(engine.tokenizer, "encode", encode)
+        with pytest.raises(RequestError, match="characters, which 64 tokens"):
+            engine.prepare("a" * (64 * longest + 1), SamplingParams())

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -172,3 +173,33 @@ def test_an_output_has_one_form(fields: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Structure(**fields)
     assert caught.value.field == field
+
+
+def test_a_form_that_takes_long_to_compile_is_given_up_and_keeps_no_other_waiting(
+    engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    compiled = grammars._compiled
+
+    def slowly(compiler: object, kind: str, source: str) -> object:
+        if source == "a+":
+            begun.set()
+            go_on.wait(60)
+        return compiled(compiler, kind, source)
+
+    monkeypatch.setattr(grammars, "_compiled", slowly)
+    monkeypatch.setattr(grammars, "PATIENCE_S", 0.2)
+    slow, quick = (SamplingParams(structured_outputs=Structure(regex=own)) for own in ("a+", "b"))
+    with pytest.raises(RequestError, match=r"structured_outputs.regex: it was not compiled within 0.2 s"):
+        engines[0].prepare("a", slow)
+    assert begun.is_set()
+    monkeypatch.setattr(grammars, "PATIENCE_S", 60)
+    assert engines[0].prepare("a", quick).grammar
+    go_on.set()
+    assert engines[0].prepare("a", slow).grammar
+
+
+@pytest.mark.parametrize("schema", [{"anyOf": []}, {"enum": []}])
+def test_a_schema_that_nothing_fits_is_refused(schema: dict[str, object], engines: list[SpecEngine]) -> None:
+    with pytest.raises(RequestError, match="structured_outputs"):
+        engines[0].prepare("a", SamplingParams(structured_outputs=Structure(json_schema=schema)))

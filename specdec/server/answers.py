@@ -18,6 +18,26 @@ LONGEST_S = 0.1
 """For which what was said may wait all the same."""
 
 
+class Deadline:
+    """When a request must be over, counted from here."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at_s = asyncio.get_running_loop().time() + seconds
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Wait for what is in here no longer than that."""
+        late = Failure(504, f"The answer took longer than {self.seconds:g} s.", code="timeout")
+        try:
+            async with asyncio.timeout_at(self._at_s):
+                yield
+        except TimeoutError:
+            raise late from None
+        if asyncio.get_running_loop().time() >= self._at_s:
+            raise late  # what is always there at once is never waited for
+
+
 class Said(NamedTuple):
     """What a choice has gained since it was last looked at."""
 
@@ -73,9 +93,9 @@ class Answers:
     """
 
     def __init__(
-        self, engine: SpecEngine, bell: Bell, prepared: Sequence[Prepared], *, streams: bool, timeout_s: float
+        self, engine: SpecEngine, bell: Bell, prepared: Sequence[Prepared], *, streams: bool, until: Deadline
     ) -> None:
-        self.engine, self.bell, self.prepared, self.timeout_s = engine, bell, prepared, timeout_s
+        self.engine, self.bell, self.prepared, self.until = engine, bell, prepared, until
         self.streams = streams
         """Whether what comes is wanted before the end."""
         self.n = prepared[0].params.n
@@ -122,14 +142,9 @@ class Answers:
 
     async def __aiter__(self) -> AsyncIterator[Said]:
         """Yield what each choice says; of one that said more than once meanwhile all at once."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + self.timeout_s
         while self.left:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until_s):
-                    await self.came.wait()
-            if loop.time() >= until_s:
-                raise Failure(504, f"The answer took longer than {self.timeout_s:g} s.", code="timeout")
+            async with self.until.held():
+                await self.came.wait()
             self.came.clear()
             if self._error:
                 raise self._error

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -19,7 +20,7 @@ from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
 from specdec.server.openapi import describe
 from specdec.server.page import playground
-from specdec.server.state import State
+from specdec.server.state import State, worked
 from specdec.server.tools.offer import make_offer
 
 logger = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ def build_app(state: State) -> web.Application:
         ("POST", "/flush_cache", _flush_cache),
         ("GET", "/openapi.json", _openapi),
     ]
-    for method, path, handler in routes:
-        app.router.add_route(method, path, _with_state(handler))
-    for path, page in PAGES.items():
-        app.router.add_route("GET", path, page)
+    pages = [("GET", path, page) for path, page in PAGES.items()]
+    for method, path, handler in [*((a, b, _with_state(c)) for a, b, c in routes), *pages]:
+        app.router.add_route(method, path, handler)
+        if method == "GET":
+            app.router.add_route("HEAD", path, handler)
     return app
 
 
@@ -76,7 +78,7 @@ async def _pass(
     start_s, state, path = time.perf_counter(), request.app[STATE], request.raw_path
     try:
         if request.path not in OPEN:
-            state.admit(request)
+            state.access.admit(request)
         with state.connections.busy(request.protocol):
             await read_body(request, state.config.body_timeout)
             response = await handler(request)
@@ -165,7 +167,8 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
     tokenizer, vocab = state.engine.tokenizer, state.engine.model.network.spec.vocab
     if tokenizer is None or any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
-    return web.json_response({"prompt": tokenizer.decode(body.tokens)})
+    text = await worked(len(body.tokens), partial(tokenizer.decode, body.tokens))
+    return web.json_response({"prompt": text})
 
 
 async def _flush_cache(request: web.Request, state: State) -> web.Response:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -10,19 +11,23 @@ from specdec.config import SamplingParams
 from specdec.engine import Prepared, Prompt
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta
-from specdec.server.answers import Answers
+from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure, failure_of
 from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
 from specdec.server.metrics import Watch
-from specdec.server.state import State
+from specdec.server.state import State, worked
 from specdec.server.streams import EventStream
 
 logger = logging.getLogger(__name__)
 
+SPELLING = 5
+"""Times as long as reading a character takes spelling a token."""
+
 
 async def complete(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/completions."""
+    until = Deadline(state.config.request_timeout)
     body = CompletionBody.read(await request.read())
     state.check_model(body.model)
     if len(body.prompts) > state.config.max_prompts:
@@ -32,30 +37,39 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
         )
     echoed = body.logprobs if body.echo else None
     params = body.params(logprobs=body.logprobs, prompt_logprobs=echoed)
-    prepared = await _prepare(state, body, body.prompts, params)
     tokenizer = state.engine.tokenizer
-    echoes = (
-        [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)] if body.echo else []
-    )
-    return await _answer(
-        request, state, body, prepared, Completions(tokenizer, _shown(body), echoes, params.n)
-    )
+
+    def echo(prepared: Sequence[Prepared]) -> list[Echo]:
+        return [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)]
+
+    with state.under_way(len(body.prompts) * params.n):
+        async with until.held():
+            prepared = await _prepare(state, body, body.prompts, params)
+            ids = sum(len(own.ids) for own in prepared)
+            echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
+        form = Completions(tokenizer, _shown(body), echoes, params.n)
+        return await _answer(request, state, body, prepared, form, until)
 
 
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
+    until = Deadline(state.config.request_timeout)
     body = ChatBody.read(await request.read())
     state.check_model(body.model)
     offer = body.offer(state.calls)
     variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
-    ids = await state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
-    room = max(state.max_model_len - len(ids), 1)
-    asked = (body.max_completion_tokens, body.max_tokens, room)
-    most = next(own for own in asked if own is not None)
     forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
+    asked = (body.max_completion_tokens, body.max_tokens, state.max_model_len)
+    most = next(own for own in asked if own is not None)
     params = body.params(logprobs=body.shown, max_tokens=most, **forced)
-    prepared = await _prepare(state, body, [ids], params, "tools" if forced else None)
-    return await _answer(request, state, body, prepared, Chats(state.engine.tokenizer, _shown(body), offer))
+    with state.under_way(params.n):
+        async with until.held():
+            ids = await state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
+            if most == asked[-1]:
+                params = params.model_copy(update={"max_tokens": max(state.max_model_len - len(ids), 1)})
+            prepared = await _prepare(state, body, [ids], params, "tools" if forced else None)
+        form = Chats(state.engine.tokenizer, _shown(body), offer)
+        return await _answer(request, state, body, prepared, form, until)
 
 
 async def _prepare(
@@ -77,17 +91,16 @@ async def _answer(
     body: Body,
     prepared: Sequence[Prepared],
     form: Format,
+    until: Deadline,
 ) -> web.StreamResponse:
     envelope = Envelope(form, body.model or state.names[0], prepared)
-    timeout_s = state.config.request_timeout
-    answers = Answers(state.engine, state.bell, prepared, streams=body.stream, timeout_s=timeout_s)
-    with state.under_way(answers.left):
-        usage = Usage(answers.prompt_tokens)
-        with answers, state.answering(answers), state.metrics.request(answers.prompt_tokens) as watch:
-            if not body.stream:
-                return web.json_response(await _whole(answers, envelope, usage, watch, body))
-            stream = EventStream(request, state.config.stall_timeout, request["headers"])
-            return await _stream(answers, envelope, usage, watch, body, stream)
+    answers = Answers(state.engine, state.bell, prepared, streams=body.stream, until=until)
+    usage = Usage(answers.prompt_tokens)
+    with answers, state.answering(answers), state.metrics.request(answers.prompt_tokens) as watch:
+        if not body.stream:
+            return web.json_response(await _whole(answers, envelope, usage, watch, body))
+        stream = EventStream(request, state.config.stall_timeout, request["headers"])
+        return await _stream(answers, envelope, usage, watch, body, stream)
 
 
 async def _whole(

@@ -29,6 +29,7 @@ ORDERS = {"/flush_cache": "Forget the texts in which drafters look up"}
 ERRORS = {
     "400": "The request is at fault; `param` names the field",
     "401": "A key is wanted",
+    "403": "A page from elsewhere has sent it",
     "404": "There is no such model",
     "413": "The body is too large",
     "429": "Too much is under way",

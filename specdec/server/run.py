@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from specdec.config import EngineConfig
 from specdec.engine import SpecEngine
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import SHIPPED
+from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.settings import ServerConfig
-from specdec.server.state import State, read_keys
+from specdec.server.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ WATCH_S = 1.0
 GRACE_S = 5.0
 """For what is still open when the time to drain is over, and for a step that is to end."""
 STDERR = 2
+OURS = "specdec-"
+"""What the names of the engine's threads begin with."""
 FAILED = 70
 """Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
 
@@ -44,14 +48,17 @@ FAILED = 70
 def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load a model and serve it until told to stop. What is wrong with the server is told before it loads."""
     folder = SHIPPED.get(model, Path(model)).resolve()
-    read_keys(config)
+    if Access(config).is_open:
+        logger.warning("everybody who reaches %s may ask: no key is wanted; give --api-key", config.host)
     with _bind(config) as sock, SpecEngine(model, engine_config) as engine:
         asyncio.run(serve(engine, config, folder, sock))
         failed = engine.fault is not None
         ended = engine.close(0 if failed else GRACE_S)
         if failed or not ended:
             logger.critical("ending the process: %s", engine.fault if failed else "a step does not end")
-            # Nobody can end a thread that is in a step, and the interpreter would wait for it.
+        # Nobody can end a thread that is in a step, or that compiles a form, and the interpreter, which goes
+        # to pieces around it, had better not try.
+        if failed or any(thread.daemon and thread.name.startswith(OURS) for thread in threading.enumerate()):
             _leave(FAILED if failed else 0)
 
 
@@ -132,6 +139,12 @@ def _bind(config: ServerConfig) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted ones inherit it
         sock.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"host: {config.host!r} is neither an address nor a known name ({error.strerror}); give "
+            "127.0.0.1, or 0.0.0.0 for all of its addresses.",
+            field="host",
+        ) from error
     except OSError as error:
         if sock:
             sock.close()

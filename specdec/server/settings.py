@@ -31,7 +31,7 @@ class ServerConfig(Settings):
         description="a list of keys, or None",
     )
     api_key_file: str | None = Field(
-        None, title="a file with one key on each line", description="a path, or None"
+        None, title="a file with one key on each line; # begins a comment", description="a path, or None"
     )
     max_body_bytes: int = Field(
         16 << 20, ge=1024, title="bytes of a request at most", description="a whole number of at least 1024"

@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import hmac
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-from aiohttp import web
+from typing import Any, TypeVar
 
 from specdec.chat import load_template
 from specdec.config import SamplingParams
 from specdec.engine import Prepared, Prompt, SpecEngine
-from specdec.errors import ConfigError
+from specdec.server.access import Access
 from specdec.server.answers import Answers, Bell
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
@@ -24,10 +21,10 @@ from specdec.server.tools.offer import format_of
 
 logger = logging.getLogger(__name__)
 
-KEY_VARIABLE = "SPECDEC_API_KEY"
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
 """Characters, or ids, of prompts that take a while to read."""
+T = TypeVar("T")
 STOPPING = {"Retry-After": "10"}
 
 
@@ -41,7 +38,7 @@ class State:
         """How the model calls tools, if it does."""
         self.names = config.served_model_name or [folder.name]
         self.max_model_len = engine.model.settings.max_model_len
-        self.keys = read_keys(config)
+        self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
         self.metrics = Metrics(engine, self.names[0])
         self.connections = Connections(config.max_connections)
@@ -100,22 +97,6 @@ class State:
         if fault := self.engine.fault:
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
-    def admit(self, request: web.Request) -> None:
-        """Refuse who brings none of the keys; all are compared, each in a time that tells nothing."""
-        if not self.keys:
-            return
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        matches = [
-            hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key) for key in self.keys
-        ]
-        if kind.lower() != "bearer" or not any(matches):
-            raise Failure(
-                401,
-                "This server wants a key that it knows: send the header 'Authorization: Bearer KEY'.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
     async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Prepared]:
         """Look at all prompts before one is begun: a mistake in the last must not cost the first's work."""
         if self.config.log_prompts:
@@ -124,8 +105,9 @@ class State:
         def prepare() -> list[Prepared]:
             return [self.engine.prepare(prompt, params) for prompt in prompts]
 
-        takes_long = params.structured_outputs or sum(map(len, prompts)) > LONG
-        return await asyncio.to_thread(prepare) if takes_long else prepare()
+        # Nobody knows before how long a form takes to compile.
+        size = LONG + 1 if params.structured_outputs else sum(map(len, prompts))
+        return await worked(size, prepare)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Turn a text into tokens."""
@@ -133,9 +115,7 @@ class State:
         if tokenizer is None:
             raise Failure(400, "prompt: the model has no tokenizer; send token ids.", param="prompt")
         try:
-            if len(text) > LONG:
-                return await asyncio.to_thread(tokenizer.encode, text, special=special)
-            return tokenizer.encode(text, special=special)
+            return await worked(len(text), partial(tokenizer.encode, text, special=special))
         except (UnicodeError, TypeError):
             raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
 
@@ -144,6 +124,7 @@ class State:
     ) -> list[int]:
         """Turn a chat into tokens as the model's template has it."""
         text = self.template.render(messages, variables, answer=answer)
+        self.engine.check_length(text)
         return await self.encode(text, special=self.template.is_plain)
 
     def check_model(self, name: str | None) -> None:
@@ -156,26 +137,6 @@ class State:
             )
 
 
-def read_keys(config: ServerConfig) -> list[bytes]:
-    """Collect the keys that an operator has given, wherever."""
-    keys = [*(config.api_key or []), os.environ.get(KEY_VARIABLE, "")]
-    if config.api_key and not all(key.strip() for key in config.api_key):
-        raise ConfigError(
-            "api_key: it is empty, which would let everybody in; give one, or leave the option out.",
-            field="api_key",
-        )
-    if config.api_key_file:
-        try:
-            keys += Path(config.api_key_file).read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"api_key_file: {config.api_key_file} cannot be read ({error}); give a text file with "
-                "one key on each line.",
-                field="api_key_file",
-            ) from error
-        if not any(key.strip() for key in keys):
-            raise ConfigError(
-                f"api_key_file: {config.api_key_file} holds no key; write one on each line.",
-                field="api_key_file",
-            )
-    return [key.strip().encode() for key in keys if key.strip()]
+async def worked(size: int, work: Callable[[], T]) -> T:
+    """Do work of such a size, in characters: what takes a while in a thread, so that others are served."""
+    return await asyncio.to_thread(work) if size > LONG else work()

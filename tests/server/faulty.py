@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from specdec import grammars
 from specdec.cli import main
 from specdec.draft.lookup import Lookup
 from specdec.loop import DecodeLoop
@@ -80,9 +81,22 @@ def set_worse(file: Path) -> None:
     DecodeLoop.step = wrong  # type: ignore[method-assign]
 
 
+def set_slow_forms(file: Path) -> None:
+    """Let a form of output take for ever to be compiled."""
+    right = grammars._compiled
+
+    def wrong(compiler: Any, kind: str, source: str) -> Any:
+        if told("compiled", file):
+            time.sleep(1000)
+        return right(compiler, kind, source)
+
+    grammars._compiled = wrong
+
+
 if __name__ == "__main__":
     trap = Path(os.environ[FILE])
     for name, (owner, function) in PLACES.items():
         set_trap(owner, function, name, trap)
     set_worse(trap)
+    set_slow_forms(trap)
     sys.exit(main())

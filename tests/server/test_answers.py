@@ -293,3 +293,10 @@ def test_memory_is_shown_by_kind(live: Live) -> None:
     named = {key for key in found if key.startswith("specdec:arena_bytes{")}
     assert len(named) == 4 and all(any(kind in key for key in named) for kind in ("kv", "state", "draft"))
     assert total(found, "specdec:arena_bytes") > 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/"])
+def test_heads_are_told_what_gets_are(live: Live, path: str) -> None:
+    whole, head = live.ask(path), live.ask(path, method="HEAD")
+    assert (head.status, head.data) == (whole.status, b"") and whole.data
+    assert head.headers["Content-Type"] == whole.headers["Content-Type"]

@@ -15,7 +15,7 @@ from specdec.engine import Prepared
 from specdec.errors import EngineError, SpecdecError
 from specdec.outputs import Delta
 from specdec.server import answers as module
-from specdec.server.answers import Answers, Bell, Said
+from specdec.server.answers import Answers, Bell, Deadline, Said
 
 Emit = Callable[[int, Delta | SpecdecError], None]
 
@@ -41,7 +41,7 @@ async def asked(
 ) -> AsyncIterator[AsyncIterator[Said]]:
     prepared = [Prepared((1,), SamplingParams(n=choices))]
     engine = Spoken(speak)
-    answers = Answers(engine, Bell(asyncio.get_running_loop()), prepared, streams=streams, timeout_s=30)  # type: ignore[arg-type]
+    answers = Answers(engine, Bell(asyncio.get_running_loop()), prepared, streams=streams, until=Deadline(30))  # type: ignore[arg-type]
     with answers:
         yield aiter(answers)
     await asyncio.to_thread(engine.thread.join)

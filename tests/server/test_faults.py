@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ LONG: dict[str, Any] = {
 }
 DRAFTS = ("--draft", "suffix", "--no-adaptive", "--num-steps", "3", "--topk", "2", "--num-draft-tokens", "6")
 EXACT = ("--dtype", "float64", "--max-running", "16")
+PLAIN_TEXT = ("--draft", "none", "--max-model-len", "512")
 TIMES = ("--body-timeout", "1", "--idle-timeout", "3", "--stall-timeout", "1")
 ROWS, SILENT = 4, 10_000
 MB_MORE = 64.0
@@ -288,3 +290,17 @@ def test_an_engine_that_comes_to_nothing_is_told_to_all(
 def connect(live: Live) -> socket.socket:
     host, port = live.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)))
+
+
+def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) -> None:
+    with Live(*PLAIN_TEXT, env=told.env, entry="tests.server.faulty") as own, ThreadPoolExecutor(1) as pool:
+        form = {"prompt": "a", "max_tokens": 9, "temperature": 0, "structured_outputs": {"regex": "[ab]+"}}
+        told.file.write_text("compiled")
+        late = pool.submit(own.ask, "/v1/completions", form)
+        wait_for(lambda: not told.file.exists())
+        assert own.ask("/v1/completions", form | {"structured_outputs": {"choice": ["yes"]}}).status == 200
+        answer = late.result()
+        assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
+        assert "not compiled within" in answer.error["message"]
+        code, log = own.stop()
+        assert code == 0 and "Traceback" not in log

@@ -187,7 +187,7 @@ def test_it_stops_in_bounded_time(twice: bool) -> None:
     ("options", "field"),
     [
         (("--port", "70000"), "port"),
-        (("--host", "no.such.host.invalid"), "port"),
+        (("--host", "no.such.host.invalid"), "host"),
         (("--api-key-file", "/nowhere"), "api_key_file"),
         (("--max-queued", "0"), "max_queued"),
         (("--draft", "none", "--topk", "2"), "topk"),

@@ -1,0 +1,88 @@
+"""Who may ask: keys from wherever, and no page from elsewhere where none is wanted."""
+
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from specdec.errors import ConfigError
+from specdec.server.access import VARIABLE, Access
+from specdec.server.failures import Failure
+from specdec.server.settings import ServerConfig
+
+LOCAL = {"Host": "127.0.0.1:8000"}
+
+
+@pytest.fixture(autouse=True)
+def no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def status(access: Access, headers: dict[str, str]) -> int:
+    try:
+        access.admit(make_mocked_request("POST", "/v1/completions", headers=headers))
+    except Failure as failure:
+        return failure.status
+    return 200
+
+
+def test_each_place_for_keys_counts_and_comments_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\n first \n\nsecond#2\n")
+    monkeypatch.setenv(VARIABLE, "third")
+    access = Access(ServerConfig(api_key=["fourth"], api_key_file=str(file)))
+    known = ("first", "second#2", "third", "fourth")
+    for key in (*known, "# of the team", "of the team", "fifth", ""):
+        assert status(access, {"Authorization": f"Bearer {key}"}) == (200 if key in known else 401)
+    assert status(access, LOCAL) == 401
+    assert status(access, {"Authorization": "Basic first"}) == 401
+    assert status(access, {"Authorization": "bearer first", "Origin": "https://elsewhere.example"}) == 200
+
+
+def test_a_key_that_is_empty_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# none yet\n\n")
+    for config in (
+        ServerConfig(api_key=[" "]),
+        ServerConfig(api_key=[]),
+        ServerConfig(api_key=["a"], api_key_file=str(file)),
+    ):
+        with pytest.raises(ConfigError, match="api_key"):
+            Access(config)
+    monkeypatch.setenv(VARIABLE, "")
+    with pytest.raises(ConfigError, match=VARIABLE):
+        Access(ServerConfig())
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        (LOCAL, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "a name that no browser has made"}, 200),
+        ({}, 200),
+        ({"Host": "specdec.localhost", "Origin": "http://specdec.localhost"}, 200),
+        ({**LOCAL, "Origin": "http://127.0.0.1:8000"}, 200),
+        ({**LOCAL, "Origin": "https://elsewhere.example"}, 403),
+        ({**LOCAL, "Origin": "null"}, 403),
+        ({"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"}, 403),
+        ({"Host": "localhost.example", "Origin": "http://localhost.example"}, 403),
+    ],
+)
+def test_where_no_key_is_wanted_no_page_from_elsewhere_may_ask(
+    headers: dict[str, str], expected: int
+) -> None:
+    assert status(Access(ServerConfig()), headers) == expected
+
+
+def test_an_address_for_others_has_other_names() -> None:
+    access = Access(ServerConfig(host="0.0.0.0"))
+    assert access.is_open
+    assert status(access, {"Host": "gpu7:8000"}) == 200
+    assert status(access, {"Host": "gpu7:8000", "Origin": "http://gpu7:8000"}) == 200
+    assert status(access, {"Host": "gpu7:8000", "Origin": "https://elsewhere.example"}) == 403
+    assert not Access(ServerConfig()).is_open
+    assert not Access(ServerConfig(host="0.0.0.0", api_key=["a"])).is_open
