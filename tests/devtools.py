@@ -14,7 +14,7 @@ import aiohttp
 from tests.browser import headless
 
 WAIT_S = 60
-KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
+KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
 MODIFIERS = {"ctrl": 2, "shift": 8}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specdec import Delta, SamplingParams, SpecEngine
 from specdec.bench.random_model import write_random_checkpoint
@@ -187,6 +188,25 @@ def test_a_step_may_fail_anywhere(
     assert ask(engine) == expected
     settled(engine)
     assert engine.stats().failed_steps == before + 1
+
+
+@pytest.mark.parametrize("engine", ["records"], indirect=True, scope="module")
+def test_whose_draft_is_not_trusted_is_forgotten_too(
+    engine: SpecEngine, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails after a draft made the numbers NaN, and before the request has decoded without one."""
+    loop, right = engine.model.loop, engine.model.network.logits
+
+    def logits(hidden_TD: Tensor) -> Tensor:
+        drafted = len(hidden_TD) > len(loop.scheduler.running)
+        return right(hidden_TD) * float("nan") if drafted else right(hidden_TD)
+
+    monkeypatch.setattr(engine.model.network, "logits", logits)
+    break_once(loop.speculation, "distrust", 1, MemoryError(), monkeypatch)
+    assert any(isinstance(own, SpecdecError) for own in ask(engine))
+    monkeypatch.undo()
+    settled(engine)
+    assert ask(engine) == expected
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ class Arena:
     """Cut one byte tensor into slabs and hand out slots in them.
 
     A slab serves one class at a time and is free again when its last slot is. Id 0 of every class lies in
-    slab 0, which is never handed out: padding rows may read and write it. A fresh block or record holds
-    whatever lay there before, NaN included; a fresh state is zero. One thread owns an arena.
+    slab 0, which is never handed out: padding rows may read and write it, and nothing that counts depends on
+    what they find. A fresh block or record holds whatever lay there before, NaN included; a fresh state is
+    zero. One thread owns an arena.
     """
 
     def __init__(self, layout: Layout, num_bytes: int, device: torch.device) -> None:
@@ -167,7 +168,6 @@ class Arena:
         self._slabs.forget()
         for pool in self._pools.values():
             pool.forget()
-        self._slab_bytes_SX[0].zero_()
 
     def _flat(self, kind: Kind, slot: SlotId) -> int:
         if isinstance(slot, int):

@@ -16,6 +16,7 @@ export class Drafts {
 
   clear() {
     this.trees = [];
+    this.isDrafted = false;
     this.shown = this.drawnMs = 0;
     this.drawn = null;
     this.slider.max = this.slider.value = 1;
@@ -25,16 +26,19 @@ export class Drafts {
 
   /** Take what a chunk brought; draw now and then, slowly enough to be looked at. */
   watch(choice, ended) {
-    for (const tree of choice?.drafts ?? []) this.trees.push(tree);
+    for (const tree of choice?.drafts ?? []) {
+      this.trees.push(tree);
+      this.isDrafted ||= tree.texts.length > 1;
+    }
     for (const accepted of ended) this.curve.add(accepted);
     if (performance.now() - this.drawnMs < REFRESH_MS) return;
     this.drawnMs = performance.now();
     this.refresh();
   }
 
-  /** Draw the newest step, unless the reader chose another, and the curve. */
+  /** Draw the newest step, unless the reader chose another, and the curve; nothing while nothing was drafted. */
   refresh() {
-    if (!this.trees.length) return;
+    if (!this.isDrafted) return;
     this.section.hidden = false;
     const follows = !this.shown || this.shown === Number(this.slider.max);
     this.slider.max = this.trees.length;

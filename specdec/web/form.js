@@ -18,10 +18,13 @@ export const field = (name) => document.getElementById(name === "stop" ? "stop_t
 export const isChat = () => field("chat").checked;
 export const key = () => field("key").value.trim();
 
-/** Return the address and the body of the request that the form asks for, after the turns of a chat. */
-export function read(turns) {
+/** Return the address and the body of the request that the form asks for, after the turns of a chat.
+    `again`: in a chat without a new message it is the last one's, whose answer is the last turn. */
+export function read(turns, { again = false } = {}) {
   const prompt = field("prompt");
-  if (!prompt.value.trim()) throw new Trouble(isChat() ? "Write a message first." : "Write a prompt first.", { field: "prompt" });
+  const isEmpty = !prompt.value.trim();
+  const isAgain = again && isChat() && isEmpty && turns.length > 0;
+  if (isEmpty && !isAgain) throw new Trouble(isChat() ? "Write a message first." : "Write a prompt first.", { field: "prompt" });
   const body = { ...SHOWN, speculate: field("speculate").checked };
   for (const name of NUMBERS) {
     const value = number(name);
@@ -31,8 +34,8 @@ export function read(turns) {
   if (field("ignore_eos").checked) body.ignore_eos = true;
   if (!isChat()) return { path: "v1/completions", body: { ...body, prompt: prompt.value } };
   const system = field("system").value ? [{ role: "system", content: field("system").value }] : [];
-  const messages = [...system, ...turns, { role: "user", content: prompt.value }];
-  return { path: "v1/chat/completions", body: { ...body, messages } };
+  const asked = isAgain ? turns.slice(0, -1) : [...turns, { role: "user", content: prompt.value }];
+  return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...asked] } };
 }
 
 /** Make sure that there is a seed, so that two requests can write the same text. */

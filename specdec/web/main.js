@@ -1,9 +1,9 @@
 // What the buttons and keys do: one run at a time, of one request or of two that are compared.
 
 import { get, Trouble } from "./client.js";
-import { verdict } from "./compare.js";
 import { Drafts } from "./drafts.js";
 import { blame, EXAMPLES, field, isChat, key, QUESTION, read, settleSeed } from "./form.js";
+import { summary, verdict } from "./outcome.js";
 import { Pane } from "./pane.js";
 import { nameOf } from "./text.js";
 
@@ -67,13 +67,18 @@ const given = ({ messages, prompt }) =>
   messages ? [...messages, { role: "assistant", content: "" }] : [{ content: prompt }];
 const same = ({ path, body }) => JSON.stringify([path, { ...body, speculate: null, return_drafts: null }]);
 
-async function ask(options) {
-  const request = read(turns);
-  const { messages } = request.body;
+/** Show one pane, with what its answer will follow on. */
+function single(given) {
   find("second").hidden = true;
   first.call("Answer");
-  first.begin(given(request.body));
+  first.begin(given);
   drafts.clear();
+}
+
+async function ask(options) {
+  const request = read(turns);
+  const { messages, speculate } = request.body;
+  single(given(request.body));
   const wanted = { ...request, body: { ...request.body, return_drafts: true } };
   const { text, tally } = await first.run(wanted, options, (choice, ended) => {
     if (find("status").textContent !== WRITING) tell(WRITING);
@@ -82,19 +87,17 @@ async function ask(options) {
   written.add(same(request));
   if (messages) {
     turns = [...messages.filter(({ role }) => role !== "system"), { role: "assistant", content: text }];
-    field("prompt").value = "";
+    // Who has begun the next message while this was answered keeps it.
+    if (field("prompt").value === messages.at(-1).content) field("prompt").value = "";
   }
-  const length = tally.length === null ? "" : `, acceptance length ${tally.length.toFixed(2)}`;
-  const rate = tally.rate === null ? "" : `, ${tally.rate.toFixed(0)} tokens a second`;
-  const idle = request.body.speculate && tally.drafted === 0 ? " No draft looked worth its time." : "";
-  tell(`Done: ${tally.tokens} tokens${length}${rate}.${idle}`);
+  tell(summary(tally, { speculate, drafters: served?.drafters }));
 }
 
 /** Write one text twice, in turn so that neither takes the other's time: first with drafts, since looking up
     what the other has just written would be no merit of theirs. */
 async function compare(options) {
   settleSeed();
-  const request = read(turns);
+  const request = read(turns, { again: true });
   const runs = [[first, true], [second, false]];
   find("second").hidden = false;
   first.call("With speculation");
@@ -106,7 +109,8 @@ async function compare(options) {
     pane.begin(given(request.body));
     done.push(await pane.run({ ...request, body: { ...request.body, speculate } }, options));
   }
-  const found = verdict(...done, { dtype: served?.dtype, isKnown: written.has(same(request)) });
+  const { dtype, drafters } = served ?? {};
+  const found = verdict(...done, { dtype, drafters, isKnown: written.has(same(request)) });
   written.add(same(request));
   tell("Done.", { verdict: found });
   const remarks = document.createElement("span");
@@ -121,7 +125,7 @@ function switchMode() {
   find("prompt-label").textContent = chats ? "Message" : "Prompt";
   find("prompt").value = chats ? QUESTION : Object.values(EXAMPLES)[0];
   find("examples").parentNode.hidden = chats;
-  anew.hidden = !chats;
+  anew.hidden = find("again-help").hidden = !chats;
   turns = [];
 }
 
@@ -138,9 +142,9 @@ async function meet() {
   }
 }
 
-/** Open in the mode that suits the model: the one that ships has a template, but no talk in it. */
+/** Open in the mode that the model is made for, unless somebody has begun in another. */
 function suit() {
-  if (!served?.chat_template || served.model === "tiny" || field("prompt").dataset.touched) return;
+  if (!served?.chat_template || form.dataset.touched) return;
   field("chat").checked = true;
   switchMode();
 }
@@ -167,12 +171,13 @@ find("compare").addEventListener("click", () => attempt(compare));
 stop.addEventListener("click", () => running?.abort());
 anew.addEventListener("click", () => {
   turns = [];
-  first.begin([]);
-  drafts.clear();
+  single([]);
   tell("A new chat.");
   field("prompt").focus();
 });
-field("prompt").addEventListener("input", ({ target }) => { target.dataset.touched = "yes"; });
+for (const name of ["prompt", "examples", "completion", "chat"]) {
+  field(name).addEventListener("input", () => { form.dataset.touched = "yes"; });
+}
 field("examples").addEventListener("change", ({ target }) => { field("prompt").value = EXAMPLES[target.value]; });
 for (const mode of ["completion", "chat"]) field(mode).addEventListener("change", switchMode);
 field("key").addEventListener("change", () => meet().then(suit));

@@ -113,6 +113,35 @@ def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.Mon
     assert asyncio.run(hear()) == [(0, (0,)), (0, (1,)), (0, (2,))]
 
 
+def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it, and no timer runs any more: it calls the loop by itself."""
+    monkeypatch.setattr(module, "LONGEST_S", 1e-3)
+    ears, idle, look = Ears(), threading.Event(), Bell._look
+
+    def tell(bell: Bell) -> None:
+        found = len(bell._rung)
+        look(bell)
+        if not found:
+            idle.set()
+
+    monkeypatch.setattr(Bell, "_look", tell)
+
+    def speak(emit: Emit) -> None:
+        emit(0, part(0, 0))
+        assert idle.wait(20)
+        emit(0, part(0, 1))
+        try:
+            ears.wait(0, 1)
+        finally:
+            emit(0, part(0, 2, last=True))
+
+    async def hear() -> list[tuple[int, tuple[int, ...]]]:
+        async with asked(speak) as parts:
+            return await ears.listen(parts)
+
+    assert asyncio.run(hear()) == [(0, (0,)), (0, (1,)), (0, (2,))]
+
+
 def test_pieces_come_together_while_the_loop_rests_and_first_ones_and_ends_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
