@@ -27,11 +27,14 @@ from specdec.models.families import is_narrow, open_weights
 from specdec.models.network import MTPHead, Network
 from specdec.models.unrolled import Unrolled
 from specdec.models.weights import CheckpointWeights, RandomWeights
+from specdec.models.work import read_flops
 from specdec.resolve import Resolved, open_model, resolve
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.score import Score
 from specdec.streak.drafting import DeviceDrafter
 from specdec.streak.extent import Extent
 from specdec.streak.graphs import Graphs
@@ -155,6 +158,9 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
     loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
     if settings.drafters and settings.adaptive:
         warm_up(loop, settings.max_model_len)
+    if settings.prefix_cache:
+        score = Score(settings.layout, partial(read_flops, network.spec))
+        loop.keep_prefixes(PrefixCache(arena, score, has_head=head is not None))
     if settings.graphs:
         loop.runner = _runner(loop, network, settings)
     return loop

@@ -304,7 +304,7 @@ class EngineConfig(Settings):
     )
     prefix_cache: bool = Field(
         False,
-        title="share what prompts have in common; not supported yet",
+        title="keep what requests have read, in memory that nobody else wants, for those that begin alike",
         description="True or False",
     )
     kernels: Literal["auto", "reference", "cpu", "native", "triton", "flashinfer"] = Field(

@@ -1,7 +1,6 @@
 """The decode loop: plan, draft, run the network over one window, choose, walk, commit, emit."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,11 +12,13 @@ from specdec.models.network import LOGITS, Network
 from specdec.models.replay import Replays
 from specdec.outputs import TokenLogprob
 from specdec.parts import Part, build_parts
-from specdec.request import Said
+from specdec.prefixes import Prefixes
+from specdec.request import Request, Said
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import settle
+from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.window import Window, build_window, record_ids
 from specdec.streak.runner import Runner
 from specdec.verify.choose import Choice, choose, logprob_of
@@ -42,7 +43,10 @@ class DecodeLoop:
         self.counts = Counts()
         self.runner: Runner | None = None
         """Takes over the steps that the device can decide, if any may."""
-        scheduler.reclaim, scheduler.on_lose, scheduler.on_end = self.fold, speculation.lose, speculation.end
+        scheduler.reclaim, scheduler.on_lose, scheduler.on_end = self.fold, speculation.lose, self._end
+        scheduler.on_hit = speculation.resume
+        self.prefixes: Prefixes | None = None
+        self._shares = True
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -66,6 +70,8 @@ class DecodeLoop:
         clock.lap("verify")
         paths = [self._walk(part, own) for part, own in zip(parts, choices, strict=True)]
         self._commit(parts, paths, window, head.condense(hidden_TD, tapped) if head else hidden_TD)
+        if self.prefixes:
+            self.prefixes.note(parts)
         clock.lap("commit")
         for part, path, own in zip(parts, paths, choices, strict=True):
             self._emit(part, path, own, clock.seconds)
@@ -160,10 +166,6 @@ class DecodeLoop:
         to_BP = length_B1 + torch.arange(longest)
         self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
 
-    def keep_apart(self) -> None:
-        """Let what a request says serve no later one: measurements must not look up what they wrote."""
-        self.scheduler.on_end = partial(self.speculation.end, shared=False)
-
     def emit_whole(self, part: Part, path: AcceptedPath, seconds: Mapping[str, float]) -> None:
         """Give a request the tokens of a step that the device ran from end to end."""
         self._emit(part, path, {}, seconds)
@@ -210,9 +212,33 @@ class DecodeLoop:
             self.runner.abandon()
         self.speculation.forget_requests()
         self.arena.forget()
+        if self.scheduler.cache:
+            self.scheduler.cache.forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.arena.check_empty()
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        """Prove, while no request runs, that memory is whole and holds only prefixes for later ones."""
+        if self.scheduler.cache:
+            self.scheduler.cache.check()
+        else:
+            self.arena.check_owners()
+
+    def _end(self, request: Request) -> None:
+        """Let what a request has read and said serve later ones, as far as that is wanted."""
+        if self.prefixes and not (self.runner and self.runner.holds(request)):
+            self.prefixes.end(request)
+        self.speculation.end(request, shared=self._shares)
+
+    def keep_apart(self) -> None:
+        """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
+        self._shares, self.prefixes, self.scheduler.cache = False, None, None
+
+    def keep_prefixes(self, cache: PrefixCache) -> None:
+        """Let what a request has read serve later ones."""
+        self.prefixes = Prefixes(cache, self.network, self.arena, self.speculation, self.device)
+        self.scheduler.cache = cache
 
     def fold(self) -> bool:
         """Bring every running request's state up to date and give back what drafts held; tell if they did."""

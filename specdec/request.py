@@ -17,6 +17,7 @@ from specdec.counts import Counts
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenLogprob
 from specdec.state_slots.backing import Committed
+from specdec.state_slots.prefix.cache import Lease
 from specdec.text import Cutter, TextStream
 from specdec.verify.choose import Chooser
 
@@ -73,6 +74,8 @@ class Request:
         self._has_sent = False
         self._drafts: list[DraftTree] = []
         self._cutter = Cutter()
+        self.cached_tokens = 0
+        """Of the prompt, which an earlier request had read."""
         self.forget_memory()
 
     def forget_memory(self) -> None:
@@ -82,10 +85,18 @@ class Request:
         """The KV blocks of its tokens, in order."""
         self.committed: Committed | None = None
         """Its state; None without memory, and in a model that keeps none."""
+        self.lease: Lease | None = None
+        """Its place among the prefixes that are kept, if they are."""
 
     def add_blocks(self, blocks: Sequence[int]) -> None:
         """Put blocks behind those that it has."""
         self.table_N = torch.cat([self.table_N, torch.tensor(blocks, dtype=torch.int64)])
+
+    @property
+    def next_count(self) -> int:
+        """How many of the owed tokens may be read in one step."""
+        stop = self.lease.until_stop(self.computed) if self.lease else None
+        return self.owed if stop is None else min(self.owed, stop)
 
     @property
     def owed(self) -> int:
@@ -198,6 +209,7 @@ class Request:
             seconds=dict(self.counts.seconds),
             preemptions=self.preemptions,
             synthetic=self.synthetic,
+            cached_tokens=self.cached_tokens,
             first_token_s=self.first_token_s,
             total_s=time.perf_counter() - self.arrived_s,
         )

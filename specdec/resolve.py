@@ -71,6 +71,8 @@ class Resolved:
     """How many tokens a head drafts; None: all."""
     draft_window: int | None = None
     """How many tokens a head's attention looks back; None: to the first."""
+    prefix_cache: bool = False
+    """Whether what requests have read is kept for those that begin alike."""
 
     def __str__(self) -> str:
         """Show one setting a line."""
@@ -185,6 +187,7 @@ def resolve(
         graphs=graphs,
         draft_vocab=config.draft_vocab,
         draft_window=config.draft_window,
+        prefix_cache=config.prefix_cache,
     )
     logger.info("settings:%s", settings)
     return settings
@@ -192,8 +195,6 @@ def resolve(
 
 def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
     """Refuse by name what the configuration can say and this version cannot do."""
-    if config.prefix_cache:
-        raise ConfigError("prefix_cache: True is not supported yet; use False.", field="prefix_cache")
     if config.draft_model is not None and eagle is None:
         raise ConfigError(
             "draft_model: weights that are drawn have no head's beside them; leave it out.",

@@ -14,6 +14,7 @@ from specdec.errors import CapacityError
 from specdec.request import Request
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
+from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,17 @@ def _ignore(_: Request) -> None:
     """Hear of a request that concerns nobody else."""
 
 
+def _ignore_hit(_: Request, __: Hit) -> None:
+    """Hear of one of which nobody else has to read anything."""
+
+
 class Scheduler:
     """Owns the waiting and the running requests and all that they hold of the arena."""
 
     def __init__(self, arena: Arena, *, max_running: int, chunk_tokens: int) -> None:
         self.arena, self.max_running, self.chunk_tokens = arena, max_running, chunk_tokens
+        self.cache: PrefixCache | None = None
+        """What earlier requests have read; None: nothing is kept."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.limited_by: Counter[str] = Counter()
@@ -55,6 +62,8 @@ class Scheduler:
         """Told of a request whose memory was taken back."""
         self.on_end: Callable[[Request], None] = _ignore
         """Told of a request that is over."""
+        self.on_hit: Callable[[Request, Hit], None] = _ignore_hit
+        """Told of a request that need not read all of its tokens."""
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
@@ -80,7 +89,7 @@ class Scheduler:
         shares: list[Share] = []
         budget = self.chunk_tokens
         for request in self.running:
-            count = 1 if request.owed == 1 else min(request.owed, budget)
+            count = 1 if request.owed == 1 else min(request.next_count, budget)
             budget -= count if request.owed > 1 else 0
             if count:
                 shares.append(Share(request, count))
@@ -128,6 +137,8 @@ class Scheduler:
 
     def _take_back(self, request: Request) -> None:
         self.arena.release_owner(request.number)
+        if request.lease and self.cache:
+            self.cache.leave(request.lease)
         request.forget_memory()
         self.on_lose(request)
         if request in self.running:
@@ -173,9 +184,13 @@ class Scheduler:
         if not self.waiting:
             return False
         request = self.waiting[0]
-        limit = self._limit(request)
+        lease = self._lease(request)
+        saved = self.cache.shared(lease) if self.cache and lease else 0
+        limit = self._limit(request, saved)
         if limit in MEMORY and self.reclaim():
-            limit = self._limit(request)
+            limit = self._limit(request, saved)
+        if limit and self.cache and lease:
+            self.cache.leave(lease)
         if limit and not self.running:
             # Nothing that runs will ever make room for it.
             self.on_end(request)
@@ -192,21 +207,39 @@ class Scheduler:
             return False
         self._last_limit = ""
         self.running.append(self.waiting.popleft())
+        state = None
         if self.arena.layout.states:
             state = self.arena.take_state(request.number)
             assert state is not None
             request.committed = Committed(state)
+        if self.cache and lease:
+            request.lease = lease
+            hit = self.cache.lend(request.number, lease, state)
+            request.computed = hit.length
+            request.cached_tokens = max(request.cached_tokens, min(hit.length, request.prompt_length))
+            request.add_blocks(hit.blocks)
+            self.on_hit(request, hit)
         blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
         assert blocks is not None
         request.add_blocks(blocks)
         return True
 
-    def _limit(self, request: Request) -> str:
-        """Name what keeps a request out; one spare block per running request lets those grow."""
+    def _lease(self, request: Request) -> Lease | None:
+        """Look up what is known of a request's tokens, unless each of them has to be read."""
+        if self.cache is None or request.params.prompt_logprobs is not None:
+            return None
+        return self.cache.lease(request.tokens)
+
+    def _limit(self, request: Request, saved: int) -> str:
+        """Name what keeps a request out that shares so many blocks.
+
+        One spare block per running request lets those grow.
+        """
         if len(self.running) >= self.max_running:
             return "max_running"
         states = int(bool(self.arena.layout.states))
-        blocks = self._blocks_missing(request) + (len(self.running) if self.arena.layout.kv else 0)
+        spare = len(self.running) if self.arena.layout.kv else 0
+        blocks = self._blocks_missing(request) - saved + spare
         if self.arena.can_take(blocks=blocks, states=states):
             return ""
         return BLOCKS if self.arena.can_take(states=states) else STATES

@@ -24,6 +24,7 @@ from specdec.parts import Part
 from specdec.request import Request
 from specdec.scheduler import Scheduler, Share
 from specdec.state_slots.backing import Backing, Draft
+from specdec.state_slots.prefix.cache import Hit
 from specdec.verify.choose import Node, places
 from specdec.verify.rank import Ranked, rank
 
@@ -326,6 +327,25 @@ class Speculation:
         self._asked.pop(request.number, None)
         if shape and self.head:
             self._asked[request.number] = Asked(shape, ((self.head, proposal),), proposal)
+
+    def resume(self, request: Request, hit: Hit) -> None:
+        """Hear of a request whose first tokens the target need not read: the head has read them too.
+
+        At the last of them it has to be told what follows, unless the target reads that one again.
+        """
+        if self.head and hit.length:
+            self.head.resume(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
+
+    def last_hidden(self, request: Request, skipped: int = 0) -> Tensor | None:
+        """Have the head read what it has of a request, and return what it reads next.
+
+        It forgets the last `skipped` hidden states, of tokens that the request did not take.
+        """
+        if self.head is None:
+            return None
+        known = request.tokens[: request.computed + 1 - skipped]
+        want = Want(request.number, request.prompt_length, known, request.table_N, None)
+        return self.head.last(want, skipped)
 
     def lose(self, request: Request) -> None:
         """Hear that a request's memory went back to the arena."""

@@ -142,7 +142,7 @@ class Worker:
         try:
             self._loop.step()
             if not scheduler.has_work:
-                self._loop.arena.check_empty()
+                self._loop.check_idle()
                 self.clean_checks += 1
         except Exception as failure:
             logger.exception("a step failed; those who took part are told, and the engine goes on")

@@ -285,7 +285,6 @@ def test_one_bad_prompt_leaves_the_engine_whole(engine: SpecEngine) -> None:
         ({"draft": "mtp"}, ConfigError, "draft"),
         ({"draft": "eagle"}, ConfigError, "draft_model"),
         ({"kernels": "triton", "dtype": "float64"}, ConfigError, "kernels"),
-        ({"prefix_cache": True}, ConfigError, "prefix_cache"),
         ({"draft": "suffix", "num_steps": 2, "synthetic_acceptance": 4}, ConfigError, "synthetic_acceptance"),
         ({"kernels": "native", "dtype": "float16"}, ConfigError, "kernels"),
         ({"memory_bytes": "900TiB"}, CapacityError, "memory_bytes"),

@@ -13,7 +13,7 @@ LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
 CORE = {"engine", "worker", "loop", "scheduler", "request", "outputs", "text"}
 CORE |= {"build", "config", "resolve", "options", "footprint", "capabilities", "counts", "parts"}
-CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "grammars"}
+CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "grammars", "prefixes"}
 PUBLIC = {PACKAGE}
 """The package itself: what `from specdec import SpecEngine` names."""
 

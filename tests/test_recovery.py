@@ -150,7 +150,7 @@ def settled(engine: SpecEngine) -> None:
         assert time.monotonic() < until_s
         time.sleep(0.001)
     loop = engine.model.loop
-    loop.arena.check_empty()
+    loop.check_idle()
     usage, speculation = loop.arena.usage(), loop.speculation
     assert usage.free_slabs == usage.slabs
     assert not (speculation._tracks or speculation._told or speculation._distrusted)
@@ -234,7 +234,7 @@ def test_what_cannot_be_put_right_ends_the_engine(hybrid: Path, monkeypatch: pyt
     """Everybody is told, and nobody is taken in."""
     with SpecEngine(hybrid, draft="none", max_running=2) as engine:
         loop = engine.model.loop
-        monkeypatch.setattr(loop, "recover", loop.arena.check_empty)
+        monkeypatch.setattr(loop, "recover", loop.check_idle)
         break_once(loop.arena._blocks, "_file", 3, ZeroDivisionError(), monkeypatch)
         told = ask(engine)
         assert all(isinstance(own, EngineError) for own in told)

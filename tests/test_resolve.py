@@ -213,7 +213,6 @@ def test_a_state_is_as_exact_as_the_model_and_never_less_than_float32() -> None:
         ({"kernels": "triton", "dtype": "float64"}, "kernels"),
         ({"kernels": "native", "dtype": "float64"}, "kernels"),
         ({"kernels": "flashinfer", "dtype": "bfloat16"}, "kernels"),
-        ({"prefix_cache": True}, "prefix_cache"),
         ({"draft": "auto", "draft_model": "head"}, "draft_model"),
     ],
 )

@@ -165,10 +165,22 @@ class HeadDrafter:
         start = unread.read
         return start, unread.take(unread.count)
 
-    def resume(self, key: Hashable, start: int, hidden_MD: Tensor) -> None:
+    def resume(self, key: Hashable, start: int, hidden_MD: Tensor | None) -> None:
         """Take over again: all before position `start` has been read, and these hidden states wait."""
         self._unread[key] = Unread(read=start)
-        self.read(key, hidden_MD)
+        if hidden_MD is not None:
+            self.read(key, hidden_MD)
+
+    def last(self, want: Want, skipped: int = 0) -> Tensor:
+        """Read up to the last hidden state but the last `skipped`, which are dropped, and return that one."""
+        unread = self._unread[want.key]
+        if skipped:
+            whole_MD = unread.take(unread.count)
+            unread.read -= len(whole_MD)
+            self.read(want.key, whole_MD[:-skipped])
+        while not self.settle([want], most=1):
+            pass
+        return unread.hidden[-1][-1:].clone()
 
     def lose(self, key: Hashable) -> None:
         """Drop what was to be read: the head's KV is gone with the sequence's blocks."""

@@ -1,6 +1,6 @@
 """The one owner of a device's sequence memory: KV blocks, recurrent states and draft records."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,8 @@ class Arena:
         self._states = SlotPool(Kind.STATE, layout.states_per_slab, self._slabs)
         self._records = SlotPool(Kind.RECORD, layout.records_per_slab, self._slabs)
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
+        self.make_room: Callable[[Callable[[], bool]], bool] = lambda fits: fits()
+        """Has what is only kept for later give way until something fits; tells whether it does."""
 
     def pages(self, layer: int) -> Tensor:
         """Return the blocks of the layer-th attention layer: [num_blocks, 2, block_tokens, J, D]."""
@@ -78,11 +80,11 @@ class Arena:
 
     def take_blocks(self, owner: Owner, n: int) -> list[int] | None:
         """Hand out n blocks, adjacent where a slab has such a run; None when they do not fit."""
-        return self._blocks.take(owner, n)
+        return self._take(self._blocks, owner, n)
 
     def take_state(self, owner: Owner) -> int | None:
         """Hand out a state slot whose states and conv windows are zero, or None."""
-        slots = self._states.take(owner, 1)
+        slots = self._take(self._states, owner, 1)
         if slots is None:
             return None
         self._slab_bytes_SX[slots[0], : self.layout.state_bytes].zero_()
@@ -90,11 +92,11 @@ class Arena:
 
     def take_snapshots(self, owner: Owner, n: int) -> list[int] | None:
         """Hand out n state slots that hold whatever lay there, for windows that write them whole, or None."""
-        return self._states.take(owner, n)
+        return self._take(self._states, owner, n)
 
     def take_records(self, owner: Owner, n: int) -> list[RecordSlot] | None:
         """Hand out n records, in one slab where that costs no further slab, or None."""
-        slots = self._records.take(owner, n, together=True)
+        slots = self._take(self._records, owner, n)
         if slots is None:
             return None
         return [divmod(slot, self.layout.records_per_slab) for slot in slots]
@@ -118,8 +120,40 @@ class Arena:
         for pool in self._pools.values():
             pool.release_owner(owner)
 
+    def _take(self, pool: SlotPool, owner: Owner, n: int) -> list[int] | None:
+        """Hand out n slots of a class, for which what is only kept for later gives way."""
+        together = pool is self._records
+        slots = pool.take(owner, n, together=together)
+        if slots is None and self.make_room(lambda: pool.new_slabs(n) <= len(self._slabs.free)):
+            slots = pool.take(owner, n, together=together)
+        return slots
+
+    def hand_over_state(self, owner: Owner, heir: Owner, state: int) -> None:
+        """Give a live state another owner."""
+        self._states.share(heir, state)
+        self._states.release(owner, [state])
+
+    def copy_state(self, source: int, to: int) -> None:
+        """Copy all recurrent layers' states and conv windows."""
+        size = self.layout.state_bytes
+        self._slab_bytes_SX[to, :size].copy_(self._slab_bytes_SX[source, :size])
+
+    def copy_block(self, source: int, to: int) -> None:
+        """Copy all attention layers' keys and values of a block."""
+        size, per_slab = self.layout.block_bytes, self.layout.blocks_per_slab
+        (slab, place), (to_slab, to_place) = divmod(source, per_slab), divmod(to, per_slab)
+        own_X = self._slab_bytes_SX[slab, place * size : (place + 1) * size]
+        self._slab_bytes_SX[to_slab, to_place * size : (to_place + 1) * size].copy_(own_X)
+
     def can_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
-        """Say whether all of these could be taken now, in any order."""
+        """Say whether all of these could be taken now, in any order, if what is kept for later gives way."""
+
+        def fits() -> bool:
+            return self._fits(blocks, states, records)
+
+        return fits() or self.make_room(fits)
+
+    def _fits(self, blocks: int, states: int, records: int) -> bool:
         slabs = self._blocks.new_slabs(blocks) + self._states.new_slabs(states)
         return slabs + self._records.new_slabs(records) <= len(self._slabs.free)
 
@@ -155,13 +189,23 @@ class Arena:
         """Prove that each byte is owned once and none is lost; raise IntegrityError with what is wrong."""
         prove(self.layout, self._slabs, tuple(self._pools.values()))
 
-    def check_empty(self) -> None:
-        """Prove as well that nobody holds anything."""
+    def check_owners(self, owners: Iterable[Owner] = ()) -> None:
+        """Prove as well that nobody else holds anything."""
         self.check_integrity()
+        known = set(owners)
         for pool in self._pools.values():
-            if pool.held:
-                owner, held = next(iter(pool.held.items()))
-                raise IntegrityError(f"owner {owner!r} is over but holds {len(held)} {pool.kind}s")
+            for owner, held in pool.held.items():
+                if owner not in known:
+                    raise IntegrityError(f"owner {owner!r} is over but holds {len(held)} {pool.kind}s")
+
+    def check_held(self, owner: Owner, blocks: Iterable[int], states: Iterable[int]) -> None:
+        """Prove that an owner holds these slots and no others."""
+        for pool, slots in ((self._blocks, blocks), (self._states, states), (self._records, ())):
+            held = set(pool.held.get(owner, ()))
+            if held != set(slots):
+                raise IntegrityError(
+                    f"owner {owner!r} holds {pool.kind}s {sorted(held)}, not {sorted(slots)}"
+                )
 
     def forget(self) -> None:
         """Take everything back from everybody, after a failure that may have left anything half done."""

@@ -80,6 +80,10 @@ class Runner(ABC):
         self._over = self._over or self._is_interrupted()
         return self._run()
 
+    def holds(self, request: Request) -> bool:
+        """Tell whether the device may be ahead of what the host knows of a request."""
+        return any(held.request is request for held in self.streak.held)
+
     def abandon(self) -> None:
         """Forget the streak after a step that failed."""
         self.streak.abandon()

@@ -1,0 +1,233 @@
+"""What earlier requests have read, for later ones that begin alike: found, lent, kept, and given up again."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.integrity import IntegrityError
+from specdec.state_slots.prefix.score import Score
+from specdec.state_slots.prefix.tree import Ids, Node, Tree
+
+
+@dataclass(slots=True)
+class Lease:
+    """One request's place in the tree, from its admission to its end."""
+
+    salt: str
+    tip: Node
+    """The node that it goes on from."""
+    length: int
+    """Tokens that it need not read."""
+    stops: tuple[int, ...]
+    """Where it must pause while it reads its prompt, so that a state is kept there; rising."""
+    lent: bool = False
+
+    def until_stop(self, computed: int) -> int | None:
+        """Count the tokens to the next place at which a state is to be kept."""
+        return next((stop - computed for stop in self.stops if stop > computed), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request begins with, all of it its own or shared by reference."""
+
+    length: int
+    blocks: Sequence[int]
+    """Its first blocks, those that it must not write included: of these it is one owner more."""
+    hidden_1D: Tensor | None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What came of it, in tokens of prompts and in nodes."""
+
+    asked: int = 0
+    hit: int = 0
+    states_kept: int = 0
+    states_evicted: int = 0
+    blocks_evicted: int = 0
+
+
+class PrefixCache:
+    """Owns the tree and what it holds of the arena, which it gives back when somebody is short of memory.
+
+    A state is kept where two prompts have parted, where a caller has said so, and behind the last token of
+    what a request has written: nothing in between will be asked for. One thread owns a cache.
+    """
+
+    def __init__(self, arena: Arena, score: Score, *, has_head: bool) -> None:
+        self.arena, self.score, self.has_head = arena, score, has_head
+        self.tree = Tree(arena)
+        self.counts = Counts()
+        self._states = bool(arena.layout.states)
+        self._now = 0
+        arena.make_room = self.make_room
+
+    def lease(self, tokens: Sequence[int], salt: str = "", marks: Iterable[int] = ()) -> Lease:
+        """Find what is known of a prompt, and keep it from giving way until `lend` or `leave`.
+
+        The last token must be read in any case: what follows it is asked for.
+        """
+        ids = as_ids(tokens[:-1])
+        deepest, known = self.tree.walk(salt, ids)
+        node, length = self._usable(deepest, known)
+        node.pins += 1
+        stops = {mark for mark in marks if length < mark <= len(ids)}
+        if self._states and length < known:
+            stops.add(known)
+        return Lease(salt, node, length, tuple(sorted(stops)))
+
+    def _usable(self, node: Node, known: int) -> tuple[Node, int]:
+        """Return the deepest prefix that can be gone on from, on the way to a node."""
+        if not self._states:
+            # A head has to read the last token's hidden state, which only reading that token gives.
+            return node, max(known - self.has_head, 0)
+        if node.end > known:
+            assert node.parent
+            node = node.parent
+        while node.parent and node.state is None:
+            node = node.parent
+        return node, node.end
+
+    def shared(self, lease: Lease) -> int:
+        """Count the blocks that a lease saves: those that its request will never write."""
+        last = max(lease.length - (self.has_head and self._states), 0)
+        return last // self.tree.size if self.tree.pages else 0
+
+    def lend(self, owner: Hashable, lease: Lease, state: int | None) -> Hit:
+        """Let a request share the blocks before its next token, and copy its state and what it will write."""
+        node, length = lease.tip, lease.length
+        self._touch(node)
+        shared = self.shared(lease)
+        table = self.tree.table(node, length)
+        for block in table[:shared]:
+            self.arena.share_block(owner, block)
+        copies = self.arena.take_blocks(owner, len(table) - shared)
+        assert copies is not None, "a lease's blocks were counted"
+        for source, own in zip(table[shared:], copies, strict=True):
+            self.arena.copy_block(source, own)
+        if length and self._states:
+            assert node.state is not None and state is not None
+            self.arena.copy_state(node.state, state)
+        node.pins -= 1
+        node.locks += 1
+        lease.lent = True
+        self.counts.hit += length
+        return Hit(length, [*table[:shared], *copies], node.hidden_1D if self._states else None)
+
+    def leave(self, lease: Lease) -> None:
+        """Let a place go."""
+        lease.tip.locks -= lease.lent
+        lease.tip.pins -= not lease.lent
+
+    def note(self, lease: Lease, tokens: Sequence[int], table: Sequence[int]) -> Node:
+        """Learn what a request has read so far; its blocks are the tree's as well from now on."""
+        ids, table = as_ids(tokens), list(table)
+        node, at = self.tree.walk(lease.salt, ids)
+        node = self.tree.reach(node, at)
+        if at < len(ids):
+            node = self.tree.grow(node, ids, table)
+        self._touch(node)
+        lease.tip.locks -= 1
+        node.locks += 1
+        lease.tip = node
+        return node
+
+    def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
+        """Keep a copy of a state, which goes on, at a node, if there is room for it."""
+        if state is None or node.state is not None:
+            return
+        slots = self.arena.take_snapshots(node.owner, 1)
+        if slots:
+            self.arena.copy_state(state, slots[0])
+            self._keep(node, slots[0], hidden_1D)
+
+    def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
+        """Take a state over, which its owner needs no more, unless the node has one."""
+        if node.state is None:
+            self.arena.hand_over_state(owner, node.owner, state)
+            self._keep(node, state, hidden_1D)
+
+    def _keep(self, node: Node, state: int, hidden_1D: Tensor | None) -> None:
+        node.state, node.hidden_1D = state, hidden_1D
+        self.counts.states_kept += 1
+
+    def make_room(self, fits: Callable[[], bool]) -> bool:
+        """Give prefixes up until something fits; tell whether it does."""
+        while not fits():
+            order = self.score.order(self._candidates())
+            if not order:
+                return False
+            # All of one order are good for a while: what the first gives up changes little for the others.
+            for node in order[: 1 + len(order) // 8]:
+                if self._may_go(node):
+                    self._give_up(node)
+                if fits():
+                    return True
+        return True
+
+    def flush(self) -> None:
+        """Give up all that nobody goes on from."""
+        self.make_room(lambda: False)
+
+    def forget(self) -> None:
+        """Begin afresh after the arena has taken everything back."""
+        self.tree.roots.clear()
+
+    def _candidates(self) -> list[Node]:
+        return [node for node in self.tree.nodes() if self._may_go(node)]
+
+    def _may_go(self, node: Node) -> bool:
+        """Tell whether a node would give anything: its state, or all of it, if nothing hangs on it."""
+        if node.is_root or len(node.children) > 1 or node.pins:
+            return False
+        return node.state is not None or not (node.children or node.locks)
+
+    def _give_up(self, node: Node) -> None:
+        """Take a node's state, and the node too if nothing hangs on it; its child takes its blocks over."""
+        if node.state is not None:
+            self.arena.release_state(node.owner, node.state)
+            node.state = node.hidden_1D = None
+            self.counts.states_evicted += 1
+        parent = node.parent
+        assert parent
+        if node.locks or node.pins:
+            return
+        if node.children:
+            self.tree.join(node)
+            return
+        self.counts.blocks_evicted += len(node.blocks)
+        self.tree.drop(node)
+        if parent.is_root or parent.state is not None or not self._states:
+            return
+        if parent.locks or parent.pins:
+            return
+        if len(parent.children) == 1:
+            self.tree.join(parent)
+        elif not parent.children:
+            self._give_up(parent)
+
+    def _touch(self, node: Node) -> None:
+        self._now += 1
+        node.used = self._now
+
+    def check(self) -> None:
+        """Prove that the tree holds of the arena what it says, and nobody else anything."""
+        nodes = list(self.tree.nodes())
+        for node in nodes:
+            assert node.parent
+            size, first = self.tree.size, node.start // self.tree.size
+            count = -(-node.end // size) - first if self.tree.pages else 0
+            if len(node.edge) != node.end - node.start or not len(node.edge) or len(node.blocks) != count:
+                raise IntegrityError(f"the prefix of {node.end} tokens holds {len(node.blocks)} blocks")
+            if node.parent.children.get(int(node.edge[0])) is not node:
+                raise IntegrityError(f"the prefix of {node.end} tokens is not known to its parent")
+            self.arena.check_held(node.owner, node.blocks, [] if node.state is None else [node.state])
+        self.arena.check_owners(node.owner for node in nodes)
+
+
+def as_ids(tokens: Sequence[int]) -> Ids:
+    return np.asarray(tokens, np.int32)

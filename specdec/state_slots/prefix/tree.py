@@ -1,0 +1,187 @@
+"""The prefixes that were read, as a radix tree over token ids: what each node holds, and who may go.
+
+A node stands for one prefix, which ends at any token. Its edge is what lies between its parent's end and its
+own, and it owns the KV blocks that cover it: a block in which the parent ends belongs to both, each with its
+own copy or holding the same one together. At its end a node may keep a recurrent state.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.state_slots.arena import Arena
+
+Ids = NDArray[np.int32]
+NO_IDS: Ids = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One prefix. `owner` is its name in the arena."""
+
+    owner: Hashable
+    parent: "Node | None"
+    edge: Ids
+    end: int
+    blocks: list[int] = field(default_factory=list)
+    """From the block in which the parent ends to the one in which it ends itself."""
+    children: dict[int, "Node"] = field(default_factory=dict)
+    """By the first token of their edges."""
+    state: int | None = None
+    hidden_1D: Tensor | None = None
+    """What a draft head has to read at the last token, once the next one is known."""
+    used: int = 0
+    """When it last served somebody."""
+    pins: int = 0
+    """Requests that are about to copy what it holds."""
+    locks: int = 0
+    """Requests that go on from it and share its blocks: giving it up would free none of them."""
+
+    @property
+    def start(self) -> int:
+        return self.parent.end if self.parent else 0
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    def path(self) -> list["Node"]:
+        """Return the nodes from the one below the root to this one."""
+        nodes = []
+        node = self
+        while node.parent:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def below(self) -> Iterator["Node"]:
+        """Yield this node and all below it."""
+        left = [self]
+        while left:
+            node = left.pop()
+            yield node
+            left += node.children.values()
+
+
+class Tree:
+    """Keeps the prefixes of each salt apart, and the arena's books right whenever a node changes."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena, self.size = arena, arena.layout.block_tokens
+        self.pages = bool(arena.layout.kv)
+        self.roots: dict[str, Node] = {}
+        self._numbers = itertools.count(1)
+
+    def root(self, salt: str) -> Node:
+        if salt not in self.roots:
+            self.roots[salt] = self._make(None, NO_IDS, 0)
+        return self.roots[salt]
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node but the roots."""
+        for root in self.roots.values():
+            yield from (node for node in root.below() if not node.is_root)
+
+    def walk(self, salt: str, ids: Ids) -> tuple[Node, int]:
+        """Return how many of these tokens are known, and the node on whose edge the last of them lies."""
+        node, at = self.root(salt), 0
+        while at < len(ids) and (child := node.children.get(int(ids[at]))):
+            node = child
+            known = _common(child.edge, ids[at:])
+            at += known
+            if known < len(child.edge):
+                break
+        return node, at
+
+    def table(self, node: Node, length: int) -> list[int]:
+        """Return the blocks of a prefix that ends on a node's edge."""
+        blocks: list[int] = []
+        for own in node.path() if self.pages else ():
+            blocks[own.start // self.size :] = own.blocks
+        return blocks[: -(-length // self.size)]
+
+    def reach(self, node: Node, at: int) -> Node:
+        """Return a node that ends at a place on a node's edge."""
+        return node if at == node.end else self._split(node, at)
+
+    def grow(self, node: Node, ids: Ids, table: list[int]) -> Node:
+        """Go on from a node with what follows it: `ids` and `table` are those of the whole prefix.
+
+        A node that nothing else hangs on becomes longer; else it gets a child.
+        """
+        end, edge = len(ids), ids[node.end :]
+        blocks = table[node.end // self.size : -(-end // self.size)] if self.pages else []
+        if self._may_grow(node, table):
+            new = blocks[bool(node.end % self.size) :]
+            self._hold(node, new)
+            node.blocks += new
+            node.edge, node.end = np.concatenate([node.edge, edge]), end
+            return node
+        child = self._make(node, edge.copy(), end)
+        child.blocks = blocks
+        self._hold(child, blocks)
+        node.children[int(edge[0])] = child
+        return child
+
+    def drop(self, node: Node) -> None:
+        """Take a leaf away, and all that it holds."""
+        assert node.parent and not node.children
+        del node.parent.children[int(node.edge[0])]
+        self.arena.release_owner(node.owner)
+        node.parent = None
+
+    def join(self, node: Node) -> Node:
+        """Put a node that has one child and no state into that child, which takes its blocks over."""
+        (child,) = node.children.values()
+        assert node.parent and node.state is None
+        kept = node.blocks[: child.start // self.size - node.start // self.size]
+        self._hold(child, kept)
+        child.blocks = kept + child.blocks
+        self.arena.release_owner(node.owner)
+        child.edge = np.concatenate([node.edge, child.edge])
+        node.parent.children[int(child.edge[0])] = child
+        child.parent, node.parent = node.parent, None
+        return child
+
+    def _may_grow(self, node: Node, table: list[int]) -> bool:
+        """Tell whether nothing hangs on a node, and its last block is the one in which it would go on."""
+        if node.is_root or node.children or node.state is not None:
+            return False
+        return not self.pages or table[(node.end - 1) // self.size] == node.blocks[-1]
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge in two; return the upper part. The lower one stays the node that it was."""
+        parent = node.parent
+        assert parent and node.start < at < node.end
+        count = at - node.start
+        upper = self._make(parent, node.edge[:count].copy(), at)
+        first = node.start // self.size
+        if self.pages:
+            upper.blocks = node.blocks[: (at - 1) // self.size + 1 - first]
+            self._hold(upper, upper.blocks)
+            gone = node.blocks[: at // self.size - first]
+            node.blocks = node.blocks[len(gone) :]
+            self.arena.release_blocks(node.owner, gone)
+        upper.used = node.used
+        parent.children[int(upper.edge[0])] = upper
+        node.edge, node.parent = node.edge[count:].copy(), upper
+        upper.children[int(node.edge[0])] = node
+        return upper
+
+    def _make(self, parent: Node | None, edge: Ids, end: int) -> Node:
+        return Node(("prefix", next(self._numbers)), parent, edge, end)
+
+    def _hold(self, node: Node, blocks: list[int]) -> None:
+        for block in blocks:
+            self.arena.share_block(node.owner, block)
+
+
+def _common(edge: Ids, ids: Ids) -> int:
+    """Count the tokens that two sequences begin with alike."""
+    count = min(len(edge), len(ids))
+    differ = np.flatnonzero(edge[:count] != ids[:count])
+    return int(differ[0]) if len(differ) else count

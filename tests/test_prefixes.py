@@ -1,0 +1,108 @@
+"""Texts with prefixes that are kept equal those without, whoever drafts and whatever gives way."""
+
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec.bench.random_model import write_random_checkpoint
+from specdec.state_slots.arena import Arena
+from tests.conftest import HYBRID
+
+VOCAB: int = HYBRID["vocab_size"]
+TREE = {"adaptive": False, "num_steps": 3, "topk": 2, "num_draft_tokens": 6}
+SETTINGS = {"dtype": "float64", "max_model_len": 256, "chunk_tokens": 32, "max_running": 4}
+DRAFTS: dict[str, Mapping[str, Any]] = {
+    "none": {"draft": "none"},
+    "mtp": {"draft": "mtp", **TREE},
+    "suffix": {"draft": "suffix", **TREE},
+    "auto": {"draft": "auto"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prefixes")
+    write_random_checkpoint(path, {**HYBRID, "mtp_num_hidden_layers": 1}, seed=0)
+    return path
+
+
+def family(seed: int, count: int) -> list[list[int]]:
+    """Make prompts that part from one another anywhere, some of them twice."""
+    draw = random.Random(seed)
+    prompts: list[list[int]] = [[draw.randrange(VOCAB) for _ in range(100)]]
+    while len(prompts) < count:
+        stem = draw.choice(prompts)
+        cut = draw.randrange(1, len(stem) + 1)
+        prompts.append([*stem[:cut], *(draw.randrange(VOCAB) for _ in range(draw.randrange(40)))][:200])
+    return prompts
+
+
+PROMPTS = family(1, 28)
+PARAMS = [
+    SamplingParams(max_tokens=12 + i % 9, temperature=0.8 * (i % 2), seed=i, stop_token_ids=[i % VOCAB])
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[list[Completion]]:
+    with SpecEngine(folder, draft="none", **SETTINGS) as engine:
+        yield engine.generate(PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize("slots", ["record", "snapshot"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_texts_are_those_without_a_cache(
+    folder: Path, alone: list[Completion], draft: str, slots: str
+) -> None:
+    with SpecEngine(folder, prefix_cache=True, slots=slots, **DRAFTS[draft], **SETTINGS) as engine:
+        turns = [engine.generate([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
+        together = engine.generate(PROMPTS, PARAMS)
+        cache = engine.model.loop.scheduler.cache
+        assert cache and cache.counts.states_evicted and engine.stats().failed_steps == 0
+    for found in (turns, together):
+        assert [own.token_ids for own in found] == [own.token_ids for own in alone]
+        assert sum(own.stats.cached_tokens for own in found) > 300
+
+
+def test_the_state_of_another_prefix_is_noticed(
+    folder: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutant: what is lent is the state of whoever stands above."""
+    right = Arena.copy_state
+    kept: list[int] = []
+
+    def wrong(arena: Arena, source: int, to: int) -> None:
+        kept.append(source)
+        right(arena, kept[-2] if len(kept) > 1 else source, to)
+
+    monkeypatch.setattr(Arena, "copy_state", wrong)
+    with SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine:
+        found = [engine.generate([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
+    assert [own.token_ids for own in found] != [own.token_ids for own in alone]
+
+
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_a_prompt_is_found_again_at_any_length(folder: Path, draft: str) -> None:
+    draw = random.Random(5)
+    once = {"max_tokens": 1, "temperature": 0.0}
+    with (
+        SpecEngine(folder, prefix_cache=True, **DRAFTS[draft], **SETTINGS) as engine,
+        SpecEngine(folder, draft="none", **SETTINGS) as plain,
+    ):
+        for length in range(1, 200):
+            stem = [draw.randrange(VOCAB) for _ in range(length)]
+            ends = [[*stem, draw.randrange(VOCAB)] for _ in range(2)]
+            engine.generate([stem], SamplingParams(**once))
+            for end in ends:
+                found = engine.generate([end], SamplingParams(**{**once, "max_tokens": 4}))[0]
+                assert found.stats.cached_tokens == length
+            last = ends[-1]
+            assert (
+                found.token_ids
+                == plain.generate([last], SamplingParams(max_tokens=4, temperature=0))[0].token_ids
+            )
