@@ -227,8 +227,8 @@ class DecodeLoop:
 
     def _end(self, request: Request) -> None:
         """Let what a request has read and said serve later ones, as far as that is wanted."""
-        if self.prefixes and not (self.runner and self.runner.holds(request)):
-            self.prefixes.end(request)
+        if self.prefixes:
+            self.prefixes.end(request, self.runner.left_by(request) if self.runner else None)
         self.speculation.end(request, shared=self._shares)
 
     def keep_apart(self) -> None:

@@ -12,7 +12,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
-from specdec.state_slots.window import record_ids
+from specdec.state_slots.window import RecordSlot, record_ids
 
 
 class Prefixes:
@@ -41,26 +41,30 @@ class Prefixes:
                 hidden_1D = self.speculation.last_hidden(request)
                 self.cache.keep_copy(node, request.committed.state, hidden_1D)
 
-    def end(self, request: Request) -> None:
-        """Keep what a request has read, and its state, for those that begin alike."""
+    def end(self, request: Request, left: tuple[Committed | None, int] | None = None) -> None:
+        """Keep what a request has read, and its state, for those that begin alike.
+
+        `left` is what the device leaves of one that it has served to its end: its state, and at which length.
+        """
         if request.lease is None or request.finish_reason is None:
             return
-        # The last token was chosen and not read. Of those that were, a stop may have cut some off.
-        length = min(request.computed, len(request.tokens) - 1)
+        committed, computed = left or (request.committed, request.computed)
+        # The last token was not read, but by a device that was ahead. A stop may have cut some off.
+        length = min(computed, len(request.tokens) - (left is None))
+        skipped = computed - length
         node = self._share(request, length)
-        if request.committed and node.state is None:
-            self._keep(request, node, request.committed, request.computed - length)
+        if committed is None or node.state is not None or skipped > len(committed.path):
+            return
+        self._fold(committed.state, committed.path[: len(committed.path) - skipped])
+        hidden_1D = self.speculation.last_hidden(request, skipped) if left is None else None
+        self.cache.keep(node, request.number, committed.state, hidden_1D)
 
     def _share(self, request: Request, length: int) -> Node:
         assert request.lease
         return self.cache.note(request.lease, request.tokens[:length], request.table_N.tolist())
 
-    def _keep(self, request: Request, node: Node, committed: Committed, skipped: int) -> None:
-        """Hand a request's state over as it was before the last tokens, if its path goes back so far."""
-        if skipped > len(committed.path):
-            return
-        if path := committed.path[: len(committed.path) - skipped]:
-            state_B = torch.tensor([committed.state], device=self.device)
+    def _fold(self, state: int, path: Sequence[RecordSlot]) -> None:
+        """Bring a state up to date with what was accepted."""
+        if path:
+            state_B = torch.tensor([state], device=self.device)
             self.network.materialize(self.arena, state_B, *record_ids([path], self.device))
-        hidden_1D = self.speculation.last_hidden(request, skipped)
-        self.cache.keep(node, request.number, committed.state, hidden_1D)

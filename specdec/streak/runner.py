@@ -15,7 +15,7 @@ from specdec.parts import Part
 from specdec.request import Request
 from specdec.scheduler import Scheduler, Share
 from specdec.speculation import Speculation
-from specdec.state_slots.backing import Draft
+from specdec.state_slots.backing import Committed, Draft
 from specdec.state_slots.tree import TokenTree
 from specdec.streak.form import Form
 from specdec.streak.result import Outcome
@@ -80,9 +80,10 @@ class Runner(ABC):
         self._over = self._over or self._is_interrupted()
         return self._run()
 
-    def holds(self, request: Request) -> bool:
-        """Tell whether the device may be ahead of what the host knows of a request."""
-        return any(held.request is request for held in self.streak.held)
+    def left_by(self, request: Request) -> tuple[Committed | None, int] | None:
+        """Return the state that a request leaves which ends here, and at which length; None: it does not."""
+        held = any(own.request is request for own in self.streak.held)
+        return self.streak.left_by(request) if held else None
 
     def abandon(self) -> None:
         """Forget the streak after a step that failed."""

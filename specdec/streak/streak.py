@@ -138,6 +138,17 @@ class Streak:
             came.append((self.held[b].request, outcome))
         return Came(pending.form, pending.as_drafted, came)
 
+    def left_by(self, request: Request) -> tuple[Committed | None, int]:
+        """Return what a request that has just ended leaves, and how far it has read, once all has run.
+
+        A step that was under way has folded its path in; one without drafts has read the last token too.
+        """
+        committed = request.committed
+        if not self._pending:
+            return committed, request.computed
+        alone = all(pending.form.nodes == 1 for pending in self._pending)
+        return committed and Committed(committed.state), request.computed + alone * len(self._pending)
+
     def end(self) -> None:
         """Hand every request back to the host as the last step left it; the results have been read."""
         assert not self._pending
