@@ -47,6 +47,7 @@ class DecodeLoop:
         scheduler.on_hit = speculation.resume
         self.prefixes: Prefixes | None = None
         self._shares = True
+        arena.may_move, arena.on_move = self._may_move, self._move_blocks
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -234,6 +235,17 @@ class DecodeLoop:
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self._shares, self.prefixes, self.scheduler.cache = False, None, None
+
+    def _may_move(self) -> bool:
+        """Tell whether tables are the host's alone."""
+        return not (self.runner and self.runner.streak.held)
+
+    def _move_blocks(self, moved: Mapping[int, int]) -> None:
+        """Put all tables right after blocks have moved."""
+        for request in self.scheduler.running:
+            request.move_blocks(moved)
+        if self.scheduler.cache:
+            self.scheduler.cache.tree.move(moved)
 
     def keep_prefixes(self, cache: PrefixCache) -> None:
         """Let what a request has read serve later ones."""

@@ -7,7 +7,7 @@ logits choose the next token. Prefill, resumption and decoding are therefore one
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,6 +91,12 @@ class Request:
     def add_blocks(self, blocks: Sequence[int]) -> None:
         """Put blocks behind those that it has."""
         self.table_N = torch.cat([self.table_N, torch.tensor(blocks, dtype=torch.int64)])
+
+    def move_blocks(self, moved: Mapping[int, int]) -> None:
+        """Follow blocks that have moved."""
+        table = self.table_N.tolist()
+        if not moved.keys().isdisjoint(table):
+            self.table_N = torch.tensor([moved.get(block, block) for block in table])
 
     @property
     def next_count(self) -> int:

@@ -1,6 +1,6 @@
 """The one owner of a device's sequence memory: KV blocks, recurrent states and draft records."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,11 @@ class Arena:
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
         self.make_room: Callable[[Callable[[], bool]], bool] = lambda fits: fits()
         """Has what is only kept for later give way until something fits; tells whether it does."""
+        self.may_move: Callable[[], bool] = lambda: False
+        """Tells whether all who know of blocks can be told that they have moved."""
+        self.on_move: Callable[[Mapping[int, int]], None] = lambda moved: None
+        """Told which blocks have moved where, so that tables are put right."""
+        self.moved_blocks = 0
 
     def pages(self, layer: int) -> Tensor:
         """Return the blocks of the layer-th attention layer: [num_blocks, 2, block_tokens, J, D]."""
@@ -124,9 +129,18 @@ class Arena:
         """Hand out n slots of a class, for which what is only kept for later gives way."""
         together = pool is self._records
         slots = pool.take(owner, n, together=together)
-        if slots is None and self.make_room(lambda: pool.new_slabs(n) <= len(self._slabs.free)):
+        if slots is None and self.can_take(**{f"{pool.kind}s": n}):
             slots = pool.take(owner, n, together=together)
         return slots
+
+    def _compact(self) -> bool:
+        """Win a slab by moving the blocks of the emptiest one to others; tell whether it was won."""
+        moved = self._blocks.evacuate() if self.layout.kv and self.may_move() else {}
+        for source, to in moved.items():
+            self.copy_block(source, to)
+        self.moved_blocks += len(moved)
+        self.on_move(moved)
+        return bool(moved)
 
     def hand_over_state(self, owner: Owner, heir: Owner, state: int) -> None:
         """Give a live state another owner."""
@@ -149,7 +163,11 @@ class Arena:
         """Say whether all of these could be taken now, in any order, if what is kept for later gives way."""
 
         def fits() -> bool:
-            return self._fits(blocks, states, records)
+            while not self._fits(blocks, states, records):
+                # Moved together, blocks leave whole slabs to others, and no more room to blocks.
+                if not (states or records) or not self._compact():
+                    return False
+            return True
 
         return fits() or self.make_room(fits)
 

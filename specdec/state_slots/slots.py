@@ -132,6 +132,30 @@ class SlotPool:
         if owner in self.held:
             self.release(owner, list(self.held[owner]))
 
+    def evacuate(self) -> dict[int, int]:
+        """Move what lives in the emptiest slab into holes of others, and give it back; say what went where.
+
+        Nothing is moved where the others have too few. The bytes are the caller's to copy.
+        """
+        least = (self.fullness & -self.fullness).bit_length() - 1
+        if least < 0 or least > self.spare - (self.per_slab - least):
+            return {}
+        slab = next(iter(self.partial[least]))
+        used, first = self.used[slab], slab * self.per_slab
+        self._file(slab, 0)
+        moved = {}
+        for slot in (first + place for place in range(self.per_slab) if used >> place & 1):
+            (new,) = self._occupy(self._choose_slab(1), 1)
+            moved[slot] = new
+            self.generations[new] += 1
+            self.references[new] = self.references.pop(slot)
+        self.handed_out += len(moved)
+        for held in self.held.values():
+            for slot in moved.keys() & held.keys():
+                del held[slot]
+                held[moved[slot]] = self.generations[moved[slot]]
+        return moved
+
     def is_current(self, slot: int, generation: int) -> bool:
         return slot in self.references and self.generations[slot] == generation
 

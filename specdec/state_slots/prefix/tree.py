@@ -6,7 +6,7 @@ own copy or holding the same one together. At its end a node may keep a recurren
 """
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,6 +126,12 @@ class Tree:
         self._hold(child, blocks)
         node.children[int(edge[0])] = child
         return child
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Follow blocks that have moved."""
+        for node in self.nodes():
+            if not moved.keys().isdisjoint(node.blocks):
+                node.blocks = [moved.get(block, block) for block in node.blocks]
 
     def drop(self, node: Node) -> None:
         """Take a leaf away, and all that it holds."""

@@ -1,0 +1,106 @@
+"""Blocks that are scattered over slabs are moved together where a state or a record wants a slab."""
+
+import itertools
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+import torch
+
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.slots import Kind
+from tests.state_slots.test_arena_properties import LAYOUT, PER_SLAB
+
+SLABS = 8
+
+
+class Tables:
+    """Owners' tables, and what each wrote into its blocks."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = Random(seed)
+        self.arena = Arena(LAYOUT, (SLABS + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
+        self.arena.on_move, self.arena.may_move = self.follow, lambda: True
+        self.tables: dict[int, dict[int, int]] = {}
+        """Block -> what was written there, by owner."""
+
+    def follow(self, moved: Mapping[int, int]) -> None:
+        for owner, table in self.tables.items():
+            self.tables[owner] = {moved.get(block, block): mark for block, mark in table.items()}
+
+    def bytes_of(self, block: int) -> torch.Tensor:
+        slab, place = divmod(block, LAYOUT.blocks_per_slab)
+        start = slab * LAYOUT.slab_bytes + place * LAYOUT.block_bytes
+        return self.arena.data[start : start + LAYOUT.block_bytes]
+
+    def scatter(self) -> None:
+        """Fill the arena with blocks, share some, and give most back, anywhere."""
+        for owner in range(SLABS * PER_SLAB[Kind.BLOCK]):
+            blocks = self.arena.take_blocks(owner, 1)
+            assert blocks
+            mark = self.draw.randrange(256)
+            self.bytes_of(blocks[0]).fill_(mark)
+            self.tables[owner] = {blocks[0]: mark}
+        for owner in self.draw.sample(sorted(self.tables), len(self.tables) * 3 // 4):
+            self.arena.release_owner(owner)
+            del self.tables[owner]
+        owners = sorted(self.tables)
+        for own, other in itertools.pairwise(owners):
+            block = next(iter(self.tables[other]))
+            self.arena.share_block(own, block)
+            self.tables[own][block] = self.tables[other][block]
+
+    def check(self) -> None:
+        self.arena.check_integrity()
+        for owner, table in self.tables.items():
+            self.arena.check_held(owner, table, [])
+            for block, mark in table.items():
+                assert (self.bytes_of(block) == mark).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_states_get_the_slabs_that_blocks_leave_when_moved_together(seed: int) -> None:
+    tables = Tables(seed)
+    tables.scatter()
+    arena, free = tables.arena, tables.arena.usage().free_slabs
+    live = len({block for table in tables.tables.values() for block in table})
+    possible = SLABS - -(-live // PER_SLAB[Kind.BLOCK])
+    assert arena.can_take(states=possible) and not arena.can_take(states=possible + 1)
+    for number in range(possible):
+        state = arena.take_state(("state", number))
+        assert state is not None
+        assert not arena.data[state * LAYOUT.slab_bytes :][: LAYOUT.state_bytes].any()
+        arena.data[state * LAYOUT.slab_bytes :][: LAYOUT.state_bytes].fill_(0xFF)
+    assert arena.take_state("one more") is None
+    for number in range(possible):
+        arena.release_owner(("state", number))
+    tables.check()
+    assert free < possible and arena.moved_blocks
+
+
+def test_nothing_moves_while_somebody_cannot_be_told() -> None:
+    tables = Tables(0)
+    tables.scatter()
+    tables.arena.may_move = lambda: False
+    free = tables.arena.usage().free_slabs
+    assert not tables.arena.can_take(states=free + 1) and not tables.arena.moved_blocks
+    tables.check()
+
+
+def test_blocks_are_not_moved_for_blocks() -> None:
+    tables = Tables(0)
+    tables.scatter()
+    live = len({block for table in tables.tables.values() for block in table})
+    room = SLABS * PER_SLAB[Kind.BLOCK] - live
+    assert not tables.arena.can_take(blocks=room + 1) and tables.arena.can_take(blocks=room)
+    assert not tables.arena.moved_blocks
+
+
+def test_bytes_that_stay_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: the tables are told, and nothing is copied."""
+    tables = Tables(3)
+    tables.scatter()
+    monkeypatch.setattr(tables.arena, "copy_block", lambda *_: None)
+    assert tables.arena.can_take(states=tables.arena.usage().free_slabs + 1)
+    with pytest.raises(AssertionError):
+        tables.check()
