@@ -185,7 +185,7 @@ class Scheduler:
             return False
         request = self.waiting[0]
         lease = self._lease(request)
-        saved = self.cache.shared(lease) if self.cache and lease else 0
+        saved = lease.shared if lease else 0
         limit = self._limit(request, saved)
         if limit in MEMORY and self.reclaim():
             limit = self._limit(request, saved)

@@ -1,7 +1,7 @@
 """Texts with prefixes that are kept equal those without, whoever drafts and whatever gives way."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.bench.random_model import write_random_checkpoint
-from specdec.state_slots.arena import Arena
+from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
 from tests.conftest import HYBRID
 
 VOCAB: int = HYBRID["vocab_size"]
@@ -73,14 +73,19 @@ def test_the_state_of_another_prefix_is_noticed(
     folder: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutant: what is lent is the state of whoever stands above."""
-    right = Arena.copy_state
-    kept: list[int] = []
+    right = PrefixCache.lend
 
-    def wrong(arena: Arena, source: int, to: int) -> None:
-        kept.append(source)
-        right(arena, kept[-2] if len(kept) > 1 else source, to)
+    def wrong(cache: PrefixCache, owner: Hashable, lease: Lease, state: int | None) -> Hit:
+        own, above = lease.found.state, lease.found.parent
+        while above and above.state is None:
+            above = above.parent
+        if above:
+            lease.found.state = above.state
+        hit = right(cache, owner, lease, state)
+        lease.found.state = own
+        return hit
 
-    monkeypatch.setattr(Arena, "copy_state", wrong)
+    monkeypatch.setattr(PrefixCache, "lend", wrong)
     with SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine:
         found = [engine.generate([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
     assert [own.token_ids for own in found] != [own.token_ids for own in alone]

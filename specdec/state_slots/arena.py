@@ -43,7 +43,8 @@ class Arena:
     zero. One thread owns an arena.
     """
 
-    def __init__(self, layout: Layout, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, num_bytes: int, device: torch.device, *, pinned: bool = False) -> None:
+        """`pinned` memory of the host is one that a GPU copies by itself."""
         num_slabs = num_bytes // layout.slab_bytes
         if num_slabs < 2:
             raise CapacityError(
@@ -53,7 +54,8 @@ class Arena:
             )
         self.layout = layout
         try:
-            self.data = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+            size = num_slabs * layout.slab_bytes
+            self.data = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         except RuntimeError as error:
             raise CapacityError(
                 f"memory_bytes is {num_bytes}, which {device} does not have; give less", field="memory_bytes"
@@ -92,7 +94,7 @@ class Arena:
         slots = self._take(self._states, owner, 1)
         if slots is None:
             return None
-        self._slab_bytes_SX[slots[0], : self.layout.state_bytes].zero_()
+        self.state_bytes_X(slots[0]).zero_()
         return slots[0]
 
     def take_snapshots(self, owner: Owner, n: int) -> list[int] | None:
@@ -137,7 +139,7 @@ class Arena:
         """Win a slab by moving the blocks of the emptiest one to others; tell whether it was won."""
         moved = self._blocks.evacuate() if self.layout.kv and self.may_move() else {}
         for source, to in moved.items():
-            self.copy_block(source, to)
+            self.block_bytes_X(to).copy_(self.block_bytes_X(source))
         self.moved_blocks += len(moved)
         self.on_move(moved)
         return bool(moved)
@@ -147,17 +149,15 @@ class Arena:
         self._states.share(heir, state)
         self._states.release(owner, [state])
 
-    def copy_state(self, source: int, to: int) -> None:
-        """Copy all recurrent layers' states and conv windows."""
-        size = self.layout.state_bytes
-        self._slab_bytes_SX[to, :size].copy_(self._slab_bytes_SX[source, :size])
+    def state_bytes_X(self, state: int) -> Tensor:
+        """Show all recurrent layers' states and conv windows of a slot."""
+        return self._slab_bytes_SX[state, : self.layout.state_bytes]
 
-    def copy_block(self, source: int, to: int) -> None:
-        """Copy all attention layers' keys and values of a block."""
-        size, per_slab = self.layout.block_bytes, self.layout.blocks_per_slab
-        (slab, place), (to_slab, to_place) = divmod(source, per_slab), divmod(to, per_slab)
-        own_X = self._slab_bytes_SX[slab, place * size : (place + 1) * size]
-        self._slab_bytes_SX[to_slab, to_place * size : (to_place + 1) * size].copy_(own_X)
+    def block_bytes_X(self, block: int) -> Tensor:
+        """Show all attention layers' keys and values of a block."""
+        size = self.layout.block_bytes
+        slab, place = divmod(block, self.layout.blocks_per_slab)
+        return self._slab_bytes_SX[slab, place * size : (place + 1) * size]
 
     def can_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
         """Say whether all of these could be taken now, in any order, if what is kept for later gives way."""

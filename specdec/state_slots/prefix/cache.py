@@ -8,8 +8,12 @@ from torch import Tensor
 
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.integrity import IntegrityError
+from specdec.state_slots.prefix.rates import Rates
 from specdec.state_slots.prefix.score import Score
 from specdec.state_slots.prefix.tree import Ids, Node, Tree
+
+MOVING = "moving"
+"""Owns, in the lower tier, what comes from the upper one."""
 
 
 @dataclass(slots=True)
@@ -18,11 +22,16 @@ class Lease:
 
     salt: str
     tip: Node
-    """The node that it goes on from."""
+    """The node that it goes on from, as far as blocks can be shared."""
+    shared: int
+    """Blocks that it need not take: those that it will never write."""
     length: int
     """Tokens that it need not read."""
     stops: tuple[int, ...]
     """Where it must pause while it reads its prompt, so that a state is kept there; rising."""
+    store: "PrefixCache"
+    found: Node
+    """Who keeps the state at that length, and what else has to be copied, and at which node."""
     lent: bool = False
 
     def until_stop(self, computed: int) -> int | None:
@@ -42,10 +51,12 @@ class Hit:
 
 @dataclass(slots=True)
 class Counts:
-    """What came of it, in tokens of prompts and in nodes."""
+    """What came of it, in tokens of prompts, in nodes and in blocks."""
 
     asked: int = 0
     hit: int = 0
+    fetched: int = 0
+    """Tokens of those that the lower tier had kept."""
     states_kept: int = 0
     states_evicted: int = 0
     blocks_evicted: int = 0
@@ -55,13 +66,17 @@ class PrefixCache:
     """Owns the tree and what it holds of the arena, which it gives back when somebody is short of memory.
 
     A state is kept where two prompts have parted, where a caller has said so, and behind the last token of
-    what a request has written: nothing in between will be asked for. One thread owns a cache.
+    what a request has written: nothing in between will be asked for. What gives way goes to a lower tier, a
+    cache over slower memory, if there is one. One thread owns a cache.
     """
 
-    def __init__(self, arena: Arena, score: Score, *, has_head: bool) -> None:
-        self.arena, self.score, self.has_head = arena, score, has_head
+    def __init__(
+        self, arena: Arena, score: Score, *, has_head: bool, lower: "PrefixCache | None" = None
+    ) -> None:
+        self.arena, self.score, self.has_head, self.lower = arena, score, has_head, lower
         self.tree = Tree(arena)
         self.counts = Counts()
+        self.rates = Rates()
         self._states = bool(arena.layout.states)
         self._now = 0
         arena.make_room = self.make_room
@@ -73,14 +88,20 @@ class PrefixCache:
         """
         ids = as_ids(tokens[:-1])
         deepest, known = self.tree.walk(salt, ids)
-        node, length = self._usable(deepest, known)
-        node.pins += 1
+        found, length = self.usable(deepest, known)
+        store, tip = self, found
+        if self.lower and (below := self.lower.below(salt, ids, length, self.rates)):
+            store, tip, (found, length) = self.lower, deepest, below
+        for node in (tip, found):
+            node.pins += 1
+        private = max(min(length - (self.has_head and self._states), known), 0)
         stops = {mark for mark in marks if length < mark <= len(ids)}
         if self._states and length < known:
             stops.add(known)
-        return Lease(salt, node, length, tuple(sorted(stops)))
+        shared = private // self.tree.size if self.tree.pages else 0
+        return Lease(salt, tip, shared, length, tuple(sorted(stops)), store, found)
 
-    def _usable(self, node: Node, known: int) -> tuple[Node, int]:
+    def usable(self, node: Node, known: int) -> tuple[Node, int]:
         """Return the deepest prefix that can be gone on from, on the way to a node."""
         if not self._states:
             # A head has to read the last token's hidden state, which only reading that token gives.
@@ -92,58 +113,79 @@ class PrefixCache:
             node = node.parent
         return node, node.end
 
-    def shared(self, lease: Lease) -> int:
-        """Count the blocks that a lease saves: those that its request will never write."""
-        last = max(lease.length - (self.has_head and self._states), 0)
-        return last // self.tree.size if self.tree.pages else 0
+    def below(self, salt: str, ids: Ids, length: int, rates: "Rates") -> tuple[Node, int] | None:
+        """Return what this tier knows beyond a length, if to copy it takes less time than to read it."""
+        found, deeper = self.usable(*self.tree.walk(salt, ids))
+        if deeper <= length:
+            return None
+        layout, work = self.arena.layout, self.score.work
+        copied = layout.state_bytes + layout.blocks_for(deeper - length) * layout.block_bytes
+        return (found, deeper) if rates.pays(copied, work(deeper) - work(length)) else None
 
     def lend(self, owner: Hashable, lease: Lease, state: int | None) -> Hit:
         """Let a request share the blocks before its next token, and copy its state and what it will write."""
-        node, length = lease.tip, lease.length
-        self._touch(node)
-        shared = self.shared(lease)
-        table = self.tree.table(node, length)
-        for block in table[:shared]:
+        length, store = lease.length, lease.store
+        shared = self.tree.table(lease.tip, lease.shared * self.tree.size)
+        sources = store.tree.table(lease.found, length)[lease.shared :]
+        for block in shared:
             self.arena.share_block(owner, block)
-        copies = self.arena.take_blocks(owner, len(table) - shared)
+        copies = self.arena.take_blocks(owner, len(sources))
         assert copies is not None, "a lease's blocks were counted"
-        for source, own in zip(table[shared:], copies, strict=True):
-            self.arena.copy_block(source, own)
-        if length and self._states:
-            assert node.state is not None and state is not None
-            self.arena.copy_state(node.state, state)
-        node.pins -= 1
-        node.locks += 1
+        there, here = store.arena, self.arena
+        with self.rates.copying(there, here) as pairs:
+            for source, own in zip(sources, copies, strict=True):
+                pairs.append((there.block_bytes_X(source), here.block_bytes_X(own)))
+            if length and self._states:
+                assert lease.found.state is not None and state is not None
+                pairs.append((there.state_bytes_X(lease.found.state), here.state_bytes_X(state)))
+        self._unpin(lease)
+        lease.tip.locks += 1
         lease.lent = True
+        self._touch(lease.tip)
         self.counts.hit += length
-        return Hit(length, [*table[:shared], *copies], node.hidden_1D if self._states else None)
+        if store is not self:
+            self._fetched(lease, [*shared, *copies], state)
+        return Hit(length, [*shared, *copies], lease.found.hidden_1D if self._states else None)
+
+    def _fetched(self, lease: Lease, table: list[int], state: int | None) -> None:
+        """Keep what came from the lower tier here too: it has been asked for."""
+        node = self._insert(lease.salt, lease.store.tree.spelled(lease.found)[1][: lease.length], table)
+        if state is not None and node.state is None:
+            self._copy_in(node, self.arena.state_bytes_X(state), lease.found.hidden_1D)
+        self.counts.fetched += lease.length
 
     def leave(self, lease: Lease) -> None:
         """Let a place go."""
-        lease.tip.locks -= lease.lent
-        lease.tip.pins -= not lease.lent
+        if lease.lent:
+            lease.tip.locks -= 1
+        else:
+            self._unpin(lease)
 
     def note(self, lease: Lease, tokens: Sequence[int], table: Sequence[int]) -> Node:
         """Learn what a request has read so far; its blocks are the tree's as well from now on."""
-        ids, table = as_ids(tokens), list(table)
-        node, at = self.tree.walk(lease.salt, ids)
-        node = self.tree.reach(node, at)
-        if at < len(ids):
-            node = self.tree.grow(node, ids, table)
-        self._touch(node)
+        node = self._insert(lease.salt, as_ids(tokens), list(table))
         lease.tip.locks -= 1
         node.locks += 1
         lease.tip = node
         return node
 
+    def _insert(self, salt: str, ids: Ids, table: list[int]) -> Node:
+        node, at = self.tree.walk(salt, ids)
+        node = self.tree.reach(node, at)
+        if at < len(ids):
+            node = self.tree.grow(node, ids, table)
+        self._touch(node)
+        return node
+
+    def _unpin(self, lease: Lease) -> None:
+        for node in (lease.tip, lease.found):
+            node.pins -= 1
+
     def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
         """Keep a copy of a state, which goes on, at a node, if there is room for it."""
         if state is None or node.state is not None:
             return
-        slots = self.arena.take_snapshots(node.owner, 1)
-        if slots:
-            self.arena.copy_state(state, slots[0])
-            self._keep(node, slots[0], hidden_1D)
+        self._copy_in(node, self.arena.state_bytes_X(state), hidden_1D)
 
     def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
         """Take a state over, which its owner needs no more, unless the node has one."""
@@ -151,9 +193,36 @@ class PrefixCache:
             self.arena.hand_over_state(owner, node.owner, state)
             self._keep(node, state, hidden_1D)
 
+    def _copy_in(self, node: Node, state_X: Tensor, hidden_1D: Tensor | None) -> None:
+        node.pins += 1  # room is made for it, but not by itself
+        slots = self.arena.take_snapshots(node.owner, 1)
+        node.pins -= 1
+        if slots:
+            self.arena.state_bytes_X(slots[0]).copy_(state_X)
+            self._keep(node, slots[0], hidden_1D)
+
     def _keep(self, node: Node, state: int, hidden_1D: Tensor | None) -> None:
         node.state, node.hidden_1D = state, hidden_1D
         self.counts.states_kept += 1
+
+    def take_over(self, upper: "PrefixCache", node: Node) -> None:
+        """Keep what the tier above gives up at a node, as far as there is room."""
+        salt, ids = upper.tree.spelled(node)
+        deepest, known = self.tree.walk(salt, ids)
+        deepest.pins += 1
+        first = known // self.tree.size if self.tree.pages else 0
+        sources = upper.tree.table(node, node.end)[first:]
+        blocks = self.arena.take_blocks(MOVING, len(sources))
+        if blocks is not None:
+            with self.rates.copying(upper.arena, self.arena) as pairs:
+                for source, to in zip(sources, blocks, strict=True):
+                    pairs.append((upper.arena.block_bytes_X(source), self.arena.block_bytes_X(to)))
+            own = self._insert(salt, ids, [*self.tree.table(deepest, known)[:first], *blocks])
+            self.arena.release_owner(MOVING)
+            if node.state is not None and own.state is None:
+                hidden_1D = None if node.hidden_1D is None else node.hidden_1D.to(self.arena.data.device)
+                self._copy_in(own, upper.arena.state_bytes_X(node.state), hidden_1D)
+        deepest.pins -= 1
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
         """Give prefixes up until something fits; tell whether it does."""
@@ -171,11 +240,18 @@ class PrefixCache:
 
     def flush(self) -> None:
         """Give up all that nobody goes on from."""
+        if self.lower:
+            self.lower.flush()
+        lower, self.lower = self.lower, None
         self.make_room(lambda: False)
+        self.lower = lower
 
     def forget(self) -> None:
         """Begin afresh after the arena has taken everything back."""
         self.tree.roots.clear()
+        if self.lower:
+            self.lower.arena.forget()
+            self.lower.forget()
 
     def _candidates(self) -> list[Node]:
         return [node for node in self.tree.nodes() if self._may_go(node)]
@@ -188,6 +264,8 @@ class PrefixCache:
 
     def _give_up(self, node: Node) -> None:
         """Take a node's state, and the node too if nothing hangs on it; its child takes its blocks over."""
+        if self.lower and (node.state is not None or not self._states):
+            self.lower.take_over(self, node)
         if node.state is not None:
             self.arena.release_state(node.owner, node.state)
             node.state = node.hidden_1D = None
@@ -216,6 +294,8 @@ class PrefixCache:
 
     def check(self) -> None:
         """Prove that the tree holds of the arena what it says, and nobody else anything."""
+        if self.lower:
+            self.lower.check()
         nodes = list(self.tree.nodes())
         for node in nodes:
             assert node.parent

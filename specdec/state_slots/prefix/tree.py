@@ -6,8 +6,9 @@ own copy or holding the same one together. At its end a node may keep a recurren
 """
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ NO_IDS: Ids = np.zeros(0, np.int32)
 class Node:
     """One prefix. `owner` is its name in the arena."""
 
-    owner: Hashable
+    owner: tuple[str, Any]
     parent: "Node | None"
     edge: Ids
     end: int
@@ -78,7 +79,7 @@ class Tree:
 
     def root(self, salt: str) -> Node:
         if salt not in self.roots:
-            self.roots[salt] = self._make(None, NO_IDS, 0)
+            self.roots[salt] = Node(("root", salt), None, NO_IDS, 0)
         return self.roots[salt]
 
     def nodes(self) -> Iterator[Node]:
@@ -96,6 +97,13 @@ class Tree:
             if known < len(child.edge):
                 break
         return node, at
+
+    def spelled(self, node: Node) -> tuple[str, Ids]:
+        """Return a node's salt, and the tokens that it stands for."""
+        path = node.path()
+        top = path[0].parent if path else node
+        assert top
+        return top.owner[1], np.concatenate([own.edge for own in path]) if path else NO_IDS
 
     def table(self, node: Node, length: int) -> list[int]:
         """Return the blocks of a prefix that ends on a node's edge."""
