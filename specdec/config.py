@@ -38,9 +38,9 @@ class SamplingParams(Settings):
 
     max_tokens: int = Field(
         16,
-        ge=1,
+        ge=0,
         title="how many tokens are written at most; fewer where max_model_len ends the sequence",
-        description="a whole number of at least 1",
+        description="a whole number of at least 1, or 0 with prompt_logprobs",
     )
     temperature: Annotated[float, BeforeValidator(_round_to_greedy)] = Field(
         1.0,
@@ -134,7 +134,8 @@ class SamplingParams(Settings):
     min_tokens: int = Field(
         0,
         ge=0,
-        title="how many tokens are written before any may end the output; stop strings before them are text",
+        title="how many tokens are written before any may end the output; a stop string that is complete "
+        "within them is text, one that begins there and ends later is none",
         description="a whole number from 0 to max_tokens",
     )
     prompt_logprobs: int | None = Field(
@@ -166,6 +167,10 @@ class SamplingParams(Settings):
             raise contradiction(
                 "n",
                 f"{self.n} choices at temperature 0 would be one text; raise temperature or leave n at 1.",
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise contradiction(
+                "max_tokens", "0 writes nothing and tells nothing; give at least 1, or prompt_logprobs too."
             )
         if self.min_tokens > self.max_tokens:
             raise contradiction(

@@ -129,6 +129,10 @@ class Request:
         """
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
+        if not self.room:
+            # It was asked to read alone: what is chosen after its prompt is nobody's.
+            self.finish_reason = "length"
+            return 0
         for said in chosen:
             self.tokens.append(said.token)
             self._unsent.append(said)
@@ -138,7 +142,7 @@ class Request:
             if said.token in self.stop_ids:
                 self.finish_reason = "stop"
             elif self.text is not None:
-                may_stop = self.output_length >= self.params.min_tokens
+                may_stop = self.output_length > self.params.min_tokens
                 self._unsent_text += self.text.push(said.token, may_stop=may_stop)
                 self._cutter.note(self.text.length, said.origin)
                 if self.text.stopped:

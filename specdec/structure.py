@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from specdec.forms import unread_form
 from specdec.settings import Settings, contradiction
 
 Text = Annotated[str, Field(min_length=1)]
@@ -45,6 +46,8 @@ class Structure(Settings):
                 given[1] if given else "structured_outputs",
                 f"an output has one form, and {len(given)} are given; leave one of {names}.",
             )
+        if found := unread_form(self.kind, getattr(self, self.kind)):
+            raise contradiction(self.kind, f"{found}.")
         return self
 
     @property

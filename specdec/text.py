@@ -92,7 +92,8 @@ class TextStream:
     """Turn one output's tokens into text as they come.
 
     Held back are the bytes of an unfinished character and whatever may become a stop string; the stop string
-    that is completed first ends the text before it. Each token costs the decoding of a bounded window.
+    that is completed first ends the text before it, but one that is complete before any may end it is text.
+    Each token costs the decoding of a bounded window.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] | None = None) -> None:
@@ -106,12 +107,14 @@ class TextStream:
         self._unfinished = 0
         """Tokens since the text was whole, that is, ended with a finished character."""
         self._held = ""
+        self._passed = 0
+        """Characters of what is held that no stop string may end within."""
         self.length = 0
         """Characters of the text so far, those that are held back for a stop string included."""
         self.stopped = False
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Take one token and return the text that is now certain; stop strings end it only where they may."""
+        """Take one token and return the text that is now certain; stop strings end it where they may end."""
         if self.stopped or self._tokenizer.is_silent(token):
             return ""
         self._ids.append(token)
@@ -124,13 +127,13 @@ class TextStream:
         self._decoded = max(self._decoded, certain)
         self._slide(len(text) - self._decoded)
         self.length += len(new)
-        return self._release(new, stops=self._stops if may_stop else ())
+        return self._release(new, may_stop=may_stop)
 
     def finish(self) -> str:
         """Return what was held back; nothing comes after it."""
         new = self._tokenizer.decode(self._ids)[self._decoded :]
         self._ids, self._decoded = [], 0
-        return self._release(new, stops=self._stops, last=True)
+        return self._release(new, last=True)
 
     def _slide(self, pending: int) -> None:
         """Forget old tokens, then find the place again from the end: only the text's head has changed."""
@@ -143,17 +146,19 @@ class TextStream:
         self._ids = self._ids[forgotten:]
         self._decoded = len(self._tokenizer.decode(self._ids)) - pending
 
-    def _release(self, new: str, *, stops: Sequence[str], last: bool = False) -> str:
+    def _release(self, new: str, *, may_stop: bool = True, last: bool = False) -> str:
         if self.stopped:
             return ""
         text, self._held = self._held + new, ""
+        passed = self._passed if may_stop else len(text)
         # The first to be complete, as if characters came one by one: how tokens cut the text must not matter.
-        ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        starts = [(stop, max(passed + 1 - len(stop), 0)) for stop in self._stops]
+        ends = [(at + len(stop), at) for stop, start in starts if (at := text.find(stop, start)) >= 0]
         if ends:
             self.stopped = True
             return text[: min(ends)[1]]
-        keep = 0 if last else max((overlap(text, stop) for stop in stops), default=0)
-        self._held = text[len(text) - keep :]
+        keep = 0 if last else max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held, self._passed = text[len(text) - keep :], max(passed + keep - len(text), 0)
         return text[: len(text) - keep]
 
 

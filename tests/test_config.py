@@ -53,7 +53,7 @@ def test_the_fields_are_those_of_the_api() -> None:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("max_tokens", [0, -1, 1.5, "3", True, None]),
+        ("max_tokens", [-1, 1.5, "3", True, None]),
         ("temperature", [-0.1, NAN, INF, "0.7", None, True]),
         ("top_p", [0, -1, 1.1, NAN, "1"]),
         ("top_k", [-2, 1.5, "5", None]),
@@ -83,6 +83,7 @@ def test_wrong_sampling_values_are_refused_by_name(field: str, values: list[Any]
         {"temperature": 0, "top_p": 0.9, "top_k": 20, "min_p": 0.1},
         {"top_k": -1, "seed": -(2**63), "logprobs": 0},
         {"seed": 2**63 - 1, "logprobs": 20, "n": 3},
+        {"max_tokens": 0, "prompt_logprobs": 0},
         {"stop": "a", "stop_token_ids": [], "logit_bias": {}},
         {
             "stop": ["a", "日本"],
@@ -178,6 +179,7 @@ def test_several_mistakes_are_told_at_once() -> None:
     ("settings_class", "contradiction", "field"),
     [
         (SamplingParams, {"n": 2, "temperature": 0.0}, "n"),
+        (SamplingParams, {"max_tokens": 0}, "max_tokens"),
         (EngineConfig, {"draft": "none", "num_steps": 3}, "num_steps"),
         (EngineConfig, {"draft": "none", "topk": 1}, "topk"),
         (EngineConfig, {"draft": "none", "num_draft_tokens": 4}, "num_draft_tokens"),

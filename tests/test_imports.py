@@ -13,7 +13,7 @@ LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
 CORE = {"engine", "worker", "loop", "scheduler", "request", "outputs", "text"}
 CORE |= {"build", "config", "resolve", "options", "footprint", "capabilities", "counts", "parts"}
-CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "grammars", "prefixes"}
+CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "forms", "grammars", "prefixes"}
 PUBLIC = {PACKAGE}
 """The package itself: what `from specdec import SpecEngine` names."""
 
@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{name: PARTS | CORE for name in CORE},
     "settings": set(),
     "config": {"settings", "structure"},
-    "structure": {"settings"},
+    "structure": {"settings", "forms"},
+    "forms": set(),
     "chat": set(),
     PACKAGE: CORE,
     "bench": PARTS | CORE | PUBLIC | {"charts"},

@@ -1,5 +1,6 @@
 """Log-probabilities of a prompt's own tokens, and least lengths."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
 from tests.lossless import LOGPROBS
+from tests.server.tools.scripted import write_scripted
+from tests.test_text import cut
 
 
 def plain(done: Completion) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
@@ -80,6 +83,53 @@ def test_nothing_ends_an_output_before_its_least_length(hybrid: Path, draft: str
                 assert len(own.token_ids) == least + 1 and own.token_ids[-1] < 40
                 assert all(token >= 40 for token in own.token_ids[:-1])
         only = {"temperature": 0.0, "logit_bias": {engine.tokenizer.encode("a")[0]: 100.0}}  # type: ignore[union-attr]
-        params = SamplingParams(max_tokens=20, min_tokens=7, stop="aa", **only)
-        (own,) = engine.generate([[1]], params)
-    assert (own.text, own.finish_reason, len(own.token_ids)) == ("a" * 6, "stop", 8)
+        for stop, length in (("aa", 6), ("aaa", 5)):
+            params = SamplingParams(max_tokens=20, min_tokens=7, stop=stop, **only)
+            (own,) = engine.generate([[1]], params)
+            assert (own.text, own.finish_reason, len(own.token_ids)) == ("a" * length, "stop", 8)
+
+
+SCRIPT = "One end, two ends; an end in between: bend it to the end of ends."
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says the script."""
+    folder = tmp_path_factory.mktemp("spoken")
+    write_scripted(folder, {"1": SCRIPT}, "{{ messages[-1].content }}")
+    return folder
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_a_stop_string_that_ends_after_the_least_length_ends_the_output(spoken: Path, draft: str) -> None:
+    """Wherever it begins, and however many tokens a step accepts; one that ends before is text."""
+    stops = ["end", "ends;", "n bet"]
+    with SpecEngine(spoken, draft=draft, dtype="float32", adaptive=False) as engine:
+        (whole,) = engine.generate(["1"], SamplingParams(max_tokens=99, temperature=0.0))
+        assert whole.text == SCRIPT and engine.tokenizer
+        lengths = [len(engine.tokenizer.decode(whole.token_ids[:n])) for n in range(len(whole.token_ids))]
+        for least, length in enumerate(lengths):
+            params = SamplingParams(max_tokens=99, min_tokens=least, stop=stops, temperature=0.0)
+            (own,) = engine.generate(["1"], params)
+            assert own.text == cut(SCRIPT, stops, after=length), least
+        assert (whole.stats.drafted == 0) and (own.stats.acceptance_length > 2) == (draft == "suffix")
+
+
+@pytest.mark.parametrize("fields", [{"draft": "none", "chunk_tokens": 4}, {"draft": "ngram"}])
+def test_a_prompt_may_be_read_alone(hybrid: Path, fields: dict[str, Any]) -> None:
+    """Nothing is written, whatever is asked for beside it; a neighbour writes what it writes alone."""
+    alone = SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1, n=2, stop="a")
+    writes = SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=2, ignore_eos=True)
+    prompts = [[5, 9, 2, 7, 5, 9], [5, 9, 2, 7, 5, 9]]
+    with SpecEngine(hybrid, dtype="float64", max_model_len=64, **fields) as engine:
+        *read, written = engine.generate(prompts, [alone, writes])
+        (again,) = engine.generate(prompts[:1], writes)
+        assert engine.stats().running == engine.stats().waiting == 0
+    assert written == replace(again, stats=written.stats)
+    for own in read:
+        assert (own.text, own.token_ids, own.logprobs, own.finish_reason) == ("", (), (), "length")
+        assert own.stats.output_tokens == own.stats.steps == 0
+        assert own.prompt_logprobs and written.prompt_logprobs
+        for mine, other in zip(own.prompt_logprobs, written.prompt_logprobs, strict=True):
+            assert mine.token_id == other.token_id
+            assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROBS)

@@ -91,9 +91,9 @@ def pieces_of(
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
-def cut(text: str, stops: list[str]) -> str:
-    """Cut a text as if its characters came one by one."""
-    for end in range(len(text) + 1):
+def cut(text: str, stops: list[str], *, after: int = 0) -> str:
+    """Cut a text as if its characters came one by one; no stop ends it that ends within the first few."""
+    for end in range(after + 1, len(text) + 1):
         found = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[: end - max(found)]
@@ -190,6 +190,43 @@ def test_the_start_of_a_stop_is_held_until_it_is_decided(
     assert "".join(pieces) + stream.finish() == "".join(expected)
     if len(expected) == len(pieces):
         assert pieces == expected
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_stop_that_is_complete_too_early_is_text(data: st.DataObject) -> None:
+    """One that begins too early is none the less a stop: only its end counts."""
+    letters = st.sampled_from("ab日")
+    text = data.draw(st.text(letters, max_size=30))
+    stops = data.draw(st.lists(st.text(letters, min_size=1, max_size=5), min_size=1, max_size=3))
+    tokens = tokens_of(text.encode(), data.draw(st.randoms(use_true_random=False)))
+    least = data.draw(st.integers(0, len(tokens)))
+    early, stream, seen = TextStream(TOKENIZER), TextStream(TOKENIZER, stops), ""
+    for token in tokens[:least]:
+        early.push(token)
+    wanted = cut(text, stops, after=early.length)
+    for place, token in enumerate(tokens):
+        seen += stream.push(token, may_stop=place >= least)
+        assert wanted.startswith(seen)
+    assert seen + stream.finish() == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "least", "expected"),
+    [
+        ("one STOP two STOP", "STOP", 7, "one "),
+        ("one STOP two STOP", "STOP", 8, "one STOP two "),
+        ("aaaaaa", "aaa", 4, "aa"),
+        ("xcdefx", ["abcd", "cdefg", "cd"], 3, "xcdefx"),
+    ],
+)
+def test_a_stop_may_begin_where_it_may_not_end(
+    text: str, stop: str | list[str], least: int, expected: str
+) -> None:
+    stream = TextStream(TOKENIZER, stop)
+    tokens = enumerate((TOKEN_OF[byte] for byte in text.encode()), 1)
+    pieces = [stream.push(token, may_stop=place > least) for place, token in tokens]
+    assert "".join(pieces) + stream.finish() == expected
 
 
 def test_a_stop_does_not_depend_on_how_tokens_cut_it() -> None:

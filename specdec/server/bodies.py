@@ -1,8 +1,6 @@
 """What clients send, by the names of OpenAI's API and of vLLM's additions to it."""
 
 import json
-import logging
-from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
@@ -10,78 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.server.failures import Failure, misfit
+from specdec.server.fields import refuse
 from specdec.server.tools.bodies import Called, Tool
 from specdec.server.tools.offer import Choice, Offer, make_offer
 from specdec.server.tools.parser import CallFormat
 from specdec.structure import Structure
 
-logger = logging.getLogger(__name__)
-
 Ids = list[StrictInt]
 B = TypeVar("B", bound="Body")
-
-HARMLESS = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority"),
-    *(
-        "parallel_tool_calls",
-        "stream_usage",
-        "best_of",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-    ),
-    *("reasoning_effort", "verbosity", "include_stop_str_in_output", "request_id", "use_beam_search"),
-}
-"""Fields that clients send always, and that change nothing here at the values that `MEANS_NOTHING` lists."""
-MEANS_NOTHING: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "use_beam_search": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "logits_processors": ([],),
-    "echo": (False,),
-    "prompt_logprobs": (0, False),
-    "truncate_prompt_tokens": (0,),
-    "web_search_options": ({},),
-    "return_tokens_as_token_ids": (False,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "add_special_tokens": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-}
-"""Fields that are known and not supported, with the values at which they ask for nothing."""
-REFUSED = (
-    *("suffix", "tools", "functions", "tool_choice", "function_call", "modalities", "audio", "prediction"),
-    *("web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("prompt_logprobs", "truncate_prompt_tokens"),
-    *("echo", "regex", "ebnf", "json_schema", "stop_regex", "guided_decoding", "return_tokens_as_token_ids"),
-    *("allowed_token_ids", "bad_words", "add_special_tokens", "continue_final_message", "documents"),
-    *(
-        "chat_template",
-        "best_of",
-        "use_beam_search",
-        "logits_processors",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-    ),
-)
-
-
-GUIDED = 'give structured_outputs: {"json": …}, {"regex": …}, {"choice": …} or {"grammar": …}'
-INSTEAD = dict.fromkeys(
-    (
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
-        *("regex", "ebnf", "json_schema"),
-    ),
-    GUIDED,
-)
-"""What to do where there is more to do than to leave a field out."""
 
 
 class Structured(BaseModel):
@@ -149,6 +83,7 @@ class Body(BaseModel):
     min_tokens: int | None = Field(None, description="tokens before any that may end the output")
     response_format: ResponseFormat | None = Field(None, description="the form of the output")
     structured_outputs: Structured | None = Field(None, description="the form of the output, in vLLM's words")
+    prompt_logprobs: int | None = Field(None, description="alternatives beside each of the prompt's tokens")
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     logit_bias: dict[int, float] | None = None
     n: int | None = Field(None, description="choices for each prompt")
@@ -183,17 +118,20 @@ class Body(BaseModel):
             body = cls.model_validate(fields)
         except ValidationError as error:
             raise misfit(error) from None
-        cls._refuse(body.model_extra or {})
+        refuse(body.model_extra or {}, body.said)
+        if fields.get("stream_options") and not body.stream:
+            raise Failure(
+                400,
+                "stream_options: it belongs to stream; set stream to true or leave it out.",
+                param="stream_options",
+            )
         return body
 
-    @classmethod
-    def _refuse(cls, extra: Mapping[str, Any]) -> None:
-        for name, value in extra.items():
-            if name in REFUSED and value not in MEANS_NOTHING.get(name, ()):
-                instead = INSTEAD.get(name, "leave it out")
-                raise Failure(400, f"{name}: this server does not support it; {instead}.", param=name)
-            if name not in REFUSED and name not in HARMLESS:
-                logger.debug("a request has the field %.80r, which is unknown here", name)
+    @property
+    def said(self) -> dict[str, Any]:
+        """Say at which values fields of other names ask for nothing more; the best `n` of `n` are all."""
+        lengths = dict.fromkeys(("max_completion_tokens", "max_new_tokens"), self.max_tokens)
+        return {"best_of": self.n or 1, "min_new_tokens": self.min_tokens, **lengths}
 
     def params(self, **own: Any) -> SamplingParams:
         """Say how tokens are chosen, in the engine's words, which judges every value."""
@@ -206,12 +144,16 @@ class Body(BaseModel):
     @property
     def structure(self) -> Structure | None:
         """Say what form the output must have, in whichever words it was asked for."""
-        try:
-            forms = [own.structure for own in (self.response_format, self.structured_outputs) if own]
-        except ConfigError as error:
-            message = f"structured_outputs: {str(error).removeprefix('Structure.')}"
-            raise Failure(400, message, param="structured_outputs") from None
-        given = [form for form in forms if form]
+        given = []
+        for name, own in (
+            ("response_format", self.response_format),
+            ("structured_outputs", self.structured_outputs),
+        ):
+            try:
+                given += [own.structure] if own and own.structure else []
+            except ConfigError as error:
+                message = f"{name}: {str(error).removeprefix('Structure.')}"
+                raise Failure(400, message, param=name) from None
         if len(given) > 1:
             raise Failure(
                 400,
@@ -233,6 +175,19 @@ class CompletionBody(Body):
     prompt: str | Ids | list[str] | list[Ids] = Field(description="a text, token ids, or a list of either")
     logprobs: int | None = Field(None, description="alternatives beside each chosen token")
     echo: bool = Field(False, description="repeat the prompt before the text, with its log-probabilities too")
+
+    @property
+    def scored(self) -> int | None:
+        """Say how many alternatives stand beside each token of a prompt; None: it is not scored."""
+        echoed = self.logprobs if self.echo else None
+        if self.prompt_logprobs is not None and echoed not in (None, self.prompt_logprobs):
+            raise Failure(
+                400,
+                f"prompt_logprobs: an echo has as many as logprobs, {echoed}; leave it out.",
+                param="prompt_logprobs",
+            )
+        least = 0 if self.echo and self.max_tokens == 0 else None
+        return next((own for own in (echoed, self.prompt_logprobs, least) if own is not None), None)
 
     @property
     def prompts(self) -> list[str | Ids]:
@@ -269,7 +224,9 @@ class ChatBody(Body):
         None, ge=0, le=20, description="alternatives beside each; needs logprobs"
     )
     add_generation_prompt: bool = True
+    add_special_tokens: Literal[False] = Field(False, description="the chat template has written them")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    reasoning_effort: str | None = Field(None, description="the template's variable of this name")
     tools: list[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: Choice | None = Field(None, description="auto, none, required, or one of the tools")
     parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
@@ -285,6 +242,12 @@ class ChatBody(Body):
                 param="tool_choice",
             )
         return offer
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return what the client says to the template, beside the messages."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
+        return effort | (self.chat_template_kwargs or {})
 
     @property
     def plain(self) -> list[dict[str, Any]]:

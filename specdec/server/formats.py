@@ -77,6 +77,7 @@ class Shown:
     token_ids: bool = False
     origins: bool = False
     drafts: bool = False
+    prompt_logprobs: bool = False
 
 
 class Format(Protocol):
@@ -270,7 +271,18 @@ def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
         own["pieces"] = [list(piece) for piece in delta.pieces]
     if shown.drafts:
         own["drafts"] = [_draft(draft, tokenizer) for draft in delta.drafts]
+    if shown.prompt_logprobs and delta.prompt_logprobs is not None:
+        own["prompt_logprobs"] = [None, *(_ranked(each, tokenizer) for each in delta.prompt_logprobs)]
     return own
+
+
+def _ranked(own: TokenLogprob, tokenizer: Tokenizer | None) -> Json:
+    """Write what might stand at a place of the prompt, as vLLM does; only the likeliest have a known rank."""
+    ranks = {token: rank for rank, (token, _) in enumerate(own.top, 1)}
+    return {
+        str(token): {"logprob": logprob, "rank": ranks.get(token), "decoded_token": spell(tokenizer, token)}
+        for token, logprob in _with_chosen(own)
+    }
 
 
 def _draft(draft: DraftTree, tokenizer: Tokenizer | None) -> Json:

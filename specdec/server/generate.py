@@ -35,8 +35,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
         raise Failure(
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
-    echoed = body.logprobs if body.echo else None
-    params = body.params(logprobs=body.logprobs, prompt_logprobs=echoed)
+    params = body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
     tokenizer = state.engine.tokenizer
 
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
@@ -57,7 +56,7 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     body = ChatBody.read(await request.read())
     state.check_model(body.model)
     offer = body.offer(state.calls)
-    variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
+    variables = {**body.variables, **({"tools": offer.plain} if offer else {})}
     forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
     asked = (body.max_completion_tokens, body.max_tokens, state.max_model_len)
     most = next(own for own in asked if own is not None)
@@ -160,4 +159,5 @@ def _with_usage(chunk: dict[str, Any], usage: Usage, body: Body) -> dict[str, An
 
 
 def _shown(body: Body) -> Shown:
-    return Shown(body.return_token_ids, body.return_origins, body.return_drafts)
+    scored = body.prompt_logprobs is not None
+    return Shown(body.return_token_ids, body.return_origins, body.return_drafts, scored)

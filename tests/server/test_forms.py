@@ -65,6 +65,52 @@ def test_an_echo_comes_first_in_every_choice_and_once_in_a_stream(live: Live) ->
     assert texts == [choice["text"] for choice in whole]
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_an_echo_may_be_all(live: Live, logprobs: int | None) -> None:
+    """Who only wants a prompt scored is given no token and charged for none."""
+    body = {"prompt": PROMPT, "echo": True, "temperature": 0, "logprobs": logprobs}
+    whole = live.ask(COMPLETE, body | {"max_tokens": 0, "return_token_ids": True}).json
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (PROMPT, [], "length")
+    usage = whole["usage"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    (longer,) = live.ask(COMPLETE, body | {"max_tokens": 1}).json["choices"]
+    for name, column in (choice["logprobs"] or {}).items():
+        assert len(column) == usage["prompt_tokens"] and column == longer["logprobs"][name][:-1]
+    assert (choice["logprobs"] is None) == (logprobs is None)
+    asked = {"max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
+    *said, last = live.ask(COMPLETE, body | asked).events
+    (streamed,) = (event["choices"][0] for event in said)
+    assert streamed == {name: choice[name] for name in streamed}
+    assert last["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("asked", [{"prompt": PROMPT}, {"messages": [{"role": "user", "content": PROMPT}]}])
+@pytest.mark.parametrize("wanted", [0, 2])
+def test_a_prompts_likelihoods_stand_beside_each_choice(
+    live: Live, asked: dict[str, Any], wanted: int
+) -> None:
+    """In the form of vLLM: nothing of the first token, of each other one what might have stood there."""
+    path = CHAT if "messages" in asked else COMPLETE
+    body = {**asked, "max_tokens": 2, "n": 2, "seed": 1, "prompt_logprobs": wanted, "return_token_ids": True}
+    first, second = live.ask(path, body).json["choices"]
+    found, ids = first["prompt_logprobs"], first["prompt_token_ids"]
+    assert second["prompt_logprobs"] == found and len(found) == len(ids) and found[0] is None
+    for token, place in zip(ids[1:], found[1:], strict=True):
+        assert wanted <= len(place) <= wanted + 1
+        own = place[str(token)]
+        assert own["decoded_token"] == live.ask("/detokenize", {"tokens": [token]}).json["prompt"]
+        ranked = sorted((each for each in place.values() if each["rank"]), key=lambda each: each["rank"])
+        assert [each["rank"] for each in ranked] == [*range(1, wanted + 1)]
+        assert [each["logprob"] for each in ranked] == sorted((e["logprob"] for e in ranked), reverse=True)
+        assert own["rank"] or all(own["logprob"] <= each["logprob"] for each in ranked)
+    events = live.ask(path, body | {"stream": True}).events
+    streamed = [choice for event in events for choice in event["choices"] if "prompt_logprobs" in choice]
+    assert [choice["prompt_logprobs"] for choice in streamed] == [found, found]
+    assert {choice["index"] for choice in streamed} == {0, 1}
+    assert "prompt_logprobs" not in live.ask(path, body | {"prompt_logprobs": None}).json["choices"][0]
+
+
 def test_nothing_ends_before_min_tokens(live: Live) -> None:
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": "(", "return_token_ids": True}
     early = live.ask(COMPLETE, body).json["choices"][0]
@@ -134,6 +180,11 @@ def test_an_output_has_the_form_that_is_asked_for(
             {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
             "structured_outputs",
             "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": PERSON | {"not": {}}}}},
+            "response_format",
+            "not is not followed",
         ),
         ({"guided_json": PERSON}, "guided_json", "structured_outputs"),
         ({"regex": "[0-9]{4}"}, "regex", "structured_outputs"),

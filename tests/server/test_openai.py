@@ -86,7 +86,7 @@ def test_leaving_a_stream_ends_its_request(client: openai.OpenAI, live: Live) ->
 
 
 class Animal(BaseModel):
-    name: str = Field(max_length=6, pattern="^[a-z]+$")
+    name: str = Field(pattern="^[a-z]{1,6}$")
     kind: Literal["cat", "dog"]
     legs: list[int] = Field(max_length=2)
 

@@ -11,10 +11,14 @@ Json = dict[str, Any]
 
 
 class CallingAnswer:
-    """One choice of a chat with tools. Where one call is allowed, those after the first are left out."""
+    """One choice of a chat with tools. Where one call is allowed, those after the first are left out.
+
+    An answer that must be calls has no text: what is none in it is the beginning of a tag that was cut off.
+    """
 
     def __init__(self, offer: Offer) -> None:
         self._parser, self._parallel = offer.parser(), offer.parallel
+        self._speaks = offer.structure is None
         self._calls = 0
 
     def parts(self, delta: Delta) -> list[Json]:
@@ -44,7 +48,7 @@ class CallingAnswer:
     def _part(self, event: Event) -> Json | None:
         self._calls += isinstance(event, Begin)
         if isinstance(event, Text):
-            return {"content": event.text}
+            return {"content": event.text} if self._speaks else None
         if self._calls > 1 and not self._parallel:
             return None
         index = self._calls - 1

@@ -1,10 +1,12 @@
 """What a chat may call: asked for by its client, in a format that its model knows."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from specdec.chat import ChatTemplate
+from specdec.forms import unread
 from specdec.server.failures import Failure
 from specdec.server.tools.bodies import NamedTool, Tool
 from specdec.server.tools.hermes import Hermes
@@ -52,6 +54,7 @@ def make_offer(
     tools: list[Tool] | None, choice: Choice | None, *, parallel: bool, form: CallFormat | None
 ) -> Offer | None:
     """Say what a chat may call; None: nothing."""
+    _check_names(tools or [])
     if choice == "none" or (not tools and choice in (None, "auto")):
         return None
     if not tools:
@@ -71,8 +74,18 @@ def make_offer(
         named = [tool for tool in tools if tool.function.name == name]
         if not named:
             raise Failure(400, f"tool_choice: none of the tools is named {name!r:.80}.", param="tool_choice")
-        structure = force(named[:1], form, several=False)
+        structure = force(named, form, several=False)
     return Offer(tuple(tools), form, parallel, structure)
+
+
+def _check_names(tools: Sequence[Tool]) -> None:
+    """Refuse tools of one name: which of them a call means, nobody could say."""
+    names = Counter(tool.function.name for tool in tools)
+    twice = next((name for name, count in names.items() if count > 1), None)
+    if twice is not None:
+        raise Failure(
+            400, f"tools: more than one is named {twice!r:.80}; give each its own name.", param="tools"
+        )
 
 
 def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structure:
@@ -81,6 +94,8 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
     for function in (tool.function for tool in tools):
         begin, end = form.frame(function.name)
         schema = {"type": "object", **(function.parameters or {})}
+        if found := unread(schema):
+            raise Failure(400, f"tools: {function.name:.80}: {found}.", param="tools")
         content = {"type": "json_schema", "json_schema": schema, "style": form.style}
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}

@@ -1,10 +1,13 @@
 """One answer's text, in pieces, to what it says and what it calls."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from specdec.server.tools.source import Arguments, Event, MalformedCall, Reading, Source, Text
 
+UNFINISHED = re.compile(r"\s*<[^<>\s]*\Z")
+"""A tag that was cut off. Within a call it is no text."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """What each function takes, as JSON schemas."""
 
@@ -75,6 +78,8 @@ def _read(source: Source, form: CallFormat, schemas: Schemas) -> Reading[None]:
             try:
                 yield from form.read(source, schemas)
                 called = True
+                if source.cut and UNFINISHED.match(source.text):
+                    source.take(len(source.text))
             except MalformedCall:
                 yield Text(source.take(where - said + len(opening)))
                 called = False

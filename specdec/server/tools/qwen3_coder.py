@@ -68,7 +68,7 @@ def _parameters(source: Source, schema: Mapping[str, Any]) -> Reading[None]:
 
 
 def _value(source: Source, types: set[str]) -> Reading[bool]:
-    """Send a parameter's value, and tell whether it is whole; a text is sent as it comes."""
+    """Send a parameter's value, and tell whether it is whole: a text as it comes, all else only then."""
     streams = types == {"string"}
     held, end = "", None
     yield Arguments('"' if streams else "")
@@ -80,7 +80,6 @@ def _value(source: Source, types: set[str]) -> Reading[bool]:
         else:
             held += piece
     if not end and source.cut:
-        yield Arguments(_quoted(held)[:-1] if held else "")
         return False
     yield Arguments('"' if streams else as_json(held, types))
     return True

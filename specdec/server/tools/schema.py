@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+from specdec.forms import TYPES, referred
+
 NULLS, BOOLEANS = ("null", "None"), {"true": "true", "false": "false"}
 
 
@@ -25,7 +26,7 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
         where = own.get("$ref")
         if isinstance(where, str) and where not in passed:
             passed.add(where)
-            left.append(_referred(schema, where))
+            left.append(referred(schema, where))
     return found or {"string"}
 
 
@@ -57,11 +58,3 @@ def _named(own: Mapping[str, Any]) -> Iterator[str]:
 def _listed(own: Mapping[str, Any], word: str) -> list[Any]:
     found = own.get(word)
     return found if isinstance(found, list) else []
-
-
-def _referred(root: Any, where: str) -> Any:
-    """Follow a reference within a schema."""
-    start, *path = where.split("/")
-    for word in path if start == "#" else ("",):
-        root = root.get(word) if isinstance(root, Mapping) else None
-    return root

@@ -131,12 +131,14 @@ class Source:
     def chunk(self, ends: Sequence[str]) -> Waiting[tuple[str, str | None]]:
         """Pass some text before the first of the ends, and the end if it is there; return both.
 
-        Instead of the end it is None where the text goes on, and "" where nothing comes after it.
+        Instead of the end it is None where the text goes on, and "" where nothing comes after it. What may be
+        the beginning of an end is given up where the text was cut off there.
         """
         while True:
             start = self.at
             where, end = self.seek(ends)
             if self.ended and not end:
+                self.text = self.text[:where] if self.cut else self.text
                 where = len(self.text)
             self.at = where + len(end)
             if where > start or end or self.ended:

@@ -43,7 +43,7 @@ UNREADABLE = {"type": "function", "function": {"name": "f", "parameters": {"type
 PARIS, ROME = '{"city": "Paris", "days": 3}', '{"city": "Rom \\"é\\" </tool_call>"}'
 TEMPLATE = (
     "{% if tools %}SIGN {% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{{ reasoning_effort }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.items() | list }}"
     "{% endfor %}{% endfor %}[assistant]{{ messages[-1].content[-1:] }}"
 )
@@ -197,6 +197,30 @@ def test_a_call_that_is_cut_off_is_no_end(live: Live) -> None:
     (begun,) = choice["message"]["tool_calls"]
     with pytest.raises(json.JSONDecodeError):
         json.loads(begun["function"]["arguments"])
+
+
+def test_a_forced_call_that_is_cut_off_is_no_text(live: Live) -> None:
+    pytest.importorskip("xgrammar")
+    for most in range(1, 30):
+        body = asked("4", tools=[BOUND], tool_choice="required", max_tokens=most, temperature=0)
+        (choice,) = live.ask(CHAT, body).json["choices"]
+        if choice["finish_reason"] == "tool_calls":
+            break
+        assert not choice["message"]["content"] and choice["finish_reason"] == "length"
+        events = live.ask(CHAT, body | {"stream": True}).events
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        assert not any(delta.get("content") for delta in deltas)
+    assert most > 5
+
+
+def test_the_template_hears_how_hard_to_think(live: Live) -> None:
+    def tokens(**fields: Any) -> int:
+        count: int = live.ask(CHAT, asked("4", max_tokens=1, **fields)).json["usage"]["prompt_tokens"]
+        return count
+
+    assert tokens(reasoning_effort="low") == tokens() + len("low")
+    own = {"reasoning_effort": "minimal"}
+    assert tokens(reasoning_effort="low", chat_template_kwargs=own) == tokens() + len("minimal")
 
 
 def test_what_goes_beside_a_text_goes_beside_calls(live: Live) -> None:

@@ -1,19 +1,24 @@
 """Which format a model's calls have, and what a client is told where there is none."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec.chat import ChatTemplate
+from specdec.outputs import Delta
 from specdec.server.failures import Failure
+from specdec.server.tools.answer import CallingAnswer
 from specdec.server.tools.bodies import Called, NamedFunction, NamedTool, Tool
 from specdec.server.tools.hermes import Hermes
-from specdec.server.tools.offer import FORMATS, format_of, make_offer
+from specdec.server.tools.offer import FORMATS, Offer, format_of, make_offer
 from tests.server.tools.test_parser import call, element, read
 
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"default": None}}})
+ODD = {"properties": {"s": {"type": "array", "items": {}, "uniqueItems": True}}}
+OTHER = Tool.model_validate({"type": "function", "function": {"name": "g", "parameters": ODD}})
 
 
 def template(source: str | None) -> ChatTemplate:
@@ -56,6 +61,9 @@ def test_nothing_is_offered_where_nothing_is_asked_for() -> None:
             "none of the tools",
         ),
         ([], "required", Hermes(), "tool_choice", "no tools"),
+        ([TOOL, OTHER, TOOL], "auto", Hermes(), "tools", "more than one is named 'f'"),
+        ([TOOL, TOOL], "none", None, "tools", "more than one is named 'f'"),
+        ([TOOL, OTHER], "required", Hermes(), "tools", "^tools: g: uniqueItems is not followed"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tools: Any, choice: Any, form: Any, param: str, says: str) -> None:
@@ -93,6 +101,51 @@ def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
             content, calls = read(FORMATS[name], [text])
             assert not content and len(calls) == text.count("</tool_call>")
             assert all(int(json.loads(arguments)["i"]) == 3 for _, arguments in calls)
+
+
+def test_a_schema_that_is_read_over_is_no_matter_where_no_call_is_forced() -> None:
+    named = NamedTool(type="function", function=NamedFunction(name="f"))
+    for choice in ("auto", None, named):
+        assert make_offer([TOOL, OTHER], choice, parallel=True, form=Hermes())  # type: ignore[arg-type]
+
+
+ARGUMENTS = '{"s": "<é>", "i": 123}'
+
+
+def forced(name: str) -> tuple[Offer, str]:
+    """Return an offer of which calls must be made, and an answer with two."""
+    parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}
+    functions = [{"name": own, "parameters": parameters} for own in ("f", "g")]
+    tools = [Tool.model_validate({"type": "function", "function": own}) for own in functions]
+    offer = make_offer(tools, "required", parallel=True, form=FORMATS[name])
+    assert offer and offer.structure
+    if name == "hermes":
+        return offer, f"{call(ARGUMENTS)}\n{call(ARGUMENTS, 'g')}"
+    parameters = (("s", "<é>"), ("i", "123"))
+    return offer, f"{element(*parameters)}\n{element(*parameters, name='g')}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: str) -> None:
+    """Whole and streamed alike, wherever it is cut: half a tag is no text, and half a number no number."""
+    offer, text = forced(name)
+    for at in range(len(text) + 1):
+        last = Delta("", (), finish_reason="length")
+        message = CallingAnswer(offer).message(replace(last, text=text[:at]))
+        calls = message.get("tool_calls", [])
+        assert not message["content"]
+        assert [own["function"]["name"] for own in calls] == ["f", "g"][: len(calls)]
+        for own in calls:
+            arguments = own["function"]["arguments"]
+            assert ARGUMENTS.startswith(arguments)
+            assert name == "hermes" or "1" not in arguments or "123" in arguments
+        streamed = CallingAnswer(offer)
+        parts = [part for sign in text[:at] for part in streamed.parts(Delta(sign, ()))]
+        parts += streamed.parts(last)
+        assert not any(part.get("content") for part in parts)
+        pieces = [own["function"]["arguments"] for part in parts for own in part["tool_calls"]]
+        assert "".join(pieces) == "".join(own["function"]["arguments"] for own in calls)
+    assert len(calls) == 2
 
 
 def test_tools_are_told_as_they_were_given() -> None:

@@ -277,15 +277,24 @@ def test_values_are_of_the_types_that_the_schema_says(key: str, text: str, value
 
 @pytest.mark.parametrize("key", ["s", "i"])
 def test_a_value_that_was_cut_off_stays_open(key: str) -> None:
-    """Nobody may take half a file for a whole one."""
+    """Nobody may take half a file for a whole one, or half a number for another one."""
     text = f"{OPEN}<function=f><parameter={key}>\n12"
     whole = "\n</parameter>\n"
-    ends = ("", "\n", "\n</para", whole.rstrip(), whole, f"{whole}<par", f"{whole}{PARAMETER}i")
-    for end in ends:
-        _, [(_, arguments)] = read(CODER, [text + end], cut=True)
-        with pytest.raises(json.JSONDecodeError):
-            json.loads(arguments)
-        assert "12" in arguments
+    for end in ("", "\n", "\n</para"):
+        content, [(_, arguments)] = read(CODER, [text + end], cut=True)
+        assert (content, arguments) == ("", '{"s": "12' if key == "s" else '{"i": ')
+    for end in (whole.rstrip(), whole, f"{whole}<par", f"{whole}{PARAMETER}i"):
+        content, [(_, arguments)] = read(CODER, [text + end], cut=True)
+        assert (content, arguments) == ("", '{"s": "12"' if key == "s" else '{"i": 12')
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_half_a_tag_within_a_call_is_no_text(form: CallFormat) -> None:
+    before, behind = form.frame("f")
+    text = f"{before}{{}}{behind}"
+    for at in range(len(before) + 1, len(text) + 1):
+        assert read(form, [text[:at]], cut=True)[0] == ""
+    assert read(form, [f"{before}{{}}\n</tool"]) == ("\n</tool", [("f", "{}")])
 
 
 @pytest.mark.parametrize(

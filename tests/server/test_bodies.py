@@ -1,0 +1,145 @@
+"""What a request may say: which fields are refused, and what those mean that others bear upon."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.config import SamplingParams
+from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.failures import Failure
+from specdec.server.fields import HARMLESS, INSTEAD, REFUSED
+
+SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
+PROMPT: dict[str, Any] = {"prompt": "x"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+BODIES: tuple[tuple[type[Body], Mapping[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
+
+
+def read(kind: type[Body], least: Mapping[str, Any], **fields: Any) -> Any:
+    return kind.read(json.dumps({**least, **fields}).encode())
+
+
+def refusal(kind: type[Body], least: Mapping[str, Any], **fields: Any) -> Failure:
+    with pytest.raises(Failure) as caught:
+        read(kind, least, **fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def listed(beginning: str) -> set[str]:
+    """Return the names in a paragraph of the documentation, less those of what is supported."""
+    (paragraph,) = (part for part in SERVING.read_text("utf-8").split("\n\n") if part.startswith(beginning))
+    return {*re.findall(r"`(\w+)`", paragraph)} - {*SamplingParams.model_fields}
+
+
+def test_the_documentation_lists_what_is_refused() -> None:
+    assert listed("What is known and not supported") == {*REFUSED}
+    assert listed("These change nothing") == {*HARMLESS}
+    assert not HARMLESS & {*REFUSED} and {*INSTEAD} <= {*REFUSED}
+
+
+@pytest.mark.parametrize(("kind", "least"), BODIES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nobody_would_do_is_refused_by_name(
+    kind: type[Body], least: Mapping[str, Any], name: str
+) -> None:
+    """A body that has the field judges it itself."""
+    if name in kind.model_fields:
+        return
+    for value in ("x" * 5, 7, [1], {"a": 1}):
+        failure = refusal(kind, least, **{name: value})
+        assert failure.param == name and str(failure).startswith(f"{name}: ")
+    for idle in (*REFUSED[name], None):
+        read(kind, least, **{name: idle})
+
+
+@pytest.mark.parametrize(("kind", "least"), BODIES)
+def test_what_other_fields_have_said_may_be_said_once_more(
+    kind: type[Body], least: Mapping[str, Any]
+) -> None:
+    read(kind, least, best_of=1)
+    read(kind, least, best_of=3, n=3)
+    for fields in ({"best_of": 3}, {"best_of": 3, "n": 2}, {"best_of": 1, "n": 2}):
+        assert refusal(kind, least, **fields).param == "best_of"
+    read(kind, least, max_tokens=5, max_completion_tokens=5, max_new_tokens=5)
+    assert "give max_tokens" in str(refusal(kind, least, max_new_tokens=5))
+    assert refusal(kind, least, min_tokens=3, min_new_tokens=4).param == "min_new_tokens"
+
+
+@pytest.mark.parametrize(("kind", "least"), BODIES)
+def test_what_changes_nothing_is_left_alone(kind: type[Body], least: Mapping[str, Any]) -> None:
+    own = {name: "x" for name in HARMLESS - {*kind.model_fields}}
+    assert read(kind, least, **own, unheard_of=[1]).params() == SamplingParams()
+
+
+@pytest.mark.parametrize(("kind", "least"), BODIES)
+def test_options_of_a_stream_belong_to_one(kind: type[Body], least: Mapping[str, Any]) -> None:
+    for options in ({"include_usage": True}, {"include_usage": False}):
+        for fields in ({}, {"stream": False}):
+            failure = refusal(kind, least, stream_options=options, **fields)
+            assert failure.param == "stream_options" and "stream to true" in str(failure)
+        assert read(kind, least, stream_options=options, stream=True).stream_options
+    read(kind, least, stream_options=None)
+    read(kind, least, stream_options={})
+
+
+def test_a_template_hears_of_the_effort() -> None:
+    assert read(ChatBody, CHAT).variables == {}
+    assert read(ChatBody, CHAT, reasoning_effort="low").variables == {"reasoning_effort": "low"}
+    own = {"reasoning_effort": "high", "enable_thinking": False}
+    assert read(ChatBody, CHAT, reasoning_effort="low", chat_template_kwargs=own).variables == own
+    assert refusal(ChatBody, CHAT, reasoning_effort=3).param == "reasoning_effort"
+
+
+def test_special_tokens_are_the_templates_own() -> None:
+    read(ChatBody, CHAT, add_special_tokens=False)
+    assert refusal(ChatBody, CHAT, add_special_tokens=True).param == "add_special_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "scored"),
+    [
+        ({}, None),
+        ({"echo": True}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "max_tokens": 0}, 0),
+        ({"echo": True, "max_tokens": 0, "logprobs": 2}, 2),
+        ({"prompt_logprobs": 0}, 0),
+        ({"prompt_logprobs": 4, "logprobs": 1}, 4),
+        ({"prompt_logprobs": 4, "echo": True}, 4),
+        ({"prompt_logprobs": 4, "echo": True, "logprobs": 4}, 4),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_scored_for_whoever_asks(fields: dict[str, Any], scored: int | None) -> None:
+    assert read(CompletionBody, PROMPT, **fields).scored == scored
+
+
+def test_an_echo_has_one_number_of_alternatives() -> None:
+    body = read(CompletionBody, PROMPT, prompt_logprobs=4, echo=True, logprobs=2)
+    with pytest.raises(Failure, match="as many as logprobs, 2") as caught:
+        _ = body.scored
+    assert caught.value.param == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(("kind", "least"), BODIES)
+def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
+    kind: type[Body], least: Mapping[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "items": {}, "uniqueItems": True}}}
+    for field, form in (
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}),
+        ("structured_outputs", {"json": schema}),
+        ("structured_outputs", {"json": json.dumps(schema)}),
+    ):
+        body = read(kind, least, **{field: form})
+        with pytest.raises(Failure) as caught:
+            body.params()
+        assert (caught.value.status, caught.value.param) == (400, field)
+        assert str(caught.value).startswith(f"{field}: json_schema: uniqueItems is not followed")
+        assert "#/properties/tags" in str(caught.value)
