@@ -16,7 +16,7 @@ from specdec.draft.ngram import NgramDrafter
 from specdec.draft.policy import Policy
 from specdec.draft.suffix import SuffixDrafter
 from specdec.draft.uniform import UniformPolicy
-from specdec.errors import CheckpointError
+from specdec.errors import CapacityError, CheckpointError
 from specdec.kernels.linear.cpu import describe
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.loop import DecodeLoop
@@ -159,11 +159,28 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
     if settings.drafters and settings.adaptive:
         warm_up(loop, settings.max_model_len)
     if settings.prefix_cache:
-        score = Score(settings.layout, partial(read_flops, network.spec))
-        loop.keep_prefixes(PrefixCache(arena, score, has_head=head is not None))
+        loop.keep_prefixes(_prefix_cache(arena, network, settings, has_head=head is not None))
     if settings.graphs:
         loop.runner = _runner(loop, network, settings)
     return loop
+
+
+def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_head: bool) -> PrefixCache:
+    """Make the cache over an arena, and the one below it over memory of the host, if there is any."""
+    work, lower = partial(read_flops, network.spec), None
+    if settings.host_cache_bytes:
+        try:
+            below = Arena(
+                settings.layout,
+                settings.host_cache_bytes,
+                torch.device("cpu"),
+                pinned=settings.device.type == "cuda",
+            )
+        except CapacityError as error:
+            message = str(error).replace("memory_bytes", "host_cache_bytes")
+            raise CapacityError(message, field="host_cache_bytes") from None
+        lower = PrefixCache(below, Score(settings.layout, work), has_head=has_head)
+    return PrefixCache(arena, Score(settings.layout, work), has_head=has_head, lower=lower)
 
 
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:

@@ -145,6 +145,19 @@ class SamplingParams(Settings):
         title="log-probabilities, as `logprobs` has them, of the prompt's tokens from the second on",
         description="how many alternatives to show beside each, 0 to 20, or None",
     )
+    cache_salt: str | None = Field(
+        None,
+        max_length=256,
+        title="share prefixes with requests of the same salt alone; nobody else can tell what was read",
+        description="a text of at most 256 characters, or None",
+    )
+    cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None,
+        max_length=16,
+        title="lengths of the prompt, in tokens, that later ones will begin with, a system prompt's for one: "
+        "where it is read for the first time, its state is kept there too",
+        description="a list of at most 16 whole numbers of at least 1, or None",
+    )
     structured_outputs: InstanceOf[Structure] | None = Field(
         None,
         title="the form that the output must have; drafts keep to it too",
@@ -311,6 +324,14 @@ class EngineConfig(Settings):
         False,
         title="keep what requests have read, in memory that nobody else wants, for those that begin alike",
         description="True or False",
+    )
+    host_cache_bytes: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        0,
+        ge=0,
+        le=MAX_BYTES,
+        title="memory of the host for prefixes that have to give way, fetched again where that takes less "
+        "time than to read them; 0: they are forgotten",
+        description='a number of bytes such as 2147483648 or "2GiB"; 0 for none',
     )
     kernels: Literal["auto", "reference", "cpu", "native", "triton", "flashinfer"] = Field(
         "auto",

@@ -123,7 +123,7 @@ class SpecEngine:
         return Ticket(requests, self._worker)
 
     def flush(self) -> None:
-        """Forget what earlier requests left behind: the outputs in which drafters look up."""
+        """Forget what earlier requests left: the outputs in which drafters look up, and their prefixes."""
         self._worker.flush()
 
     @property
@@ -164,6 +164,8 @@ class SpecEngine:
             arena=loop.arena.usage(),
             failed_steps=self._worker.failed_steps,
             clean_checks=self._worker.clean_checks,
+            moved_blocks=loop.arena.moved_blocks,
+            prefixes=loop.prefixes.stats(list(scheduler.running)) if loop.prefixes else None,
         )
 
     def close(self, timeout_s: float | None = None) -> bool:

@@ -79,6 +79,8 @@ class DecodeLoop:
         clock.lap("rest")
         if any(part.decodes for part in parts):
             self.counts.spend(clock.seconds)
+        elif self.prefixes:
+            self.prefixes.observe(parts, sum(clock.seconds.values()))
         if Replays.firsts == firsts:
             self.speculation.observe_step(parts, clock.seconds)
 
@@ -235,6 +237,12 @@ class DecodeLoop:
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self._shares, self.prefixes, self.scheduler.cache = False, None, None
+
+    def flush(self) -> None:
+        """Forget what ended requests have left: the texts that drafters look up, and prefixes."""
+        self.speculation.flush()
+        if self.scheduler.cache:
+            self.scheduler.cache.flush()
 
     def _may_move(self) -> bool:
         """Tell whether tables are the host's alone."""

@@ -56,6 +56,23 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """What prefixes that are kept have saved, and what became of them."""
+
+    asked: int
+    """Tokens of requests that were looked up."""
+    hit: int
+    """Those of them that need not be read."""
+    fetched: int
+    """Those of these that had to be copied from the host's memory."""
+    states_kept: int
+    states_evicted: int
+    blocks_evicted: int
+    cached_bytes: int
+    """Of the arena, which give way to whoever is short of memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine's steps have done since it started, and what it holds now.
 
@@ -81,6 +98,10 @@ class EngineStats:
     """Steps that raised something: those who took part were told, and the engine went on."""
     clean_checks: int = 0
     """How often nothing was left to do and the arena was proved empty and whole."""
+    moved_blocks: int = 0
+    """Moved together so that others could have their slab."""
+    prefixes: PrefixStats | None = None
+    """None: nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)

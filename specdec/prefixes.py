@@ -1,10 +1,12 @@
 """What stands between the loop and the prefixes that are kept: what a request shares, and its states."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
 from specdec.models.network import Network
+from specdec.outputs import PrefixStats
 from specdec.parts import Part
 from specdec.request import Request
 from specdec.speculation import Speculation
@@ -41,6 +43,12 @@ class Prefixes:
                 hidden_1D = self.speculation.last_hidden(request)
                 self.cache.keep_copy(node, request.committed.state, hidden_1D)
 
+    def observe(self, parts: Sequence[Part], seconds: float) -> None:
+        """Learn from a step that did nothing but read prompts how long that takes."""
+        work = self.cache.score.work
+        read = ((part.request.computed, len(part.tree)) for part in parts)
+        self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
+
     def end(self, request: Request, left: tuple[Committed | None, int] | None = None) -> None:
         """Keep what a request has read, and its state, for those that begin alike.
 
@@ -58,6 +66,16 @@ class Prefixes:
         self._fold(committed.state, committed.path[: len(committed.path) - skipped])
         hidden_1D = self.speculation.last_hidden(request, skipped) if left is None else None
         self.cache.keep(node, request.number, committed.state, hidden_1D)
+
+    def stats(self, running: Sequence[Request]) -> PrefixStats:
+        """Say what was saved; any thread may ask. What runs and is kept as well counts as running."""
+        usage, layout = self.arena.usage(), self.arena.layout
+        tables = [request.table_N.tolist() for request in running]
+        blocks = len({block for table in tables for block in table})
+        states = sum(request.committed is not None for request in running)
+        held = blocks * layout.block_bytes + states * layout.state_bytes
+        kept = usage.block_bytes + usage.state_bytes - held
+        return PrefixStats(**asdict(self.cache.counts), cached_bytes=max(kept, 0))
 
     def _share(self, request: Request, length: int) -> Node:
         assert request.lease

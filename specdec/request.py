@@ -88,6 +88,12 @@ class Request:
         self.lease: Lease | None = None
         """Its place among the prefixes that are kept, if they are."""
 
+    def begin_at(self, length: int, blocks: Sequence[int], lease: Lease | None) -> None:
+        """Go on from what somebody else has read."""
+        self.computed, self.lease = length, lease
+        self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))
+        self.add_blocks(blocks)
+
     def add_blocks(self, blocks: Sequence[int]) -> None:
         """Put blocks behind those that it has."""
         self.table_N = torch.cat([self.table_N, torch.tensor(blocks, dtype=torch.int64)])

@@ -73,6 +73,8 @@ class Resolved:
     """How many tokens a head's attention looks back; None: to the first."""
     prefix_cache: bool = False
     """Whether what requests have read is kept for those that begin alike."""
+    host_cache_bytes: int = 0
+    """Memory of the host for prefixes that give way."""
 
     def __str__(self) -> str:
         """Show one setting a line."""
@@ -188,6 +190,7 @@ def resolve(
         draft_vocab=config.draft_vocab,
         draft_window=config.draft_window,
         prefix_cache=config.prefix_cache,
+        host_cache_bytes=config.host_cache_bytes,
     )
     logger.info("settings:%s", settings)
     return settings
@@ -195,6 +198,11 @@ def resolve(
 
 def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
     """Refuse by name what the configuration can say and this version cannot do."""
+    if config.host_cache_bytes and not config.prefix_cache:
+        raise ConfigError(
+            "host_cache_bytes: nothing is kept without prefix_cache; set that too, or leave this one out.",
+            field="host_cache_bytes",
+        )
     if config.draft_model is not None and eagle is None:
         raise ConfigError(
             "draft_model: weights that are drawn have no head's beside them; leave it out.",

@@ -212,23 +212,24 @@ class Scheduler:
             state = self.arena.take_state(request.number)
             assert state is not None
             request.committed = Committed(state)
-        if self.cache and lease:
-            request.lease = lease
-            hit = self.cache.lend(request.number, lease, state)
-            request.computed = hit.length
-            request.cached_tokens = max(request.cached_tokens, min(hit.length, request.prompt_length))
-            request.add_blocks(hit.blocks)
+        hit = self.cache.lend(request.number, lease, state) if self.cache and lease else None
+        if hit:
+            request.begin_at(hit.length, hit.blocks, lease)
             self.on_hit(request, hit)
         blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
         assert blocks is not None
         request.add_blocks(blocks)
+        if self.cache and lease and hit and hit.fetched:
+            node = self.cache.note(lease, request.tokens[: hit.length], request.table_N.tolist())
+            self.cache.keep_copy(node, state, hit.hidden_1D)
         return True
 
     def _lease(self, request: Request) -> Lease | None:
         """Look up what is known of a request's tokens, unless each of them has to be read."""
         if self.cache is None or request.params.prompt_logprobs is not None:
             return None
-        return self.cache.lease(request.tokens)
+        params = request.params
+        return self.cache.lease(request.tokens, params.cache_salt or "", params.cache_marks or ())
 
     def _limit(self, request: Request, saved: int) -> str:
         """Name what keeps a request out that shares so many blocks.

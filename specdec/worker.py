@@ -64,7 +64,7 @@ class Worker:
 
         def flush() -> None:
             try:
-                self._loop.speculation.flush()
+                self._loop.flush()
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)

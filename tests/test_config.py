@@ -40,13 +40,13 @@ def test_the_fields_are_those_of_the_api() -> None:
     """The words are stable: the command line and the server take theirs from here."""
     assert " ".join(SamplingParams.model_fields) == (
         "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop "
-        "stop_token_ids ignore_eos seed logprobs logit_bias n min_tokens prompt_logprobs structured_outputs "
-        "speculate trees"
+        "stop_token_ids ignore_eos seed logprobs logit_bias n min_tokens prompt_logprobs cache_salt "
+        "cache_marks structured_outputs speculate trees"
     )
     assert " ".join(EngineConfig.model_fields) == (
         "device dtype kv_dtype quantize draft draft_model draft_vocab draft_window num_steps topk "
         "num_draft_tokens adaptive draft_noise slots memory_bytes max_running max_model_len chunk_tokens "
-        "prefix_cache kernels graphs seed synthetic_acceptance"
+        "prefix_cache host_cache_bytes kernels graphs seed synthetic_acceptance"
     )
 
 

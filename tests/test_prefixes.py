@@ -10,6 +10,7 @@ import pytest
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.bench.random_model import write_random_checkpoint
 from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
+from specdec.state_slots.prefix.rates import Rates
 from tests.conftest import HYBRID
 
 VOCAB: int = HYBRID["vocab_size"]
@@ -111,3 +112,45 @@ def test_a_prompt_is_found_again_at_any_length(folder: Path, draft: str) -> None
                 found.token_ids
                 == plain.generate([last], SamplingParams(max_tokens=4, temperature=0))[0].token_ids
             )
+
+
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_what_gave_way_comes_back_from_the_host(
+    folder: Path, alone: list[Completion], draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rates, "pays", lambda *_: True)
+    small = {**SETTINGS, **DRAFTS[draft], "max_running": 2}
+    with SpecEngine(folder, prefix_cache=True, host_cache_bytes="64MiB", **small) as engine:
+        found = [engine.generate([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
+        again = [engine.generate([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
+        stats = engine.stats()
+        assert stats.failed_steps == 0 and stats.prefixes and stats.prefixes.fetched > 500
+        engine.flush()
+        stats = engine.stats()
+        assert stats.prefixes and not stats.prefixes.cached_bytes
+        assert not stats.arena.block_bytes and not stats.arena.state_bytes
+    for texts in (found, again):
+        assert [own.token_ids for own in texts] == [own.token_ids for own in alone]
+    assert sum(own.stats.cached_tokens for own in again) > sum(map(len, PROMPTS)) / 2
+
+
+def test_salts_share_nothing(folder: Path) -> None:
+    stem = PROMPTS[0]
+    with SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine:
+
+        def cached(prompt: list[int], salt: str | None) -> int:
+            params = SamplingParams(max_tokens=1, cache_salt=salt)
+            return engine.generate([prompt], params)[0].stats.cached_tokens
+
+        salts = (None, "a", "b")
+        assert [cached(stem, salt) for salt in salts] == [0, 0, 0]
+        assert [cached([*stem, 1], salt) for salt in salts] == [len(stem)] * 3
+
+
+def test_a_mark_keeps_a_state_the_first_time(folder: Path) -> None:
+    stem, draw = PROMPTS[0][:70], random.Random(3)
+    ends = [[*stem, *(draw.randrange(VOCAB) for _ in range(9))] for _ in range(3)]
+    for marks, wanted in ((None, [0, 0, 70]), ([70], [0, 70, 70]), ([33, 90], [0, 33, 70])):
+        with SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine:
+            params = SamplingParams(max_tokens=1, cache_marks=marks)
+            assert [engine.generate([end], params)[0].stats.cached_tokens for end in ends] == wanted

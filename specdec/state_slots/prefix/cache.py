@@ -32,6 +32,8 @@ class Lease:
     store: "PrefixCache"
     found: Node
     """Who keeps the state at that length, and what else has to be copied, and at which node."""
+    asked: int
+    """Tokens that were looked up."""
     lent: bool = False
 
     def until_stop(self, computed: int) -> int | None:
@@ -47,6 +49,8 @@ class Hit:
     blocks: Sequence[int]
     """Its first blocks, those that it must not write included: of these it is one owner more."""
     hidden_1D: Tensor | None
+    fetched: bool
+    """It came from the lower tier, and is not kept in this one."""
 
 
 @dataclass(slots=True)
@@ -99,7 +103,7 @@ class PrefixCache:
         if self._states and length < known:
             stops.add(known)
         shared = private // self.tree.size if self.tree.pages else 0
-        return Lease(salt, tip, shared, length, tuple(sorted(stops)), store, found)
+        return Lease(salt, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens))
 
     def usable(self, node: Node, known: int) -> tuple[Node, int]:
         """Return the deepest prefix that can be gone on from, on the way to a node."""
@@ -142,17 +146,11 @@ class PrefixCache:
         lease.tip.locks += 1
         lease.lent = True
         self._touch(lease.tip)
+        self.counts.asked += lease.asked
         self.counts.hit += length
-        if store is not self:
-            self._fetched(lease, [*shared, *copies], state)
-        return Hit(length, [*shared, *copies], lease.found.hidden_1D if self._states else None)
-
-    def _fetched(self, lease: Lease, table: list[int], state: int | None) -> None:
-        """Keep what came from the lower tier here too: it has been asked for."""
-        node = self._insert(lease.salt, lease.store.tree.spelled(lease.found)[1][: lease.length], table)
-        if state is not None and node.state is None:
-            self._copy_in(node, self.arena.state_bytes_X(state), lease.found.hidden_1D)
-        self.counts.fetched += lease.length
+        fetched = store is not self
+        self.counts.fetched += length * fetched
+        return Hit(length, [*shared, *copies], lease.found.hidden_1D if self._states else None, fetched)
 
     def leave(self, lease: Lease) -> None:
         """Let a place go."""
