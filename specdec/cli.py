@@ -29,10 +29,16 @@ SYNTHETIC = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Say what is wrong in one line, and take options by their whole name only."""
+    """Say what is wrong in one line, and take options by their whole name only.
+
+    Every command's is one, so that what all of them take may stand before a command or after it.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
+        says = "log what the engine chooses and does"
+        # Without a default: that of a command would hide what stands before it.
+        self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=says)
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message and where to read more."""
@@ -61,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="specdec", description=__doc__)
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine chooses and does")
+    parser.set_defaults(verbose=False)
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="complete a prompt, streamed to the terminal"))

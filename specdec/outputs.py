@@ -44,7 +44,10 @@ class RequestStats:
     ran from end to end. Requests share steps."""
     cached_tokens: int = 0
     preemptions: int = 0
+    queued_s: float = 0.0
+    """From arrival until it first ran; what it waits after a preemption is none of it."""
     first_token_s: float = 0.0
+    """From arrival to its first token."""
     total_s: float = 0.0
     synthetic: bool = False
     """Drafts were accepted at given rates: the text is not the model's."""

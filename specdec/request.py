@@ -59,7 +59,7 @@ class Request:
         self.prompt_length = len(prompt)
         self.last_length = min(len(prompt) + params.max_tokens, max_length)
         self.arrived_s = time.perf_counter()
-        self.first_token_s = 0.0
+        self.queued_s = self.first_token_s = 0.0
         self.preemptions = 0
         self.counts = Counts()
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -93,6 +93,10 @@ class Request:
         self.computed, self.lease = length, lease
         self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))
         self.add_blocks(blocks)
+
+    def start(self) -> None:
+        """Note that it runs from now on; after a preemption that is no news."""
+        self.queued_s = self.queued_s or time.perf_counter() - self.arrived_s
 
     def add_blocks(self, blocks: Sequence[int]) -> None:
         """Put blocks behind those that it has."""
@@ -226,6 +230,7 @@ class Request:
             preemptions=self.preemptions,
             synthetic=self.synthetic,
             cached_tokens=self.cached_tokens,
+            queued_s=self.queued_s,
             first_token_s=self.first_token_s,
             total_s=time.perf_counter() - self.arrived_s,
         )

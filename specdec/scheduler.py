@@ -207,6 +207,7 @@ class Scheduler:
             return False
         self._last_limit = ""
         self.running.append(self.waiting.popleft())
+        request.start()
         state = None
         if self.arena.layout.states:
             state = self.arena.take_state(request.number)

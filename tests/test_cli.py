@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -182,6 +183,31 @@ def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptur
     lines = next(r.getMessage() for r in caplog.records if r.name == "specdec.resolve").splitlines()
     assert lines[0] == "settings:" and "  max_running: 7" in lines and "  drafters: suffix" in lines
     assert max(map(len, lines)) < 250
+
+
+COMMANDS = ("generate", "info", "bench", "train", "serve", "demo")
+BENCHES = ("throughput", "acceptance", "kernels", "model", "serve")
+
+
+@pytest.mark.parametrize("command", [*map(str.split, COMMANDS), *(["bench", name] for name in BENCHES)])
+def test_every_command_takes_verbose(command: list[str], capsys: Capture) -> None:
+    for argv in (["-v", *command], [*command, "--verbose"], [*command[:1], "-v", *command[1:]]):
+        with pytest.raises(SystemExit) as left:
+            main([*argv, "--help"])
+        assert left.value.code == 0
+        assert capsys.readouterr().out.count("-v, --verbose") == 1
+
+
+@pytest.mark.parametrize("before", [[], ["-v"]])
+@pytest.mark.parametrize("after", [[], ["-v"], ["--verbose"]])
+def test_verbose_is_heard_before_a_command_and_after_it(
+    before: list[str], after: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **settings: levels.append(settings["level"]))
+    for command, *rest in (["info", "/nowhere"], ["bench", "model", "--shape", "nowhere"]):
+        assert main([*before, command, *after, *rest]) == main([*before, command, *rest, *after]) == 2
+    assert levels == [logging.INFO if before or after else logging.WARNING] * 4
 
 
 def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,6 +186,23 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     bench.arena.release_owner("stranger")
     again = dict(bench.step())
     assert again[3] > 4, "it reads its prompt and what it had said"
+
+
+def test_a_request_is_queued_until_it_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(1.0)
+    monkeypatch.setattr("specdec.request.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    bench = Bench(max_running=1)
+    first, second = (bench.submit(number, prompt=4, max_tokens=3) for number in (1, 2))
+    while not first.finish_reason:
+        bench.step()
+        assert 0 < first.queued_s < first.first_token_s and not second.queued_s
+    bench.step()
+    waited = second.queued_s
+    assert waited > first.first_token_s
+    bench.scheduler._preempt(second)
+    while not second.finish_reason:
+        bench.step()
+        assert second.queued_s == waited < second.first_token_s
 
 
 def cancel(bench: Bench, request: Request) -> None:

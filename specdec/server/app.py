@@ -7,13 +7,14 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from specdec import __version__
+from specdec.resolve import Resolved
 from specdec.server.bodies import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.connections import read_body
 from specdec.server.failures import Failure, failure_of
@@ -33,6 +34,8 @@ OPEN = {"/health", "/ready", "/metrics", "/openapi.json", *PAGES}
 STARTED = int(time.time())
 GONE = 499
 """What nginx calls a request whose client has left."""
+POLLED = {"/health", "/ready", "/metrics"}
+"""What machines ask for again and again; it would fill the log."""
 
 
 def build_app(state: State) -> web.Application:
@@ -75,7 +78,8 @@ async def _pass(
     """Give a request its id, check its key, and put whatever goes wrong into a client's words."""
     number = _request_id(request.headers.get("X-Request-ID"))
     request["headers"] = {"X-Request-ID": number}
-    start_s, state, path = time.perf_counter(), request.app[STATE], request.raw_path
+    start_s, state = time.perf_counter(), request.app[STATE]
+    level = logging.DEBUG if request.path in POLLED else logging.INFO
     try:
         if request.path not in OPEN:
             state.access.admit(request)
@@ -83,21 +87,38 @@ async def _pass(
             await read_body(request, state.config.body_timeout)
             response = await handler(request)
     except asyncio.CancelledError:
-        logger.info("%s %s: its client has hung up after %.1f s", number, path, time.perf_counter() - start_s)
+        about = _about(request, GONE, start_s)
+        says = "%(request_id)s %(path)s: its client has hung up after %(ms).0f ms"
+        logger.log(level, says, about, extra=about)
         raise
     except ConnectionError as error:
-        logger.info("%s %s: its client is gone (%s)", number, path, error or type(error).__name__)
+        about = _about(request, GONE, start_s) | {"reason": str(error) or type(error).__name__}
+        logger.log(level, "%(request_id)s %(path)s: its client is gone (%(reason)s)", about, extra=about)
         return web.Response(status=GONE)  # which nobody reads
     except Exception as error:
         failure = failure_of(error)
         if failure.status == 500:
-            logger.error("%s %s failed: %s", number, path, failure, exc_info=failure.trace)
+            about = _about(request, failure.status, start_s) | {"reason": str(failure)}
+            says = "%(request_id)s %(path)s failed: %(reason)s"
+            logger.error(says, about, exc_info=failure.trace, extra=about)
         response = failure.response()
     if not response.prepared:
         response.headers.update(request["headers"])
-    took_ms = (time.perf_counter() - start_s) * 1e3
-    logger.info("%s %s %s %d in %.0f ms", number, request.method, path, response.status, took_ms)
+    about = _about(request, response.status, start_s)
+    says = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
+    logger.log(level, says, about, extra=about)
     return response
+
+
+def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
+    """Say what a line of the log has of a request, as fields of its own where the log is JSON."""
+    return {
+        "request_id": request["headers"]["X-Request-ID"],
+        "method": request.method,
+        "path": request.raw_path,
+        "status": status,
+        "ms": round((time.perf_counter() - start_s) * 1e3, 1),
+    }
 
 
 def _request_id(given: str | None) -> str:
@@ -184,15 +205,11 @@ async def _openapi(request: web.Request, state: State) -> web.Response:
 async def _server_info(request: web.Request, state: State) -> web.Response:
     """Show how the engine was settled and what it has done; no key and no prompt is in it."""
     engine = state.engine
-    settings, stats = engine.model.settings, engine.stats()
+    stats = engine.stats()
     shown = {
         "version": __version__,
         "model": state.names[0],
-        "max_model_len": state.max_model_len,
-        "device": str(settings.device),
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "kernels": settings.kernels,
-        "drafters": list(settings.drafters),
+        **_settled(engine.model.settings),
         "chat_template": not state.template.is_plain,
         "engine": engine.config.model_dump(mode="json", exclude_defaults=True),
         "steps": stats.steps,
@@ -207,3 +224,17 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "arena": asdict(stats.arena),
     }
     return web.Response(text=json.dumps(shown), content_type="application/json")
+
+
+def _settled(settings: Resolved) -> dict[str, Any]:
+    """Show all that the engine runs with, the largest draft and the sizes in memory in their own words."""
+    named = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    bounds, layout = named.pop("bounds"), named.pop("layout")
+    return {
+        **named,
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "kv_dtype": str(layout.page_dtype).removeprefix("torch."),
+        **asdict(bounds),
+        "layout": asdict(layout.describe()),
+    }

@@ -86,6 +86,7 @@ class Body(BaseModel):
     prompt_logprobs: int | None = Field(None, description="alternatives beside each of the prompt's tokens")
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     logit_bias: dict[int, float] | None = None
+    cache_salt: str | None = Field(None, description="share what was read with requests of this salt alone")
     n: int | None = Field(None, description="choices for each prompt")
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -200,6 +201,11 @@ class CompletionBody(Body):
         return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
+CACHE = "cache_control"
+"""Marks a part of a chat, or a message, up to which others will be the same; whatever it says."""
+MOST_MARKS = 4
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -210,8 +216,14 @@ class Message(BaseModel):
     def plain(self, index: int) -> dict[str, Any]:
         """Return it as a template reads it, its parts joined; it is the message of this index."""
         calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
-        own = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        own = self.model_dump(exclude_none=True, exclude={"tool_calls", CACHE})
         return {**own, "content": _text(self.content, index), **calls}
+
+    def marked(self) -> list[str]:
+        """Return its text up to each mark of what other chats begin with too."""
+        parts = self.content if isinstance(self.content, list) else []
+        found = [_text(parts[: i + 1], 0) for i, part in enumerate(parts) if part.get(CACHE)]
+        return [*found, _text(self.content, 0)] if (self.model_extra or {}).get(CACHE) else found
 
 
 class ChatBody(Body):
@@ -253,6 +265,21 @@ class ChatBody(Body):
     def plain(self) -> list[dict[str, Any]]:
         """Return the messages as a template reads them."""
         return [message.plain(i) for i, message in enumerate(self.messages)]
+
+    @property
+    def beginnings(self) -> list[list[dict[str, Any]]]:
+        """Return what of the chat stands before each mark, as a template reads it."""
+        plain = self.plain
+        found = [
+            [*plain[:i], {**plain[i], "content": text}]
+            for i, message in enumerate(self.messages)
+            for text in message.marked()
+        ]
+        if len(found) > MOST_MARKS:
+            raise Failure(
+                400, f"{CACHE}: {len(found)} marks are more than {MOST_MARKS}; leave some out.", param=CACHE
+            )
+        return found
 
     @property
     def shown(self) -> int | None:

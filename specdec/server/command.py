@@ -5,10 +5,8 @@ import logging
 
 from specdec.config import EngineConfig
 from specdec.options import add_settings, settings_from
+from specdec.server.logs import FORMATTERS
 from specdec.server.settings import ServerConfig
-
-LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""Of the log: a server's is read long after."""
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +20,8 @@ def _serve(args: argparse.Namespace) -> None:
     # Imported here, for no other command needs a web server.
     from specdec.server.run import run
 
+    config = settings_from(args, ServerConfig)
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter(LINE))
+        handler.setFormatter(FORMATTERS[config.log_format])
     logging.getLogger("specdec").setLevel(logging.DEBUG if args.verbose else logging.INFO)
-    run(args.model, settings_from(args, EngineConfig), settings_from(args, ServerConfig))
+    run(args.model, settings_from(args, EngineConfig), config)

@@ -64,7 +64,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "lora_path": (),
     "session_params": (),
-    "cache_salt": ("",),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "priority": (0,),

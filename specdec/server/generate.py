@@ -64,8 +64,10 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     with state.under_way(params.n):
         async with until.held():
             ids = await state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
+            own: dict[str, Any] = {"cache_marks": await state.marks(ids, body.beginnings, variables) or None}
             if most == asked[-1]:
-                params = params.model_copy(update={"max_tokens": max(state.max_model_len - len(ids), 1)})
+                own["max_tokens"] = max(state.max_model_len - len(ids), 1)
+            params = params.model_copy(update=own)
             prepared = await _prepare(state, body, [ids], params, "tools" if forced else None)
         form = Chats(state.engine.tokenizer, _shown(body), offer)
         return await _answer(request, state, body, prepared, form, until)
@@ -95,7 +97,7 @@ async def _answer(
     envelope = Envelope(form, body.model or state.names[0], prepared)
     answers = Answers(state.engine, state.bell, prepared, streams=body.stream, until=until)
     usage = Usage(answers.prompt_tokens)
-    with answers, state.answering(answers), state.metrics.request(answers.prompt_tokens) as watch:
+    with state.metrics.request(prepared) as watch, answers, state.answering(answers):
         if not body.stream:
             return web.json_response(await _whole(answers, envelope, usage, watch, body))
         stream = EventStream(request, state.config.stall_timeout, request["headers"])
@@ -145,9 +147,16 @@ async def _stream(
     except Exception as error:
         if not stream.begun or isinstance(error, ConnectionError):
             raise
+        watch.fail(error)
         failure = failure_of(error)
         if failure.status == 500:
-            logger.error("%s failed in mid-stream: %s", stream.number, failure, exc_info=failure.trace)
+            logger.error(
+                "%s failed in mid-stream: %s",
+                stream.number,
+                failure,
+                exc_info=failure.trace,
+                extra={"request_id": stream.number},
+            )
         await stream.send(failure.body)
     return await stream.end()
 

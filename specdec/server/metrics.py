@@ -1,16 +1,18 @@
 """What a Prometheus scrape reads, by the names that dashboards for vLLM know."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specdec.engine import SpecEngine
+from specdec.engine import Prepared, SpecEngine
+from specdec.outputs import RequestStats
 from specdec.server.answers import Said
+from specdec.server.failures import Failure
 from specdec.state_slots.arena import ArenaUsage
 
 FIRST = (
@@ -54,87 +56,140 @@ BETWEEN = (
 )
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 480.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
+REASONS = ("stop", "length", "abort", "error")
+OUTSIDE = (Failure, ConnectionError, asyncio.CancelledError)
+"""What ends a choice from outside: its time is over, the server stops, its client has left."""
 
 
 class Metrics:
-    """Counts what requests see; what the engine counts itself is read when somebody asks."""
+    """Counts what requests see; what the engine counts itself is read when somebody asks.
+
+    As in vLLM every choice is a request: n choices of a prompt are n times, n lengths and n prompts. One
+    that came to no end of its own has nothing but its reason, and its first token if there was one.
+    """
 
     def __init__(self, engine: SpecEngine, model: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self._labels = {"model_name": model}
-        self.registry.register(_Engine(engine, self._labels))
+        labels = {"model_name": model}
+        self.registry.register(_Engine(engine, labels))
 
         def histogram(name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-            own = Histogram(name, says, ["model_name"], buckets=buckets, registry=self.registry)
-            found: Histogram = own.labels(**self._labels)
+            own = Histogram(f"vllm:{name}", says, list(labels), buckets=buckets, registry=self.registry)
+            found: Histogram = own.labels(**labels)
             return found
 
-        self.first_s = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST
-        )
+        def counter(name: str, says: str) -> Counter:
+            own = Counter(f"vllm:{name}", says, list(labels), registry=self.registry)
+            found: Counter = own.labels(**labels)
+            return found
+
+        self.first_s = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST)
         self.between_s = histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens; those of one step share its time.", BETWEEN
+            "inter_token_latency_seconds", "Between tokens; those of one step share its time.", BETWEEN
         )
-        self.whole_s = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", WHOLE)
-        self.read = histogram("vllm:request_prompt_tokens", "Tokens read of a request.", TOKENS)
-        self.written = histogram("vllm:request_generation_tokens", "Tokens written of a choice.", TOKENS)
-        self.ended = Counter(
+        self.whole_s = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
+        self.queued_s = histogram("request_queue_time_seconds", "From arrival until it first ran.", FIRST)
+        self.prefill_s = histogram("request_prefill_time_seconds", "From then to the first token.", FIRST)
+        self.decode_s = histogram("request_decode_time_seconds", "From the first to the last token.", WHOLE)
+        self.ran_s = histogram("request_inference_time_seconds", "Prefill and decode together.", WHOLE)
+        self.token_s = histogram(
+            "request_time_per_output_token_seconds", "The mean of those after a choice's first.", BETWEEN
+        )
+        self.read = histogram("request_prompt_tokens", "Tokens of a choice's prompt.", TOKENS)
+        self.written = histogram("request_generation_tokens", "Tokens written of a choice.", TOKENS)
+        self.longest = histogram(
+            "request_max_num_generation_tokens", "Tokens written of a prompt's longest choice.", TOKENS
+        )
+        self.allowed = histogram("request_params_max_tokens", "Tokens that a choice might have.", TOKENS)
+        self.choices = histogram("request_params_n", "Choices of a prompt.", CHOICES)
+        self.read_total = counter(
+            "prompt_tokens", "Tokens of prompts, counted with the first token after them."
+        )
+        self.written_total = counter("generation_tokens", "Tokens written.")
+        ended = Counter(
             "vllm:request_success",
-            "Choices that ended, by why.",
-            ["model_name", "finished_reason"],
+            "Choices that ended, by why: abort from outside, error by a failure.",
+            [*labels, "finished_reason"],
             registry=self.registry,
         )
-        self.read_total = Counter(
-            "vllm:prompt_tokens", "Tokens read of prompts.", ["model_name"], registry=self.registry
-        ).labels(**self._labels)
-        self.written_total = Counter(
-            "vllm:generation_tokens", "Tokens written.", ["model_name"], registry=self.registry
-        ).labels(**self._labels)
+        self.ended = {why: ended.labels(**labels, finished_reason=why) for why in REASONS}
 
     @contextlib.contextmanager
-    def request(self, prompt_tokens: int) -> Iterator["Watch"]:
-        """Watch one request from here to its end, whatever that is."""
-        self.read.observe(prompt_tokens)
-        self.read_total.inc(prompt_tokens)
-        watch = Watch(self)
+    def request(self, prepared: Sequence[Prepared]) -> Iterator["Watch"]:
+        """Watch the choices of some prompts from here to their end, whatever that is."""
+        watch = Watch(self, prepared)
         try:
             yield watch
+        except BaseException as error:
+            watch.fail(error)
+            raise
         finally:
-            self.whole_s.observe(time.perf_counter() - watch.start_s)
-
-    def ends(self, why: str) -> None:
-        self.ended.labels(**self._labels, finished_reason=why).inc()
+            watch.close()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
-@dataclass(slots=True)
 class Watch:
-    """When the choices of one request said something."""
+    """Follows the choices that were asked for together."""
 
-    metrics: Metrics
-    start_s: float = field(default_factory=time.perf_counter)
-    _last_s: dict[int, float] = field(default_factory=dict)
-    _tokens: dict[int, int] = field(default_factory=dict)
+    def __init__(self, metrics: Metrics, prepared: Sequence[Prepared]) -> None:
+        self.metrics, self.prepared = metrics, prepared
+        self.start_s = time.perf_counter()
+        self._why = ""
+        """What ended the choices that came to no end of their own."""
+        self._last_s: dict[int, float] = {}
+        self._ended: list[list[int]] = [[] for _ in prepared]
+        """Of each prompt: how many tokens its choices had that are over."""
 
     def said(self, said: Said) -> None:
         """Note a part of a choice: when the engine said what, not when it was looked at."""
         choice, delta, steps = said
+        prompt = choice // self.prepared[0].params.n
         self.metrics.written_total.inc(len(delta.token_ids))
-        self._tokens[choice] = self._tokens.get(choice, 0) + len(delta.token_ids)
         for at_s, count in steps:
             if not count:
                 continue
             if choice not in self._last_s:
                 self.metrics.first_s.observe(at_s - self.start_s)
+                self.metrics.read_total.inc(len(self.prepared[prompt].ids))
             gap_s = (at_s - self._last_s.get(choice, at_s)) / count
             for _ in range(count - (choice not in self._last_s)):
                 self.metrics.between_s.observe(gap_s)
             self._last_s[choice] = at_s
-        if delta.finish_reason:
-            self.metrics.ends(delta.finish_reason)
-            self.metrics.written.observe(self._tokens[choice])
+        if delta.finish_reason and delta.stats:
+            self.metrics.ended[delta.finish_reason].inc()
+            self.metrics.whole_s.observe(steps[-1][0] - self.start_s)
+            self._end(prompt, delta.stats)
+
+    def _end(self, prompt: int, stats: RequestStats) -> None:
+        """Note what the engine says of a choice that came to its end."""
+        metrics, params, ended = self.metrics, self.prepared[prompt].params, self._ended[prompt]
+        decode_s, tokens = stats.total_s - stats.first_token_s, stats.output_tokens
+        metrics.queued_s.observe(stats.queued_s)
+        metrics.prefill_s.observe(stats.first_token_s - stats.queued_s)
+        metrics.decode_s.observe(decode_s)
+        metrics.ran_s.observe(stats.total_s - stats.queued_s)
+        if tokens > 1:
+            metrics.token_s.observe(decode_s / (tokens - 1))
+        metrics.read.observe(stats.prompt_tokens)
+        metrics.written.observe(tokens)
+        metrics.allowed.observe(params.max_tokens)
+        ended.append(tokens)
+        if len(ended) == params.n:
+            metrics.choices.observe(params.n)
+            metrics.longest.observe(max(ended))
+
+    def fail(self, error: BaseException) -> None:
+        """Note what ends the choices that are left; what comes after it is no reason any more."""
+        self._why = self._why or ("abort" if isinstance(error, OUTSIDE) else "error")
+
+    def close(self) -> None:
+        """Count the choices that came to no end of their own, by what ended them."""
+        left = sum(own.params.n - len(ended) for own, ended in zip(self.prepared, self._ended, strict=True))
+        if left:
+            self.metrics.ended[self._why].inc(left)
 
 
 class _Engine(Collector):
@@ -160,7 +215,9 @@ class _Engine(Collector):
 
         yield gauge("vllm:num_requests_running", "Sequences that take part in steps.", stats.running)
         yield gauge("vllm:num_requests_waiting", "Sequences that wait for memory or a place.", stats.waiting)
-        yield gauge("vllm:kv_cache_usage_perc", "Part of the arena that is in use.", _share(arena))
+        cached = stats.prefixes.cached_bytes if stats.prefixes else 0
+        share = max(_share(arena) - cached / max(arena.capacity_bytes, 1), 0.0)
+        yield gauge("vllm:kv_cache_usage_perc", "Part of the arena that requests use.", share)
         held = {"kv": arena.block_bytes, "state": arena.state_bytes, "draft": arena.record_bytes}
         family = GaugeMetricFamily("specdec:arena_bytes", "Bytes in use by kind.", labels=[*names, "kind"])
         for kind, used in (held | {"free": arena.free_bytes}).items():
@@ -193,6 +250,14 @@ class _Engine(Collector):
             "Times that all was done and memory was proved empty and whole.",
             {"": float(stats.clean_checks)},
         )
+        yield counter("specdec:moved_blocks", "Blocks moved together.", {"": float(stats.moved_blocks)})
+        if kept := stats.prefixes:
+            yield counter("vllm:prefix_cache_queries", "Tokens looked up.", {"": float(kept.asked)})
+            yield counter("vllm:prefix_cache_hits", "Tokens that need not be read.", {"": float(kept.hit)})
+            yield counter("specdec:prefix_fetched", "Of those, from the host.", {"": float(kept.fetched)})
+            yield gauge("specdec:prefix_bytes", "Of the arena: they give way to others.", kept.cached_bytes)
+            evicted = {"state": float(kept.states_evicted), "kv": float(kept.blocks_evicted)}
+            yield counter("specdec:prefix_evicted", "States and blocks that gave way.", evicted, "kind")
         yield counter("specdec:steps", "Verify steps, each row's own.", {"": float(counts.steps)})
         yield counter("specdec:step_tokens", "Tokens that those steps wrote.", {"": float(counts.tokens)})
         yield counter("specdec:step_seconds", "Their time by phase.", dict(counts.seconds), "phase")

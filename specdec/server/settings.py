@@ -102,3 +102,8 @@ class ServerConfig(Settings):
     log_prompts: bool = Field(
         False, title="write prompts to the log, at level DEBUG", description="True or False"
     )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        title="how the log is written: as lines of text, or as one JSON object on each line",
+        description='"text" or "json"',
+    )

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.chat import load_template
+from specdec.chat import Message, load_template
 from specdec.config import SamplingParams
 from specdec.engine import Prepared, Prompt, SpecEngine
+from specdec.errors import RequestError
 from specdec.server.access import Access
 from specdec.server.answers import Answers, Bell
 from specdec.server.connections import Connections
@@ -120,12 +121,28 @@ class State:
             raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, answer: bool
+        self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
     ) -> list[int]:
         """Turn a chat into tokens as the model's template has it."""
         text = self.template.render(messages, variables, answer=answer)
         self.engine.check_length(text)
         return await self.encode(text, special=self.template.is_plain)
+
+    async def marks(
+        self,
+        ids: Sequence[int],
+        beginnings: Sequence[Sequence[Message]],
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """Say how many of a chat's tokens each of its beginnings has in common with it."""
+        found = []
+        for messages in beginnings:
+            # Some templates refuse half a chat: it then has no mark there, which costs time and nothing else.
+            with contextlib.suppress(RequestError):
+                own = await self.encode_chat(messages, variables, answer=False)
+                pairs = zip(own, ids, strict=False)
+                found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
+        return [mark for mark in found if mark]
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:

@@ -1,0 +1,212 @@
+"""What a scrape is told of choices: their times, their ends; and how the engine was settled."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.engine import Prepared
+from specdec.errors import CapacityError, EngineError
+from specdec.models.checkpoint import SHIPPED
+from specdec.outputs import Delta, RequestStats
+from specdec.resolve import Resolved, open_model
+from specdec.server.answers import Said
+from specdec.server.failures import Failure
+from specdec.server.metrics import REASONS, Metrics
+from tests.server.faulty import FILE
+from tests.server.live import Live, total
+from tests.server.test_guards import LONG, PLAIN, open_stream, running, wait_for
+
+ROWS = 3
+ENDLESS = LONG | {"n": ROWS, "max_tokens": 3500}
+"""It takes a hundred times as long as what is done to it."""
+ENGINE: dict[str, Any] = {"draft": "suffix", "dtype": "float32", "memory_bytes": 64 << 20, "max_running": 7}
+PER_CHOICE = (
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_time_per_output_token_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_max_tokens",
+)
+PER_PROMPT = ("request_params_n", "request_max_num_generation_tokens")
+
+
+@pytest.fixture(scope="module")
+def engine(hybrid: Path) -> Iterator[SpecEngine]:
+    with SpecEngine(hybrid, draft="none") as own:
+        yield own
+
+
+@pytest.fixture
+def metrics(engine: SpecEngine) -> Metrics:
+    return Metrics(engine, "m")
+
+
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("told") / "fault"
+
+
+@pytest.fixture(scope="module")
+def live(fault: Path) -> Iterator[Live]:
+    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with Live(*options, env={FILE: str(fault)}, entry="tests.server.faulty") as own:
+        yield own
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    found = metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", **labels})
+    assert found is not None
+    return found
+
+
+def ends(metrics: Metrics) -> dict[str, float]:
+    found = {why: value(metrics, "request_success_total", finished_reason=why) for why in REASONS}
+    return {why: count for why, count in found.items() if count}
+
+
+def ask(prompts: int = 1, n: int = 1) -> list[Prepared]:
+    return [Prepared((1, 2, 3), SamplingParams(n=n, max_tokens=9))] * prompts
+
+
+def end(choice: int, at_s: float, stats: RequestStats) -> Said:
+    tokens = (5,) * stats.output_tokens
+    return Said(choice, Delta("", tokens, finish_reason="stop", stats=stats), ((at_s, len(tokens)),))
+
+
+def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics: Metrics) -> None:
+    with metrics.request(ask()) as watch:
+        watch.start_s = 100.0
+        watch.said(end(0, 108.0, RequestStats(3, 5, queued_s=1.0, first_token_s=3.0, total_s=7.0)))
+    assert [value(metrics, f"{name}_sum") for name in PER_CHOICE] == [8, 1, 2, 4, 6, 1, 3, 5, 9]
+    assert all(value(metrics, f"{name}_count") == 1 for name in (*PER_CHOICE, *PER_PROMPT))
+
+
+def test_a_choice_of_one_token_has_no_time_between_tokens(metrics: Metrics) -> None:
+    with metrics.request(ask()) as watch:
+        watch.said(end(0, 9.0, RequestStats(3, 1, queued_s=1.0, first_token_s=3.0, total_s=3.0)))
+    assert value(metrics, "request_decode_time_seconds_count") == 1
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 0
+
+
+def test_every_choice_is_a_request_and_every_prompt_has_its_longest(metrics: Metrics) -> None:
+    with metrics.request(ask(prompts=2, n=2)) as watch:
+        for choice, tokens in enumerate((2, 6, 4, 3)):
+            watch.said(end(choice, 9.0, RequestStats(3, tokens)))
+            assert value(metrics, "request_params_n_count") == (choice + 1) // 2
+    assert ends(metrics) == {"stop": 4}
+    assert all(value(metrics, f"{name}_count") == 4 for name in (*PER_CHOICE, "time_to_first_token_seconds"))
+    assert value(metrics, "request_params_n_sum") == 4
+    assert value(metrics, "request_max_num_generation_tokens_sum") == 6 + 4
+    assert value(metrics, "request_prompt_tokens_sum") == value(metrics, "prompt_tokens_total") == 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (asyncio.CancelledError(), "abort"),
+        (ConnectionResetError(), "abort"),
+        (Failure(504, "too late"), "abort"),
+        (EngineError("broken"), "error"),
+        (CapacityError("no room"), "error"),
+        (ValueError("a mistake of the server's"), "error"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("told", [True, False])
+def test_what_came_to_no_end_is_counted_by_what_ended_it(
+    metrics: Metrics, error: BaseException, why: str, told: bool
+) -> None:
+    """Of what is told in mid-stream the telling may fail too, which is no reason any more."""
+    with contextlib.suppress(type(error), ConnectionResetError), metrics.request(ask(2, n=2)) as watch:
+        watch.said(end(2, 9.0, RequestStats(3, 5)))
+        if told:
+            watch.fail(error)
+        raise ConnectionResetError if told else error
+    assert ends(metrics) == {"stop": 1, why: 3}
+    assert all(value(metrics, f"{name}_count") == 1 for name in PER_CHOICE)
+
+
+def grown(after: dict[str, float], before: dict[str, float], name: str) -> float:
+    return total(after, f"vllm:{name}") - total(before, f"vllm:{name}")
+
+
+def ended(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    """Say how many choices have ended between two scrapes, by why."""
+    name = 'request_success_total{{finished_reason="{}",model_name="tiny"}}'
+    keys = {why: f"vllm:{name.format(why)}" for why in REASONS}
+    return {why: count for why, key in keys.items() if (count := after[key] - before[key])}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_choices_that_are_served_are_timed_in_every_part(live: Live, stream: bool) -> None:
+    before = live.metrics()
+    body = LONG | {"prompt": ["a", "bc"], "max_tokens": 6, "n": 2, "stream": stream}
+    assert live.ask("/v1/completions", body).status == 200
+    after = live.metrics()
+    assert ended(after, before) == {"length": 4}
+    assert all(grown(after, before, f"{name}_count") == 4 for name in PER_CHOICE)
+    assert all(grown(after, before, f"{name}_count") == 2 for name in PER_PROMPT)
+    whole, queued, read, wrote, ran = (grown(after, before, f"{name}_sum") for name in PER_CHOICE[:5])
+    assert min(queued, read, wrote) > 0 and ran == pytest.approx(read + wrote)
+    assert queued + ran <= whole
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_choices_whose_client_hangs_up_are_aborted(live: Live, stream: bool) -> None:
+    before = live.metrics()
+    sock = open_stream(live, ENDLESS | {"stream": stream})
+    wait_for(lambda: running(live) == ROWS)
+    sock.close()
+    wait_for(lambda: running(live) == 0)
+    after = live.metrics()
+    assert ended(after, before) == {"abort": ROWS}
+    assert grown(after, before, "e2e_request_latency_seconds_count") == 0
+
+
+def test_choices_whose_time_is_over_in_mid_stream_are_aborted() -> None:
+    with Live(*PLAIN, "--request-timeout", "1") as live:
+        before = live.metrics()
+        assert live.ask("/v1/completions", ENDLESS).failure["code"] == "timeout"
+        after = live.metrics()
+    assert grown(after, before, "time_to_first_token_seconds_count") == ROWS
+    assert ended(after, before) == {"abort": ROWS}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_choices_that_a_failed_step_ended_are_errors(live: Live, fault: Path, stream: bool) -> None:
+    before = live.metrics()
+
+    def is_under_way() -> bool:
+        firsts = grown(live.metrics(), before, "time_to_first_token_seconds_count")
+        return running(live) == ROWS and (firsts == ROWS or not stream)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(live.ask, "/v1/completions", ENDLESS | {"stream": stream})
+        wait_for(is_under_way)
+        fault.write_text("chosen")
+        assert asked.result().failure["code"] == "engine_error"
+    after = live.metrics()
+    assert ended(after, before) == {"error": ROWS}
+    assert grown(after, before, "e2e_request_latency_seconds_count") == 0
+
+
+def test_who_asks_is_told_how_every_setting_was_settled(live: Live) -> None:
+    settled = open_model(SHIPPED["tiny"], EngineConfig(**ENGINE)).settings
+    info = live.ask("/server_info").json
+    shown = {field.name for field in fields(Resolved)} - {"device", "dtype", "bounds", "layout", "drafters"}
+    assert {name: info[name] for name in shown} == {name: getattr(settled, name) for name in shown}
+    assert (info["max_running"], info["memory_bytes"], info["slots"]) == (7, 64 << 20, "record")
+    assert (info["device"], info["dtype"], info["drafters"]) == ("cpu", "float32", ["suffix"])
+    assert info.items() >= asdict(settled.bounds).items()
+    assert info["layout"] == asdict(settled.layout.describe())
