@@ -99,9 +99,7 @@ class ServerConfig(Settings):
         title="how the model writes calls of tools; auto asks its chat template, none refuses tools",
         description='"auto", "hermes", "qwen3_coder" or "none"',
     )
-    log_prompts: bool = Field(
-        False, title="write prompts to the log, at level DEBUG", description="True or False"
-    )
+    log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
         "text",
         title="how the log is written: as lines of text, or as one JSON object on each line",

@@ -15,12 +15,12 @@ SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    yield from serving()
+    yield from serving("--dtype", "float32")  # in which no window's width rounds a text to another one
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[SpecEngine]:
-    with SpecEngine("tiny") as own:
+    with SpecEngine("tiny", dtype="float32") as own:
         yield own
 
 

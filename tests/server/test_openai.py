@@ -121,7 +121,7 @@ def test_a_client_that_is_refused_comes_again(live: Live) -> None:
 
 async def _come_again(url: str) -> None:
     """Four choices may be under way; twelve come at once, and all are served in the end."""
-    async with openai.AsyncOpenAI(base_url=url, api_key="given", max_retries=9) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key="given", max_retries=60) as client:
         asked = [
             client.completions.create(
                 model="tiny", prompt=TEXT, max_tokens=200, seed=i, extra_body={"ignore_eos": True}
