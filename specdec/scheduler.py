@@ -184,7 +184,7 @@ class Scheduler:
         if not self.waiting:
             return False
         request = self.waiting[0]
-        lease = self._lease(request)
+        lease = self._lease(request) if len(self.running) < self.max_running else None
         saved = lease.shared if lease else 0
         limit = self._limit(request, saved)
         if limit in MEMORY and self.reclaim():

@@ -17,6 +17,10 @@ from specdec.request import Request
 logger = logging.getLogger(__name__)
 
 
+QUIET_S = 0.02
+"""Without work before memory is proved to be whole: where prefixes are kept that takes a moment."""
+
+
 class Worker:
     """Builds a model, and runs its loop until closed. `submit` and `cancel` may be called from any thread.
 
@@ -120,10 +124,13 @@ class Worker:
         error = EngineError("The engine was closed while this request ran.")
         if self._loop.device.type == "cuda":
             torch.cuda.set_device(self._loop.device)  # kernels go to the thread's device, not to the tensors'
+        is_proved = True
         try:
             while not self.fault:
-                self._receive(wait=not self._loop.scheduler.has_work)
-                self._step()
+                idle = not self._loop.scheduler.has_work
+                came = self._receive(wait=idle, limit_s=None if is_proved else QUIET_S)
+                done = self._attempt(self._loop.step if came else self._prove)
+                is_proved = done and not came
         except BaseException as failure:
             error = EngineError(f"The engine stopped: {failure!r}.")
             self._stop(str(error))
@@ -135,19 +142,21 @@ class Worker:
                 self._release(request)
                 request.fail(error)
 
-    def _step(self) -> None:
-        """Run one step; what it raises ends the requests that it may have spoilt, not the engine."""
-        scheduler = self._loop.scheduler
-        self._step_start_s = time.monotonic()
+    def _prove(self) -> None:
+        """Look, while there is nothing to do, whether memory is as it should be."""
+        self._loop.check_idle()
+        self.clean_checks += 1
+
+    def _attempt(self, step: Callable[[], None]) -> bool:
+        """Run a step; what it raises ends the requests that it may have spoilt, not the engine."""
+        failures, self._step_start_s = self.failed_steps, time.monotonic()
         try:
-            self._loop.step()
-            if not scheduler.has_work:
-                self._loop.check_idle()
-                self.clean_checks += 1
+            step()
         except Exception as failure:
             logger.exception("a step failed; those who took part are told, and the engine goes on")
             self._recover(failure)
         self._step_start_s = None
+        return self.failed_steps == failures
 
     def _recover(self, failure: Exception) -> None:
         """Begin afresh, and tell those whom the failed step may have spoilt, whatever comes of it."""
@@ -160,14 +169,21 @@ class Worker:
             for request in spoilt:
                 request.fail(error)
 
-    def _receive(self, *, wait: bool) -> None:
-        """Do what other threads want done; with nothing to do, sleep until something comes."""
+    def _receive(self, *, wait: bool, limit_s: float | None = None) -> bool:
+        """Do what other threads want done; with nothing to do, sleep until something comes.
+
+        False: nothing has come in so long a time.
+        """
         if wait and self._inbox.empty():
             dismiss_helpers()
         while wait or not self._inbox.empty():
-            work = self._inbox.get()
+            try:
+                work = self._inbox.get(timeout=limit_s)
+            except queue.Empty:
+                return False
             wait = False
             work()
+        return True
 
     def _begin(self, requests: Sequence[Request]) -> None:
         for request in requests:
