@@ -38,9 +38,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from specdec.config import EngineConfig, SamplingParams
+    from specdec.config import EngineConfig
     from specdec.engine import SpecEngine
     from specdec.outputs import Completion, Delta, RequestStats
+    from specdec.sampling import SamplingParams
     from specdec.structure import Structure
 else:
     _HOMES = {
@@ -48,7 +49,7 @@ else:
         "Delta": "outputs",
         "EngineConfig": "config",
         "RequestStats": "outputs",
-        "SamplingParams": "config",
+        "SamplingParams": "sampling",
         "SpecEngine": "engine",
         "Structure": "structure",
     }

@@ -27,7 +27,7 @@ from specdec.models.families import is_narrow, open_weights
 from specdec.models.network import MTPHead, Network
 from specdec.models.unrolled import Unrolled
 from specdec.models.weights import CheckpointWeights, RandomWeights
-from specdec.models.work import read_flops
+from specdec.models.work import ReadingWork
 from specdec.resolve import Resolved, open_model, resolve
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
@@ -35,6 +35,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.score import Score
+from specdec.state_slots.prefix.tuner import Tuner
 from specdec.streak.drafting import DeviceDrafter
 from specdec.streak.extent import Extent
 from specdec.streak.graphs import Graphs
@@ -159,7 +160,8 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
     if settings.drafters and settings.adaptive:
         warm_up(loop, settings.max_model_len)
     if settings.prefix_cache:
-        loop.keep_prefixes(_prefix_cache(arena, network, settings, has_head=head is not None))
+        own = _prefix_cache(arena, network, settings, has_head=head is not None)
+        loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     if settings.graphs:
         loop.runner = _runner(loop, network, settings)
     return loop
@@ -167,7 +169,7 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
 
 def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_head: bool) -> PrefixCache:
     """Make the cache over an arena, and the one below it over memory of the host, if there is any."""
-    work, lower = partial(read_flops, network.spec), None
+    work, lower = ReadingWork.of(network.spec), None
     if settings.host_cache_bytes:
         try:
             below = Arena(
@@ -180,7 +182,21 @@ def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_hea
             message = str(error).replace("memory_bytes", "host_cache_bytes")
             raise CapacityError(message, field="host_cache_bytes") from None
         lower = PrefixCache(below, Score(settings.layout, work), has_head=has_head)
-    return PrefixCache(arena, Score(settings.layout, work), has_head=has_head, lower=lower)
+    score = Score(settings.layout, work, settings.prefix_alpha)
+    return PrefixCache(arena, score, has_head=has_head, lower=lower)
+
+
+def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
+    """Make what finds the score's weight, unless it was given, or nothing is kept that it could weigh."""
+    layout = settings.layout
+    if settings.prefix_policy != "tuned" or not (layout.states and layout.kv):
+        return None
+
+    def change(alpha: float) -> None:
+        logger.info("prefixes give way by alpha %g from now on", alpha)
+        score.alpha = alpha
+
+    return Tuner(layout, settings.memory_bytes, score.work, has_head=has_head, on_change=change)
 
 
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:

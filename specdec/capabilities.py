@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 
-from specdec.config import SamplingParams
 from specdec.errors import ConfigError, RequestError
 from specdec.models import spec
+from specdec.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

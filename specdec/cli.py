@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.bench.acceptance.command import add_acceptance
 from specdec.bench.commands import add_kernels, add_model, add_out, add_random, add_serve, out_file
+from specdec.bench.prefix.command import add_prefix
 from specdec.demo import demo
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_kernels(benches.add_parser("kernels", help="each operation: checked, then timed beside its bytes"))
     add_model(benches.add_parser("model", help="the bytes of a step and the speed they allow, computed"))
+    add_prefix(benches.add_parser("prefix", help="what prefixes that are kept save, simulated or timed"))
     add_serve(benches.add_parser("serve", help="a running server: latencies, speed, what its drafts earn"))
     add_train(commands.add_parser("train", help="train the small checkpoint that ships, heads included"))
     add_server(commands.add_parser("serve", help="an HTTP server that clients of OpenAI's API speak to"))

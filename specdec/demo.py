@@ -3,9 +3,10 @@
 import statistics
 import sys
 
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.engine import SpecEngine
 from specdec.outputs import RequestStats
+from specdec.sampling import SamplingParams
 from specdec.terminal import stream_text
 
 PROMPT = '''class Parser:

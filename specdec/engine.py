@@ -15,11 +15,12 @@ from typing import NamedTuple, Self, cast
 
 from specdec.build import build
 from specdec.capabilities import check_request
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.errors import RequestError, SpecdecError
 from specdec.grammars import Grammars
 from specdec.outputs import Completion, Delta, EngineStats
 from specdec.request import Emit, Request
+from specdec.sampling import SamplingParams
 from specdec.text import TextStream
 from specdec.verify.choose import Chooser, choice_seed
 from specdec.verify.limits import Limit, NotYet

@@ -19,6 +19,7 @@ from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import settle
 from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.tuner import Tuner
 from specdec.state_slots.window import Window, build_window, record_ids
 from specdec.streak.runner import Runner
 from specdec.verify.choose import Choice, choose, logprob_of
@@ -236,6 +237,7 @@ class DecodeLoop:
 
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
+        self.close()
         self._shares, self.prefixes, self.scheduler.cache = False, None, None
 
     def flush(self) -> None:
@@ -255,10 +257,17 @@ class DecodeLoop:
         if self.scheduler.cache:
             self.scheduler.cache.tree.move(moved)
 
-    def keep_prefixes(self, cache: PrefixCache) -> None:
+    def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
         """Let what a request has read serve later ones."""
-        self.prefixes = Prefixes(cache, self.network, self.arena, self.speculation, self.device)
+        self.prefixes = Prefixes(cache, self.network, self.arena, self.speculation, self.device, tuner)
         self.scheduler.cache = cache
+        if tuner:
+            tuner.start()
+
+    def close(self) -> None:
+        """End what runs beside the loop."""
+        if self.prefixes and self.prefixes.tuner:
+            self.prefixes.tuner.close()
 
     def fold(self) -> bool:
         """Bring every running request's state up to date and give back what drafts held; tell if they did."""

@@ -131,3 +131,14 @@ def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
             raise argparse.ArgumentTypeError(f"{error}; write values between commas") from None
 
     return read
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Make a type of option that takes one of some words."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return read

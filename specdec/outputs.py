@@ -73,6 +73,8 @@ class PrefixStats:
     blocks_evicted: int
     cached_bytes: int
     """Of the arena, which give way to whoever is short of memory."""
+    alpha: float = 0.0
+    """What the work that a prefix saves counts beside how recently it was used."""
 
 
 @dataclass(frozen=True, slots=True)

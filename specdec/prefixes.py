@@ -14,6 +14,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tuner import Tuner
 from specdec.state_slots.window import RecordSlot, record_ids
 
 
@@ -27,9 +28,10 @@ class Prefixes:
         arena: Arena,
         speculation: Speculation,
         device: torch.device,
+        tuner: Tuner | None = None,
     ) -> None:
         self.cache, self.network, self.arena = cache, network, arena
-        self.speculation, self.device = speculation, device
+        self.speculation, self.device, self.tuner = speculation, device, tuner
 
     def note(self, parts: Sequence[Part]) -> None:
         """Share what prompts have been read of, and keep the states that were to be kept on the way."""
@@ -56,6 +58,9 @@ class Prefixes:
         """
         if request.lease is None or request.finish_reason is None:
             return
+        if self.tuner:
+            count = request.prompt_length
+            self.tuner.observe(request.tokens[:count], request.tokens[count:], request.lease.salt)
         committed, computed = left or (request.committed, request.computed)
         # The last token was not read, but by a device that was ahead. A stop may have cut some off.
         length = min(computed, len(request.tokens) - (left is None))
@@ -75,7 +80,8 @@ class Prefixes:
         states = sum(request.committed is not None for request in running)
         held = blocks * layout.block_bytes + states * layout.state_bytes
         kept = usage.block_bytes + usage.state_bytes - held
-        return PrefixStats(**asdict(self.cache.counts), cached_bytes=max(kept, 0))
+        alpha = self.cache.score.alpha
+        return PrefixStats(**asdict(self.cache.counts), cached_bytes=max(kept, 0), alpha=alpha)
 
     def _share(self, request: Request, length: int) -> Node:
         assert request.lease

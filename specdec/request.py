@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.config import SamplingParams
 from specdec.counts import Counts
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenLogprob
+from specdec.sampling import SamplingParams
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import Lease
 from specdec.text import Cutter, TextStream

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.capabilities import resolve_drafters
 from specdec.config import HEAD_FIELDS, MAX_WINDOW, EngineConfig
+from specdec.devices import free_memory, pick_device
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.attention.quantise import FP8
@@ -73,6 +74,9 @@ class Resolved:
     """How many tokens a head's attention looks back; None: to the first."""
     prefix_cache: bool = False
     """Whether what requests have read is kept for those that begin alike."""
+    prefix_policy: str = "tuned"
+    prefix_alpha: float = 0.0
+    """What the work that a prefix saves counts beside how recently it was used, at first if that is tuned."""
     host_cache_bytes: int = 0
     """Memory of the host for prefixes that give way."""
 
@@ -190,6 +194,8 @@ def resolve(
         draft_vocab=config.draft_vocab,
         draft_window=config.draft_window,
         prefix_cache=config.prefix_cache,
+        prefix_policy=config.prefix_policy,
+        prefix_alpha=_alpha(config),
         host_cache_bytes=config.host_cache_bytes,
     )
     logger.info("settings:%s", settings)
@@ -208,6 +214,19 @@ def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
             "draft_model: weights that are drawn have no head's beside them; leave it out.",
             field="draft_model",
         )
+
+
+def _alpha(config: EngineConfig) -> float:
+    """Settle the weight that prefixes are judged by."""
+    if config.prefix_policy == "flops":
+        return 1.0 if config.prefix_alpha is None else config.prefix_alpha
+    if config.prefix_alpha is not None:
+        raise ConfigError(
+            f"prefix_alpha: prefix_policy {config.prefix_policy} has no use for it; leave it out, or choose "
+            "flops.",
+            field="prefix_alpha",
+        )
+    return 0.0
 
 
 def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
@@ -301,19 +320,6 @@ def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
     return rates_for(wanted, bounds.num_steps)
 
 
-def pick_device(name: str) -> torch.device:
-    """Settle which device is meant, and refuse one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device: {name!r} was asked for, but torch finds no CUDA device; use device='cpu' or install a "
-            "CUDA build of torch.",
-            field="device",
-        )
-    return torch.device(name)
-
-
 def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Prefer the C forms on a CPU and Triton's on a GPU; a name that is given is taken at its word."""
     preferred = ("native" if device.type == "cpu" else "triton") if name == "auto" else name
@@ -345,22 +351,6 @@ def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stor
         return torch.float32
     in_c = config.kernels in ("auto", "native") and multiplies_bfloat16()
     return stored if in_c or stored_bytes > CACHED_WEIGHTS else torch.float32
-
-
-def free_memory(device: torch.device) -> int:
-    """Return what the device can still give; on a CPU within the limit of the process's control group."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, StopIteration, ValueError):  # not this system's files, or no limit ("max")
-        pass
-    return max(free, 0)
 
 
 def _fit(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:

@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Iterable
 
-from specdec.config import SamplingParams
 from specdec.engine import SpecEngine
 from specdec.outputs import Completion, Delta, RequestStats
+from specdec.sampling import SamplingParams
 from specdec.text import Piece
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -4,7 +4,6 @@ import itertools
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 
-from specdec.config import SamplingParams
 from specdec.counts import Counts
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Want
@@ -13,6 +12,7 @@ from specdec.draft.policy import WIDTHS, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.loop import DecodeLoop
 from specdec.request import Request
+from specdec.sampling import SamplingParams
 from specdec.verify.choose import Chooser
 
 logger = logging.getLogger(__name__)

@@ -136,6 +136,7 @@ class Worker:
             self._stop(str(error))
             logger.critical("the engine has stopped", exc_info=failure)
         finally:
+            self._loop.close()
             self._receive(wait=False)
             scheduler = self._loop.scheduler
             for request in (*scheduler.running, *scheduler.waiting):

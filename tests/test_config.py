@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.errors import ConfigError
+from specdec.sampling import SamplingParams
 from specdec.settings import Settings
 
 NAN, INF = math.nan, math.inf
@@ -46,7 +47,7 @@ def test_the_fields_are_those_of_the_api() -> None:
     assert " ".join(EngineConfig.model_fields) == (
         "device dtype kv_dtype quantize draft draft_model draft_vocab draft_window num_steps topk "
         "num_draft_tokens adaptive draft_noise slots memory_bytes max_running max_model_len chunk_tokens "
-        "prefix_cache host_cache_bytes kernels graphs seed synthetic_acceptance"
+        "prefix_cache prefix_policy prefix_alpha host_cache_bytes kernels graphs seed synthetic_acceptance"
     )
 
 

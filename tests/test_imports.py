@@ -13,7 +13,8 @@ LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
 CORE = {"engine", "worker", "loop", "scheduler", "request", "outputs", "text"}
 CORE |= {"build", "config", "resolve", "options", "footprint", "capabilities", "counts", "parts"}
-CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "forms", "grammars", "prefixes"}
+CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "forms", "grammars"}
+CORE |= {"prefixes", "devices", "sampling"}
 PUBLIC = {PACKAGE}
 """The package itself: what `from specdec import SpecEngine` names."""
 
@@ -24,11 +25,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state_slots": {"kernels"},
     "models": {"kernels", "state_slots"},
     "draft": {"kernels", "state_slots"},
-    # How a token is chosen is what a request's parameters say; config itself imports nothing that computes.
-    "verify": {"kernels", "state_slots", "config"},
+    # How a token is chosen is what a request's parameters say; sampling itself imports nothing that computes.
+    "verify": {"kernels", "state_slots", "sampling"},
     **{name: PARTS | CORE for name in CORE},
     "settings": set(),
-    "config": {"settings", "structure"},
+    "config": {"settings"},
+    "sampling": {"settings", "structure"},
     "structure": {"settings", "forms"},
     "forms": set(),
     "chat": set(),

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.options import add_settings, at_least, listed, settings_from, settings_table
+from specdec.sampling import SamplingParams
 from specdec.server.settings import ServerConfig
 from specdec.settings import Settings
 from specdec.structure import Structure

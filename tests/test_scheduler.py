@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.config import SamplingParams
 from specdec.draft.policy import Policy
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, SpecdecError
 from specdec.kernels.table import load_kernels
 from specdec.outputs import Delta
 from specdec.request import Request, Said
+from specdec.sampling import SamplingParams
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena

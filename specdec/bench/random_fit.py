@@ -8,9 +8,10 @@ import torch
 from specdec.bench.random_model import shape_config
 from specdec.bench.time_model import TimeModel
 from specdec.config import EngineConfig
+from specdec.devices import free_memory
 from specdec.errors import CapacityError
 from specdec.models import families
-from specdec.resolve import Resolved, free_memory, resolve
+from specdec.resolve import Resolved, resolve
 from specdec.streak.extent import Extent
 
 ARENA_SHARE = 0.8

@@ -9,10 +9,11 @@ from typing import Any
 
 from specdec.bench.peers import Sample
 from specdec.build import Model, assemble, build
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.outputs import Delta
 from specdec.request import Request
+from specdec.sampling import SamplingParams
 from specdec.verify.choose import Chooser
 
 ENGINE = "specdec"

@@ -1,22 +1,35 @@
 """How much arithmetic a network does while it reads a prompt: what a prefix that is kept saves."""
 
+from dataclasses import dataclass
+from typing import Self
+
 from specdec.models.spec import MLP, Attention, FeedForward, GatedDeltaNet, Mamba2, Mixer, MoE, Network
 
 
-def read_flops(network: Network, tokens: int) -> float:
-    """Count the multiplications and additions of the matrices, attention and recurrences over so many tokens.
+@dataclass(frozen=True, slots=True)
+class ReadingWork:
+    """Count the multiplications and additions of the matrices, attention and recurrences over a prompt.
 
-    Logits are not in it: a prompt needs those of its last token alone.
+    Logits are not in it: a prompt needs those of its last token alone. Called with a number of tokens it
+    counts their work; it is made once for a network, since whoever weighs prefixes asks it often.
     """
-    hidden = network.hidden
-    total = 0.0
-    for layer in network.layers:
-        weights = _mixer(layer.mixer, hidden) + _feed_forward(layer.ffn, hidden)
-        total += 2.0 * weights * tokens + _state(layer.mixer) * tokens
-        if isinstance(layer.mixer, Attention):
-            pairs = tokens * (tokens + 1) / 2
-            total += 4.0 * layer.mixer.heads * layer.mixer.head_dim * pairs
-    return total
+
+    per_token: float
+    per_pair: float
+    """Of a token and one that it looks at, itself included."""
+
+    @classmethod
+    def of(cls, network: Network) -> Self:
+        per_token = per_pair = 0.0
+        for layer in network.layers:
+            weights = _mixer(layer.mixer, network.hidden) + _feed_forward(layer.ffn, network.hidden)
+            per_token += 2.0 * weights + _state(layer.mixer)
+            if isinstance(layer.mixer, Attention):
+                per_pair += 4.0 * layer.mixer.heads * layer.mixer.head_dim
+        return cls(per_token, per_pair)
+
+    def __call__(self, tokens: int) -> float:
+        return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) / 2)
 
 
 def _mixer(mixer: Mixer | None, hidden: int) -> int:

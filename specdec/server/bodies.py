@@ -5,8 +5,8 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
-from specdec.config import SamplingParams
 from specdec.errors import ConfigError
+from specdec.sampling import SamplingParams
 from specdec.server.failures import Failure, misfit
 from specdec.server.fields import refuse
 from specdec.server.tools.bodies import Called, Tool

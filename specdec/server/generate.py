@@ -7,10 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.config import SamplingParams
 from specdec.engine import Prepared, Prompt
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta
+from specdec.sampling import SamplingParams
 from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure, failure_of

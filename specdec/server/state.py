@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.chat import Message, load_template
-from specdec.config import SamplingParams
 from specdec.engine import Prepared, Prompt, SpecEngine
 from specdec.errors import RequestError
+from specdec.sampling import SamplingParams
 from specdec.server.access import Access
 from specdec.server.answers import Answers, Bell
 from specdec.server.connections import Connections

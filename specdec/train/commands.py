@@ -24,7 +24,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     from specdec.config import EngineConfig
-    from specdec.resolve import pick_device
+    from specdec.devices import pick_device
     from specdec.train.recipe import recipe
     from specdec.train.run import train
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.config import SamplingParams
+from specdec.sampling import SamplingParams
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
 from specdec.server.fields import HARMLESS, INSTEAD, REFUSED

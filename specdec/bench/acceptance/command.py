@@ -3,15 +3,15 @@
 import argparse
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
-from specdec.options import add_settings, at_least, listed, settings_from
+from specdec.options import add_settings, at_least, listed, one_of, settings_from
+from specdec.sampling import SamplingParams
 
 DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
 DEFAULT_TREE = 16
@@ -19,7 +19,7 @@ DEFAULT_TREE = 16
 DRAFTS = ("auto", "mtp", "eagle", "ngram", "suffix", "none")
 SWEPT = {
     *("draft", "num_steps", "topk", "num_draft_tokens", "adaptive", "draft_noise", "draft_vocab"),
-    *("draft_window", "seed", "prefix_cache"),
+    *("draft_window", "seed", "prefix_cache", "prefix_policy", "prefix_alpha", "host_cache_bytes"),
     *("memory_bytes", "max_running", "max_model_len", "synthetic_acceptance"),
 }
 """Settings of an engine that the benchmark sets itself."""
@@ -44,7 +44,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     sweep(
         "--draft",
         metavar="NAMES",
-        type=listed(_one_of(*DRAFTS)),
+        type=listed(one_of(*DRAFTS)),
         default=["auto"],
         help=f"{', '.join(DRAFTS)} (default: auto); none is always measured",
     )
@@ -72,7 +72,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     sweep(
         "--draft-noise",
         metavar="NOISE",
-        type=listed(_one_of("shared", "none")),
+        type=listed(one_of("shared", "none")),
         default=["shared"],
         help="at a temperature, rank a head's guesses with the target's noise, or without (default: shared)",
     )
@@ -105,7 +105,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="uncounted, each setting; 0: one, whose experience is forgotten (default: 4)",
     )
-    add("--peers", metavar="PEER", type=listed(_one_of("transformers")), default=[], help="transformers")
+    add("--peers", metavar="PEER", type=listed(one_of("transformers")), default=[], help="transformers")
     add(
         "--memory",
         metavar="BYTES",
@@ -206,14 +206,3 @@ def _temperature(text: str) -> float:
         return SamplingParams.model_validate({"temperature": float(text)}).temperature
     except (ValueError, ConfigError):
         raise argparse.ArgumentTypeError(f"{text!r} is no temperature; give numbers from 0 on") from None
-
-
-def _one_of(*names: str) -> Callable[[str], str]:
-    """Make a type of option that takes one of some words."""
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return read

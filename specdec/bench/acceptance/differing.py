@@ -7,8 +7,8 @@ import torch
 from specdec.bench.acceptance.measure import Answer, Asked
 from specdec.bench.throughput import EXCUSED_GAP
 from specdec.build import Model
-from specdec.config import SamplingParams
 from specdec.errors import EngineError
+from specdec.sampling import SamplingParams
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from specdec.verify.choose import Chooser, Node, perturb
@@ -24,7 +24,7 @@ def require_rounding(
     model: Model, setting: str, asked: Asked, params: SamplingParams, plain: Answer, other: Answer
 ) -> None:
     """Raise unless two tokens nearly tie where the texts part; `model` is an idle engine to ask."""
-    gap = _gap(model, asked, params, plain.token_ids, other.token_ids)
+    gap = gap_between(model, asked.ids, params, plain.token_ids, other.token_ids)
     if not gap <= EXCUSED_GAP:
         raise EngineError(
             f"{setting} says something else than draft none to {asked.category} {asked.name!r}: where the "
@@ -34,8 +34,8 @@ def require_rounding(
 
 
 @torch.inference_mode()
-def _gap(
-    model: Model, asked: Asked, params: SamplingParams, plain: Sequence[int], other: Sequence[int]
+def gap_between(
+    model: Model, prompt: Sequence[int], params: SamplingParams, plain: Sequence[int], other: Sequence[int]
 ) -> float:
     """Return how far apart, in what is compared, two texts' tokens lie where they part.
 
@@ -44,7 +44,7 @@ def _gap(
     at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
     if at is None:
         return float("inf")  # one goes on where the other ends: no rounding does that
-    tokens, arena, network = [*asked.ids, *plain[:at]], model.loop.arena, model.network
+    tokens, arena, network = [*prompt, *plain[:at]], model.loop.arena, model.network
     blocks = arena.take_blocks(OWNER, arena.layout.blocks_for(len(tokens)))
     state = arena.take_state(OWNER) if arena.layout.states else 0
     assert blocks is not None and state is not None
@@ -53,6 +53,6 @@ def _gap(
     logits_1V = network.logits(hidden_TD[-1:])
     arena.release_owner(OWNER)
     assert params.seed is not None
-    chooser = Chooser(params, seed=params.seed, prompt=asked.ids, vocab=network.spec.vocab)
+    chooser = Chooser(params, seed=params.seed, prompt=prompt, vocab=network.spec.vocab)
     score_V = perturb(logits_1V, [Node(chooser, len(tokens))], network.kernels)[0]
     return float((score_V[plain[at]] - score_V[other[at]]).abs() / logits_1V.abs().max())

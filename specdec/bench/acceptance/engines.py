@@ -8,10 +8,11 @@ from pathlib import Path
 from specdec.bench.acceptance.settings import HEADS, NONE, TRANSFORMERS, Drafting, widest
 from specdec.build import Model, assemble, build
 from specdec.config import EngineConfig
+from specdec.devices import free_memory
 from specdec.draft.head import Head
 from specdec.errors import ConfigError
 from specdec.models.network import Network
-from specdec.resolve import Resolved, free_memory
+from specdec.resolve import Resolved
 from specdec.text import Tokenizer
 
 SHARE = 0.5

@@ -10,11 +10,11 @@ from specdec.bench.acceptance.looping import loops
 from specdec.bench.acceptance.settings import Group
 from specdec.bench.peers import TransformersPeer
 from specdec.build import Model
-from specdec.config import SamplingParams
 from specdec.counts import PHASES
 from specdec.errors import SpecdecError
 from specdec.outputs import Delta
 from specdec.request import Request
+from specdec.sampling import SamplingParams
 from specdec.text import Cutter, TextStream, Tokenizer
 from specdec.verify.choose import Chooser
 

@@ -1,78 +1,28 @@
-"""Measurements on disk, one a line, so that a run that was cut short goes on where it ended."""
+"""What the benchmark keeps of a run: each measurement by its setting and its batch of prompts."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specdec.bench.acceptance.measure import Measurement
 from specdec.bench.acceptance.settings import Setting
-from specdec.errors import ConfigError
+from specdec.bench.kept import Kept
 
-FILE, RESULT = "measurements.jsonl", "acceptance.json"
-"""What is kept as it is measured, and what a finished run says."""
-
-Key = tuple[str, str, int]
-"""A setting's name, its group, and the number of the batch of prompts."""
+RESULT = "acceptance.json"
+"""What a finished run says."""
 
 
 class Store:
-    """Owns what was measured; with a folder, each measurement is written there as soon as it is made."""
+    """Owns what was measured, with a folder also there."""
 
     def __init__(self, folder: Path | None, run: Mapping[str, Any]) -> None:
         """Read what a run with these arguments left in the folder; refuse what another left there."""
-        self.measured: dict[Key, Measurement] = {}
-        self._path = folder / FILE if folder else None
-        if self._path is None:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = list(_whole_lines(self._path.read_bytes())) if self._path.exists() else []
-            if kept:
-                self._read(kept, json.loads(json.dumps(run)))
-            # What a run that was killed left half written goes.
-            self._path.write_text("".join(f"{line}\n" for line in kept or [json.dumps(run)]), "utf-8")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"--out: {self._path} cannot be read or written ({error}); name another folder, or remove it",
-                field="out",
-            ) from error
+        self._kept = Kept(folder, run, as_json=Measurement.as_json, of=Measurement.of)
 
     def get(self, setting: Setting, number: int) -> Measurement | None:
         """Return what was measured in a setting of a batch of prompts."""
-        return self.measured.get(_key(setting, number))
+        return self._kept.get(setting.name, repr(setting.group), number)
 
     def add(self, setting: Setting, number: int, measurement: Measurement) -> None:
         """Keep a measurement."""
-        key = _key(setting, number)
-        self.measured[key] = measurement
-        if self._path:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, **measurement.as_json()}) + "\n")
-
-    def _read(self, lines: Iterable[str], run: Mapping[str, Any]) -> None:
-        first, *rest = (json.loads(line) for line in lines)
-        moved = [name for name in {*first, *run} if first.get(name) != run.get(name)]
-        if moved:
-            name = min(moved, key=lambda name: (name != "commit", name))  # what it brought is its doing
-            raise ConfigError(
-                f"--out: {self._path} holds measurements with another {name} ({_short(first.get(name))}, not "
-                f"{_short(run.get(name))}); repeat that run as it was to go on, or name another folder",
-                field="out",
-            )
-        for fields in rest:
-            name, group, number = fields.pop("key")
-            self.measured[name, group, number] = Measurement.of(fields)
-
-
-def _key(setting: Setting, number: int) -> Key:
-    return setting.name, repr(setting.group), number
-
-
-def _whole_lines(data: bytes) -> list[str]:
-    return data.decode("utf-8").split("\n")[:-1]
-
-
-def _short(value: Any) -> str:
-    shown = json.dumps(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+        self._kept.add(setting.name, repr(setting.group), number, measurement=measurement)

@@ -14,6 +14,7 @@ from specdec.state_slots.prefix.tree import Ids, Node, Tree
 
 MOVING = "moving"
 """Owns, in the lower tier, what comes from the upper one."""
+Tokens = Sequence[int] | Ids
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class PrefixCache:
         self._now = 0
         arena.make_room = self.make_room
 
-    def lease(self, tokens: Sequence[int], salt: str = "", marks: Iterable[int] = ()) -> Lease:
+    def lease(self, tokens: Tokens, salt: str = "", marks: Iterable[int] = ()) -> Lease:
         """Find what is known of a prompt, and keep it from giving way until `lend` or `leave`.
 
         The last token must be read in any case: what follows it is asked for.
@@ -159,7 +160,7 @@ class PrefixCache:
         else:
             self._unpin(lease)
 
-    def note(self, lease: Lease, tokens: Sequence[int], table: Sequence[int]) -> Node:
+    def note(self, lease: Lease, tokens: Tokens, table: Sequence[int]) -> Node:
         """Learn what a request has read so far; its blocks are the tree's as well from now on."""
         node = self._insert(lease.salt, as_ids(tokens), list(table))
         lease.tip.locks -= 1
@@ -307,5 +308,5 @@ class PrefixCache:
         self.arena.check_owners(node.owner for node in nodes)
 
 
-def as_ids(tokens: Sequence[int]) -> Ids:
+def as_ids(tokens: Tokens) -> Ids:
     return np.asarray(tokens, np.int32)

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.tree import Node
 
@@ -23,7 +26,10 @@ class Gain:
 
 
 class Score:
-    """Recency plus `alpha` times the work saved per byte, each as a part of the candidates' range."""
+    """Recency plus `alpha` times the work saved per byte, each as a part of the candidates' range.
+
+    `alpha` may be set at any time, by any thread: each order is made with one value of it.
+    """
 
     def __init__(self, layout: Layout, work: Work, alpha: float = 0.0) -> None:
         self.layout, self.work, self.alpha = layout, work, alpha
@@ -40,15 +46,17 @@ class Score:
 
     def order(self, nodes: Sequence[Node]) -> list[Node]:
         """Return them with the first to give way first."""
-        if not self.alpha:
+        alpha = self.alpha
+        if not alpha:
             return sorted(nodes, key=lambda node: node.used)
-        used = _scaled([float(node.used) for node in nodes])
-        gains = _scaled([self.gain(node).per_byte for node in nodes])
-        scores = [r + self.alpha * g for r, g in zip(used, gains, strict=True)]
-        return [nodes[i] for i in sorted(range(len(nodes)), key=lambda i: scores[i])]
+        used_N = _scaled([float(node.used) for node in nodes])
+        gain_N = _scaled([self.gain(node).per_byte for node in nodes])
+        return [nodes[i] for i in np.argsort(used_N + alpha * gain_N, kind="stable")]
 
 
-def _scaled(values: Sequence[float]) -> list[float]:
-    least = min(values, default=0.0)
-    span = max(values, default=0.0) - least
-    return [(value - least) / span if span else 0.0 for value in values]
+def _scaled(values: Sequence[float]) -> NDArray[np.float64]:
+    value_N = np.asarray(values, np.float64)
+    if not len(value_N):
+        return value_N
+    least, most = float(value_N.min()), float(value_N.max())
+    return (value_N - least) / ((most - least) or 1.0)

@@ -1,0 +1,78 @@
+"""Measurements on disk, one a line, so that a run that was cut short goes on where it ended."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from specdec.errors import ConfigError
+
+FILE = "measurements.jsonl"
+
+T = TypeVar("T")
+Key = tuple[Any, ...]
+
+
+class Kept(Generic[T]):
+    """Owns what was measured; with a folder, each measurement is written there as soon as it is made."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        run: Mapping[str, Any],
+        *,
+        as_json: Callable[[T], Mapping[str, Any]],
+        of: Callable[[Mapping[str, Any]], T],
+    ) -> None:
+        """Read what a run with these arguments left in the folder; refuse what another left there."""
+        self.measured: dict[Key, T] = {}
+        self._as_json, self._of = as_json, of
+        self._path = folder / FILE if folder else None
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = list(_whole_lines(self._path.read_bytes())) if self._path.exists() else []
+            if kept:
+                self._read(kept, json.loads(json.dumps(run)))
+            # What a run that was killed left half written goes.
+            self._path.write_text("".join(f"{line}\n" for line in kept or [json.dumps(run)]), "utf-8")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--out: {self._path} cannot be read or written ({error}); name another folder, or remove it",
+                field="out",
+            ) from error
+
+    def get(self, *key: Any) -> T | None:
+        """Return what was measured under a key."""
+        return self.measured.get(key)
+
+    def add(self, *key: Any, measurement: T) -> None:
+        """Keep a measurement."""
+        self.measured[key] = measurement
+        if self._path:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, **self._as_json(measurement)}) + "\n")
+
+    def _read(self, lines: Iterable[str], run: Mapping[str, Any]) -> None:
+        first, *rest = (json.loads(line) for line in lines)
+        moved = [name for name in {*first, *run} if first.get(name) != run.get(name)]
+        if moved:
+            name = min(moved, key=lambda name: (name != "commit", name))  # what it brought is its doing
+            raise ConfigError(
+                f"--out: {self._path} holds measurements with another {name} ({_short(first.get(name))}, not "
+                f"{_short(run.get(name))}); repeat that run as it was to go on, or name another folder",
+                field="out",
+            )
+        for fields in rest:
+            key = tuple(fields.pop("key"))
+            self.measured[key] = self._of(fields)
+
+
+def _whole_lines(data: bytes) -> list[str]:
+    return data.decode("utf-8").split("\n")[:-1]
+
+
+def _short(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

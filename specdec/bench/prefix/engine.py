@@ -1,0 +1,212 @@
+"""`specdec bench prefix --engine`: first tokens of an engine that keeps prefixes beside one that does not."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
+from specdec.bench.acceptance.differing import gap_between
+from specdec.bench.prefix.generate import KINDS, LONGEST, generate
+from specdec.bench.prefix.traces import Trace, Turn
+from specdec.bench.report import environment, percentile, publish, table
+from specdec.bench.throughput import EXCUSED_GAP
+from specdec.errors import ConfigError, EngineError
+
+RESULT = "prefix-engine.json"
+LONGEST_OF = {"system-prompts": 4096}
+"""Tokens of the longest requests of a kind; elsewhere of any."""
+WARMUP = 3
+"""Requests that each engine answers first, uncounted."""
+LEGEND = """\
+off, on: until the first token, one request at a time, without a cache and with one; x: their quotient
+hit: tokens that were not read, of all prompts'; differing: answers that are not those without a cache"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to ask of the engines."""
+
+    model: Path
+    names: Sequence[str]
+    requests: int
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both engines said to one request."""
+
+    prompt: Sequence[int]
+    off: Completion
+    on: Completion
+
+    @property
+    def differs(self) -> bool:
+        return self.off.token_ids != self.on.token_ids
+
+
+class Engines:
+    """Owns both, over weights of their own."""
+
+    def __init__(self, options: Options, config: EngineConfig, stack: ExitStack) -> None:
+        self.options = options
+        self.off, self.on = (
+            stack.enter_context(SpecEngine(options.model, config, prefix_cache=keeps))
+            for keeps in (False, True)
+        )
+        self.most = self.off.model.settings.max_model_len
+        self.vocab = self.off.model.network.spec.vocab
+
+    def trace(self, name: str) -> Trace:
+        """Make a trace whose requests fit the model, as many as were asked for."""
+        scale = min(self.most / LONGEST_OF.get(name, LONGEST), 1.0)
+        count = self.options.requests
+        whole = generate(
+            *(name, self.options.seed),
+            sessions=count,
+            vocab=self.vocab,
+            scale=scale,
+            most=self.most - self.options.max_tokens,
+        )
+        return Trace(name, whole.turns[:count])
+
+    def warm_up(self, trace: Trace) -> None:
+        """Let both answer what nothing that counts begins with."""
+        for turn in trace.turns[:WARMUP]:
+            prompt = [(token + 1) % self.vocab for token in turn.prompt.tolist()]
+            for engine in (self.off, self.on):
+                engine.generate([prompt], self._params())
+
+    def ask(self, trace: Trace) -> Iterator[Pair]:
+        """Give each request to both, now to the one first, now to the other.
+
+        What a session said before is what the engine without a cache has said, not what the trace made up.
+        """
+        said: dict[str, tuple[int, list[int]]] = {}
+        for number, turn in enumerate(trace.turns):
+            known, before = said.get(turn.session, (0, []))
+            prompt = [*before, *turn.prompt[known:].tolist()]
+            if len(prompt) + self.options.max_tokens > self.most:
+                continue
+            order = (self.off, self.on) if number % 2 else (self.on, self.off)
+            answers = {engine: engine.generate([prompt], self._params())[0] for engine in order}
+            pair = Pair(prompt, answers[self.off], answers[self.on])
+            said[turn.session] = _whole_length(turn), [*prompt, *pair.off.token_ids]
+            yield pair
+
+    def check(self, pair: Pair) -> None:
+        """Refuse a text that a prefix has changed, where rounding is too fine to have done it."""
+        model = self.off.model
+        if not pair.differs or model.settings.dtype not in (torch.float32, torch.float64):
+            return
+        gap = gap_between(model, pair.prompt, self._params(), pair.off.token_ids, pair.on.token_ids)
+        if not gap <= EXCUSED_GAP:
+            raise EngineError(
+                f"a prompt of {len(pair.prompt)} tokens is answered otherwise where its first "
+                f"{pair.on.stats.cached_tokens} were kept: the tokens lie {gap:.2g} of the largest logit "
+                f"apart, and rounding explains {EXCUSED_GAP:g}; no figure is shown for a result that is wrong"
+            )
+
+    def _params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.options.max_tokens, temperature=0.0, ignore_eos=True, seed=self.options.seed
+        )
+
+
+def run(options: Options, config: EngineConfig, out: Path | None) -> None:
+    """Time both engines on each trace; print the table and, as the last line, the report."""
+    if collapsing := [name for name in options.names if KINDS[name].collapses]:
+        raise ConfigError(
+            f"--trace: {collapsing[0]} takes back what was said, and an engine's own answers have other "
+            "lengths; leave it out with --engine",
+            field="trace",
+        )
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        engines = Engines(options, config, stack)
+        records = [_measure(engines, engines.trace(name)) for name in options.names]
+        settings = engines.off.model.settings
+        report = {
+            "benchmark": "prefix-engine",
+            **environment(),
+            "model": str(options.model),
+            "device": str(settings.device),
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "drafters": list(settings.drafters),
+            "seed": options.seed,
+            "warmup": WARMUP,
+            "max_tokens": options.max_tokens,
+            "records": records,
+        }
+    publish(render(report), report, out / RESULT if out else None)
+
+
+def _measure(engines: Engines, trace: Trace) -> dict[str, Any]:
+    engines.warm_up(trace)
+    pairs = []
+    with tqdm(total=len(trace.turns), desc=trace.name, unit="request", leave=False, disable=None) as progress:
+        for pair in engines.ask(trace):
+            engines.check(pair)
+            pairs.append(pair)
+            progress.update()
+    return {"trace": trace.name, **summarise_pairs(pairs)}
+
+
+def summarise_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Sum up what both engines did with a trace."""
+    off_s, on_s = ([getattr(pair, side).stats.first_token_s for pair in pairs] for side in ("off", "on"))
+    off, on = _spread(off_s), _spread(on_s)
+    tokens, hit = sum(len(p.prompt) for p in pairs), sum(p.on.stats.cached_tokens for p in pairs)
+    return {
+        "requests": len(pairs),
+        "tokens": tokens,
+        "tokens_hit": hit,
+        "hit_rate": hit / tokens,
+        "differing_texts": sum(pair.differs for pair in pairs),
+        "ttft_off_s": off,
+        "ttft_on_s": on,
+        "speedup": {name: off[name] / on[name] for name in off},
+    }
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Lay the report out."""
+    drafts = ", ".join(report["drafters"]) or "none"
+    lines = [
+        f"{report['model']}: {report['dtype']} on {report['device']}, drafts: {drafts}",
+        f"{report['cpu']}, {report['threads']} threads; commit {report['commit']}; seed {report['seed']}",
+        "",
+        table([_row(record) for record in report["records"]]),
+        "",
+        LEGEND,
+    ]
+    return "\n".join(lines)
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, str]:
+    row = {
+        "trace": record["trace"],
+        "requests": str(record["requests"]),
+        "hit %": f"{100 * record['hit_rate']:.1f}",
+        "differing": str(record["differing_texts"]),
+    }
+    for name in ("p50", "p95"):
+        off, on = record["ttft_off_s"][name], record["ttft_on_s"][name]
+        row |= {f"{name} off ms": f"{1e3 * off:.1f}", f"{name} on ms": f"{1e3 * on:.1f}"}
+        row[f"{name} x"] = f"{record['speedup'][name]:.2f}"
+    return row
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    return {"p50": percentile(seconds, 0.5), "p95": percentile(seconds, 0.95)}
+
+
+def _whole_length(turn: Turn) -> int:
+    return len(turn.prompt) + len(turn.output)

@@ -1,0 +1,156 @@
+"""Traces made up by chance: chats, agents and questions below shared prompts, sized as published ones are.
+
+What is assumed of each, and where it is from, stands in docs/prefix-cache.md.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from specdec.bench.prefix.traces import Trace, Turn, trace_of
+from specdec.state_slots.prefix.tree import NO_IDS, Ids
+
+SECONDS_A_TOKEN = 0.5
+"""How fast people type: 90 words a minute, three quarters of a word a token."""
+COLLAPSED = 5
+"""An agent that shortens what it has seen keeps so many of the last observations."""
+LONGEST = 32768
+"""Tokens that a request has at most, with its answer."""
+FEWEST_SHARES = 4
+"""Beginnings that sessions have in common in a short trace, where a long one has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens, lognormal: half are longer than the median."""
+
+    median: float
+    sigma: float
+    most: int = 8192
+
+    def draw(self, rng: np.random.Generator) -> int:
+        return int(np.clip(rng.lognormal(math.log(self.median), self.sigma), 1, self.most))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What sessions of one kind are like."""
+
+    sessions: int
+    """So many make a trace of two to three thousand requests."""
+    per_second: float
+    """Sessions that begin, by chance."""
+    asked: Length
+    answered: Length
+    turns: Callable[[np.random.Generator], int]
+    shared: Length | None = None
+    """A beginning that sessions have in common; of `shares` different ones the n-th is 1/n as common."""
+    shares: int = 1
+    first: Length | None = None
+    """What the first turn asks beside, such as an issue that is to be solved."""
+    pause_s: float | None = None
+    """Between an answer and the next turn, Poisson; None: as long as it takes to type it."""
+    collapses: bool = False
+    """What was seen goes from the history, all but the last few of it."""
+
+    def scaled(self, scale: float) -> "Kind":
+        """Make all lengths a part of what they are."""
+
+        def part(length: Length) -> Length:
+            return replace(length, median=length.median * scale, most=max(int(length.most * scale), 1))
+
+        return replace(
+            self,
+            asked=part(self.asked),
+            answered=part(self.answered),
+            shared=part(self.shared) if self.shared else None,
+            first=part(self.first) if self.first else None,
+        )
+
+
+def _at_least_ten(more: float) -> Callable[[np.random.Generator], int]:
+    return lambda rng: 9 + int(rng.geometric(1 / (more + 1)))
+
+
+AGENTS = Kind(
+    sessions=110,
+    per_second=0.5,
+    asked=Length(350, 1.2),
+    answered=Length(130, 0.7, 2048),
+    turns=lambda rng: int(np.clip(rng.lognormal(math.log(20), 0.5), 3, 50)),
+    shared=Length(1800, 0.0),
+    first=Length(500, 0.8),
+    pause_s=5.0,
+)
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "lmsys": Kind(200, 1.0, Length(35, 1.1), Length(150, 0.9, 2048), _at_least_ten(4)),
+        "sharegpt": Kind(150, 1.0, Length(70, 1.3), Length(220, 0.95, 2048), _at_least_ten(8)),
+        "agents": AGENTS,
+        "agents-collapsed": replace(AGENTS, collapses=True),
+        "system-prompts": Kind(
+            sessions=3000,
+            per_second=4.0,
+            asked=Length(60, 0.8),
+            answered=Length(120, 0.7, 1024),
+            turns=lambda _: 1,
+            shared=Length(1500, 0.6),
+            shares=40,
+        ),
+    }
+)
+
+
+def generate(
+    name: str,
+    seed: int,
+    *,
+    sessions: int | None = None,
+    vocab: int = 32000,
+    scale: float = 1.0,
+    most: int = 32768,
+) -> Trace:
+    """Make a trace; no request, its answer included, has more than `most` tokens.
+
+    Fewer sessions have fewer beginnings in common, so that each is as common as in the whole trace.
+    """
+    kind = KINDS[name].scaled(scale)
+    sessions = sessions or kind.sessions
+    shares = max(kind.shares * sessions // kind.sessions, min(kind.shares, FEWEST_SHARES))
+    rng = np.random.default_rng([seed, sorted(KINDS).index(name)])
+    shared = [_tokens(rng, kind.shared.draw(rng), vocab) for _ in range(shares)] if kind.shared else [NO_IDS]
+    weights = np.array([1 / n for n in range(1, len(shared) + 1)])
+    turns: list[Turn] = []
+    at_s = 0.0
+    for number in range(sessions):
+        begun = shared[rng.choice(len(shared), p=weights / weights.sum())]
+        turns += _session(kind, rng, str(number), at_s, begun, vocab, most)
+        at_s += rng.exponential(1 / kind.per_second)
+    return trace_of(name, turns)
+
+
+def _session(
+    kind: Kind, rng: np.random.Generator, name: str, at_s: float, begun: Ids, vocab: int, most: int
+) -> Iterator[Turn]:
+    """Yield a session's turns until there are enough, or no more fits."""
+    first = _tokens(rng, kind.first.draw(rng), vocab) if kind.first else NO_IDS
+    parts = [np.concatenate([begun, first])]
+    for turn in range(kind.turns(rng)):
+        asked = _tokens(rng, kind.asked.draw(rng), vocab)
+        output = _tokens(rng, kind.answered.draw(rng), vocab)
+        if turn:
+            at_s += len(asked) * SECONDS_A_TOKEN if kind.pause_s is None else float(rng.poisson(kind.pause_s))
+        prompt = np.concatenate([*parts, asked])
+        if len(prompt) + len(output) > most:
+            return
+        yield Turn(name, turn, at_s, prompt, output)
+        if kind.collapses and turn >= COLLAPSED:
+            parts[1 + 2 * (turn - COLLAPSED)] = NO_IDS
+        parts += [asked, output]
+
+
+def _tokens(rng: np.random.Generator, count: int, vocab: int) -> Ids:
+    return rng.integers(0, vocab, count, np.int32)

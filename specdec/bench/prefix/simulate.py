@@ -1,0 +1,143 @@
+"""Let the requests of a trace come, read, write and go over a cache, on a clock that is only counted."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specdec.bench.prefix.traces import Turn
+
+
+class Live(Protocol):
+    """A request that was admitted and holds memory."""
+
+    @property
+    def hit(self) -> int:
+        """Tokens of its prompt that it need not read."""
+        ...
+
+    def read(self) -> None:
+        """Take note that its prompt has been read."""
+        ...
+
+    def end(self) -> None:
+        """Keep what is worth it and give the rest back."""
+        ...
+
+
+class Policy(Protocol):
+    """What keeps prefixes and says who gives way; the memory of requests that live comes of the same."""
+
+    def admit(self, turn: Turn) -> Live | None:
+        """Begin a request; None: there is no memory for it now."""
+        ...
+
+    def held(self) -> tuple[int, int]:
+        """Return the bytes of keys and values, and of states, that are held now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """How long a request lives, which decides who is alive together."""
+
+    read: float = 10_000.0
+    """Tokens of a prompt a second, of those that are not hit."""
+    write: float = 50.0
+    """Tokens of an answer a second."""
+    most_alive: int = 16
+
+
+@dataclass(slots=True)
+class Course:
+    """What came of a trace."""
+
+    hits: list[int]
+    """Of each turn, in the trace's order."""
+    refused: int = 0
+    """Turns for which there was no memory though nothing else was alive."""
+    held: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes of keys and values, and of states, at the end of each request."""
+
+
+def simulate(
+    turns: Sequence[Turn], policy: Policy, speeds: Speeds, on_turn: Callable[[], object] = lambda: None
+) -> Course:
+    """Run a trace. Turns wait for the session's last one to end, for memory, and for a place, in order."""
+    return _Run(turns, policy, speeds, on_turn).run()
+
+
+class _Run:
+    def __init__(
+        self, turns: Sequence[Turn], policy: Policy, speeds: Speeds, on_turn: Callable[[], object]
+    ) -> None:
+        self.turns, self.policy, self.speeds, self.on_turn = turns, policy, speeds, on_turn
+        self.course = Course([0] * len(turns))
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        """When, the how manieth that was planned, and what: two at one time keep their order."""
+        self._planned = 0
+        self._now = 0.0
+        self._waiting: deque[int] = deque()
+        self._alive = 0
+        self._of_session: dict[str, deque[int]] = {}
+        """The turns of each session that are over it: the first is under way, the others wait for it."""
+
+    def run(self) -> Course:
+        for number, turn in enumerate(self.turns):
+            self._plan(turn.ts, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        while self._events:
+            self._now, _, act = heapq.heappop(self._events)
+            act()
+        return self.course
+
+    def _plan(self, at_s: float, act: Callable[[], None]) -> None:
+        self._planned += 1
+        heapq.heappush(self._events, (at_s, self._planned, act))
+
+    def _arrive(self, number: int) -> None:
+        own = self._of_session.setdefault(self.turns[number].session, deque())
+        own.append(number)
+        if len(own) == 1:
+            self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        self._waiting.append(number)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Begin what waits, from the first on, as long as there is room."""
+        while self._waiting and self._alive < self.speeds.most_alive:
+            number = self._waiting[0]
+            live = self.policy.admit(self.turns[number])
+            if live is None and self._alive:
+                return
+            self._waiting.popleft()
+            if live is None:
+                self.course.refused += 1
+                self._leave(number)
+                continue
+            self._alive += 1
+            self._begin(number, live)
+
+    def _begin(self, number: int, live: Live) -> None:
+        turn = self.turns[number]
+        self.course.hits[number] = live.hit
+        read_s = self._now + (len(turn.prompt) - live.hit) / self.speeds.read
+        self._plan(read_s, live.read)
+        self._plan(read_s + len(turn.output) / self.speeds.write, lambda: self._end(number, live))
+
+    def _end(self, number: int, live: Live) -> None:
+        live.end()
+        self._alive -= 1
+        self.course.held.append(self.policy.held())
+        self._leave(number)
+        self._admit()
+
+    def _leave(self, number: int) -> None:
+        """Let the session's next turn come, if it has been waiting for this one."""
+        self.on_turn()
+        own = self._of_session[self.turns[number].session]
+        own.popleft()
+        if own:
+            self._plan(self._now, lambda: self._wait(own[0]))

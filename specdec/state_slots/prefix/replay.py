@@ -1,0 +1,79 @@
+"""Requests served without a model: the cache as it is, over an arena that has books and no bytes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.layout import Layout
+from specdec.state_slots.prefix.cache import Lease, PrefixCache
+from specdec.state_slots.prefix.score import Score, Work
+from specdec.state_slots.prefix.tree import Ids
+
+
+@dataclass(slots=True)
+class Live:
+    """A request between its admission and its end."""
+
+    number: int
+    lease: Lease
+    table: list[int]
+    state: int | None
+    hit: int
+    """Tokens of its prompt that it need not read."""
+
+
+class Replay:
+    """Owns a cache and an arena on the `meta` device, and asks of them what a scheduler asks.
+
+    A request is admitted, reads its prompt at once, and ends; between its steps others may take theirs.
+    """
+
+    def __init__(
+        self, layout: Layout, num_bytes: int, work: Work, *, alpha: float = 0.0, has_head: bool = False
+    ) -> None:
+        self.arena = Arena(layout, num_bytes, torch.device("meta"))
+        self.score = Score(layout, work, alpha)
+        self.cache = PrefixCache(self.arena, self.score, has_head=has_head)
+        self._admitted = 0
+
+    def admit(self, prompt: Ids, output: int, salt: str = "") -> Live | None:
+        """Begin a request that will write so many tokens; None: there is no memory for all of it now."""
+        arena, cache = self.arena, self.cache
+        lease = cache.lease(prompt, salt)
+        blocks = arena.layout.blocks_for(len(prompt) + output)
+        states = arena.layout.states_per_slab
+        if not arena.can_take(blocks=blocks - lease.shared, states=states):
+            cache.leave(lease)
+            return None
+        self._admitted += 1
+        number = self._admitted
+        state = arena.take_state(number) if states else None
+        hit = cache.lend(number, lease, state)
+        own = arena.take_blocks(number, blocks - len(hit.blocks))
+        assert own is not None, "they were counted"
+        return Live(number, lease, [*hit.blocks, *own], state, hit.length)
+
+    def read(self, live: Live, prompt: Ids) -> None:
+        """Share what was read of a prompt, and keep the states that are wanted on the way."""
+        for stop in live.lease.stops:
+            node = self.cache.note(live.lease, prompt[:stop], live.table)
+            self.cache.keep_copy(node, live.state, None)
+        self.cache.note(live.lease, prompt, live.table)
+
+    def end(self, live: Live, whole: Ids) -> None:
+        """Keep what a request has read, all but the token that it chose last, and its state."""
+        node = self.cache.note(live.lease, whole[:-1], live.table)
+        if live.state is not None:
+            self.cache.keep(node, live.number, live.state, None)
+        self.arena.release_owner(live.number)
+        self.cache.leave(live.lease)
+
+    def serve(self, prompt: Ids, whole: Ids, salt: str = "") -> int:
+        """Let a request live with no other beside it; return the tokens that it need not read."""
+        live = self.admit(prompt, len(whole) - len(prompt), salt)
+        if live is None:
+            return 0
+        self.read(live, prompt)
+        self.end(live, whole)
+        return live.hit

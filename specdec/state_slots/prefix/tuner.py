@@ -1,0 +1,177 @@
+"""How much a prefix's worth counts beside how recently it was used: found by trying, beside the engine.
+
+Every value that may be chosen has a cache of its own, over no memory, that serves what the engine has served;
+the one that would have hit most of late is taken. So each goes on with the tree that it has shaped itself,
+and nothing has to be copied from the engine.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from specdec.state_slots.layout import Layout
+from specdec.state_slots.prefix.cache import Tokens
+from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.score import Work
+from specdec.state_slots.prefix.tree import Ids
+
+logger = logging.getLogger(__name__)
+
+GRID = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+EVERY = 64
+"""Requests that are tried together."""
+WINDOW = 512
+"""Requests by which values are compared."""
+EVIDENCE = 256
+"""Requests that must have been tried before any other value is taken."""
+MARGIN = 0.05
+"""Another value must hit so much more than the one in use, as a part of that, and twice in a row."""
+MOST_TOKENS = 1 << 24
+"""What waits to be tried may hold so many; requests beyond it are left out."""
+IDLE = 9.0
+"""The thread rests so many times as long as it worked: a tenth of a core is the most it takes."""
+COARSE = 0.02
+"""Blocks of more tokens make trying cheaper; slabs may grow by this part for it."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """One value, the cache that has always had it, and what it hit of the last requests."""
+
+    alpha: float
+    replay: Replay
+    hits: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+class Tuner:
+    """Takes note of requests in any thread, tries them in one, and says which `alpha` is best.
+
+    `tune` may be called by hand, or `start` has a thread do it until `close`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        num_bytes: int,
+        work: Work,
+        *,
+        has_head: bool = False,
+        grid: Sequence[float] = GRID,
+        on_change: Callable[[float], object] = lambda _: None,
+    ) -> None:
+        own = coarse(layout)
+        self.alpha = self._rival = grid[0]
+        self.on_change = on_change
+        """Told in the tuning thread of a value that is taken."""
+        self.left_out = 0
+        """Requests that were not tried, for too many waited."""
+        self.trials = [
+            Trial(alpha, Replay(own, num_bytes, work, alpha=alpha, has_head=has_head)) for alpha in grid
+        ]
+        self._waiting: deque[tuple[Ids, Ids, str]] = deque()
+        self._tokens = 0
+        self._changed = threading.Condition()
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    def observe(self, prompt: Tokens, output: Tokens, salt: str = "") -> None:
+        """Take note of a request that has ended. This copies its tokens, and does nothing else."""
+        own = np.array(prompt, np.int32)
+        whole = np.concatenate([own, np.asarray(output, np.int32)])
+        with self._changed:
+            if self._tokens + len(whole) > MOST_TOKENS:
+                self.left_out += 1
+                return
+            self._waiting.append((own, whole, salt))
+            self._tokens += len(whole)
+            if len(self._waiting) >= EVERY:
+                self._changed.notify()
+
+    @property
+    def is_due(self) -> bool:
+        return len(self._waiting) >= EVERY
+
+    def tune(self) -> float:
+        """Try what has waited longest with every value; take the best one if it is better by the margin."""
+        return self._tune(lambda: None)
+
+    def start(self) -> None:
+        """Tune in a thread of its own, as often as there is something to try."""
+        self._thread = threading.Thread(target=self._run, name="specdec-prefix-tuner", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, within a request; a second call does nothing."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ends or self.is_due)
+            if self._ends:
+                return
+            try:
+                self._tune(_Rest(self._pause))
+            except Exception:
+                logger.exception("prefix_policy: tuning has failed; alpha stays %g", self.alpha)
+                return
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ends, seconds)
+
+    def _tune(self, rest: Callable[[], None]) -> float:
+        with self._changed:
+            batch = [self._waiting.popleft() for _ in range(min(EVERY, len(self._waiting)))]
+            self._tokens -= sum(len(whole) for _, whole, _ in batch)
+        for seen in batch:
+            for trial in self.trials:
+                if self._ends:
+                    return self.alpha
+                trial.hits.append(trial.replay.serve(*seen))
+                rest()
+        self._choose()
+        return self.alpha
+
+    def _choose(self) -> None:
+        hits = {trial.alpha: sum(trial.hits) for trial in self.trials}
+        if len(self.trials[0].hits) < EVIDENCE:
+            return
+        best = max(hits, key=lambda alpha: hits[alpha])
+        rival = best if hits[best] > hits[self.alpha] * (1 + MARGIN) else self.alpha
+        if rival == self._rival != self.alpha:
+            self.alpha = rival
+            self.on_change(rival)
+        self._rival = rival
+
+
+class _Rest:
+    """Rest after each piece of work in proportion to it."""
+
+    def __init__(self, pause: Callable[[float], None]) -> None:
+        self.pause = pause
+        self._since_s = time.thread_time()
+
+    def __call__(self) -> None:
+        self.pause(IDLE * (time.thread_time() - self._since_s))
+        self._since_s = time.thread_time()
+
+
+def coarse(layout: Layout) -> Layout:
+    """Make blocks larger as far as a slab stays what it is: books take fewer entries then."""
+    best = layout
+    for times in (2, 4, 8):
+        wider = replace(layout, block_tokens=times * layout.block_tokens)
+        if layout.states and layout.kv and wider.slab_bytes <= (1 + COARSE) * layout.slab_bytes:
+            best = wider
+    return best

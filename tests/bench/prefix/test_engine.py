@@ -1,0 +1,62 @@
+"""Two engines answer alike, one of them without reading what it has read; a wrong state withholds figures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.bench.prefix import engine
+from specdec.cli import main
+from specdec.state_slots.arena import Arena
+
+Bench = Callable[..., int]
+
+
+@pytest.fixture
+def bench(hybrid: Path) -> Bench:
+    def call(*more: str) -> int:
+        settings = ["--dtype", "float64", "--max-model-len", "256", "--draft", "none", "--max-running", "4"]
+        return main(["bench", "prefix", "--engine", str(hybrid), "--requests", "16", *settings, *more])
+
+    return call
+
+
+def test_texts_are_alike_and_hits_are_counted(
+    bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert bench("--trace", "system-prompts,lmsys,agents", "--out", str(tmp_path / "made")) == 0
+    shown = capsys.readouterr().out
+    report = json.loads(shown.splitlines()[-1])
+    assert json.loads((tmp_path / "made" / engine.RESULT).read_text()) == report
+    assert [r["trace"] for r in report["records"]] == ["system-prompts", "lmsys", "agents"]
+    for record in report["records"]:
+        assert record["requests"] and record["differing_texts"] == 0
+        assert 0.2 < record["hit_rate"] < 1
+        assert set(record["ttft_off_s"]) == set(record["ttft_on_s"]) == {"p50", "p95"}
+    assert all(len(line) <= 130 for line in shown.splitlines()[:-1])
+
+
+def test_a_wrong_state_withholds_every_figure(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Arena, "state_bytes_X", lambda *_: torch.zeros(1))
+    assert bench("--trace", "system-prompts") != 0
+    said = capsys.readouterr()
+    assert not said.out and "answered otherwise" in said.err
+
+
+def test_both_take_turns_at_being_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    right = engine.SpecEngine.generate
+
+    def generate(self: engine.SpecEngine, *args: object) -> object:
+        asked.append(self.config.prefix_cache)
+        return right(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.SpecEngine, "generate", generate)
+    assert bench("--trace", "system-prompts") == 0
+    counted = asked[2 * engine.WARMUP :]
+    pairs = list(zip(counted[::2], counted[1::2], strict=True))
+    assert pairs[:4] == [(True, False), (False, True)] * 2

@@ -1,0 +1,22 @@
+"""The work of reading a prompt is what its matrices, attention and recurrences take, counted another way."""
+
+from specdec.bench.random_model import shape_config
+from specdec.models.families import network
+from specdec.models.spec import Attention
+from specdec.models.work import ReadingWork
+
+
+def test_work_is_that_of_each_token_and_each_pair() -> None:
+    spec = network(shape_config("nemotron-h-8b"))
+    work = ReadingWork.of(spec)
+    wide = sum(
+        layer.mixer.heads * layer.mixer.head_dim
+        for layer in spec.layers
+        if isinstance(layer.mixer, Attention)
+    )
+    assert work(0) == 0
+    for tokens in (1, 63, 4096):
+        further = work(tokens + 1) - work(tokens)
+        assert further == work(1) + 4 * wide * tokens
+    # Eight billion parameters less two embeddings of half a billion, each multiplied and added once.
+    assert 0.95 < work(1) / (2 * (8.1e9 - 2 * 131072 * 4096)) < 1.15

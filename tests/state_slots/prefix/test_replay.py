@@ -1,0 +1,104 @@
+"""What a replay hits is what the rule says: states at ends, and where a prompt parts from what is known."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.state_slots.layout import KVShape, Layout, StateShape
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.tree import Ids
+
+LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
+AMPLE = 4000 * LAYOUT.slab_bytes
+
+
+def ids(values: list[int]) -> Ids:
+    return np.asarray(values, np.int32)
+
+
+def requests(seed: int, count: int) -> list[tuple[list[int], list[int]]]:
+    """Make prompts that go on from others, or part from them anywhere."""
+    draw = random.Random(seed)
+    known: list[list[int]] = [[draw.randrange(4) for _ in range(40)]]
+    made = []
+    for _ in range(count):
+        stem = draw.choice(known)
+        prompt = [
+            *stem[: draw.randrange(1, len(stem) + 1)],
+            *(draw.randrange(4) for _ in range(draw.randrange(1, 30))),
+        ]
+        output = [draw.randrange(4) for _ in range(draw.randrange(1, 20))]
+        known.append([*prompt, *output])
+        made.append((prompt, output))
+    return made
+
+
+class Rule:
+    """Keep every state that the rule asks for, for ever: a list and nothing else."""
+
+    def __init__(self) -> None:
+        self.known: list[list[int]] = []
+        self.states: set[tuple[int, ...]] = set()
+
+    def serve(self, prompt: list[int], output: list[int]) -> int:
+        asked = prompt[:-1]
+        hit = max((len(s) for s in self.states if list(s) == asked[: len(s)]), default=0)
+        parting = max((common(asked, one) for one in self.known), default=0)
+        if parting > hit:
+            self.states.add(tuple(asked[:parting]))
+        whole = [*prompt, *output][:-1]
+        self.known += [whole]
+        self.states.add(tuple(whole))
+        return hit
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_with_memory_for_all_it_hits_what_the_rule_says(has_head: bool) -> None:
+    replay, rule = Replay(LAYOUT, AMPLE, float, has_head=has_head), Rule()
+    for prompt, output in requests(1, 150):
+        assert replay.serve(ids(prompt), ids([*prompt, *output])) == rule.serve(prompt, output)
+    replay.cache.check()
+
+
+def test_a_cache_that_keeps_no_state_where_prompts_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: only ends have states."""
+    monkeypatch.setattr(PrefixCache, "keep_copy", lambda *_: None)
+    replay, rule = Replay(LAYOUT, AMPLE, float), Rule()
+    pairs = [
+        (replay.serve(ids(prompt), ids([*prompt, *output])), rule.serve(prompt, output))
+        for prompt, output in requests(1, 150)
+    ]
+    assert any(own != right for own, right in pairs)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_with_little_memory_its_books_stay_right(alpha: float) -> None:
+    replay = Replay(LAYOUT, 12 * LAYOUT.slab_bytes, lambda tokens: tokens * (100.0 + tokens), alpha=alpha)
+    living = []
+    for prompt, output in requests(2, 300):
+        whole = ids([*prompt, *output])
+        while (live := replay.admit(ids(prompt), len(output))) is None:
+            assert living, "one request always fits"
+            replay.end(*living.pop(0))
+        replay.read(live, ids(prompt))
+        living.append((live, whole))
+        if len(living) == 3:
+            replay.end(*living.pop(0))
+    while living:
+        replay.end(*living.pop())
+    assert replay.cache.counts.states_evicted
+    replay.cache.check()
+
+
+def test_tenants_share_nothing() -> None:
+    replay = Replay(LAYOUT, AMPLE, float)
+    whole = ids(list(range(40)))
+    hits = [replay.serve(whole[:35], whole, salt) for salt in ("a", "a", "a", "b")]
+    assert hits == [0, 0, 34, 0]
