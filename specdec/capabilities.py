@@ -20,6 +20,7 @@ class Cell:
     shape: str
     backing: str
     steps: str
+    prefixes: str
     family: str
     sampling: str
     batch: str
@@ -30,6 +31,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "shape": ("chain", "tree"),
     "backing": ("record", "snapshot"),
     "steps": ("host", "device"),
+    "prefixes": ("read", "kept"),
     "family": ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
     "sampling": (
         "greedy",
@@ -44,10 +46,12 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "batch": ("alone", "mixed", "preempted"),
 }
 """`filters` are top-k, top-p and min-p; a `mixed` step reads prompts beside decoding rows. With graphs, the
-`device` decides the steps in which it can."""
+`device` decides the steps in which it can. Prefixes that others have read are `kept`, or read again."""
 TITLES: Mapping[str, str] = {
     "host": "no graphs",
     "device": "graphs",
+    "read": "no prefix cache",
+    "kept": "prefix cache",
     "qwen3": "Qwen3",
     "qwen3_next": "Qwen3-Next",
     "qwen3_5": "Qwen3.5",
@@ -161,7 +165,7 @@ def check_request(params: SamplingParams, *, synthetic: bool) -> None:
 def readme_table() -> str:
     """Render what is supported as the README shows it; drafters that can do the same share a row."""
     heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
-    marked = [(axis, value) for axis in ("shape", "backing", "steps") for value in AXES[axis]]
+    marked = [(axis, value) for axis in ("shape", "backing", "steps", "prefixes") for value in AXES[axis]]
     sharing: dict[tuple[str, ...], list[str]] = {}
     for drafter in AXES["drafter"]:
         found = [cell for cell in cells() if cell.drafter == drafter and not refusal(cell)]

@@ -40,9 +40,10 @@ class Prefixes:
             if request.lease is None or part.decodes:
                 continue
             stops = request.computed in request.lease.stops
+            # Without states others may go on from anywhere, where the head must have read too.
+            hidden_1D = self.speculation.last_hidden(request) if stops or not request.committed else None
             node = self._share(request, request.computed)
             if stops and request.committed:
-                hidden_1D = self.speculation.last_hidden(request)
                 self.cache.keep_copy(node, request.committed.state, hidden_1D)
 
     def observe(self, parts: Sequence[Part], seconds: float) -> None:
@@ -65,11 +66,11 @@ class Prefixes:
         # The last token was not read, but by a device that was ahead. A stop may have cut some off.
         length = min(computed, len(request.tokens) - (left is None))
         skipped = computed - length
+        hidden_1D = self.speculation.last_hidden(request, skipped) if left is None else None
         node = self._share(request, length)
         if committed is None or node.state is not None or skipped > len(committed.path):
             return
         self._fold(committed.state, committed.path[: len(committed.path) - skipped])
-        hidden_1D = self.speculation.last_hidden(request, skipped) if left is None else None
         self.cache.keep(node, request.number, committed.state, hidden_1D)
 
     def stats(self, running: Sequence[Request]) -> PrefixStats:

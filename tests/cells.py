@@ -32,16 +32,20 @@ class Family:
         self.texts = 0
 
     def partings(self, drafter: str, shape: str, backing: str) -> Iterator[Parting]:
-        """Run a drafter's cells: each feature alone, all mixed, and each preempted; yield what differs."""
+        """Run a drafter's cells: each feature alone, all mixed, each preempted, and each with prefixes kept.
+
+        Yield what differs. A prompt that comes by a second time leaves a state, which serves the third.
+        """
         fields = {**self.fields, **SHAPES[shape], "slots": backing}
         alone = list({case.feature: case for case in self.cases}.values())
         batches = (("alone", alone, 512), ("mixed", self.cases, 5), ("preempted", alone, 64))
-        for batch, cases, chunk in batches:
-            with drafting_engine(self.folder, drafter, cases, chunk_tokens=chunk, **fields) as (engine, _):
+        for batch, cases, chunk in (*batches, ("kept", alone * 3, 64)):
+            own = {**fields, "chunk_tokens": chunk, "prefix_cache": batch == "kept"}
+            with drafting_engine(self.folder, drafter, cases, **own) as (engine, _):
                 if batch == "preempted":
                     preempt_each(engine)
-                asked = [[case] for case in cases] if batch == "alone" else [cases]
-                done = [own for some in asked for own in generate(engine, some)]
+                asked = [[case] for case in cases] if batch in ("alone", "kept") else [cases]
+                done = [choices for some in asked for choices in generate(engine, some)]
             yield from self._compare(f"{drafter} {shape} {backing} {batch}", cases, done)
 
     def _compare(

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +18,7 @@ from tests.agreeing import END, VOCAB
 from tests.oracle import Oracle
 
 LONGEST = 64
+FEW = 4
 LOGPROBS = 1e-9
 """How far log-probabilities may lie from those of plain decoding in float64."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -90,6 +91,18 @@ def plain_cases(folder: Path, **fields: Any) -> list[Case]:
     return cases
 
 
+def in_brief(folder: Path, cases: Sequence[Case], **fields: Any) -> list[Case]:
+    """Ask the same for few tokens."""
+    brief = []
+    with SpecEngine(
+        folder, **{"dtype": "float64", **fields, "draft": "none", "max_model_len": LONGEST}
+    ) as engine:
+        for case in cases:
+            params = case.params.model_copy(update={"max_tokens": max(FEW, case.params.min_tokens)})
+            brief.append(replace(case, params=params, said=engine.generate([case.prompt], params)))
+    return brief
+
+
 @dataclass(slots=True)
 class Seen:
     """What an engine's steps held."""
@@ -121,6 +134,7 @@ def drafting_engine(
         seen = Seen()
         _watch(engine, seen)
         yield engine, seen
+        engine.flush()
         arena = engine.model.loop.arena
         arena.check_integrity()
         assert arena.usage().free_slabs == arena.usage().slabs, "what was borrowed has gone back"

@@ -9,37 +9,40 @@ from pathlib import Path
 
 import pytest
 
-from specdec import Completion
+from specdec import Completion, SamplingParams, SpecEngine
 from specdec.capabilities import AXES, Cell, cells, refusal
 from tests.agreeing import write_agreeing
 from tests.lossless import (
+    FEW,
     LOGPROBS,
     SHAPES,
     Case,
     differences,
     drafting_engine,
     generate,
+    in_brief,
     memory_for,
     plain_cases,
     preempt_each,
 )
 from tests.tolerances import FLOAT64_LOGITS
 
-Cases = Callable[[str], tuple[Path, list[Case]]]
+Cases = Callable[[str], tuple[Path, list[Case], list[Case]]]
 Group = tuple[str, str, str, str, str]
 BATCHES = AXES["batch"]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """Return a family's checkpoint and what plain decoding says to every request."""
-    made: dict[str, tuple[Path, list[Case]]] = {}
+    """Return a family's checkpoint and what plain decoding says to every request, at length and in brief."""
+    made: dict[str, tuple[Path, list[Case], list[Case]]] = {}
 
-    def make(family: str) -> tuple[Path, list[Case]]:
+    def make(family: str) -> tuple[Path, list[Case], list[Case]]:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
             write_agreeing(folder, family)
-            made[family] = folder, plain_cases(folder)
+            cases = plain_cases(folder)
+            made[family] = folder, cases, in_brief(folder, cases)
         return made[family]
 
     return make
@@ -63,20 +66,33 @@ def groups() -> Mapping[Group, list[Cell]]:
 GROUPS = groups()
 
 
+def hits(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]]:
+    """Ask for each alone, after its prompt has come by again: a state is kept where it was known to end."""
+    for case in cases:
+        engine.generate([case.prompt], SamplingParams(max_tokens=1))
+    done = [own for case in cases for own in generate(engine, [case])]
+    assert sum(own[0].stats.cached_tokens for own in done) > 20
+    return done
+
+
 @pytest.mark.parametrize("group", GROUPS, ids="-".join)
 def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group: Group) -> None:
     family, drafter, shape, backing, steps = group
-    folder, cases = plain(family)
+    folder, cases, brief = plain(family)
     by_length = sorted(cases, key=lambda case: len(case.said[0].token_ids))
     longest = list({case.feature: case for case in by_length}.values())
+    # Of each feature one request meets a cache, by turns.
+    last = [case for case in cases if case not in longest and len(case.said[0].token_ids) > FEW]
+    others = list({case.feature: case for case in (*longest, *last)}.values())
+    again = longest if list(GROUPS).index(group) % 2 else others
     fields = {**SHAPES[shape], "slots": backing, "graphs": steps == "device"}
-    found: dict[str, tuple[Sequence[Case], Sequence[Sequence[Completion]]]] = {}
+    found: dict[tuple[str, str], tuple[Sequence[Case], Sequence[Sequence[Completion]]]] = {}
     with drafting_engine(folder, drafter, cases, chunk_tokens=512, **fields) as (engine, _):
-        found["alone"] = longest, [own for case in longest for own in generate(engine, [case])]
+        found["alone", "read"] = longest, [own for case in longest for own in generate(engine, [case])]
         layout = engine.model.settings.layout
         ran = engine.model.loop.runner.steps if engine.model.loop.runner else 0
     with drafting_engine(folder, drafter, cases, chunk_tokens=5, **fields) as (engine, seen):
-        found["mixed"] = cases, generate(engine, cases)
+        found["mixed", "read"] = cases, generate(engine, cases)
         assert seen.mixed > 0 or drafter == "none"
         # Few of these steps have nobody's prompt to read; a head that is behind then takes some to catch up.
         ran += engine.model.loop.runner.steps if engine.model.loop.runner else 0
@@ -88,12 +104,17 @@ def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group:
         _,
     ):
         preempt_each(engine)
-        found["preempted"] = longest, generate(engine, longest)
+        found["preempted", "read"] = longest, generate(engine, longest)
+    with drafting_engine(folder, drafter, cases, chunk_tokens=5, prefix_cache=True, **fields) as (engine, _):
+        preempt_each(engine)
+        found["mixed", "kept"] = found["preempted", "kept"] = again, generate(engine, again)
+        few = [brief[cases.index(case)] for case in again]
+        found["alone", "kept"] = few, hits(engine, few)
     visited = set()
-    for batch, (asked, own) in found.items():
+    for (batch, prefixes), (asked, own) in found.items():
         assert differences(asked, own, within=LOGPROBS if family != "nemotron_h" else FLOAT64_LOGITS) == []
         visited |= {
-            Cell(drafter, shape, backing, steps, family, case.feature, batch)
+            Cell(drafter, shape, backing, steps, prefixes, family, case.feature, batch)
             for case, done in zip(asked, own, strict=True)
             if batch != "preempted" or any(c.stats.preemptions for c in done)
         }

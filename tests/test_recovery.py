@@ -15,6 +15,7 @@ from specdec import Delta, SamplingParams, SpecEngine
 from specdec.bench.random_model import write_random_checkpoint
 from specdec.draft.history import Table
 from specdec.errors import EngineError, SpecdecError
+from specdec.state_slots.prefix.tree import Node
 from tests.conftest import HYBRID
 from tests.oracle import Oracle
 
@@ -29,6 +30,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "snapshots": {"draft": "suffix", "slots": "snapshot", "memory_bytes": "16MiB", **TREES},
     "on the device": {"draft": "suffix", "graphs": True, **TREES},
     "tapes": {"draft": "none", "dtype": "float32"},
+    "prefixes": {"draft": "suffix", "prefix_cache": True, **TREES},
+    "prefixes on the device": {"draft": "suffix", "prefix_cache": True, "graphs": True, **TREES},
 }
 STEP = (
     "planned",
@@ -44,6 +47,8 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "snapshots": ("drafted", "committed in part", "inside the arena"),
     "on the device": (*STEP, "launched", "read", "handed back"),
     "tapes": ("inside the network", "chosen", "said in part"),
+    "prefixes": (*STEP, "noted", "kept", "lent", "forgotten"),
+    "prefixes on the device": ("noted", "kept", "read", "handed back"),
 }
 
 
@@ -75,6 +80,12 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
             return loop.scheduler, "on_lose", 1
         case "inside the arena":
             return loop.arena._blocks, "_file", 3
+        case "noted":
+            return loop.scheduler.cache, "note", 2
+        case "kept":
+            return loop.scheduler.cache, "keep", 1
+        case "lent":
+            return loop.scheduler.cache, "lend", 2
         case "launched":
             return loop.runner.streak, "launch", 2
         case "read":
@@ -97,6 +108,19 @@ def break_once(owner: Any, name: str, at: int, error: Exception, patch: pytest.M
         return result
 
     patch.setattr(owner, name, wrong)
+
+
+def watch_forgetting(engine: SpecEngine, patch: pytest.MonkeyPatch) -> list[list[Node]]:
+    """Note what prefixes are left whenever all is begun afresh."""
+    loop, left = engine.model.loop, list[list[Node]]()
+    right, cache = loop.recover, loop.scheduler.cache
+
+    def recover() -> None:
+        right()
+        left.append(list(cache.tree.nodes()) if cache else [])
+
+    patch.setattr(loop, "recover", recover)
+    return left
 
 
 def ask(engine: SpecEngine) -> list[tuple[int, ...] | SpecdecError]:
@@ -151,12 +175,14 @@ def settled(engine: SpecEngine) -> None:
         time.sleep(0.001)
     loop = engine.model.loop
     loop.check_idle()
-    usage, speculation = loop.arena.usage(), loop.speculation
-    assert usage.free_slabs == usage.slabs
+    speculation = loop.speculation
     assert not (speculation._tracks or speculation._told or speculation._distrusted)
     for drafter in speculation.drafters[:1]:
         assert not drafter._fed and not len(drafter.index)
     assert loop.runner is None or not loop.runner.streak.held
+    engine.flush()  # of the prefixes that later ones have left
+    usage = loop.arena.usage()
+    assert usage.free_slabs == usage.slabs
 
 
 @pytest.mark.parametrize(
@@ -177,12 +203,14 @@ def test_a_step_may_fail_anywhere(
     error = errors[len(name) % len(errors)]
     owner, function, at = place(engine, name)
     break_once(owner, function, at, error, monkeypatch)
+    forgets = watch_forgetting(engine, monkeypatch)
     told = ask(engine)
     monkeypatch.undo()
     failed = [own for own in told if isinstance(own, SpecdecError)]
     assert failed and all(type(error).__name__ in str(own) for own in failed)
     assert all(own == alone for own, alone in zip(told, expected, strict=True) if isinstance(own, tuple))
     assert engine.stats().failed_steps == before + 1
+    assert forgets == [[]], "no prefix outlives a step that failed"
     assert [record for record in caplog.records if record.exc_info and record.levelname == "ERROR"]
     settled(engine)
     assert ask(engine) == expected

@@ -224,7 +224,8 @@ class HeadDrafter:
         rows, inputs, reached = [], [], {}
         for i in sorted(range(len(wants)), key=lambda i: self._unread[wants[i].key].count):
             want, unread = wants[i], self._unread[wants[i].key]
-            assert unread.count and unread.read + unread.count == len(want.tokens) - 1
+            # What follows the last one may still be unknown, if that is left.
+            assert unread.count and unread.read + unread.count - len(want.tokens) + 1 in (0, keep)
             count, start = min(unread.count - keep, max(spare, 1)), unread.read
             spare -= count
             rows.append(self._row(TokenTree.chain(want.tokens[start + 1 :][:count]), start, want))

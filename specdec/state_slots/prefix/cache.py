@@ -1,5 +1,6 @@
 """What earlier requests have read, for later ones that begin alike: found, lent, kept, and given up again."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ class PrefixCache:
         self, arena: Arena, score: Score, *, has_head: bool, lower: "PrefixCache | None" = None
     ) -> None:
         self.arena, self.score, self.has_head, self.lower = arena, score, has_head, lower
-        self.tree = Tree(arena)
+        self.tree = Tree(arena, has_head=has_head)
         self.counts = Counts()
         self.rates = Rates()
         self._states = bool(arena.layout.states)
@@ -99,7 +100,7 @@ class PrefixCache:
             store, tip, (found, length) = self.lower, deepest, below
         for node in (tip, found):
             node.pins += 1
-        private = max(min(length - (self.has_head and self._states), known), 0)
+        private = max(min(length - (self.has_head and self._states), known - self.has_head), 0)
         stops = {mark for mark in marks if length < mark <= len(ids)}
         if self._states and length < known:
             stops.add(known)
@@ -209,7 +210,7 @@ class PrefixCache:
         salt, ids = upper.tree.spelled(node)
         deepest, known = self.tree.walk(salt, ids)
         deepest.pins += 1
-        first = known // self.tree.size if self.tree.pages else 0
+        first = self.tree.first(known) if self.tree.pages else 0
         sources = upper.tree.table(node, node.end)[first:]
         blocks = self.arena.take_blocks(MOVING, len(sources))
         if blocks is not None:
@@ -291,21 +292,46 @@ class PrefixCache:
         self._now += 1
         node.used = self._now
 
-    def check(self) -> None:
-        """Prove that the tree holds of the arena what it says, and nobody else anything."""
+    def check(self, leases: Iterable[Lease] = (), others: Iterable[Hashable] = ()) -> None:
+        """Prove that the trees hold of their arenas what they say, and nobody but these others anything.
+
+        `leases` are those that go on: nothing else may keep a node from giving way.
+        """
+        self._check_books(others)
+        nodes = self._whole()
         if self.lower:
-            self.lower.check()
+            self.lower._check_books()
+            nodes += self.lower._whole()
+        _check_leases(nodes, list(leases))
+
+    def _whole(self) -> list[Node]:
+        return [*self.tree.nodes(), *self.tree.roots.values()]
+
+    def _check_books(self, others: Iterable[Hashable] = ()) -> None:
         nodes = list(self.tree.nodes())
         for node in nodes:
             assert node.parent
-            size, first = self.tree.size, node.start // self.tree.size
+            size, first = self.tree.size, self.tree.first(node.start)
             count = -(-node.end // size) - first if self.tree.pages else 0
             if len(node.edge) != node.end - node.start or not len(node.edge) or len(node.blocks) != count:
                 raise IntegrityError(f"the prefix of {node.end} tokens holds {len(node.blocks)} blocks")
             if node.parent.children.get(int(node.edge[0])) is not node:
                 raise IntegrityError(f"the prefix of {node.end} tokens is not known to its parent")
             self.arena.check_held(node.owner, node.blocks, [] if node.state is None else [node.state])
-        self.arena.check_owners(node.owner for node in nodes)
+        self.arena.check_owners([*others, *(node.owner for node in nodes)])
+
+
+def _check_leases(nodes: Sequence[Node], leases: Sequence[Lease]) -> None:
+    """Prove that each lock and pin is a lease's, and that those go on from what is in a tree."""
+    locks = Counter(id(lease.tip) for lease in leases if lease.lent)
+    pins = Counter(id(node) for lease in leases if not lease.lent for node in (lease.tip, lease.found))
+    for node in nodes:
+        if (node.locks, node.pins) != (locks.pop(id(node), 0), pins.pop(id(node), 0)):
+            raise IntegrityError(
+                f"the prefix of {node.end} tokens has {node.locks} locks and {node.pins} pins"
+            )
+    if locks or pins:
+        raise IntegrityError("a request goes on from a prefix that is not in the tree")
 
 
 def as_ids(tokens: Tokens) -> Ids:

@@ -2,7 +2,8 @@
 
 A node stands for one prefix, which ends at any token. Its edge is what lies between its parent's end and its
 own, and it owns the KV blocks that cover it: a block in which the parent ends belongs to both, each with its
-own copy or holding the same one together. At its end a node may keep a recurrent state.
+own copy or holding the same one together. Where a head drafts, whose keys at a token hang on the next one,
+so does the block of the parent's last token. At its end a node may keep a recurrent state.
 """
 
 import itertools
@@ -71,8 +72,8 @@ class Node:
 class Tree:
     """Keeps the prefixes of each salt apart, and the arena's books right whenever a node changes."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena, self.size = arena, arena.layout.block_tokens
+    def __init__(self, arena: Arena, *, has_head: bool = False) -> None:
+        self.arena, self.size, self.before = arena, arena.layout.block_tokens, int(has_head)
         self.pages = bool(arena.layout.kv)
         self.roots: dict[str, Node] = {}
         self._numbers = itertools.count(1)
@@ -105,11 +106,15 @@ class Tree:
         assert top
         return top.owner[1], np.concatenate([own.edge for own in path]) if path else NO_IDS
 
+    def first(self, start: int) -> int:
+        """Return the place in a table of the first block of a node that begins at a token."""
+        return max(start - self.before, 0) // self.size
+
     def table(self, node: Node, length: int) -> list[int]:
         """Return the blocks of a prefix that ends on a node's edge."""
         blocks: list[int] = []
         for own in node.path() if self.pages else ():
-            blocks[own.start // self.size :] = own.blocks
+            blocks[self.first(own.start) :] = own.blocks
         return blocks[: -(-length // self.size)]
 
     def reach(self, node: Node, at: int) -> Node:
@@ -122,9 +127,10 @@ class Tree:
         A node that nothing else hangs on becomes longer; else it gets a child.
         """
         end, edge = len(ids), ids[node.end :]
-        blocks = table[node.end // self.size : -(-end // self.size)] if self.pages else []
+        first = self.first(node.end)
+        blocks = table[first : -(-end // self.size)] if self.pages else []
         if self._may_grow(node, table):
-            new = blocks[bool(node.end % self.size) :]
+            new = blocks[-(-node.end // self.size) - first :]
             self._hold(node, new)
             node.blocks += new
             node.edge, node.end = np.concatenate([node.edge, edge]), end
@@ -152,7 +158,7 @@ class Tree:
         """Put a node that has one child and no state into that child, which takes its blocks over."""
         (child,) = node.children.values()
         assert node.parent and node.state is None
-        kept = node.blocks[: child.start // self.size - node.start // self.size]
+        kept = node.blocks[: self.first(child.start) - self.first(node.start)]
         self._hold(child, kept)
         child.blocks = kept + child.blocks
         self.arena.release_owner(node.owner)
@@ -173,11 +179,11 @@ class Tree:
         assert parent and node.start < at < node.end
         count = at - node.start
         upper = self._make(parent, node.edge[:count].copy(), at)
-        first = node.start // self.size
+        first = self.first(node.start)
         if self.pages:
             upper.blocks = node.blocks[: (at - 1) // self.size + 1 - first]
             self._hold(upper, upper.blocks)
-            gone = node.blocks[: at // self.size - first]
+            gone = node.blocks[: self.first(at) - first]
             node.blocks = node.blocks[len(gone) :]
             self.arena.release_blocks(node.owner, gone)
         upper.used = node.used

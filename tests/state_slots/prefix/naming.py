@@ -1,0 +1,47 @@
+"""What prefixes are called in tests: numbers made of all of their tokens, and the tokens of nodes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.tree import Node
+
+Views = Sequence[NDArray[np.float32]]
+
+
+def views(arena: Arena) -> tuple[Views, Views]:
+    """Show an arena's blocks by layer, and its states' parts."""
+    memories = [arena.recurrent(layer) for layer in range(len(arena.layout.states))]
+    pages = [arena.pages(layer).numpy() for layer in range(len(arena.layout.kv))]
+    return pages, [part.numpy() for own in memories for part in (own.state_SHKW, own.window_SIC)]
+
+
+def names(text: Sequence[int]) -> NDArray[np.float32]:
+    """Number the prefixes of a text, each by all of its tokens; float32 holds the numbers exactly."""
+    found, name = [], 1
+    for token in text:
+        name = (name * 31 + token + 7) % 16_777_213
+        found.append(name)
+    return np.asarray(found, np.float32)
+
+
+def whole_of(node: Node) -> list[int]:
+    """Return all tokens of a prefix."""
+    return [token for own in node.path() for token in own.edge.tolist()]
+
+
+def salt_of(cache: PrefixCache, node: Node) -> str:
+    while node.parent:
+        node = node.parent
+    return next(salt for salt, root in cache.tree.roots.items() if root is node)
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens that two texts begin with alike."""
+    count = 0
+    while count < min(len(first), len(second)) and first[count] == second[count]:
+        count += 1
+    return count

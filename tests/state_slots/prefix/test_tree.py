@@ -1,0 +1,97 @@
+"""A tree finds what it was told, wherever texts part, and its tables are those of who wrote them."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.layout import KVShape, Layout
+from specdec.state_slots.prefix.tree import Ids, Node, Tree
+from tests.state_slots.prefix.naming import common, whole_of
+
+SIZE = 4
+LAYOUT = Layout((KVShape(1, 2),), (), torch.float32, block_tokens=SIZE)
+
+
+def ids(tokens: list[int]) -> Ids:
+    return np.asarray(tokens, np.int32)
+
+
+def plant(tree: Tree, writer: str, text: list[int], salt: str = "") -> tuple[Node, list[int]]:
+    """Put a text into a tree with the blocks of who has read all of it."""
+    table = tree.arena.take_blocks(writer, -(-len(text) // SIZE))
+    assert table is not None
+    node, at = tree.walk(salt, ids(text))
+    node = tree.reach(node, at)
+    return (tree.grow(node, ids(text), table) if at < len(text) else node), table
+
+
+@pytest.fixture
+def tree() -> Tree:
+    return Tree(Arena(LAYOUT, 40 * LAYOUT.slab_bytes, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 12])
+@pytest.mark.parametrize("cut", range(13))
+def test_texts_may_part_anywhere(tree: Tree, length: int, cut: int) -> None:
+    """The lower text's blocks begin where the upper one ends; a split and a join leave all as it was."""
+    cut = min(cut, length)
+    first = list(range(1, length + 1))
+    second = [*first[:cut], 0, 0, 0, 0, 0]
+    a, table = plant(tree, "a", first)
+    b, other = plant(tree, "b", second)
+    assert (whole_of(a), whole_of(b)) == (first, second)
+    assert tree.table(a, length) == table
+    full = cut // SIZE
+    assert tree.table(b, len(second)) == [*table[:full], *other[full:]]
+    assert tree.walk("", ids([*second, 7])) == (b, len(second))
+    assert tree.walk("", ids(first[:cut]))[1] == cut
+    for count in range(1, length + 1):
+        assert tree.table(a, count) == table[: -(-count // SIZE)]
+    tree.drop(b)
+    if 0 < cut < length:
+        assert a.parent and not a.parent.is_root
+        assert tree.join(a.parent) is a
+    assert whole_of(a) == first and tree.table(a, length) == a.blocks == table
+
+
+def test_a_text_grows_where_it_ended(tree: Tree) -> None:
+    """By the blocks of the one who wrote it; what another wrote hangs on it."""
+    table = tree.arena.take_blocks("a", 3)
+    assert table is not None
+    text = list(range(10))
+    node = tree.grow(tree.root(""), ids(text[:5]), table)
+    assert tree.grow(node, ids(text[:8]), table) is node and node.end == 8
+    assert tree.grow(node, ids(text), table) is node and node.blocks == table
+    child, other = plant(tree, "b", [*text, 1, 2, 3])
+    assert child.parent is node and child.blocks == other[2:]
+    assert tree.table(child, 13) == [*table[:2], *other[2:]]
+
+
+def test_what_keeps_a_state_does_not_grow(tree: Tree) -> None:
+    table = tree.arena.take_blocks("a", 2)
+    assert table is not None
+    node = tree.grow(tree.root(""), ids([1, 2, 3]), table)
+    node.state = 1
+    child = tree.grow(node, ids([1, 2, 3, 4, 5]), table)
+    assert child.parent is node and (node.end, child.end) == (3, 5)
+
+
+def test_random_texts_are_found_as_far_as_anybody_told_them(tree: Tree) -> None:
+    random, known = Random(0), {salt: list[list[int]]() for salt in ("", "x")}
+    for turn in range(400):
+        salt = random.choice(["", "", "x"])
+        texts = known[salt]
+        stem = random.choice(texts) if texts and random.random() < 0.8 else []
+        cut = random.randrange(len(stem) + 1)
+        text = [*stem[:cut], *(random.randrange(3) for _ in range(random.randrange(1, 9)))][:30]
+        expected = max((common(text, each) for each in texts), default=0)
+        assert tree.walk(salt, ids(text))[1] == expected
+        if random.random() < 0.7:
+            node, _ = plant(tree, f"writer {turn}", text, salt)
+            assert whole_of(node) == text and tree.walk(salt, ids(text)) == (node, len(text))
+            texts.append(text)
+        tree.arena.release_owner(f"writer {turn}")
+    tree.arena.check_owners(node.owner for node in tree.nodes())
