@@ -13,14 +13,23 @@ from typing import Any, NoReturn
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.bench.acceptance.command import add_acceptance
-from specdec.bench.commands import add_kernels, add_model, add_out, add_random, add_serve, out_file
+from specdec.bench.commands import (
+    above_0,
+    add_kernels,
+    add_model,
+    add_out,
+    add_random,
+    add_serve,
+    out_file,
+    secret,
+)
 from specdec.bench.prefix.command import add_prefix
 from specdec.demo import demo
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.footprint import describe_model
 from specdec.options import add_settings, at_least, listed, settings_from
 from specdec.server.command import add_server
-from specdec.terminal import COLOURS, print_choices, stream_text
+from specdec.terminal import COLOURS, binary, print_choices, stream_text
 from specdec.train.commands import add_train
 
 USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
@@ -84,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve(benches.add_parser("serve", help="a running server: latencies, speed, what its drafts earn"))
     add_train(commands.add_parser("train", help="train the small checkpoint that ships, heads included"))
     add_server(commands.add_parser("serve", help="an HTTP server that clients of OpenAI's API speak to"))
+    _add_top(commands.add_parser("top", help="watch a running server: its memory, requests and drafts"))
     shown = commands.add_parser("demo", help="stream completions of the model that ships, drafts in colour")
     shown.set_defaults(command=_demo)
     return parser
@@ -178,19 +188,11 @@ def _plain(name: str, value: Any) -> str:
         case float():
             return f"{value:.2%}"
         case int() if "bytes" in name:
-            return f"{value:,} ({_binary(value)})" if value >= 1024 else str(value)
+            return f"{value:,} ({binary(value)})" if value >= 1024 else str(value)
         case int():
             return f"{value:,}"
         case _:
             return str(value)
-
-
-def _binary(num_bytes: float) -> str:
-    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while num_bytes >= 1024 and unit != "TiB":
-        num_bytes, unit = num_bytes / 1024, next(units)
-    return f"{num_bytes:.1f} {unit}"
 
 
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
@@ -257,6 +259,24 @@ def _throughput(args: argparse.Namespace) -> None:
         run_random(options, config, out, profile=args.profile)
     else:
         run(options, config, out)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_top)
+    add, url = parser.add_argument, "http://127.0.0.1:8000"
+    add("url", metavar="URL", nargs="?", default=url, help=f"a specdec server (default: {url})")
+    add("--interval", metavar="SECONDS", type=above_0, default=1.0, help="between two looks (default: 1)")
+    add("--once", action="store_true", help="print one picture, of two looks, and end")
+    add("--api-key-env", metavar="NAME", help="the environment variable that holds the key")
+
+
+def _top(args: argparse.Namespace) -> None:
+    # Imported here, for no other command but a benchmark needs an HTTP client.
+    from specdec.bench.client import check_url, reason
+    from specdec.top.view import Options, run
+
+    url, key = check_url(args.url), secret(args.api_key_env)
+    run(Options(url=url, api_key=key, interval_s=args.interval, once=args.once, reason=reason))
 
 
 def _demo(_: argparse.Namespace) -> None:

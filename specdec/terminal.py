@@ -77,6 +77,15 @@ def visible(text: str) -> str:
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def binary(num_bytes: float) -> str:
+    """Write a number of bytes in the largest unit that it reaches."""
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while num_bytes >= 1024 and unit != "TiB":
+        num_bytes, unit = num_bytes / 1024, next(units)
+    return f"{num_bytes:.1f} {unit}"
+
+
 def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
     """Say how fast a completion was written and what drafts earned."""
     decode_s = stats.total_s - stats.first_token_s

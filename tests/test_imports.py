@@ -40,9 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": PARTS | CORE | PUBLIC | {"charts"},
     "server": CORE | PUBLIC | {"models", "state_slots"},
     # The command line starts servers, benchmarks and training; nothing else may know them.
-    "cli": CORE | PUBLIC | {"bench", "terminal", "train", "demo", "server"},
+    "cli": CORE | PUBLIC | {"bench", "terminal", "train", "demo", "server", "top"},
     "terminal": CORE | PUBLIC,
     "demo": CORE | PUBLIC | {"terminal"},
+    "top": {"terminal"},
     "__main__": {"cli"},
 }
 """What each part may import beside itself and `errors`."""

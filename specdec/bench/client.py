@@ -6,6 +6,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from specdec.errors import ConfigError
+
 DONE = "[DONE]"
 """What the last event of a stream holds."""
 
@@ -22,6 +24,15 @@ def is_url(name: str) -> bool:
 def base_url(url: str) -> str:
     """Return the address under which `/v1` and `/metrics` lie."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def check_url(url: str) -> str:
+    """Return the address under which all of a server lies; refuse what is no address."""
+    if not is_url(url):
+        raise ConfigError(
+            f"url: {url!r} is no address of a server; give one such as http://localhost:8000", field="url"
+        )
+    return base_url(url)
 
 
 async def ask_model(session: aiohttp.ClientSession, base: str) -> str:

@@ -134,14 +134,14 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     add("--concurrency", metavar="REQUESTS", type=counts, default=[1, 4, 16], help="(default: 1,4,16)")
     add("--requests", metavar="COUNT", type=at_least(1), help="at each (default: 4 a place, 16 at least)")
-    add("--rate", metavar="PER SECOND", type=_above_0, help="arrivals by chance, at most CONCURRENCY at once")
+    add("--rate", metavar="PER SECOND", type=above_0, help="arrivals by chance, at most CONCURRENCY at once")
     add("--max-tokens", metavar="TOKENS", type=at_least(1), default=128, help="(default: 128)")
     add("--temperature", type=_number, default=0.0, help="(default: 0)")
     add("--ignore-eos", action="store_true", help="ask for answers of full length")
     add("--seed", type=at_least(0), default=0, help="of prompts' order, arrivals, sampling (default: 0)")
     add("--api-key-env", metavar="NAME", help="the environment variable that holds the key")
     add("--warmup", metavar="REQUESTS", type=at_least(0), help="before each, uncounted (default: as many)")
-    add("--timeout", metavar="SECONDS", type=_above_0, default=600.0, help="of a request (default: 600)")
+    add("--timeout", metavar="SECONDS", type=above_0, default=600.0, help="of a request (default: 600)")
     add_out(parser)
 
 
@@ -162,14 +162,14 @@ def _serve(args: argparse.Namespace) -> None:
         temperature=args.temperature,
         ignore_eos=args.ignore_eos,
         seed=args.seed,
-        api_key=_secret(args.api_key_env),
+        api_key=secret(args.api_key_env),
         warmup=args.warmup,
         timeout_s=args.timeout,
     )
     run(options, out)
 
 
-def _secret(name: str | None) -> str | None:
+def secret(name: str | None) -> str | None:
     """Read a key from the environment: on the command line everybody would see it."""
     if name is not None and name not in os.environ:
         raise ConfigError(f"--api-key-env: no variable {name!r} is set; export it first", field="api_key_env")
@@ -186,7 +186,7 @@ def _number(text: str) -> float:
     return number
 
 
-def _above_0(text: str) -> float:
+def above_0(text: str) -> float:
     if not (number := _number(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
     return number

@@ -211,8 +211,12 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "model": state.names[0],
         **_settled(engine.model.settings),
         "chat_template": not state.template.is_plain,
+        "writes": state.writes,
         "engine": engine.config.model_dump(mode="json", exclude_defaults=True),
         "steps": stats.steps,
+        "tokens": stats.tokens,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
         "acceptance_length": stats.acceptance_length,
         "acceptance_by_depth": list(stats.per_depth),
         "running": stats.running,
@@ -221,7 +225,9 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "limited_by": stats.limited_by,
         "failed_steps": stats.failed_steps,
         "clean_checks": stats.clean_checks,
+        "moved_blocks": stats.moved_blocks,
         "arena": asdict(stats.arena),
+        "prefixes": asdict(stats.prefixes) if stats.prefixes else None,
     }
     return web.Response(text=json.dumps(shown), content_type="application/json")
 

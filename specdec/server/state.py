@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from specdec.chat import Message, load_template
 from specdec.engine import Prepared, Prompt, SpecEngine
 from specdec.errors import RequestError
+from specdec.models.checkpoint import SHIPPED
 from specdec.sampling import SamplingParams
 from specdec.server.access import Access
 from specdec.server.answers import Answers, Bell
@@ -37,6 +38,9 @@ class State:
         self.template = load_template(folder)
         self.calls = format_of(config.tool_call_parser, self.template)
         """How the model calls tools, if it does."""
+        is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
+        self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
+        """What the model is made for: the one that ships has a chat template and knows code alone."""
         self.names = config.served_model_name or [folder.name]
         self.max_model_len = engine.model.settings.max_model_len
         self.access = Access(config)

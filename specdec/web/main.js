@@ -144,7 +144,7 @@ async function meet() {
 
 /** Open in the mode that the model is made for, unless somebody has begun in another. */
 function suit() {
-  if (!served?.chat_template || form.dataset.touched) return;
+  if (served?.writes !== "chats" || form.dataset.touched) return;
   field("chat").checked = true;
   switchMode();
 }

@@ -186,6 +186,7 @@ def test_who_asks_is_told_what_is_served(live: Live) -> None:
     assert live.ask("/health").status == live.ask("/ready").status == 200
     info = live.ask("/server_info").json
     assert info["model"] == "tiny" and info["max_model_len"] == card["max_model_len"]
+    assert info["writes"] == "completions"  # though it has a chat template
 
 
 def test_a_request_keeps_its_id(live: Live) -> None:

@@ -1,12 +1,15 @@
 """Chats, and the mode that the page opens in."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from specdec.models.checkpoint import SHIPPED
 from tests.devtools import Tab
 from tests.server.live import Live
-from tests.web.reading import DONE, enter_key, heard, pieces, said, send, text_of
+from tests.web.reading import DONE, KEY, enter_key, heard, pieces, said, send, text_of
 
 CHATS = "document.getElementById('chat').checked"
 HOLD = """(() => {
@@ -46,10 +49,19 @@ def test_a_message_that_is_begun_while_another_is_answered_is_kept(tab: Tab) -> 
     assert tab.look("document.getElementById('prompt').value") == "And a dict"
 
 
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Serve a model with a chat template that is not known to be no chat model."""
+    folder = tmp_path_factory.mktemp("chatting") / "model"
+    shutil.copytree(SHIPPED["tiny"], folder)
+    with Live("--draft", "none", "--api-key", KEY, model=str(folder)) as own:
+        yield own
+
+
 @pytest.mark.parametrize("begun", ["nothing", "a mode", "a prompt", "an example"])
-def test_a_model_with_a_chat_template_is_met_by_a_chat(browser: Tab, live: Live, begun: str) -> None:
+def test_a_model_with_a_chat_template_is_met_by_a_chat(browser: Tab, chatting: Live, begun: str) -> None:
     """What is served is known once the key is there; what somebody has begun until then stays."""
-    browser.open(f"{live.url}/")
+    browser.open(f"{chatting.url}/")
     if begun == "a mode":
         browser.look("document.getElementById('completion').focus()")
         browser.press("ArrowRight")
@@ -67,6 +79,15 @@ def test_a_model_with_a_chat_template_is_met_by_a_chat(browser: Tab, live: Live,
 
 def test_a_model_without_a_chat_template_is_met_by_a_completion(browser: Tab, hybrid: Path) -> None:
     with Live("--draft", "none", model=str(hybrid)) as live:
-        assert not live.ask("/server_info").json["chat_template"]
+        info = live.ask("/server_info").json
+        assert (info["chat_template"], info["writes"]) == (False, "completions")
         browser.open(f"{live.url}/")
         assert not browser.look(CHATS) and said(browser, "prompt-label") == "Prompt"
+
+
+def test_the_model_that_ships_is_met_by_a_completion(browser: Tab, live: Live) -> None:
+    """It has a chat template, and knows code alone."""
+    browser.open(f"{live.url}/")
+    enter_key(browser)
+    assert live.ask("/server_info", Authorization=f"Bearer {KEY}").json["chat_template"]
+    assert not browser.look(CHATS) and said(browser, "prompt-label") == "Prompt"

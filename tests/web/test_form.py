@@ -107,7 +107,6 @@ def test_a_server_that_is_busy_or_gone(browser: Tab) -> None:
     body = {"prompt": "import os\n", "max_tokens": 3900, "ignore_eos": True, "stream": True}
     with Live("--draft", "none", "--max-queued", "1") as live:
         browser.open(f"{live.url}/")
-        browser.look("document.getElementById('completion').click()")
         browser.write("max_tokens", "3900")
         browser.look("document.getElementById('ignore_eos').checked = true")
         asked = urllib.request.Request(f"{live.url}/v1/completions", json.dumps(body).encode())

@@ -14,7 +14,7 @@ import aiohttp
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.acceptance.prompts import Prompt
-from specdec.bench.client import ask_model, base_url, is_url, reason
+from specdec.bench.client import ask_model, check_url, reason
 from specdec.bench.report import environment, publish
 from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
 from specdec.bench.serve.report import level_report, render
@@ -52,8 +52,8 @@ def run(options: Options, out: Path | None) -> None:
 
     Ctrl-C ends it as it ends anything, once what had been answered by then is shown.
     """
-    _refuse(options)
-    base, levels = base_url(options.url), plan(options)
+    base = _checked(options)
+    levels = plan(options)
     told: dict[str, Any] = {"model": options.model}
     interrupted = False
     try:
@@ -172,14 +172,12 @@ def _asked(options: Options) -> dict[str, Any]:
     }
 
 
-def _refuse(options: Options) -> None:
-    if not is_url(options.url):
-        raise ConfigError(
-            f"url: {options.url!r} is no address of a server; give one such as http://localhost:8000",
-            field="url",
-        )
+def _checked(options: Options) -> str:
+    """Return the server's address, if there is nothing to refuse."""
+    base = check_url(options.url)
     ids = next((prompt for prompt in options.prompts if prompt.token_ids is not None), None)
     if options.chat and ids:
         raise ConfigError(
             f"--chat: the prompt {ids.name!r} is token ids, and a chat takes text", field="chat"
         )
+    return base

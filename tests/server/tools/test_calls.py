@@ -118,6 +118,10 @@ def test_the_official_client_reads_the_calls(
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens
 
 
+def test_a_model_with_a_template_of_its_own_is_made_for_chats(live: Live) -> None:
+    assert live.ask("/server_info").json["writes"] == "chats"
+
+
 def test_a_stream_opens_each_call_and_then_goes_on(live: Live) -> None:
     events = live.ask(CHAT, asked("2", stream=True)).events
     deltas = [choice["delta"] for event in events for choice in event["choices"]]

@@ -1,0 +1,64 @@
+"""A terminal that is borrowed: drawn over in place, its keys read one by one, and given back as it was."""
+
+import contextlib
+import os
+import sys
+import termios
+import tty
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+"""The other screen, no cursor, and lines that are too long end at the edge."""
+LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
+HOME, REST_OF_LINE, REST = "\x1b[H", "\x1b[K", "\x1b[J"
+USUAL = (80, 24)
+
+
+class Screen:
+    """Owns the terminal between `enter` and `leave`; both may be called again."""
+
+    def __init__(self) -> None:
+        self.keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        """Where keys come from, if from a terminal."""
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> Self:
+        self.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def enter(self) -> None:
+        if self.keys is not None:
+            self._before = termios.tcgetattr(self.keys)
+            tty.setcbreak(self.keys)
+        self._write(ENTER)
+
+    def leave(self) -> None:
+        # A terminal that was closed needs nothing back.
+        with contextlib.suppress(OSError):
+            self._write(LEAVE)
+        if self.keys is not None and self._before is not None:
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(self.keys, termios.TCSADRAIN, self._before)
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Put lines in the place of those before; what does not fit below is left out."""
+        *above, last = lines[: size()[1]]
+        self._write(HOME + "".join(f"{REST_OF_LINE}{line}\n" for line in above) + REST + last)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def size() -> tuple[int, int]:
+    """Return the columns and lines that the terminal has now."""
+    columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    # Some that nobody looks at say 0.
+    return columns or USUAL[0], lines or USUAL[1]
