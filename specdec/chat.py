@@ -69,8 +69,8 @@ class ChatTemplate:
             return (self._tool_use if own.get("tools") else self._template).render(known)
         except REFUSALS as error:
             raise RequestError(
-                f"messages: the chat template of {self._where} refuses them ({error}); check roles, their "
-                "order and contents",
+                f"messages: the model's chat template refuses them ({error}); check roles, their order and "
+                "contents",
                 field="messages",
             ) from error
 

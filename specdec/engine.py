@@ -8,6 +8,7 @@ import random
 import reprlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from specdec.grammars import Grammars
 from specdec.outputs import Completion, Delta, EngineStats
 from specdec.request import Emit, Request
 from specdec.sampling import SamplingParams
+from specdec.structure import Structure
 from specdec.text import TextStream
 from specdec.verify.choose import Chooser, choice_seed
 from specdec.verify.limits import Limit, NotYet
@@ -91,11 +93,19 @@ class SpecEngine:
         finally:
             ticket.cancel()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> "Prepared":
-        """Turn a prompt into token ids, and refuse what cannot be served."""
+    def prepare(self, prompt: Prompt, params: SamplingParams, grammar: object = None) -> "Prepared":
+        """Turn a prompt into token ids, and refuse what cannot be served.
+
+        `grammar` is what `begin_form` has made of the output's form, where somebody has waited for that.
+        """
         ids = tuple(self._encode(prompt, params))
-        form = params.structured_outputs
-        return Prepared(ids, params, self._grammars.compile(form.kind, form.source) if form else None)
+        if (form := params.structured_outputs) and grammar is None:
+            grammar = self._grammars.compile(form.kind, form.source)
+        return Prepared(ids, params, grammar)
+
+    def begin_form(self, form: Structure) -> "Future[object]":
+        """Have a form of output compiled meanwhile; what is wrong with it is raised by the result."""
+        return self._grammars.begin(form.kind, form.source)
 
     def check_length(self, text: str) -> None:
         """Refuse a text that no tokenizer could make short enough, before it costs the time to read."""
@@ -125,7 +135,11 @@ class SpecEngine:
 
     def flush(self) -> None:
         """Forget what earlier requests left: the outputs in which drafters look up, and their prefixes."""
-        self._worker.flush()
+        self.begin_flush().result()
+
+    def begin_flush(self) -> "Future[None]":
+        """Have that done between two steps."""
+        return self._worker.flush()
 
     @property
     def fault(self) -> str | None:

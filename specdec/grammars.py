@@ -25,9 +25,7 @@ SLOW_S = 0.05
 """Of a processor, for one place of an output. Plain grammars take a thousandth of it."""
 DEEPEST = 64
 """Levels of a schema: the time to compile them grows with their cube."""
-LONGEST = 32 << 10
-"""Characters of a form: one of a thousand properties takes seconds to compile."""
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 """For a form to be compiled. Nobody can stop the library: who asked stops waiting, what comes is kept."""
 PLACES = 2
 """Forms that are compiled at once: each takes a processor from the engine."""
@@ -51,39 +49,49 @@ class Grammars:
 
     def compile(self, kind: str, source: str) -> Any:
         """Return the grammar of a form. It is a request's mistake if there is none."""
-        if len(source) > LONGEST:
-            raise _unfit(kind, f"it has {len(source):,} characters and may have {LONGEST:,}")
-        if kind in ("json_schema", "structural_tag") and _depth(source) > DEEPEST:
-            raise _unfit(kind, f"it nests more than {DEEPEST} levels")
-        with self._lock:
-            compiler = self._compiler = self._compiler or self._make_compiler()
-        compiling: Future[Any] = Future()
-        # A thread that nobody waits for when the process ends.
-        work = (compiling, compiler, kind, source)
-        threading.Thread(target=self._compile, args=work, name="specdec-grammar", daemon=True).start()
+        compiling = self.begin(kind, source)
         try:
             return compiling.result(PATIENCE_S)
         except TimeoutError:
             compiling.cancel()
-            late = f"it was not compiled within {PATIENCE_S:g} s"
-            raise _unfit(kind, late, "give a smaller one, or ask for it again later") from None
+            raise too_late(kind) from None
+
+    def begin(self, kind: str, source: str) -> "Future[Any]":
+        """Have a form compiled, in a thread that nobody waits for when the process ends."""
+        compiling: Future[Any] = Future()
+        work = (compiling, kind, source)
+        threading.Thread(target=self._compile, args=work, name="specdec-grammar", daemon=True).start()
+        return compiling
+
+    def _compile(self, compiling: "Future[Any]", kind: str, source: str) -> None:
+        """Compile a form when there is a place, unless nobody waits for it any more."""
+        placed = self._places.acquire(timeout=PATIENCE_S)
+        try:
+            if compiling.set_running_or_notify_cancel():
+                compiling.set_result(self._compile_now(kind, source, placed=placed))
+        except BaseException as error:
+            compiling.set_exception(error)
+        finally:
+            if placed:
+                self._places.release()
+
+    def _compile_now(self, kind: str, source: str, *, placed: bool) -> Any:
+        if not placed:
+            raise too_late(kind)
+        if kind in ("json_schema", "structural_tag") and _depth(source) > DEEPEST:
+            raise _unfit(kind, f"it nests more than {DEEPEST} levels")
+        with self._lock:
+            compiler = self._compiler = self._compiler or self._make_compiler()
+        try:
+            compiled = _compiled(compiler, kind, source)
         except Exception as error:  # of many kinds, the C++ library's among them
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise _unfit(kind, WHERE.sub("", said[-1])[:300]) from None
-
-    def _compile(self, compiling: "Future[Any]", compiler: Any, kind: str, source: str) -> None:
-        """Compile a form when there is a place, unless nobody waits for it any more."""
-        with self._places:
-            if compiling.set_running_or_notify_cancel():
-                try:
-                    compiled = _compiled(compiler, kind, source)
-                    guide = self.guide(compiled)
-                    # A schema that nothing fits comes out as one that fits the empty text.
-                    if guide.is_dead or (kind == "json_schema" and guide.may_end(self._eos)):
-                        raise ValueError("no text has this form")
-                    compiling.set_result(compiled)
-                except Exception as error:
-                    compiling.set_exception(error)
+        guide = self.guide(compiled)
+        # A schema that nothing fits comes out as one that fits the empty text.
+        if guide.is_dead or (kind == "json_schema" and guide.may_end(self._eos)):
+            raise _unfit(kind, "no text has this form")
+        return compiled
 
     def _make_compiler(self) -> Any:
         if self._tokenizer is None:
@@ -218,6 +226,11 @@ def _depth(source: str) -> int:
 def _alternatives(texts: Sequence[str]) -> str:
     """Write a grammar of some texts; JSON's escapes are EBNF's, but for those of pairs of surrogates."""
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def too_late(kind: str) -> RequestError:
+    late = f"it was not compiled within {PATIENCE_S:g} s"
+    return _unfit(kind, late, "give a smaller one, or ask for it again later")
 
 
 def _unfit(kind: str, why: str, instead: str = "give one that xgrammar can read") -> RequestError:

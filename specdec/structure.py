@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from specdec.forms import unread_form
 from specdec.settings import Settings, contradiction
 
+LONGEST = 32 << 10
+"""Characters of a form: one of a thousand properties takes seconds to compile."""
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -46,6 +48,9 @@ class Structure(Settings):
                 given[1] if given else "structured_outputs",
                 f"an output has one form, and {len(given)} are given; leave one of {names}.",
             )
+        if len(self.source) > LONGEST:
+            size = len(self.source)
+            raise contradiction(self.kind, f"it has {size:,} characters and may have {LONGEST:,}.")
         if found := unread_form(self.kind, getattr(self, self.kind)):
             raise contradiction(self.kind, f"{found}.")
         return self

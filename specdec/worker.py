@@ -62,8 +62,8 @@ class Worker:
         """Begin some requests in one step: what a step computes together must not hang on the clock."""
         self._put(lambda: self._begin(requests))
 
-    def flush(self) -> None:
-        """Forget what ended requests left, and return once that is done."""
+    def flush(self) -> "Future[None]":
+        """Forget what ended requests left, between two steps."""
         done: Future[None] = Future()
 
         def flush() -> None:
@@ -74,7 +74,7 @@ class Worker:
                 done.set_exception(error)
 
         self._put(flush)
-        done.result()
+        return done
 
     def _put(self, work: Callable[[], None]) -> None:
         with self._gate:
@@ -177,14 +177,14 @@ class Worker:
         """
         if wait and self._inbox.empty():
             dismiss_helpers()
-        while wait or not self._inbox.empty():
+        came = not wait
+        while True:
             try:
-                work = self._inbox.get(timeout=limit_s)
+                work = self._inbox.get(block=not came, timeout=limit_s)
             except queue.Empty:
-                return False
-            wait = False
+                return came
+            came = True
             work()
-        return True
 
     def _begin(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -50,15 +50,23 @@ class Access:
 
     def _refuse_pages(self, host: str, origin: str | None) -> None:
         """Refuse what a page from elsewhere has a browser send here, under a name of its own perhaps."""
-        if origin is None:
-            return
-        name = urlsplit(f"//{host}").hostname or ""
-        if urlsplit(origin).netloc.lower() != host.lower() or (self._local and not is_local(name)):
+        try:
+            name, own = urlsplit(f"//{host}").hostname or "", origin and urlsplit(origin).netloc
+        except ValueError:
+            raise Failure(400, "Host or Origin: it is no address.") from None
+        if own is not None and own.lower() != host.lower():
             raise Failure(
                 403,
                 f"Origin: a page of {origin:.80} may not ask this server, which wants no key; start it with "
                 "--api-key to let those in that know one.",
                 code="foreign_origin",
+            )
+        if host and self._local and not is_local(name):
+            raise Failure(
+                403,
+                f"Host: {host:.80} is not what this machine calls itself; ask 127.0.0.1 or localhost, or "
+                "start the server with --api-key, or with --host for others.",
+                code="foreign_host",
             )
 
 

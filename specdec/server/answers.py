@@ -19,21 +19,39 @@ LONGEST_S = 0.1
 
 
 class Deadline:
-    """When a request must be over, counted from here."""
+    """When a request must be over, counted from here; it may have to be before."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds, self.start_s = seconds, time.perf_counter()
         self._at_s = asyncio.get_running_loop().time() + seconds
+        self._failure: Failure | None = None
+        self._waits: asyncio.Task[object] | None = None
+
+    def end(self, failure: Failure) -> None:
+        """Raise this where the request waits, or when it next does; from the event loop."""
+        self._failure = failure
+        if self._waits:
+            self._waits.cancel()
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """Wait for what is in here no longer than that."""
         late = Failure(504, f"The answer took longer than {self.seconds:g} s.", code="timeout")
+        if self._failure:
+            raise self._failure
+        self._waits = task = asyncio.current_task()
         try:
             async with asyncio.timeout_at(self._at_s):
                 yield
         except TimeoutError:
             raise late from None
+        except asyncio.CancelledError:
+            if self._failure is None or task is None:
+                raise
+            task.uncancel()
+            raise self._failure from None
+        finally:
+            self._waits = None
         if asyncio.get_running_loop().time() >= self._at_s:
             raise late  # what is always there at once is never waited for
 
@@ -107,7 +125,7 @@ class Answers:
         """Choices that the engine's thread has not heard of."""
         self._unended = self.left
         self._letters: deque[tuple[int, Delta, float]] = deque()
-        self._error: SpecdecError | Failure | None = None
+        self._error: SpecdecError | None = None
 
     def __enter__(self) -> Self:
         self._ticket = self.engine.submit(self.prepared, self._take)
@@ -134,11 +152,6 @@ class Answers:
         elif self.streams:
             self.bell.ring(self, soon=choice in self._silent or item.finish_reason is not None)
             self._silent.discard(choice)
-
-    def end(self, failure: Failure) -> None:
-        """Raise this at whoever reads, from the event loop."""
-        self._error = self._error or failure
-        self.came.set()
 
     async def __aiter__(self) -> AsyncIterator[Said]:
         """Yield what each choice says; of one that said more than once meanwhile all at once."""

@@ -15,13 +15,15 @@ from aiohttp import web
 
 from specdec import __version__
 from specdec.resolve import Resolved
+from specdec.server.answers import Deadline
 from specdec.server.bodies import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.connections import read_body
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
-from specdec.server.openapi import describe
+from specdec.server.openapi import described
 from specdec.server.page import playground
 from specdec.server.state import State, worked
+from specdec.server.streams import send_whole
 from specdec.server.tools.offer import make_offer
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ async def _pass(
         with state.connections.busy(request.protocol):
             await read_body(request, state.config.body_timeout)
             response = await handler(request)
+            if isinstance(response, web.Response):
+                await send_whole(request, response, state.config.stall_timeout)
     except asyncio.CancelledError:
         about = _about(request, GONE, start_s)
         says = "%(request_id)s %(path)s: its client has hung up after %(ms).0f ms"
@@ -171,22 +175,37 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 async def _tokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(TokenizeBody, await request.read())
+    until = Deadline(state.config.request_timeout)
+    with state.under_way(1, until):
+        async with until.held():
+            ids = await _tokens(body, state)
+        found = {"tokens": ids, "count": len(ids), "max_model_len": state.max_model_len}
+        return await send_whole(request, web.json_response(found), state.config.stall_timeout)
+
+
+async def _tokens(body: TokenizeBody, state: State) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
         plain = [message.plain(i) for i, message in enumerate(body.messages)]
         offer = make_offer(body.tools, None, parallel=True, form=state.calls)
-        variables = {"tools": offer.plain} if offer else {}
-        ids = await state.encode_chat(plain, variables, answer=body.add_generation_prompt)
-    else:
-        ids = await state.encode(body.prompt, special=body.add_special_tokens)
-    return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": state.max_model_len})
+        variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
+        return await state.encode_chat(plain, variables, answer=body.add_generation_prompt)
+    assert body.prompt is not None
+    state.engine.check_length(body.prompt)
+    return await state.encode(body.prompt, special=body.add_special_tokens)
 
 
 async def _detokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(DetokenizeBody, await request.read())
     tokenizer, vocab = state.engine.tokenizer, state.engine.model.network.spec.vocab
-    if tokenizer is None or any(not 0 <= token < vocab for token in body.tokens):
+    if tokenizer is None:
+        raise Failure(400, "tokens: the model has no tokenizer, so they have no text.", param="tokens")
+    if len(body.tokens) > (most := state.max_model_len):
+        raise Failure(
+            400, f"tokens: {len(body.tokens):,} are more than {most:,}, the max_model_len.", param="tokens"
+        )
+    if any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
     text = await worked(len(body.tokens), partial(tokenizer.decode, body.tokens))
     return web.json_response({"prompt": text})
@@ -194,12 +213,13 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
 
 async def _flush_cache(request: web.Request, state: State) -> web.Response:
     """Forget what earlier requests left in which drafters look up."""
-    await asyncio.to_thread(state.engine.flush)
+    async with Deadline(state.config.request_timeout).held():
+        await asyncio.wrap_future(state.engine.begin_flush())
     return web.json_response({"status": "ok"})
 
 
 async def _openapi(request: web.Request, state: State) -> web.Response:
-    return web.json_response(describe())
+    return web.Response(text=described(), content_type="application/json")
 
 
 async def _server_info(request: web.Request, state: State) -> web.Response:

@@ -1,6 +1,7 @@
 """What clients send, by the names of OpenAI's API and of vLLM's additions to it."""
 
 import json
+from functools import cached_property
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
@@ -108,13 +109,7 @@ class Body(BaseModel):
     @classmethod
     def read(cls, data: bytes) -> Self:
         """Read a body, and refuse what it asks for that nobody would do."""
-        try:
-            given = json.loads(data)
-        except (ValueError, RecursionError):
-            raise Failure(400, "the body is no JSON; send one object, as UTF-8.") from None
-        if not isinstance(given, dict):
-            raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
-        fields = {name: value for name, value in given.items() if value is not None}
+        fields = _given(data)
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
@@ -142,7 +137,7 @@ class Body(BaseModel):
         given["trees"] = self.return_drafts
         return SamplingParams(**given | {name: value for name, value in own.items() if value is not None})
 
-    @property
+    @cached_property
     def structure(self) -> Structure | None:
         """Say what form the output must have, in whichever words it was asked for."""
         given = []
@@ -151,7 +146,7 @@ class Body(BaseModel):
             ("structured_outputs", self.structured_outputs),
         ):
             try:
-                given += [own.structure] if own and own.structure else []
+                given += [structure] if own and (structure := own.structure) else []
             except ConfigError as error:
                 message = f"{name}: {str(error).removeprefix('Structure.')}"
                 raise Failure(400, message, param=name) from None
@@ -169,7 +164,8 @@ class Body(BaseModel):
 
     @property
     def counts_on(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 class CompletionBody(Body):
@@ -219,11 +215,16 @@ class Message(BaseModel):
         own = self.model_dump(exclude_none=True, exclude={"tool_calls", CACHE})
         return {**own, "content": _text(self.content, index), **calls}
 
-    def marked(self) -> list[str]:
-        """Return its text up to each mark of what other chats begin with too."""
-        parts = self.content if isinstance(self.content, list) else []
-        found = [_text(parts[: i + 1], 0) for i, part in enumerate(parts) if part.get(CACHE)]
-        return [*found, _text(self.content, 0)] if (self.model_extra or {}).get(CACHE) else found
+    @property
+    def marks(self) -> list[int]:
+        """Say after how many of its parts there is a mark of what other chats begin with too."""
+        parts = self.content if isinstance(self.content, list) else [{}]
+        found = [i + 1 for i, part in enumerate(parts) if part.get(CACHE)]
+        return [*found, len(parts)] if (self.model_extra or {}).get(CACHE) else found
+
+    def until(self, mark: int) -> str:
+        """Return its text up to a mark."""
+        return _text(self.content[:mark] if isinstance(self.content, list) else self.content, 0)
 
 
 class ChatBody(Body):
@@ -269,17 +270,13 @@ class ChatBody(Body):
     @property
     def beginnings(self) -> list[list[dict[str, Any]]]:
         """Return what of the chat stands before each mark, as a template reads it."""
-        plain = self.plain
-        found = [
-            [*plain[:i], {**plain[i], "content": text}]
-            for i, message in enumerate(self.messages)
-            for text in message.marked()
-        ]
-        if len(found) > MOST_MARKS:
+        marks = [(i, mark) for i, message in enumerate(self.messages) for mark in message.marks]
+        if len(marks) > MOST_MARKS:
             raise Failure(
-                400, f"{CACHE}: {len(found)} marks are more than {MOST_MARKS}; leave some out.", param=CACHE
+                400, f"{CACHE}: {len(marks)} marks are more than {MOST_MARKS}; leave some out.", param=CACHE
             )
-        return found
+        plain = self.plain if marks else []
+        return [[*plain[:i], {**plain[i], "content": self.messages[i].until(mark)}] for i, mark in marks]
 
     @property
     def shown(self) -> int | None:
@@ -297,6 +294,7 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -308,11 +306,22 @@ class DetokenizeBody(BaseModel):
 
 
 def read_plain(kind: type[BaseModel], data: bytes) -> Any:
-    """Read a small body."""
+    """Read a small body. Null counts as not given."""
     try:
-        return kind.model_validate_json(data)
+        return kind.model_validate(_given(data))
     except ValidationError as error:
         raise misfit(error) from None
+
+
+def _given(data: bytes) -> dict[str, Any]:
+    """Return what a body says."""
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Failure(400, "the body is no JSON; send one object, as UTF-8.") from None
+    if not isinstance(given, dict):
+        raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:

@@ -1,7 +1,8 @@
 """What goes wrong, as clients of OpenAI's API expect to hear of it."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -23,6 +24,10 @@ KINDS = {
     504: "timeout_error",
 }
 """By status; any other is the server's own."""
+
+
+KINDS_OF_VALUE = {"str", "int", "float", "bool", "list", "dict"}
+"""What pydantic puts behind a field that may be of several."""
 
 
 class Failure(Exception):
@@ -85,6 +90,30 @@ def failure_of(error: Exception) -> Failure:
             return failure
 
 
+Names = Mapping[str, str]
+"""What the client calls fields that the engine has other names for."""
+
+
+def renamed(error: Exception, names: Names) -> Failure:
+    """Say what went wrong in the client's names."""
+    failure = failure_of(error)
+    param = failure.param
+    if param is None or param not in names:
+        return failure
+    name = names[param]
+    said = str(failure).replace(param, name, 1)
+    return Failure(failure.status, said, param=name, code=failure.code, headers=failure.headers)
+
+
+@contextlib.contextmanager
+def naming(names: Names) -> Iterator[None]:
+    """Raise what is the client's mistake in its own names."""
+    try:
+        yield
+    except (Failure, SpecdecError) as error:
+        raise renamed(error, names) from None
+
+
 def without_inside(error: EngineError | str) -> str:
     """Leave out what was raised inside the engine: it may name files and texts, and stands in the log."""
     said, colon, _ = str(error).partition(": ")
@@ -94,7 +123,11 @@ def without_inside(error: EngineError | str) -> str:
 def misfit(error: ValidationError) -> Failure:
     """Name the first field of a body that has the wrong form, and say what it should be."""
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+    where = ".".join(
+        str(part)
+        for part in first["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in KINDS_OF_VALUE)
+    )
     field = str(first["loc"][0]) if first["loc"] else None
     return Failure(400, f"{where or 'the body'}: {first['msg'].lower()}.", param=field)
 

@@ -22,16 +22,22 @@ class Usage:
     """What a request has cost so far."""
 
     prompt_tokens: int
+    n: int = 1
     completion_tokens: int = 0
     accepted: int = 0
     """Output tokens that came from drafts."""
     ended: list[RequestStats] = field(default_factory=list)
 
-    def add(self, delta: Delta) -> None:
+    cached: dict[int, int] = field(default_factory=dict)
+    """Tokens of each prompt that need not be read, not even for its first choice."""
+
+    def add(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
         self.accepted += sum(origin > 0 for origin in delta.origins)
         if delta.stats:
             self.ended.append(delta.stats)
+            prompt, tokens = choice // self.n, delta.stats.cached_tokens
+            self.cached[prompt] = min(self.cached.get(prompt, tokens), tokens)
 
     def as_json(self) -> Json:
         drafted = sum(stats.drafted for stats in self.ended)
@@ -39,7 +45,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in self.ended)},
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": max(drafted - self.accepted, 0),

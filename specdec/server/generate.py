@@ -7,17 +7,15 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.engine import Prepared, Prompt
-from specdec.errors import SpecdecError
+from specdec.engine import Prepared
 from specdec.outputs import Delta
-from specdec.sampling import SamplingParams
 from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
-from specdec.server.failures import Failure, failure_of
+from specdec.server.failures import Failure, Names, naming, renamed
 from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
-from specdec.server.streams import EventStream
+from specdec.server.streams import EventStream, send_whole
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +39,15 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
         return [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)]
 
-    with state.under_way(len(body.prompts) * params.n):
+    names = {"structured_outputs": "response_format"} if body.response_format else {}
+    choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
+    with naming(names), state.under_way(choices, until, field=field):
         async with until.held():
-            prepared = await _prepare(state, body, body.prompts, params)
+            prepared = await state.prepare(body.prompts, params)
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
         form = Completions(tokenizer, _shown(body), echoes, params.n)
-        return await _answer(request, state, body, prepared, form, until)
+        return await _answer(request, state, body, prepared, form, until, names)
 
 
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
@@ -61,29 +61,18 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     asked = (body.max_completion_tokens, body.max_tokens, state.max_model_len)
     most = next(own for own in asked if own is not None)
     params = body.params(logprobs=body.shown, max_tokens=most, **forced)
-    with state.under_way(params.n):
+    asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
+    names = {"prompt": "messages", "structured_outputs": asker}
+    with naming(names), state.under_way(params.n, until):
         async with until.held():
             ids = await state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
             own: dict[str, Any] = {"cache_marks": await state.marks(ids, body.beginnings, variables) or None}
             if most == asked[-1]:
                 own["max_tokens"] = max(state.max_model_len - len(ids), 1)
             params = params.model_copy(update=own)
-            prepared = await _prepare(state, body, [ids], params, "tools" if forced else None)
+            prepared = await state.prepare([ids], params)
         form = Chats(state.engine.tokenizer, _shown(body), offer)
-        return await _answer(request, state, body, prepared, form, until)
-
-
-async def _prepare(
-    state: State, body: Body, prompts: Sequence[Prompt], params: SamplingParams, form: str | None = None
-) -> list[Prepared]:
-    """Look at prompts and form; an error about the form names the field that asked for it."""
-    try:
-        return await state.prepare(prompts, params)
-    except SpecdecError as error:
-        if error.field != "structured_outputs":
-            raise
-        asked = form or ("response_format" if body.response_format else error.field)
-        raise Failure(400, str(error).replace(error.field, asked, 1), param=asked) from None
+        return await _answer(request, state, body, prepared, form, until, names)
 
 
 async def _answer(
@@ -93,15 +82,17 @@ async def _answer(
     prepared: Sequence[Prepared],
     form: Format,
     until: Deadline,
+    names: Names,
 ) -> web.StreamResponse:
     envelope = Envelope(form, body.model or state.names[0], prepared)
     answers = Answers(state.engine, state.bell, prepared, streams=body.stream, until=until)
-    usage = Usage(answers.prompt_tokens)
-    with state.metrics.request(prepared) as watch, answers, state.answering(answers):
-        if not body.stream:
-            return web.json_response(await _whole(answers, envelope, usage, watch, body))
-        stream = EventStream(request, state.config.stall_timeout, request["headers"])
-        return await _stream(answers, envelope, usage, watch, body, stream)
+    usage, stall_s = Usage(answers.prompt_tokens, prepared[0].params.n), state.config.stall_timeout
+    with state.metrics.request(prepared, until.start_s) as watch, answers:
+        if body.stream:
+            stream = EventStream(request, stall_s, request["headers"])
+            return await _stream(answers, envelope, usage, watch, body, stream, names)
+        whole = await _whole(answers, envelope, usage, watch, body)
+    return await send_whole(request, web.json_response(whole), stall_s)
 
 
 async def _whole(
@@ -110,7 +101,7 @@ async def _whole(
     said: dict[int, list[Delta]] = {}
     async for own in answers:
         choice, delta, _ = own
-        usage.add(delta)
+        usage.add(choice, delta)
         watch.said(own)
         said.setdefault(choice, []).append(delta)
     choices = [
@@ -122,14 +113,20 @@ async def _whole(
 
 
 async def _stream(
-    answers: Answers, envelope: Envelope, usage: Usage, watch: Watch, body: Body, stream: EventStream
+    answers: Answers,
+    envelope: Envelope,
+    usage: Usage,
+    watch: Watch,
+    body: Body,
+    stream: EventStream,
+    names: Names,
 ) -> web.StreamResponse:
     """Send what comes. An error after the first event is an event too: the status has been sent."""
     opened: set[int] = set()
     try:
         async for own in answers:
             choice, delta, _ = own
-            usage.add(delta)
+            usage.add(choice, delta)
             watch.said(own)
             parts = envelope.form.parts(choice, delta)
             if choice not in opened:
@@ -148,7 +145,7 @@ async def _stream(
         if not stream.begun or isinstance(error, ConnectionError):
             raise
         watch.fail(error)
-        failure = failure_of(error)
+        failure = renamed(error, names)
         if failure.status == 500:
             logger.error(
                 "%s failed in mid-stream: %s",

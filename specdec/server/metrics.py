@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from specdec.engine import Prepared, SpecEngine
+from specdec.errors import RequestError
 from specdec.outputs import RequestStats
 from specdec.server.answers import Said
 from specdec.server.failures import Failure
@@ -58,8 +58,8 @@ WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 REASONS = ("stop", "length", "abort", "error")
-OUTSIDE = (Failure, ConnectionError, asyncio.CancelledError)
-"""What ends a choice from outside: its time is over, the server stops, its client has left."""
+OUTSIDE = (Failure, ConnectionError, asyncio.CancelledError, RequestError)
+"""What ends a choice from outside: its time is over, the server stops, its client has left or erred."""
 
 
 class Metrics:
@@ -116,9 +116,9 @@ class Metrics:
         self.ended = {why: ended.labels(**labels, finished_reason=why) for why in REASONS}
 
     @contextlib.contextmanager
-    def request(self, prepared: Sequence[Prepared]) -> Iterator["Watch"]:
-        """Watch the choices of some prompts from here to their end, whatever that is."""
-        watch = Watch(self, prepared)
+    def request(self, prepared: Sequence[Prepared], start_s: float) -> Iterator["Watch"]:
+        """Watch the choices of some prompts, which came at this time, to their end, whatever that is."""
+        watch = Watch(self, prepared, start_s)
         try:
             yield watch
         except BaseException as error:
@@ -134,9 +134,8 @@ class Metrics:
 class Watch:
     """Follows the choices that were asked for together."""
 
-    def __init__(self, metrics: Metrics, prepared: Sequence[Prepared]) -> None:
-        self.metrics, self.prepared = metrics, prepared
-        self.start_s = time.perf_counter()
+    def __init__(self, metrics: Metrics, prepared: Sequence[Prepared], start_s: float) -> None:
+        self.metrics, self.prepared, self.start_s = metrics, prepared, start_s
         self._why = ""
         """What ended the choices that came to no end of their own."""
         self._last_s: dict[int, float] = {}

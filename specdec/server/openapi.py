@@ -1,5 +1,7 @@
 """The description of the server's addresses that tools read, made from what the bodies are checked by."""
 
+import json
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -31,8 +33,11 @@ ERRORS = {
     "401": "A key is wanted",
     "403": "A page from elsewhere has sent it",
     "404": "There is no such model",
+    "405": "The address takes another method",
+    "408": "The body took too long to come",
     "413": "The body is too large",
     "429": "Too much is under way",
+    "500": "The engine or the server failed; its log says how",
     "503": "The server stops, or the engine has",
     "504": "The answer took too long",
 }
@@ -61,6 +66,12 @@ def describe() -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+@cache
+def described() -> str:
+    """Return it as JSON; making it takes a while."""
+    return json.dumps(describe())
 
 
 def _operation(says: str) -> dict[str, Any]:

@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 from specdec.chat import Message, load_template
 from specdec.engine import Prepared, Prompt, SpecEngine
 from specdec.errors import RequestError
+from specdec.grammars import PATIENCE_S, too_late
 from specdec.models.checkpoint import SHIPPED
 from specdec.sampling import SamplingParams
 from specdec.server.access import Access
-from specdec.server.answers import Answers, Bell
+from specdec.server.answers import Bell, Deadline
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
 from specdec.server.tools.offer import format_of
+from specdec.structure import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +50,15 @@ class State:
         self.metrics = Metrics(engine, self.names[0])
         self.connections = Connections(config.max_connections)
         self.draining = False
-        self._answers: set[Answers] = set()
+        self._under_way: set[Deadline] = set()
         self.choices = 0
         """Under way, of all requests."""
         self.idle = asyncio.Event()
         self.idle.set()
 
     @contextlib.contextmanager
-    def under_way(self, choices: int) -> Iterator[None]:
-        """Take a request in, or refuse it because there are too many."""
+    def under_way(self, choices: int, until: Deadline, *, field: str = "n") -> Iterator[None]:
+        """Take a request in, or refuse it because there are too many, of which this field is the cause."""
         self.check_engine()
         if self.draining:
             raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
@@ -64,8 +66,8 @@ class State:
         if choices > most:
             raise Failure(
                 400,
-                f"n: {choices} choices are more than the {most} that may be under way; ask for fewer.",
-                param="n",
+                f"{field}: {choices} choices are more than the {most} that may be under way; ask for fewer.",
+                param=field,
             )
         if self.choices + choices > most:
             raise Failure(
@@ -76,26 +78,19 @@ class State:
             )
         self.choices += choices
         self.idle.clear()
+        self._under_way.add(until)
         try:
             yield
         finally:
+            self._under_way.discard(until)
             self.choices -= choices
             if not self.choices:
                 self.idle.set()
 
-    @contextlib.contextmanager
-    def answering(self, answers: Answers) -> Iterator[None]:
-        """Know what is being answered, for the day that it must end."""
-        self._answers.add(answers)
-        try:
-            yield
-        finally:
-            self._answers.discard(answers)
-
     def end_all(self) -> None:
-        """Tell all who are being answered that the server stops."""
-        for answers in self._answers:
-            answers.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
+        """Tell all who are under way that the server stops."""
+        for until in list(self._under_way):
+            until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
 
     def check_engine(self) -> None:
         """Say that nothing can be served any more, if so."""
@@ -107,12 +102,21 @@ class State:
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
 
-        def prepare() -> list[Prepared]:
-            return [self.engine.prepare(prompt, params) for prompt in prompts]
+        form = params.structured_outputs
+        grammar = await self._compiled(form) if form else None
 
-        # Nobody knows before how long a form takes to compile.
-        size = LONG + 1 if params.structured_outputs else sum(map(len, prompts))
-        return await worked(size, prepare)
+        def prepare() -> list[Prepared]:
+            return [self.engine.prepare(prompt, params, grammar) for prompt in prompts]
+
+        return await worked(sum(map(len, prompts)), prepare)
+
+    async def _compiled(self, form: Structure) -> object:
+        """Wait for a form of output, and keep nobody else waiting."""
+        compiling = asyncio.wrap_future(self.engine.begin_form(form))
+        try:
+            return await asyncio.wait_for(compiling, PATIENCE_S)
+        except TimeoutError:
+            raise too_late(form.kind) from None
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Turn a text into tokens."""

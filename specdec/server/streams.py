@@ -1,10 +1,11 @@
 """Answers as server-sent events, to a client that may be slow or gone."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -41,22 +42,39 @@ class EventStream:
 
     async def end(self) -> web.StreamResponse:
         await self._write(DONE)
-        await self._response.write_eof()
+        async with read_within(self.request, self.stall_s):
+            await self._response.write_eof()
         return self._response
 
     async def _write(self, data: bytes) -> None:
-        if not self.begun:
-            await self._response.prepare(self.request)
-        try:
-            async with asyncio.timeout(self.stall_s):
-                await self._response.write(data)
-        except TimeoutError:
-            self._hang_up()
-            raise ConnectionResetError("the client does not read") from None
+        async with read_within(self.request, self.stall_s):
+            if not self.begun:
+                await self._response.prepare(self.request)
+            await self._response.write(data)
 
-    def _hang_up(self) -> None:
-        """Reset the connection: the system, too, is to keep nothing for a client that does not read."""
-        if transport := self.request.transport:
+
+@contextlib.asynccontextmanager
+async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[None]:
+    """Give a client up that does not read what is sent in here.
+
+    Its connection is reset: the system, too, is to keep nothing for it.
+    """
+    try:
+        async with asyncio.timeout(stall_s):
+            yield
+    except TimeoutError:
+        if transport := request.transport:
             sock = transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
             transport.abort()
+        raise ConnectionResetError("the client does not read") from None
+
+
+async def send_whole(request: web.Request, response: web.Response, stall_s: float) -> web.Response:
+    """Send an answer that is no stream, to a client that may be slow; one that was sent stays as it is."""
+    if not response.prepared:
+        response.headers.update(request["headers"])
+        async with read_within(request, stall_s):
+            await response.prepare(request)
+            await response.write_eof()
+    return response

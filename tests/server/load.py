@@ -174,7 +174,7 @@ async def _deaf(url: str, data: bytes) -> str:
     parts = urlsplit(url)
     await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
     _, writer = await asyncio.open_connection(sock=sock, limit=512)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     await writer.drain()
     # Bytes wait in the socket: only an error tells that the other side is gone.

@@ -64,7 +64,8 @@ class Rows:
     def _ask(self, prompt: str, first: list[float]) -> None:
         fields = {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         body = json.dumps({"prompt": prompt, **fields}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(body)}"
         with socket.create_connection(self.address) as sock:
             sock.sendall(head.encode() + b"\r\n\r\n" + body)
             data = b""

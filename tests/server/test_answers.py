@@ -109,9 +109,11 @@ def test_a_chat_begins_with_its_role_and_ends_once(live: Live) -> None:
 
 
 def test_usage_goes_along_where_it_is_asked_for(live: Live) -> None:
-    events = live.ask(
-        "/v1/completions", SHORT | {"stream": True, "stream_options": {"continuous_usage_stats": True}}
-    ).events
+    options = {"continuous_usage_stats": True}
+    alone = live.ask("/v1/completions", SHORT | {"stream": True, "stream_options": options}).events
+    assert not any("usage" in event for event in alone)  # as in vLLM it takes both
+    options["include_usage"] = True
+    events = live.ask("/v1/completions", SHORT | {"stream": True, "stream_options": options}).events
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts) and counts[-1] == 12
 

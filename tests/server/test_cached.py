@@ -55,6 +55,18 @@ def test_salts_and_flushing_keep_prompts_apart(live: Live) -> None:
     assert cached(live, COMPLETE, {"prompt": prompt + "class", "cache_salt": "a"}) == 0
 
 
+def test_choices_of_one_prompt_are_charged_once(live: Live) -> None:
+    body = {"prompt": "y = 2\n" * 30, "max_tokens": 2, "n": 6, "temperature": 1.0}
+    usage = live.ask(COMPLETE, body).json["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+
+
+def test_marks_are_counted_before_anything_is_read(live: Live) -> None:
+    parts = [{"type": "text", "text": "", **MARK}] * 20_000
+    answer = live.ask(CHAT, chat("one", parts))
+    assert (answer.status, answer.error["param"]) == (400, "cache_control")
+
+
 def test_the_figures_say_what_was_saved(live: Live) -> None:
     before = live.metrics()
     text = "x = 1\n" * 30

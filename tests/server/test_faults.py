@@ -171,7 +171,10 @@ def test_clients_that_are_killed_leave_nothing(live: Live, text: str) -> None:
 
 @pytest.mark.parametrize(
     "head",
-    [b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n", b"GET / HTTP/1.1\r\nA: "],
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 900\r\n\r\n",
+        b"GET / HTTP/1.1\r\nA: ",
+    ],
 )
 def test_who_trickles_is_not_waited_for(live: Live, text: str, head: bytes) -> None:
     with connect(live) as sock:
@@ -304,3 +307,18 @@ def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) ->
         assert "not compiled within" in answer.error["message"]
         code, log = own.stop()
         assert code == 0 and "Traceback" not in log
+
+
+def test_it_stops_in_bounded_time_though_a_step_hangs_and_somebody_waits_to_flush(told: Told) -> None:
+    settings = ("--drain-seconds", "0.5", "--step-timeout", "600")
+    with (
+        Live(*PLAIN_TEXT, *settings, env=told.env, entry="tests.server.faulty") as own,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        asked = pool.submit(own.ask, "/v1/completions", ALONE)
+        told.fail("hang")
+        flushed = pool.submit(own.ask, "/flush_cache", method="POST")
+        assert own.stop()[0] == 0
+        for waiting in (asked, flushed):
+            with contextlib.suppress(urllib.error.URLError, http.client.HTTPException, ConnectionError):
+                assert waiting.result().status in (200, 503)

@@ -85,7 +85,7 @@ def end(choice: int, at_s: float, stats: RequestStats) -> Said:
 
 
 def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics: Metrics) -> None:
-    with metrics.request(ask()) as watch:
+    with metrics.request(ask(), 0.0) as watch:
         watch.start_s = 100.0
         watch.said(end(0, 108.0, RequestStats(3, 5, queued_s=1.0, first_token_s=3.0, total_s=7.0)))
     assert [value(metrics, f"{name}_sum") for name in PER_CHOICE] == [8, 1, 2, 4, 6, 1, 3, 5, 9]
@@ -93,14 +93,14 @@ def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics
 
 
 def test_a_choice_of_one_token_has_no_time_between_tokens(metrics: Metrics) -> None:
-    with metrics.request(ask()) as watch:
+    with metrics.request(ask(), 0.0) as watch:
         watch.said(end(0, 9.0, RequestStats(3, 1, queued_s=1.0, first_token_s=3.0, total_s=3.0)))
     assert value(metrics, "request_decode_time_seconds_count") == 1
     assert value(metrics, "request_time_per_output_token_seconds_count") == 0
 
 
 def test_every_choice_is_a_request_and_every_prompt_has_its_longest(metrics: Metrics) -> None:
-    with metrics.request(ask(prompts=2, n=2)) as watch:
+    with metrics.request(ask(prompts=2, n=2), 0.0) as watch:
         for choice, tokens in enumerate((2, 6, 4, 3)):
             watch.said(end(choice, 9.0, RequestStats(3, tokens)))
             assert value(metrics, "request_params_n_count") == (choice + 1) // 2
@@ -128,7 +128,7 @@ def test_what_came_to_no_end_is_counted_by_what_ended_it(
     metrics: Metrics, error: BaseException, why: str, told: bool
 ) -> None:
     """Of what is told in mid-stream the telling may fail too, which is no reason any more."""
-    with contextlib.suppress(type(error), ConnectionResetError), metrics.request(ask(2, n=2)) as watch:
+    with contextlib.suppress(type(error), ConnectionResetError), metrics.request(ask(2, n=2), 0.0) as watch:
         watch.said(end(2, 9.0, RequestStats(3, 5)))
         if told:
             watch.fail(error)

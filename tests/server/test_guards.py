@@ -57,7 +57,7 @@ def open_stream(live: Live, body: dict[str, Any], *, buffer: int | None = None) 
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     sock.connect((url.hostname, url.port))
     data = json.dumps(body).encode()
-    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    head = ["POST /v1/completions HTTP/1.1", "Host: [::1]", "Content-Type: application/json"]
     head += [f"Authorization: {KEY['Authorization']}", f"Content-Length: {len(data)}"]
     sock.sendall("\r\n".join([*head, "", ""]).encode() + data)
     return sock
@@ -120,6 +120,13 @@ def test_who_does_not_read_is_given_up_and_holds_nobody_up(live: Live) -> None:
     answer = live.ask("/v1/completions", LONG | {"max_tokens": 20, "stream": False}, **KEY)
     assert answer.json["usage"]["completion_tokens"] == 20
     wait_for(lambda: running(live) == 0)
+    # What was under way for it is so no more: all places can be had.
+    wait_for(
+        lambda: (
+            live.ask("/v1/completions", LONG | {"n": 64, "max_tokens": 1, "stream": False}, **KEY).status
+            != 429
+        )
+    )
     sock.close()
     assert live.ask("/health").status == 200
 

@@ -1,5 +1,6 @@
 """What a chat may call: asked for by its client, in a format that its model knows."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from specdec.server.tools.bodies import NamedTool, Tool
 from specdec.server.tools.hermes import Hermes
 from specdec.server.tools.parser import CallFormat, Parser
 from specdec.server.tools.qwen3_coder import Qwen3Coder
-from specdec.structure import Structure
+from specdec.structure import LONGEST, Structure
 
 FORMATS: Mapping[str, CallFormat] = {"qwen3_coder": Qwen3Coder(), "hermes": Hermes()}
 """The first whose sign is in a chat template is its model's."""
@@ -78,6 +79,10 @@ def make_offer(
     return Offer(tuple(tools), form, parallel, structure)
 
 
+FRAME = 100
+"""Characters of a structural tag beside what it holds."""
+
+
 def _check_names(tools: Sequence[Tool]) -> None:
     """Refuse tools of one name: which of them a call means, nobody could say."""
     names = Counter(tool.function.name for tool in tools)
@@ -90,10 +95,18 @@ def _check_names(tools: Sequence[Tool]) -> None:
 
 def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structure:
     """Return the form of an output that calls one of the tools, or several."""
-    tags = []
+    tags, size = [], 0
     for function in (tool.function for tool in tools):
         begin, end = form.frame(function.name)
         schema = {"type": "object", **(function.parameters or {})}
+        size += len(json.dumps(schema)) + len(begin) + len(end) + FRAME
+        if size > LONGEST:
+            raise Failure(
+                400,
+                f"tools: for a call that must be made they have more than {LONGEST:,} characters; "
+                "give fewer, or choose one.",
+                param="tools",
+            )
         if found := unread(schema):
             raise Failure(400, f"tools: {function.name:.80}: {found}.", param="tools")
         content = {"type": "json_schema", "json_schema": schema, "style": form.style}
