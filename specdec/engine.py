@@ -2,17 +2,15 @@
 
 import asyncio
 import itertools
-import operator
 import queue
 import random
-import reprlib
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 from specdec.build import build
 from specdec.capabilities import check_request
@@ -20,6 +18,7 @@ from specdec.config import EngineConfig
 from specdec.errors import RequestError, SpecdecError
 from specdec.grammars import Grammars
 from specdec.outputs import Completion, Delta, EngineStats
+from specdec.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.request import Emit, Request
 from specdec.sampling import SamplingParams
 from specdec.structure import Structure
@@ -27,8 +26,6 @@ from specdec.text import TextStream
 from specdec.verify.choose import Chooser, choice_seed
 from specdec.verify.limits import Limit, NotYet
 from specdec.worker import Worker
-
-Prompt = str | Sequence[int]
 
 
 class SpecEngine:
@@ -55,14 +52,14 @@ class SpecEngine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Complete one or many prompts, in their order; the choices of one prompt stand together."""
-        batch = _as_batch(prompts)
-        each = _broadcast(params, len(batch))
+        batch = as_batch(prompts)
+        each = broadcast(params, len(batch))
         prepared = []
         for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
             try:
                 prepared.append(self.prepare(prompt, own))
             except RequestError as error:
-                raise error if len(batch) == 1 else _of_prompt(index, error) from None
+                raise error if len(batch) == 1 else of_prompt(index, error) from None
         inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
         ticket = self.submit(prepared, lambda *said: inbox.put(said))
         try:
@@ -74,7 +71,7 @@ class SpecEngine:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
         """Yield what each step adds. Closing the iterator cancels the request."""
-        (params,) = _broadcast(params, 1)
+        (params,) = broadcast(params, 1)
         prepared = self.prepare(prompt, params)
         event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
 
@@ -213,7 +210,7 @@ class SpecEngine:
             self.check_length(prompt)
             ids = self._tokenize(prompt)
         else:
-            ids = _as_ids(prompt)
+            ids = as_ids(prompt)
         vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
         if not ids:
             raise RequestError("prompt: it holds no token; give at least one.", field="prompt")
@@ -327,69 +324,6 @@ class Ticket:
         for request in self.requests:
             if request.finish_reason is None:
                 self._worker.cancel(request)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt, a text or token ids, from many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        items = list(prompts)
-    except TypeError:
-        raise _no_prompt(prompts) from None
-    if isinstance(prompts, bytes | Mapping):
-        raise _no_prompt(prompts)
-    return [cast(Prompt, items)] if items and _is_number(items[0]) else cast(list[Prompt], items)
-
-
-def _is_number(item: object) -> bool:
-    """Tell a token id, of whatever library, from a prompt."""
-    try:
-        operator.index(item)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True
-
-
-def _as_ids(prompt: object) -> list[int]:
-    """Read token ids from anything that holds whole numbers: a list, a tensor, an array."""
-    try:
-        items = list(prompt)  # type: ignore[call-overload]
-        if isinstance(prompt, bytes | Mapping) or any(isinstance(item, bool) for item in items):
-            raise TypeError
-        return [operator.index(item) for item in items]
-    except TypeError:
-        raise _no_prompt(prompt) from None
-
-
-def _of_prompt(index: int, error: RequestError) -> RequestError:
-    """Say which of several prompts an error is about."""
-    return RequestError(f"prompts[{index}]: {str(error).removeprefix('prompt: ')}", field=error.field)
-
-
-def _no_prompt(prompt: object) -> RequestError:
-    return RequestError(
-        f"prompt: {reprlib.repr(prompt)} is neither text nor token ids; give a string or whole numbers.",
-        field="prompt",
-    )
-
-
-def _broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = list(params) if isinstance(params, Sequence) else [params]
-    wrong = next((own for own in each if not isinstance(own, SamplingParams)), None)
-    if wrong is not None:
-        raise RequestError(
-            f"params: {reprlib.repr(wrong)} is not SamplingParams; write SamplingParams(max_tokens=…).",
-            field="params",
-        )
-    if len(each) != count:
-        raise RequestError(
-            f"params: {len(each)} were given for {count} prompts; give one, or one for each prompt.",
-            field="params",
-        )
-    return each
 
 
 def _collect(

@@ -14,7 +14,7 @@ PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
 CORE = {"engine", "worker", "loop", "scheduler", "request", "outputs", "text"}
 CORE |= {"build", "config", "resolve", "options", "footprint", "capabilities", "counts", "parts"}
 CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "forms", "grammars"}
-CORE |= {"prefixes", "devices", "sampling"}
+CORE |= {"prefixes", "devices", "sampling", "prompts"}
 PUBLIC = {PACKAGE}
 """The package itself: what `from specdec import SpecEngine` names."""
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from specdec.engine import Prepared, Prompt
+from specdec.engine import Prepared
 from specdec.outputs import Delta, DraftTree, RequestStats, TokenLogprob
+from specdec.prompts import Prompt
 from specdec.server.tools.answer import CallingAnswer
 from specdec.server.tools.offer import Offer
 from specdec.text import Tokenizer

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.chat import Message, load_template
-from specdec.engine import Prepared, Prompt, SpecEngine
+from specdec.engine import Prepared, SpecEngine
 from specdec.errors import RequestError
 from specdec.grammars import PATIENCE_S, too_late
 from specdec.models.checkpoint import SHIPPED
+from specdec.prompts import Prompt
 from specdec.sampling import SamplingParams
 from specdec.server.access import Access
 from specdec.server.answers import Bell, Deadline
