@@ -213,7 +213,8 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
         drafter = DeviceDrafter(head.head, *own, table, window=head.window, noise=noise)
     snapshots = settings.slots == "snapshot"
     step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
-    extent = Extent.of(settings.max_running, settings.bounds if settings.drafters else None)
+    bounds = settings.bounds if settings.drafters else None
+    extent = Extent.of(settings.max_running, bounds, looks=not is_alone)
     make_rows = partial(
         Rows.empty,
         extent,

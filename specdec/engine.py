@@ -177,7 +177,7 @@ class SpecEngine:
             failed_steps=self._worker.failed_steps,
             clean_checks=self._worker.clean_checks,
             moved_blocks=loop.arena.moved_blocks,
-            prefixes=loop.prefixes.stats(list(scheduler.running)) if loop.prefixes else None,
+            prefixes=loop.prefixes.stats() if loop.prefixes else None,
         )
 
     def close(self, timeout_s: float | None = None) -> bool:

@@ -80,9 +80,10 @@ class DecodeLoop:
         clock.lap("rest")
         if any(part.decodes for part in parts):
             self.counts.spend(clock.seconds)
-        elif self.prefixes:
-            self.prefixes.observe(parts, sum(clock.seconds.values()))
         if Replays.firsts == firsts:
+            # Where nothing is chosen a GPU may not have been waited for.
+            if self.prefixes and all(part.asked and not part.decodes for part in parts):
+                self.prefixes.observe(parts, sum(clock.seconds.values()))
             self.speculation.observe_step(parts, clock.seconds)
 
     def _choose(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> list[dict[int, Choice]]:
@@ -182,6 +183,8 @@ class DecodeLoop:
         if not path.emitted:
             return
         if NO_TOKEN in path.emitted:
+            if self.prefixes:
+                self.prefixes.cut(request)
             self.scheduler.release(request)
             request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
             return
@@ -233,7 +236,8 @@ class DecodeLoop:
         """Let what a request has read and said serve later ones, as far as that is wanted."""
         if self.prefixes:
             self.prefixes.end(request, self.runner.left_by(request) if self.runner else None)
-        self.speculation.end(request, shared=self._shares)
+        shared = self._shares and not request.params.cache_salt
+        self.speculation.end(request, shared=shared)
 
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""

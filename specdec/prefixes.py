@@ -15,6 +15,7 @@ from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
 from specdec.state_slots.prefix.tuner import Tuner
+from specdec.state_slots.slots import Kind
 from specdec.state_slots.window import RecordSlot, record_ids
 
 
@@ -40,11 +41,16 @@ class Prefixes:
             if request.lease is None or part.decodes:
                 continue
             stops = request.computed in request.lease.stops
-            # Without states others may go on from anywhere, where the head must have read too.
-            hidden_1D = self.speculation.last_hidden(request) if stops or not request.committed else None
+            # Whoever comes here later shares the blocks: the head must have read as far.
+            hidden_1D = self.speculation.last_hidden(request)
             node = self._share(request, request.computed)
             if stops and request.committed:
                 self.cache.keep_copy(node, request.committed.state, hidden_1D)
+
+    def cut(self, request: Request) -> None:
+        """Keep nothing of a request whose numbers were wrong."""
+        if request.lease:
+            self.cache.cut(request.lease)
 
     def observe(self, parts: Sequence[Part], seconds: float) -> None:
         """Learn from a step that did nothing but read prompts how long that takes."""
@@ -73,13 +79,10 @@ class Prefixes:
         self._fold(committed.state, committed.path[: len(committed.path) - skipped])
         self.cache.keep(node, request.number, committed.state, hidden_1D)
 
-    def stats(self, running: Sequence[Request]) -> PrefixStats:
-        """Say what was saved; any thread may ask. What runs and is kept as well counts as running."""
-        usage, layout = self.arena.usage(), self.arena.layout
-        tables = [request.table_N.tolist() for request in running]
-        blocks = len({block for table in tables for block in table})
-        states = sum(request.committed is not None for request in running)
-        held = blocks * layout.block_bytes + states * layout.state_bytes
+    def stats(self) -> PrefixStats:
+        """Say what was saved; any thread may ask. What is used and kept as well counts as used."""
+        usage, layout, others = self.arena.usage(), self.arena.layout, self.arena.others()
+        held = others[Kind.BLOCK] * layout.block_bytes + others[Kind.STATE] * layout.state_bytes
         kept = usage.block_bytes + usage.state_bytes - held
         alpha = self.cache.score.alpha
         return PrefixStats(**asdict(self.cache.counts), cached_bytes=max(kept, 0), alpha=alpha)

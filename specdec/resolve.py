@@ -271,7 +271,7 @@ def bounds_of(config: EngineConfig) -> Shape:
 
 def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
     """Count what every running request may borrow for drafts and keep of them, in whole slabs."""
-    extent = Extent.of(config.max_running, bounds)
+    extent = Extent.of(config.max_running, bounds, looks=True)
     blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
     slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
     slots = extent.records if config.slots == "record" else extent.snapshots

@@ -9,6 +9,7 @@ from specdec.structure import Structure
 
 GREEDY_BELOW = 1e-5
 """A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
+MOST_TOKENS = 1 << 31
 MAX_STOPS = 64
 MAX_BIASES = 1024
 """Each is looked at for every token, while all others wait."""
@@ -33,8 +34,9 @@ class SamplingParams(Settings):
     max_tokens: int = Field(
         16,
         ge=0,
+        le=MOST_TOKENS,
         title="how many tokens are written at most; fewer where max_model_len ends the sequence",
-        description="a whole number of at least 1, or 0 with prompt_logprobs",
+        description="a whole number from 1 to 2147483648, or 0 with prompt_logprobs",
     )
     temperature: Annotated[float, BeforeValidator(_round_to_greedy)] = Field(
         1.0,

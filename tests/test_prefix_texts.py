@@ -135,7 +135,7 @@ def test_texts_are_those_without_a_cache(
         assert stats.failed_steps == 0 and cache
         assert stats.preemptions > 10 and cache.counts.hit > 300 and cache.counts.blocks_evicted > 20
         assert cache.counts.states_evicted > 10 or not layout.states
-        assert (loop.runner is not None and loop.runner.steps > 0) == (steps == "device")
+        assert (loop.runner is not None) == (steps == "device")  # which takes what steps it has memory for
         engine.generate([1], PARAMS[-1])  # who has given up is gone before the next one ends
         engine.flush()
         usage = loop.arena.usage()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdec import Completion, SamplingParams, SpecEngine
+from specdec import Completion, SamplingParams, SpecdecError, SpecEngine
 from specdec.bench.random_model import write_random_checkpoint
+from specdec.models.network import Block
 from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
 from specdec.state_slots.prefix.rates import Rates
 from tests.conftest import HYBRID
@@ -150,7 +151,51 @@ def test_salts_share_nothing(folder: Path) -> None:
 def test_a_mark_keeps_a_state_the_first_time(folder: Path) -> None:
     stem, draw = PROMPTS[0][:70], random.Random(3)
     ends = [[*stem, *(draw.randrange(VOCAB) for _ in range(9))] for _ in range(3)]
-    for marks, wanted in ((None, [0, 0, 70]), ([70], [0, 70, 70]), ([33, 90], [0, 33, 70])):
+    for marks, wanted in ((None, [0, 0, 70]), ([70], [0, 70, 70]), ([33, 9000], [0, 33, 70])):
         with SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine:
             params = SamplingParams(max_tokens=1, cache_marks=marks)
             assert [engine.generate([end], params)[0].stats.cached_tokens for end in ends] == wanted
+
+
+def test_a_prompt_that_is_marked_whole_is_there_for_those_that_go_on_from_it(folder: Path) -> None:
+    stem = PROMPTS[0]
+    with SpecEngine(folder, draft="mtp", prefix_cache=True, **TREE, **SETTINGS) as engine:
+        engine.generate([stem], SamplingParams(max_tokens=9, ignore_eos=True, cache_marks=[len(stem)]))
+        done = engine.generate([[*stem, 5, 6]], SamplingParams(max_tokens=3, temperature=0.0))
+    assert done[0].stats.cached_tokens == len(stem)
+
+
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_numbers_that_are_wrong_once_serve_nobody_later(
+    folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stem, right = PROMPTS[0], Block.feed
+    own = {**DRAFTS[draft], **SETTINGS}
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    asked = [[*stem, token] for token in range(4)]
+    with SpecEngine(folder, **own) as engine:
+        wanted = [engine.generate([prompt], params)[0].token_ids for prompt in asked]
+    with SpecEngine(folder, prefix_cache=True, **own) as engine:
+
+        def wrong(*args: Any, **named: Any) -> Any:
+            return right(*args, **named) * float("nan")
+
+        monkeypatch.setattr(Block, "feed", wrong)
+        with pytest.raises(SpecdecError, match="not numbers"):
+            engine.generate([[*stem, 9]], params)
+        monkeypatch.setattr(Block, "feed", right)
+        found = [engine.generate([prompt], params)[0].token_ids for prompt in asked]
+        assert found == wanted and engine.stats().failed_steps == 0
+
+
+def test_what_one_salt_has_said_drafts_for_no_other(folder: Path) -> None:
+    own = {"draft": "suffix", "adaptive": False, "num_steps": 4, "topk": 1, **SETTINGS}
+    with SpecEngine(folder, prefix_cache=True, **own) as engine:
+
+        def accepted(salt: str | None) -> int:
+            params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, cache_salt=salt)
+            return engine.generate([PROMPTS[0][:30]], params)[0].stats.accepted
+
+        first = accepted("a")
+        assert accepted("b") == first
+        assert [accepted(None), accepted(None) > first][1]

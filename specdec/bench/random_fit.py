@@ -45,7 +45,7 @@ class Fit:
         own = layout.sequence_bytes(tokens)
         if not self.settings.drafters:
             return own
-        extent = Extent.of(1, bounds)
+        extent = Extent.of(1, bounds, looks=True)
         own += layout.blocks_for(extent.ahead + layout.block_tokens) * layout.block_bytes
         if slots == "snapshot":
             return own + extent.snapshots * layout.states_per_slab * layout.slab_bytes

@@ -60,8 +60,8 @@ class ResponseFormat(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = Field(False, description="end with a chunk that has the usage and no choices")
-    continuous_usage_stats: bool = Field(False, description="put the usage so far into every chunk")
+    include_usage: bool | None = Field(None, description="end with a chunk that has the usage and no choices")
+    continuous_usage_stats: bool | None = Field(None, description="put the usage so far into every chunk")
 
 
 class Body(BaseModel):

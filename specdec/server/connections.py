@@ -65,6 +65,8 @@ async def read_body(request: web.Request, limit_s: float) -> None:
             await request.read()
     except TimeoutError:
         raise Failure(408, f"The body did not come within {limit_s:g} s.", code="body_timeout") from None
+    except web.RequestPayloadError:
+        raise Failure(400, "the body cannot be read; check its Content-Encoding and length.") from None
 
 
 def _raise_limit() -> int:

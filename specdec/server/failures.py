@@ -72,7 +72,8 @@ def failure_of(error: Exception) -> Failure:
         case SpecdecError():
             # The same words as in Python, where a setting is named with its class.
             message = str(error).replace("SamplingParams.", "").replace("SamplingParams ", "the request ")
-            return Failure(400, message, param=error.field)
+            long = error.field == "prompt" and "max_model_len" in message
+            return Failure(400, message, param=error.field, code="context_length_exceeded" if long else None)
         case web.HTTPNotFound():
             return Failure(404, "There is nothing at this address; /openapi.json lists those there are.")
         case web.HTTPMethodNotAllowed():

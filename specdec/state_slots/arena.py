@@ -71,6 +71,8 @@ class Arena:
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
         self.make_room: Callable[[Callable[[], bool]], bool] = lambda fits: fits()
         """Has what is only kept for later give way until something fits; tells whether it does."""
+        self.is_kept: Callable[[Owner], bool] = lambda owner: False
+        """Tells whether what an owner holds would give way."""
         self.may_move: Callable[[], bool] = lambda: False
         """Tells whether all who know of blocks can be told that they have moved."""
         self.on_move: Callable[[Mapping[int, int]], None] = lambda moved: None
@@ -169,7 +171,25 @@ class Arena:
                     return False
             return True
 
-        return fits() or self.make_room(fits)
+        return fits() or (self._could_fit(blocks, states, records) and self.make_room(fits))
+
+    def others(self) -> dict[Kind, int]:
+        """Count the slots that are held by anybody but those who would give way."""
+        counts = {}
+        for kind, pool in self._pools.items():
+            held = [slots for owner, slots in list(pool.held.items()) if not self.is_kept(owner)]
+            counts[kind] = len(set().union(*held))
+        return counts
+
+    def _could_fit(self, blocks: int, states: int, records: int) -> bool:
+        """Tell whether these might fit if all gave way that would: nobody is to give way for nothing."""
+        wanted, others = {Kind.BLOCK: blocks, Kind.STATE: states, Kind.RECORD: records}, self.others()
+        slabs = sum(
+            -(-(others[kind] + wanted[kind]) // pool.per_slab)
+            for kind, pool in self._pools.items()
+            if pool.per_slab
+        )
+        return slabs < len(self._slabs.kinds)
 
     def _fits(self, blocks: int, states: int, records: int) -> bool:
         slabs = self._blocks.new_slabs(blocks) + self._states.new_slabs(states)

@@ -21,12 +21,15 @@ class Extent:
     """Positions that a head writes behind a window while it drafts."""
 
     @classmethod
-    def of(cls, rows: int, bounds: Shape | None) -> "Extent":
-        """Measure what drafts within these bounds need; None: nobody drafts."""
+    def of(cls, rows: int, bounds: Shape | None, *, looks: bool) -> "Extent":
+        """Measure what drafts within these bounds need; None: nobody drafts.
+
+        What is looked up goes as deep as a window has nodes, a head no deeper than it has steps.
+        """
         if bounds is None:
             return cls(rows, 1, 1, 0)
         nodes = bounds.num_draft_tokens
-        path = min(nodes, bounds.num_steps + 1)
+        path = nodes if looks else min(nodes, bounds.num_steps + 1)
         return cls(rows, nodes, path, max(nodes, bounds.topk * bounds.num_steps))
 
     @property

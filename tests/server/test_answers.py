@@ -303,3 +303,25 @@ def test_heads_are_told_what_gets_are(live: Live, path: str) -> None:
     whole, head = live.ask(path), live.ask(path, method="HEAD")
     assert (head.status, head.data) == (whole.status, b"") and whole.data
     assert head.headers["Content-Type"] == whole.headers["Content-Type"]
+
+
+@pytest.mark.parametrize("count", [10**400, 10**23, 2**31 + 1])
+def test_more_tokens_than_anybody_writes_are_refused(live: Live, count: int) -> None:
+    answer = live.ask("/v1/completions", SHORT | {"max_tokens": count})
+    assert (answer.status, answer.error["param"]) == (400, "max_tokens")
+
+
+def test_a_body_that_is_not_packed_as_it_says_is_refused(live: Live) -> None:
+    answer = live.ask("/v1/completions", data=b"nonsense", Content_Encoding="gzip")
+    assert answer.status == 400 and "Content-Encoding" in answer.error["message"]
+
+
+def test_nulls_within_options_count_as_not_given(live: Live) -> None:
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    events = live.ask("/v1/completions", SHORT | {"stream": True, "stream_options": options}).events
+    assert events and not any("usage" in event for event in events)
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(live: Live) -> None:
+    answer = live.ask("/v1/completions", SHORT | {"prompt": [1] * 5000})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")

@@ -11,7 +11,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.integrity import IntegrityError
 from specdec.state_slots.prefix.rates import Rates
 from specdec.state_slots.prefix.score import Score
-from specdec.state_slots.prefix.tree import Ids, Node, Tree
+from specdec.state_slots.prefix.tree import PREFIX, Ids, Node, Tree
 
 MOVING = "moving"
 """Owns, in the lower tier, what comes from the upper one."""
@@ -82,10 +82,10 @@ class PrefixCache:
         self.arena, self.score, self.has_head, self.lower = arena, score, has_head, lower
         self.tree = Tree(arena, has_head=has_head)
         self.counts = Counts()
-        self.rates = Rates()
+        self.rates: Rates = lower.rates if lower else Rates()
         self._states = bool(arena.layout.states)
         self._now = 0
-        arena.make_room = self.make_room
+        arena.make_room, arena.is_kept = self.make_room, is_kept
 
     def lease(self, tokens: Tokens, salt: str = "", marks: Iterable[int] = ()) -> Lease:
         """Find what is known of a prompt, and keep it from giving way until `lend` or `leave`.
@@ -93,6 +93,7 @@ class PrefixCache:
         The last token must be read in any case: what follows it is asked for.
         """
         ids = as_ids(tokens[:-1])
+        self.tree.root(salt)
         deepest, known = self.tree.walk(salt, ids)
         found, length = self.usable(deepest, known)
         store, tip = self, found
@@ -101,7 +102,7 @@ class PrefixCache:
         for node in (tip, found):
             node.pins += 1
         private = max(min(length - (self.has_head and self._states), known - self.has_head), 0)
-        stops = {mark for mark in marks if length < mark <= len(ids)}
+        stops = {mark for mark in marks if length < mark <= len(tokens)}
         if self._states and length < known:
             stops.add(known)
         shared = private // self.tree.size if self.tree.pages else 0
@@ -152,7 +153,11 @@ class PrefixCache:
         self.counts.hit += length
         fetched = store is not self
         self.counts.fetched += length * fetched
-        return Hit(length, [*shared, *copies], lease.found.hidden_1D if self._states else None, fetched)
+        store._touch(lease.found)
+        hidden_1D = lease.found.hidden_1D if self._states else None
+        if hidden_1D is not None:
+            hidden_1D = hidden_1D.to(self.arena.data.device)
+        return Hit(length, [*shared, *copies], hidden_1D, fetched)
 
     def leave(self, lease: Lease) -> None:
         """Let a place go."""
@@ -160,6 +165,17 @@ class PrefixCache:
             lease.tip.locks -= 1
         else:
             self._unpin(lease)
+        for tree, node in ((self.tree, lease.tip), (lease.store.tree, lease.found)):
+            tree.prune(node)
+
+    def cut(self, lease: Lease) -> None:
+        """Forget what a request has read, whose numbers were wrong, and all that has come to stand on it."""
+        for node in lease.tip.path():
+            if node.end > lease.length:
+                if node.start < lease.length:
+                    self.tree.reach(node, lease.length)  # what stands above it was read before
+                self.tree.cut(node)
+                return
 
     def note(self, lease: Lease, tokens: Tokens, table: Sequence[int]) -> Node:
         """Learn what a request has read so far; its blocks are the tree's as well from now on."""
@@ -170,6 +186,7 @@ class PrefixCache:
         return node
 
     def _insert(self, salt: str, ids: Ids, table: list[int]) -> Node:
+        self.tree.root(salt)
         node, at = self.tree.walk(salt, ids)
         node = self.tree.reach(node, at)
         if at < len(ids):
@@ -185,7 +202,7 @@ class PrefixCache:
         """Keep a copy of a state, which goes on, at a node, if there is room for it."""
         if state is None or node.state is not None:
             return
-        self._copy_in(node, self.arena.state_bytes_X(state), hidden_1D)
+        self._copy_in(node, self, state, hidden_1D)
 
     def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
         """Take a state over, which its owner needs no more, unless the node has one."""
@@ -193,12 +210,13 @@ class PrefixCache:
             self.arena.hand_over_state(owner, node.owner, state)
             self._keep(node, state, hidden_1D)
 
-    def _copy_in(self, node: Node, state_X: Tensor, hidden_1D: Tensor | None) -> None:
+    def _copy_in(self, node: Node, store: "PrefixCache", state: int, hidden_1D: Tensor | None) -> None:
         node.pins += 1  # room is made for it, but not by itself
         slots = self.arena.take_snapshots(node.owner, 1)
         node.pins -= 1
         if slots:
-            self.arena.state_bytes_X(slots[0]).copy_(state_X)
+            with self.rates.copying(store.arena, self.arena) as pairs:
+                pairs.append((store.arena.state_bytes_X(state), self.arena.state_bytes_X(slots[0])))
             self._keep(node, slots[0], hidden_1D)
 
     def _keep(self, node: Node, state: int, hidden_1D: Tensor | None) -> None:
@@ -214,15 +232,20 @@ class PrefixCache:
         sources = upper.tree.table(node, node.end)[first:]
         blocks = self.arena.take_blocks(MOVING, len(sources))
         if blocks is not None:
-            with self.rates.copying(upper.arena, self.arena) as pairs:
-                for source, to in zip(sources, blocks, strict=True):
-                    pairs.append((upper.arena.block_bytes_X(source), self.arena.block_bytes_X(to)))
-            own = self._insert(salt, ids, [*self.tree.table(deepest, known)[:first], *blocks])
+            table = [*self.tree.table(deepest, known)[:first], *blocks]
+            self._copy_down(upper, sources, blocks)
+            own = self._insert(salt, ids, table)
             self.arena.release_owner(MOVING)
             if node.state is not None and own.state is None:
                 hidden_1D = None if node.hidden_1D is None else node.hidden_1D.to(self.arena.data.device)
-                self._copy_in(own, upper.arena.state_bytes_X(node.state), hidden_1D)
+                self._copy_in(own, upper, node.state, hidden_1D)
         deepest.pins -= 1
+        self.tree.prune(deepest)
+
+    def _copy_down(self, upper: "PrefixCache", sources: Sequence[int], blocks: Sequence[int]) -> None:
+        with self.rates.copying(upper.arena, self.arena) as pairs:
+            for source, to in zip(sources, blocks, strict=True):
+                pairs.append((upper.arena.block_bytes_X(source), self.arena.block_bytes_X(to)))
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
         """Give prefixes up until something fits; tell whether it does."""
@@ -332,6 +355,11 @@ def _check_leases(nodes: Sequence[Node], leases: Sequence[Lease]) -> None:
             )
     if locks or pins:
         raise IntegrityError("a request goes on from a prefix that is not in the tree")
+
+
+def is_kept(owner: Hashable) -> bool:
+    """Tell whether an owner in the arena is a node of a tree."""
+    return isinstance(owner, tuple) and owner[0] == PREFIX
 
 
 def as_ids(tokens: Tokens) -> Ids:

@@ -14,7 +14,7 @@ RECENT = 0.2
 
 
 class Rates:
-    """Measured on the way; nothing is fetched for a reason that was not measured."""
+    """Measured on the way, of copies in either direction and of steps that read prompts alone."""
 
     def __init__(self) -> None:
         self.copied_s: float | None = None

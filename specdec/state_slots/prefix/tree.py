@@ -18,6 +18,8 @@ from torch import Tensor
 from specdec.state_slots.arena import Arena
 
 Ids = NDArray[np.int32]
+PREFIX = "prefix"
+"""What the names of nodes begin with in the arena."""
 NO_IDS: Ids = np.zeros(0, np.int32)
 
 
@@ -79,9 +81,14 @@ class Tree:
         self._numbers = itertools.count(1)
 
     def root(self, salt: str) -> Node:
-        if salt not in self.roots:
-            self.roots[salt] = Node(("root", salt), None, NO_IDS, 0)
-        return self.roots[salt]
+        """Return the root of a salt's tree, which begins here if there is none."""
+        return self.roots.setdefault(salt, Node(("root", salt), None, NO_IDS, 0))
+
+    def prune(self, node: Node) -> None:
+        """Forget a salt of which nothing is left, and from whose root nobody goes on."""
+        salt = node.owner[1]
+        if node.is_root and not (node.children or node.locks or node.pins) and self.roots.get(salt) is node:
+            del self.roots[salt]
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node but the roots."""
@@ -89,8 +96,11 @@ class Tree:
             yield from (node for node in root.below() if not node.is_root)
 
     def walk(self, salt: str, ids: Ids) -> tuple[Node, int]:
-        """Return how many of these tokens are known, and the node on whose edge the last of them lies."""
-        node, at = self.root(salt), 0
+        """Return the node on whose edge the last known one of these tokens lies, and how many are known.
+
+        Of a salt that nobody has used it is a root that stands in no list.
+        """
+        node, at = self.roots.get(salt) or Node(("root", salt), None, NO_IDS, 0), 0
         while at < len(ids) and (child := node.children.get(int(ids[at]))):
             node = child
             known = _common(child.edge, ids[at:])
@@ -152,7 +162,16 @@ class Tree:
         assert node.parent and not node.children
         del node.parent.children[int(node.edge[0])]
         self.arena.release_owner(node.owner)
+        self.prune(node.parent)
         node.parent = None
+
+    def cut(self, node: Node) -> None:
+        """Take a node away with all that stands on it."""
+        assert node.parent
+        del node.parent.children[int(node.edge[0])]
+        for own in node.below():
+            self.arena.release_owner(own.owner)
+            own.state = own.hidden_1D = None
 
     def join(self, node: Node) -> Node:
         """Put a node that has one child and no state into that child, which takes its blocks over."""
@@ -193,7 +212,7 @@ class Tree:
         return upper
 
     def _make(self, parent: Node | None, edge: Ids, end: int) -> Node:
-        return Node(("prefix", next(self._numbers)), parent, edge, end)
+        return Node((PREFIX, next(self._numbers)), parent, edge, end)
 
     def _hold(self, node: Node, blocks: list[int]) -> None:
         for block in blocks:

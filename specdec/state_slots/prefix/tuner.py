@@ -84,7 +84,7 @@ class Tuner:
         own = np.array(prompt, np.int32)
         whole = np.concatenate([own, np.asarray(output, np.int32)])
         with self._changed:
-            if self._tokens + len(whole) > MOST_TOKENS:
+            if self._ends or self._tokens + len(whole) > MOST_TOKENS:
                 self.left_out += 1
                 return
             self._waiting.append((own, whole, salt))
@@ -124,6 +124,9 @@ class Tuner:
                 self._tune(_Rest(self._pause))
             except Exception:
                 logger.exception("prefix_policy: tuning has failed; alpha stays %g", self.alpha)
+                with self._changed:
+                    self._ends = True
+                    self._waiting.clear()
                 return
 
     def _pause(self, seconds: float) -> None:

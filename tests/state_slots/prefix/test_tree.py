@@ -23,6 +23,7 @@ def plant(tree: Tree, writer: str, text: list[int], salt: str = "") -> tuple[Nod
     """Put a text into a tree with the blocks of who has read all of it."""
     table = tree.arena.take_blocks(writer, -(-len(text) // SIZE))
     assert table is not None
+    tree.root(salt)
     node, at = tree.walk(salt, ids(text))
     node = tree.reach(node, at)
     return (tree.grow(node, ids(text), table) if at < len(text) else node), table
@@ -95,3 +96,14 @@ def test_random_texts_are_found_as_far_as_anybody_told_them(tree: Tree) -> None:
             texts.append(text)
         tree.arena.release_owner(f"writer {turn}")
     tree.arena.check_owners(node.owner for node in tree.nodes())
+
+
+def test_a_salt_is_forgotten_with_the_last_of_its_texts(tree: Tree) -> None:
+    tree.walk("asked for once", ids([1]))
+    assert not tree.roots
+    node, _ = plant(tree, "a", [1, 2, 3], salt="own")
+    other, _ = plant(tree, "b", [4], salt="own")
+    tree.drop(node)
+    assert list(tree.roots) == ["own"]
+    tree.drop(other)
+    assert not tree.roots
