@@ -30,6 +30,13 @@ KINDS_OF_VALUE = {"str", "int", "float", "bool", "list", "dict"}
 """What pydantic puts behind a field that may be of several."""
 
 
+SEVERAL = {
+    "prompt": "give a text, token ids, or a list of texts or of lists of ids",
+    "stop": "give a text or a list of texts",
+}
+"""What fields may be that may be of several kinds: pydantic would speak of the first alone."""
+
+
 class Failure(Exception):
     """An answer that is an error. `param` names the field at fault, `code` the case for programs."""
 
@@ -130,6 +137,8 @@ def misfit(error: ValidationError) -> Failure:
         if isinstance(part, int) or (part.isidentifier() and part not in KINDS_OF_VALUE)
     )
     field = str(first["loc"][0]) if first["loc"] else None
+    if field in SEVERAL:
+        return Failure(400, f"{field}: {SEVERAL[field]}.", param=field)
     return Failure(400, f"{where or 'the body'}: {first['msg'].lower()}.", param=field)
 
 

@@ -143,3 +143,10 @@ def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
         assert (caught.value.status, caught.value.param) == (400, field)
         assert str(caught.value).startswith(f"{field}: json_schema: uniqueItems is not followed")
         assert "#/properties/tags" in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", [5, [1, "a"], [["a"]], [1.5], ["a", [1]], {"a": 1}])
+def test_a_prompt_of_no_kind_is_told_all_kinds(prompt: object) -> None:
+    with pytest.raises(Failure, match="prompt: give a text, token ids, or") as caught:
+        CompletionBody.read(json.dumps({"prompt": prompt}).encode())
+    assert caught.value.param == "prompt"
