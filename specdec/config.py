@@ -14,6 +14,8 @@ MAX_WINDOW = 64
 NonEmpty = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 
+PREFIX_FIELDS = ("prefix_policy", "prefix_alpha", "host_cache_bytes")
+"""What only a cache of prefixes has a use for."""
 HEAD_FIELDS = ("draft_model", "draft_vocab", "draft_window")
 """What only a head has a use for."""
 DRAFTERS = "auto, none, mtp, eagle, ngram or suffix"

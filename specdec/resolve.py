@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.capabilities import resolve_drafters
-from specdec.config import HEAD_FIELDS, MAX_WINDOW, EngineConfig
+from specdec.config import HEAD_FIELDS, MAX_WINDOW, PREFIX_FIELDS, EngineConfig
 from specdec.devices import free_memory, pick_device
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
@@ -204,11 +204,12 @@ def resolve(
 
 def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
     """Refuse by name what the configuration can say and this version cannot do."""
-    if config.host_cache_bytes and not config.prefix_cache:
-        raise ConfigError(
-            "host_cache_bytes: nothing is kept without prefix_cache; set that too, or leave this one out.",
-            field="host_cache_bytes",
-        )
+    for field in PREFIX_FIELDS:
+        if not config.prefix_cache and getattr(config, field) != EngineConfig.model_fields[field].default:
+            raise ConfigError(
+                f"{field}: nothing is kept without prefix_cache; set that too, or leave this one out.",
+                field=field,
+            )
     if config.draft_model is not None and eagle is None:
         raise ConfigError(
             "draft_model: weights that are drawn have no head's beside them; leave it out.",

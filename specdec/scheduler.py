@@ -138,6 +138,8 @@ class Scheduler:
     def _take_back(self, request: Request) -> None:
         self.arena.release_owner(request.number)
         if request.lease and self.cache:
+            if not request.first_token_s:
+                self.cache.cut(request.lease)  # what it has read has never been seen to give numbers
             self.cache.leave(request.lease)
         request.forget_memory()
         self.on_lose(request)

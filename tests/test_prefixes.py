@@ -180,9 +180,10 @@ def test_numbers_that_are_wrong_once_serve_nobody_later(
         def wrong(*args: Any, **named: Any) -> Any:
             return right(*args, **named) * float("nan")
 
+        engine.generate([stem[:40]], SamplingParams(max_tokens=1))
         monkeypatch.setattr(Block, "feed", wrong)
         with pytest.raises(SpecdecError, match="not numbers"):
-            engine.generate([[*stem, 9]], params)
+            engine.generate([[*stem, 9], [*stem, 8], [*stem[:90], 7], stem[:20]], params)
         monkeypatch.setattr(Block, "feed", right)
         found = [engine.generate([prompt], params)[0].token_ids for prompt in asked]
         assert found == wanted and engine.stats().failed_steps == 0

@@ -170,12 +170,13 @@ class PrefixCache:
 
     def cut(self, lease: Lease) -> None:
         """Forget what a request has read, whose numbers were wrong, and all that has come to stand on it."""
-        for node in lease.tip.path():
-            if node.end > lease.length:
-                if node.start < lease.length:
-                    self.tree.reach(node, lease.length)  # what stands above it was read before
-                self.tree.cut(node)
-                return
+        if not self.tree.holds(lease.tip):
+            return  # it went with another's
+        node = next((node for node in lease.tip.path() if node.end > lease.length), None)
+        if node:
+            if node.start < lease.length:
+                self.tree.reach(node, lease.length)  # what stands above it was read before
+            self.tree.cut(node)
 
     def note(self, lease: Lease, tokens: Tokens, table: Sequence[int]) -> Node:
         """Learn what a request has read so far; its blocks are the tree's as well from now on."""

@@ -165,6 +165,11 @@ class Tree:
         self.prune(node.parent)
         node.parent = None
 
+    def holds(self, node: Node) -> bool:
+        """Tell whether a node stands in the tree, or on a branch that was cut off."""
+        path = node.path()
+        return all(own.parent and own.parent.children.get(int(own.edge[0])) is own for own in path)
+
     def cut(self, node: Node) -> None:
         """Take a node away with all that stands on it."""
         assert node.parent
