@@ -1,9 +1,9 @@
 """Measurements on disk, one a line, so that a run that was cut short goes on where it ended."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from specdec.errors import ConfigError
 
@@ -76,3 +76,27 @@ def _whole_lines(data: bytes) -> list[str]:
 def _short(value: Any) -> str:
     shown = json.dumps(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+class Measuring(Protocol):
+    """A run whose records are kept as they come."""
+
+    @property
+    def done(self) -> Sized:
+        """What was measured so far."""
+        ...
+
+    def measure(self) -> None:
+        """Measure what is missing."""
+        ...
+
+
+def is_cut_short(run: Measuring) -> bool:
+    """Measure; tell whether Ctrl-C ended it. Where nothing was done by then, that ends all."""
+    try:
+        run.measure()
+    except KeyboardInterrupt:
+        if not run.done:
+            raise
+        return True
+    return False

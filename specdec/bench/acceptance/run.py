@@ -28,6 +28,7 @@ from specdec.bench.acceptance.store import RESULT, Store
 from specdec.bench.acceptance.summary import Pair, records
 from specdec.bench.acceptance.table import render
 from specdec.bench.agreement import rounding
+from specdec.bench.kept import is_cut_short
 from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
 from specdec.bench.report import environment, json_line, publish
@@ -243,15 +244,9 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
-    interrupted = False
     with quiet_transformers():
         whole = Run(options, config, out)
-        try:
-            whole.measure()
-        except KeyboardInterrupt:
-            if not whole.done:
-                raise
-            interrupted = True
+        interrupted = is_cut_short(whole)
     report = whole.report(interrupted=interrupted)
     publish(render(report), report, out / RESULT if out else None)
     if out:

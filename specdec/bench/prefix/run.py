@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.kept import Kept
+from specdec.bench.kept import Kept, is_cut_short
 from specdec.bench.prefix.figures import figures
 from specdec.bench.prefix.pictures import write_pictures
 from specdec.bench.prefix.policies import Ground, Nothing, PerBlock, Prefix
@@ -125,14 +125,8 @@ def run(options: Options, out: Path | None) -> None:
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
-    interrupted = False
     whole = Run(options, out)
-    try:
-        whole.measure()
-    except KeyboardInterrupt:
-        if not whole.done:
-            raise
-        interrupted = True
+    interrupted = is_cut_short(whole)
     report = whole.report(interrupted=interrupted)
     publish(render(report), report, out / RESULT if out else None)
     if out:
