@@ -1,6 +1,6 @@
 """The decode loop: plan, draft, run the network over one window, choose, walk, commit, emit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from specdec.speculation import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import settle
 from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.tree import move_blocks
 from specdec.state_slots.prefix.tuner import Tuner
+from specdec.state_slots.slots import Owner
 from specdec.state_slots.window import Window, build_window, record_ids
 from specdec.streak.runner import Runner
 from specdec.verify.choose import Choice, choose, logprob_of
@@ -254,12 +256,12 @@ class DecodeLoop:
         """Tell whether tables are the host's alone."""
         return not (self.runner and self.runner.streak.held)
 
-    def _move_blocks(self, moved: Mapping[int, int]) -> None:
-        """Put all tables right after blocks have moved."""
+    def _move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
+        """Put their owners' tables right after blocks have moved."""
         for request in self.scheduler.running:
-            request.move_blocks(moved)
-        if self.scheduler.cache:
-            self.scheduler.cache.tree.move(moved)
+            if request.number in owners:
+                request.move_blocks(moved)
+        move_blocks(moved, owners)
 
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
         """Let what a request has read serve later ones."""

@@ -81,8 +81,8 @@ class Prefixes:
 
     def stats(self) -> PrefixStats:
         """Say what was saved; any thread may ask. What is used and kept as well counts as used."""
-        usage, layout, others = self.arena.usage(), self.arena.layout, self.arena.others()
-        held = others[Kind.BLOCK] * layout.block_bytes + others[Kind.STATE] * layout.state_bytes
+        usage, layout, in_use = self.arena.usage(), self.arena.layout, self.arena.in_use
+        held = in_use(Kind.BLOCK) * layout.block_bytes + in_use(Kind.STATE) * layout.state_bytes
         kept = usage.block_bytes + usage.state_bytes - held
         alpha = self.cache.score.alpha
         return PrefixStats(**asdict(self.cache.counts), cached_bytes=max(kept, 0), alpha=alpha)

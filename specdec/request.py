@@ -104,9 +104,7 @@ class Request:
 
     def move_blocks(self, moved: Mapping[int, int]) -> None:
         """Follow blocks that have moved."""
-        table = self.table_N.tolist()
-        if not moved.keys().isdisjoint(table):
-            self.table_N = torch.tensor([moved.get(block, block) for block in table])
+        self.table_N = torch.tensor([moved.get(block, block) for block in self.table_N.tolist()])
 
     @property
     def next_count(self) -> int:

@@ -1,6 +1,6 @@
 """The one owner of a device's sequence memory: KV blocks, recurrent states and draft records."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -71,12 +71,10 @@ class Arena:
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
         self.make_room: Callable[[Callable[[], bool]], bool] = lambda fits: fits()
         """Has what is only kept for later give way until something fits; tells whether it does."""
-        self.is_kept: Callable[[Owner], bool] = lambda owner: False
-        """Tells whether what an owner holds would give way."""
         self.may_move: Callable[[], bool] = lambda: False
         """Tells whether all who know of blocks can be told that they have moved."""
-        self.on_move: Callable[[Mapping[int, int]], None] = lambda moved: None
-        """Told which blocks have moved where, so that tables are put right."""
+        self.on_move: Callable[[Mapping[int, int], Set[Owner]], None] = lambda moved, owners: None
+        """Told which blocks have moved where, and whose they are, so that tables are put right."""
         self.moved_blocks = 0
 
     def pages(self, layer: int) -> Tensor:
@@ -143,7 +141,7 @@ class Arena:
         for source, to in moved.items():
             self.block_bytes_X(to).copy_(self.block_bytes_X(source))
         self.moved_blocks += len(moved)
-        self.on_move(moved)
+        self.on_move(moved, {owner for block in moved.values() for owner in self._blocks.owners[block]})
         return bool(moved)
 
     def hand_over_state(self, owner: Owner, heir: Owner, state: int) -> None:
@@ -173,19 +171,15 @@ class Arena:
 
         return fits() or (self._could_fit(blocks, states, records) and self.make_room(fits))
 
-    def others(self) -> dict[Kind, int]:
-        """Count the slots that are held by anybody but those who would give way."""
-        counts = {}
-        for kind, pool in self._pools.items():
-            held = [slots for owner, slots in list(pool.held.items()) if not self.is_kept(owner)]
-            counts[kind] = len(set().union(*held))
-        return counts
+    def in_use(self, kind: Kind) -> int:
+        """Count the slots that somebody has who does not give way."""
+        return self._pools[kind].in_use
 
     def _could_fit(self, blocks: int, states: int, records: int) -> bool:
         """Tell whether these might fit if all gave way that would: nobody is to give way for nothing."""
-        wanted, others = {Kind.BLOCK: blocks, Kind.STATE: states, Kind.RECORD: records}, self.others()
+        wanted = {Kind.BLOCK: blocks, Kind.STATE: states, Kind.RECORD: records}
         slabs = sum(
-            -(-(others[kind] + wanted[kind]) // pool.per_slab)
+            -(-(pool.in_use + wanted[kind]) // pool.per_slab)
             for kind, pool in self._pools.items()
             if pool.per_slab
         )
@@ -204,7 +198,7 @@ class Arena:
         flat = self._flat(kind, slot)
         if not self._pools[kind].is_current(flat, generation):
             now = self._pools[kind].generations[flat]
-            live = "live" if flat in self._pools[kind].references else "free"
+            live = "live" if flat in self._pools[kind].owners else "free"
             raise IntegrityError(
                 f"{kind} {slot} is stale: handle of generation {generation}, now {live} in {now}"
             )
@@ -214,9 +208,9 @@ class Arena:
         slabs = len(self._slabs.kinds) - 1
         return ArenaUsage(
             capacity_bytes=slabs * layout.slab_bytes,
-            block_bytes=len(self._blocks.references) * layout.block_bytes,
-            state_bytes=len(self._states.references) * layout.state_bytes,
-            record_bytes=len(self._records.references) * layout.record_bytes,
+            block_bytes=len(self._blocks.owners) * layout.block_bytes,
+            state_bytes=len(self._states.owners) * layout.state_bytes,
+            record_bytes=len(self._records.owners) * layout.record_bytes,
             free_bytes=free * layout.slab_bytes,
             slabs=slabs,
             free_slabs=free,

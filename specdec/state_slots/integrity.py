@@ -1,10 +1,10 @@
 """Prove, from what the owners hold and nothing else, that each byte has one owner and none is lost."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.slots import Kind, SlabList, SlotPool
+from specdec.state_slots.slots import Kept, Kind, Owner, SlabList, SlotPool
 
 
 class IntegrityError(AssertionError):
@@ -27,7 +27,7 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
         if pool.per_slab * sizes[pool.kind] > layout.slab_bytes:
             raise IntegrityError(f"{pool.per_slab} {pool.kind}s overrun a slab of {layout.slab_bytes} bytes")
         holders = _holders(pool, len(slabs.kinds))
-        _compare_references(pool, holders)
+        _compare_owners(pool, holders)
         bitmaps = _bitmaps(pool, holders)
         for slab in bitmaps:
             other = serves.setdefault(slab, pool.kind)
@@ -39,9 +39,9 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
     _compare_free(slabs)
 
 
-def _holders(pool: SlotPool, num_slabs: int) -> Counter[int]:
-    """Count each slot's owners; check that their handles are in range and of the slot's generation."""
-    holders: Counter[int] = Counter()
+def _holders(pool: SlotPool, num_slabs: int) -> dict[int, list[Owner]]:
+    """Return each slot's owners; check that their handles are in range and of the slot's generation."""
+    holders: dict[int, list[Owner]] = {}
     for owner, held in pool.held.items():
         if not held:
             raise IntegrityError(f"owner {owner!r} is listed for {pool.kind}s but holds none")
@@ -56,7 +56,7 @@ def _holders(pool: SlotPool, num_slabs: int) -> Counter[int]:
                     f"{pool.kind} {slot} of owner {owner!r} is stale: held as generation {generation}, "
                     f"handed out as {now}"
                 )
-        holders.update(held.keys())
+            holders.setdefault(slot, []).append(owner)
     total = sum(pool.generations)
     if total != pool.handed_out:
         raise IntegrityError(
@@ -66,16 +66,19 @@ def _holders(pool: SlotPool, num_slabs: int) -> Counter[int]:
     return holders
 
 
-def _compare_references(pool: SlotPool, holders: Counter[int]) -> None:
-    for slot in holders.keys() | pool.references.keys():
-        count, kept = holders[slot], pool.references.get(slot, 0)
-        if count != kept:
-            raise IntegrityError(f"{pool.kind} {slot} has {count} owners but {kept} references")
-        if count > 1 and pool.kind is not Kind.BLOCK:
-            raise IntegrityError(f"{pool.kind} {slot} has {count} owners, and only blocks are shared")
+def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> None:
+    for slot in holders.keys() | pool.owners.keys():
+        held_by, known = holders.get(slot, ()), pool.owners.get(slot, ())
+        if len(held_by) != len(known) or set(held_by) != set(known):
+            raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {known}")
+        if len(known) > 1 and pool.kind is not Kind.BLOCK:
+            raise IntegrityError(f"{pool.kind} {slot} has {len(known)} owners, and only blocks are shared")
+    in_use = sum(any(not isinstance(owner, Kept) for owner in owners) for owners in holders.values())
+    if in_use != pool.in_use:
+        raise IntegrityError(f"{in_use} {pool.kind}s are in use, but {pool.in_use} were counted")
 
 
-def _bitmaps(pool: SlotPool, holders: Counter[int]) -> dict[int, int]:
+def _bitmaps(pool: SlotPool, holders: Iterable[int]) -> dict[int, int]:
     bitmaps: dict[int, int] = {}
     for slot in holders:
         slab, place = divmod(slot, pool.per_slab)

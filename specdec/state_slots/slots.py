@@ -8,6 +8,12 @@ from heapq import heappop, heappush
 Owner = Hashable
 
 
+class Kept:
+    """An owner that gives way to others: what it holds alone is as good as free."""
+
+    __slots__ = ()
+
+
 class Kind(StrEnum):
     """The classes that a slab can serve."""
 
@@ -62,8 +68,10 @@ class SlotPool:
         """
         self.held: dict[Owner, dict[int, int]] = {}
         self.handed_out = sum(self.generations)
-        self.references: dict[int, int] = {}
-        """Owners of each live slot, counted."""
+        self.owners: dict[int, list[Owner]] = {}
+        """Of each live slot."""
+        self.in_use = 0
+        """Slots that somebody has who does not give way."""
         self.used: dict[int, int] = {}
         """Slab -> bitmap of its live slots; only slabs that serve this class."""
         self.partial: list[set[int]] = [set() for _ in range(self.per_slab)]
@@ -97,17 +105,20 @@ class SlotPool:
             for slot in slots:
                 generation = self.generations[slot] + 1
                 self.generations[slot] = held[slot] = generation
-                self.references[slot] = 1
+                self.owners[slot] = [owner]
             self.handed_out += n
+            self.in_use += 0 if isinstance(owner, Kept) else n
         return slots
 
     def share(self, owner: Owner, slot: int) -> None:
         """Make `owner` one more owner of a live slot."""
-        assert slot in self.references, f"{self.kind} {slot} is free and cannot be shared"
+        assert slot in self.owners, f"{self.kind} {slot} is free and cannot be shared"
         held = self.held.setdefault(owner, {})
         assert slot not in held, f"owner {owner!r} holds {self.kind} {slot} already"
         held[slot] = self.generations[slot]
-        self.references[slot] += 1
+        if not isinstance(owner, Kept):
+            self.in_use += not self._is_used(slot)
+        self.owners[slot].append(owner)
 
     def release(self, owner: Owner, slots: Sequence[int]) -> None:
         """End the owner's hold; a slot is free when its last owner lets go, a slab when its last slot is."""
@@ -118,9 +129,12 @@ class SlotPool:
         freed: dict[int, int] = {}
         for slot in slots:
             del held[slot]
-            self.references[slot] -= 1
-            if not self.references[slot]:
-                del self.references[slot]
+            owners = self.owners[slot]
+            owners.remove(owner)
+            if not isinstance(owner, Kept):
+                self.in_use -= not self._is_used(slot)
+            if not owners:
+                del self.owners[slot]
                 slab, place = divmod(slot, self.per_slab)
                 freed[slab] = freed.get(slab, 0) | 1 << place
         for slab, places in freed.items():
@@ -148,16 +162,18 @@ class SlotPool:
             (new,) = self._occupy(self._choose_slab(1), 1)
             moved[slot] = new
             self.generations[new] += 1
-            self.references[new] = self.references.pop(slot)
+            self.owners[new] = self.owners.pop(slot)
+            for owner in self.owners[new]:
+                del self.held[owner][slot]
+                self.held[owner][new] = self.generations[new]
         self.handed_out += len(moved)
-        for held in self.held.values():
-            for slot in moved.keys() & held.keys():
-                del held[slot]
-                held[moved[slot]] = self.generations[moved[slot]]
         return moved
 
     def is_current(self, slot: int, generation: int) -> bool:
-        return slot in self.references and self.generations[slot] == generation
+        return slot in self.owners and self.generations[slot] == generation
+
+    def _is_used(self, slot: int) -> bool:
+        return not all(isinstance(owner, Kept) for owner in self.owners[slot])
 
     def _choose_slab(self, room: int) -> int:
         """Return the fullest slab with `room` free slots, else the fullest of several, else a new one."""

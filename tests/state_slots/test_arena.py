@@ -275,6 +275,10 @@ def _double_owner_of_a_state(arena: Arena) -> None:
     arena._states.held[2] = dict(arena._states.held[1])
 
 
+def _shared_state(arena: Arena) -> None:
+    arena._states.share(2, next(iter(arena._states.held[1])))
+
+
 def _double_owner_of_a_block(arena: Arena) -> None:
     arena._blocks.held[2] = dict(arena._blocks.held[1])
 
@@ -325,8 +329,9 @@ def _slab_in_two_classes(arena: Arena) -> None:
     (state,) = arena._states.held[1]
     slot = state * LAYOUT.records_per_slab
     arena._records.held[1][slot] = arena._records.generations[slot] = 1
-    arena._records.references[slot] = 1
+    arena._records.owners[slot] = [1]
     arena._records.handed_out += 1
+    arena._records.in_use += 1
 
 
 def _slab_marked_as_another_class(arena: Arena) -> None:
@@ -354,12 +359,18 @@ def _grid_overruns_the_slab(arena: Arena) -> None:
     arena._records.per_slab += 1
 
 
+def _miscounted_use(arena: Arena) -> None:
+    arena._states.in_use -= 1
+
+
 MUTANTS = {
-    _double_owner_of_a_state: "has 2 owners",
-    _double_owner_of_a_block: "has 2 owners but 1 references",
+    _miscounted_use: "were counted",
+    _double_owner_of_a_state: r"held by \[1, 2\] but listed for \[1\]",
+    _shared_state: "has 2 owners, and only blocks are shared",
+    _double_owner_of_a_block: r"held by \[1, 2\] but listed for \[1\]",
     _bitmap_offers_a_live_block: "the bitmap says",
     _leaked_slab: "is leaked",
-    _leaked_slots: "has 0 owners but 1 references",
+    _leaked_slots: r"held by \(\) but listed for \[1\]",
     _live_slab_listed_as_free: "listed as free",
     _slab_listed_twice: "2 times",
     _dummy_listed_as_free: "dummy|0 is listed",

@@ -1,14 +1,14 @@
 """Blocks that are scattered over slabs are moved together where a state or a record wants a slab."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from random import Random
 
 import pytest
 import torch
 
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.slots import Kind
+from specdec.state_slots.slots import Kind, Owner
 from tests.state_slots.test_arena_properties import LAYOUT, PER_SLAB
 
 SLABS = 8
@@ -24,8 +24,9 @@ class Tables:
         self.tables: dict[int, dict[int, int]] = {}
         """Block -> what was written there, by owner."""
 
-    def follow(self, moved: Mapping[int, int]) -> None:
+    def follow(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
         for owner, table in self.tables.items():
+            assert (owner in owners) == any(block in moved for block in table)
             self.tables[owner] = {moved.get(block, block): mark for block, mark in table.items()}
 
     def bytes_of(self, block: int) -> torch.Tensor:

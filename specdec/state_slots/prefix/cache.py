@@ -11,7 +11,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.integrity import IntegrityError
 from specdec.state_slots.prefix.rates import Rates
 from specdec.state_slots.prefix.score import Score
-from specdec.state_slots.prefix.tree import PREFIX, Ids, Node, Tree
+from specdec.state_slots.prefix.tree import Ids, Node, Tree
 
 MOVING = "moving"
 """Owns, in the lower tier, what comes from the upper one."""
@@ -85,7 +85,9 @@ class PrefixCache:
         self.rates: Rates = lower.rates if lower else Rates()
         self._states = bool(arena.layout.states)
         self._now = 0
-        arena.make_room, arena.is_kept = self.make_room, is_kept
+        self._order: list[tuple[Node, int]] = []
+        """Who gives way next, the first of them last, and when each had last been used."""
+        arena.make_room = self.make_room
 
     def lease(self, tokens: Tokens, salt: str = "", marks: Iterable[int] = ()) -> Lease:
         """Find what is known of a prompt, and keep it from giving way until `lend` or `leave`.
@@ -208,12 +210,12 @@ class PrefixCache:
     def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
         """Take a state over, which its owner needs no more, unless the node has one."""
         if node.state is None:
-            self.arena.hand_over_state(owner, node.owner, state)
+            self.arena.hand_over_state(owner, node, state)
             self._keep(node, state, hidden_1D)
 
     def _copy_in(self, node: Node, store: "PrefixCache", state: int, hidden_1D: Tensor | None) -> None:
         node.pins += 1  # room is made for it, but not by itself
-        slots = self.arena.take_snapshots(node.owner, 1)
+        slots = self.arena.take_snapshots(node, 1)
         node.pins -= 1
         if slots:
             with self.rates.copying(store.arena, self.arena) as pairs:
@@ -226,7 +228,7 @@ class PrefixCache:
 
     def take_over(self, upper: "PrefixCache", node: Node) -> None:
         """Keep what the tier above gives up at a node, as far as there is room."""
-        salt, ids = upper.tree.spelled(node)
+        salt, ids = node.salt, upper.tree.spelled(node)
         deepest, known = self.tree.walk(salt, ids)
         deepest.pins += 1
         first = self.tree.first(known) if self.tree.pages else 0
@@ -251,16 +253,25 @@ class PrefixCache:
     def make_room(self, fits: Callable[[], bool]) -> bool:
         """Give prefixes up until something fits; tell whether it does."""
         while not fits():
-            order = self.score.order(self._candidates())
-            if not order:
+            node = self._next() or self._next(anew=True)
+            if node is None:
                 return False
-            # All of one order are good for a while: what the first gives up changes little for the others.
-            for node in order[: 1 + len(order) // 8]:
-                if self._may_go(node):
-                    self._give_up(node)
-                if fits():
-                    return True
+            self._give_up(node)
         return True
+
+    def _next(self, *, anew: bool = False) -> Node | None:
+        """Return who gives way first, in an order that is good for an eighth of those who stood in it.
+
+        What one gives up changes little for the others, and who has been used since would stand behind them.
+        """
+        if anew:
+            order = self.score.order([node for node in self.tree.nodes() if self._may_go(node)])
+            self._order = [(node, node.used) for node in order[len(order) // 8 :: -1]]
+        while self._order:
+            node, used = self._order.pop()
+            if node.used == used and self._may_go(node) and self.tree.holds(node):
+                return node
+        return None
 
     def flush(self) -> None:
         """Give up all that nobody goes on from."""
@@ -273,12 +284,10 @@ class PrefixCache:
     def forget(self) -> None:
         """Begin afresh after the arena has taken everything back."""
         self.tree.roots.clear()
+        self._order.clear()
         if self.lower:
             self.lower.arena.forget()
             self.lower.forget()
-
-    def _candidates(self) -> list[Node]:
-        return [node for node in self.tree.nodes() if self._may_go(node)]
 
     def _may_go(self, node: Node) -> bool:
         """Tell whether a node would give anything: its state, or all of it, if nothing hangs on it."""
@@ -291,7 +300,7 @@ class PrefixCache:
         if self.lower and (node.state is not None or not self._states):
             self.lower.take_over(self, node)
         if node.state is not None:
-            self.arena.release_state(node.owner, node.state)
+            self.arena.release_state(node, node.state)
             node.state = node.hidden_1D = None
             self.counts.states_evicted += 1
         parent = node.parent
@@ -341,8 +350,8 @@ class PrefixCache:
                 raise IntegrityError(f"the prefix of {node.end} tokens holds {len(node.blocks)} blocks")
             if node.parent.children.get(int(node.edge[0])) is not node:
                 raise IntegrityError(f"the prefix of {node.end} tokens is not known to its parent")
-            self.arena.check_held(node.owner, node.blocks, [] if node.state is None else [node.state])
-        self.arena.check_owners([*others, *(node.owner for node in nodes)])
+            self.arena.check_held(node, node.blocks, [] if node.state is None else [node.state])
+        self.arena.check_owners([*others, *nodes])
 
 
 def _check_leases(nodes: Sequence[Node], leases: Sequence[Lease]) -> None:
@@ -356,11 +365,6 @@ def _check_leases(nodes: Sequence[Node], leases: Sequence[Lease]) -> None:
             )
     if locks or pins:
         raise IntegrityError("a request goes on from a prefix that is not in the tree")
-
-
-def is_kept(owner: Hashable) -> bool:
-    """Tell whether an owner in the arena is a node of a tree."""
-    return isinstance(owner, tuple) and owner[0] == PREFIX
 
 
 def as_ids(tokens: Tokens) -> Ids:

@@ -6,28 +6,25 @@ own copy or holding the same one together. Where a head drafts, whose keys at a 
 so does the block of the parent's last token. At its end a node may keep a recurrent state.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.state_slots.arena import Arena
+from specdec.state_slots.slots import Kept, Owner
 
 Ids = NDArray[np.int32]
-PREFIX = "prefix"
-"""What the names of nodes begin with in the arena."""
 NO_IDS: Ids = np.zeros(0, np.int32)
 
 
-@dataclass(slots=True, eq=False)
-class Node:
-    """One prefix. `owner` is its name in the arena."""
+@dataclass(slots=True, eq=False, repr=False)
+class Node(Kept):
+    """One prefix. In the arena it owns what it holds in its own name."""
 
-    owner: tuple[str, Any]
+    salt: str
     parent: "Node | None"
     edge: Ids
     end: int
@@ -44,6 +41,9 @@ class Node:
     """Requests that are about to copy what it holds."""
     locks: int = 0
     """Requests that go on from it and share its blocks: giving it up would free none of them."""
+
+    def __repr__(self) -> str:
+        return f"<the prefix of {self.end} tokens>"
 
     @property
     def start(self) -> int:
@@ -78,17 +78,15 @@ class Tree:
         self.arena, self.size, self.before = arena, arena.layout.block_tokens, int(has_head)
         self.pages = bool(arena.layout.kv)
         self.roots: dict[str, Node] = {}
-        self._numbers = itertools.count(1)
 
     def root(self, salt: str) -> Node:
         """Return the root of a salt's tree, which begins here if there is none."""
-        return self.roots.setdefault(salt, Node(("root", salt), None, NO_IDS, 0))
+        return self.roots.setdefault(salt, Node(salt, None, NO_IDS, 0))
 
     def prune(self, node: Node) -> None:
         """Forget a salt of which nothing is left, and from whose root nobody goes on."""
-        salt = node.owner[1]
-        if node.is_root and not (node.children or node.locks or node.pins) and self.roots.get(salt) is node:
-            del self.roots[salt]
+        if self.roots.get(node.salt) is node and not (node.children or node.locks or node.pins):
+            del self.roots[node.salt]
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node but the roots."""
@@ -100,7 +98,7 @@ class Tree:
 
         Of a salt that nobody has used it is a root that stands in no list.
         """
-        node, at = self.roots.get(salt) or Node(("root", salt), None, NO_IDS, 0), 0
+        node, at = self.roots.get(salt) or Node(salt, None, NO_IDS, 0), 0
         while at < len(ids) and (child := node.children.get(int(ids[at]))):
             node = child
             known = _common(child.edge, ids[at:])
@@ -109,12 +107,9 @@ class Tree:
                 break
         return node, at
 
-    def spelled(self, node: Node) -> tuple[str, Ids]:
-        """Return a node's salt, and the tokens that it stands for."""
-        path = node.path()
-        top = path[0].parent if path else node
-        assert top
-        return top.owner[1], np.concatenate([own.edge for own in path]) if path else NO_IDS
+    def spelled(self, node: Node) -> Ids:
+        """Return the tokens that a node stands for."""
+        return np.concatenate([NO_IDS, *(own.edge for own in node.path())])
 
     def first(self, start: int) -> int:
         """Return the place in a table of the first block of a node that begins at a token."""
@@ -145,23 +140,17 @@ class Tree:
             node.blocks += new
             node.edge, node.end = np.concatenate([node.edge, edge]), end
             return node
-        child = self._make(node, edge.copy(), end)
+        child = Node(node.salt, node, edge.copy(), end)
         child.blocks = blocks
         self._hold(child, blocks)
         node.children[int(edge[0])] = child
         return child
 
-    def move(self, moved: Mapping[int, int]) -> None:
-        """Follow blocks that have moved."""
-        for node in self.nodes():
-            if not moved.keys().isdisjoint(node.blocks):
-                node.blocks = [moved.get(block, block) for block in node.blocks]
-
     def drop(self, node: Node) -> None:
         """Take a leaf away, and all that it holds."""
         assert node.parent and not node.children
         del node.parent.children[int(node.edge[0])]
-        self.arena.release_owner(node.owner)
+        self.arena.release_owner(node)
         self.prune(node.parent)
         node.parent = None
 
@@ -175,7 +164,7 @@ class Tree:
         assert node.parent
         del node.parent.children[int(node.edge[0])]
         for own in node.below():
-            self.arena.release_owner(own.owner)
+            self.arena.release_owner(own)
             own.state = own.hidden_1D = None
 
     def join(self, node: Node) -> Node:
@@ -185,7 +174,7 @@ class Tree:
         kept = node.blocks[: self.first(child.start) - self.first(node.start)]
         self._hold(child, kept)
         child.blocks = kept + child.blocks
-        self.arena.release_owner(node.owner)
+        self.arena.release_owner(node)
         child.edge = np.concatenate([node.edge, child.edge])
         node.parent.children[int(child.edge[0])] = child
         child.parent, node.parent = node.parent, None
@@ -202,26 +191,30 @@ class Tree:
         parent = node.parent
         assert parent and node.start < at < node.end
         count = at - node.start
-        upper = self._make(parent, node.edge[:count].copy(), at)
+        upper = Node(node.salt, parent, node.edge[:count].copy(), at)
         first = self.first(node.start)
         if self.pages:
             upper.blocks = node.blocks[: (at - 1) // self.size + 1 - first]
             self._hold(upper, upper.blocks)
             gone = node.blocks[: self.first(at) - first]
             node.blocks = node.blocks[len(gone) :]
-            self.arena.release_blocks(node.owner, gone)
+            self.arena.release_blocks(node, gone)
         upper.used = node.used
         parent.children[int(upper.edge[0])] = upper
         node.edge, node.parent = node.edge[count:].copy(), upper
         upper.children[int(node.edge[0])] = node
         return upper
 
-    def _make(self, parent: Node | None, edge: Ids, end: int) -> Node:
-        return Node((PREFIX, next(self._numbers)), parent, edge, end)
-
     def _hold(self, node: Node, blocks: list[int]) -> None:
         for block in blocks:
-            self.arena.share_block(node.owner, block)
+            self.arena.share_block(node, block)
+
+
+def move_blocks(moved: Mapping[int, int], owners: Set[Owner]) -> None:
+    """Have those of the owners that are nodes follow blocks that have moved."""
+    for node in owners:
+        if isinstance(node, Node):
+            node.blocks = [moved.get(block, block) for block in node.blocks]
 
 
 def _common(edge: Ids, ids: Ids) -> int:

@@ -1,15 +1,14 @@
 """Two engines answer alike, one of them without reading what it has read; a wrong state withholds figures."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdec.bench.prefix import engine
 from specdec.cli import main
-from specdec.state_slots.arena import Arena
+from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
 
 Bench = Callable[..., int]
 
@@ -41,7 +40,15 @@ def test_texts_are_alike_and_hits_are_counted(
 def test_a_wrong_state_withholds_every_figure(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Arena, "state_bytes_X", lambda *_: torch.zeros(1))
+    right = PrefixCache.lend
+
+    def lend(cache: PrefixCache, owner: Hashable, lease: Lease, state: int | None) -> Hit:
+        hit = right(cache, owner, lease, state)
+        if state is not None:
+            cache.arena.state_bytes_X(state).zero_()
+        return hit
+
+    monkeypatch.setattr(PrefixCache, "lend", lend)
     assert bench("--trace", "system-prompts") != 0
     said = capsys.readouterr()
     assert not said.out and "answered otherwise" in said.err

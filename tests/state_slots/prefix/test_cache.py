@@ -56,7 +56,7 @@ def _a_split_forgets_the_shared_block(trial: Trial, patch: pytest.MonkeyPatch) -
     def split(node: Node, at: int) -> Node:
         upper = right(node, at)
         if at % tree.size and len(upper.blocks) > 1:
-            trial.arena.release_blocks(upper.owner, [upper.blocks.pop()])
+            trial.arena.release_blocks(upper, [upper.blocks.pop()])
         return upper
 
     tree._split = split  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def _a_split_leaves_the_lower_part_without_it(trial: Trial, patch: pytest.Monkey
         upper = right(node, at)
         if at % tree.size and len(node.blocks) > 1:
             # As many as before, one too far: its own first stands where the shared one stood.
-            trial.arena.release_blocks(node.owner, node.blocks[:1])
+            trial.arena.release_blocks(node, node.blocks[:1])
             node.blocks = [*node.blocks[1:], *node.blocks[:1]]
         return upper
 
@@ -84,7 +84,7 @@ def _a_join_drops_blocks(trial: Trial, patch: pytest.MonkeyPatch) -> None:
         count = len(child.blocks)
         right(node)
         if len(child.blocks) > count:
-            trial.arena.release_blocks(child.owner, [child.blocks.pop(0)])
+            trial.arena.release_blocks(child, [child.blocks.pop(0)])
         return child
 
     tree.join = join  # type: ignore[method-assign]
@@ -158,7 +158,7 @@ def _a_state_is_shared_and_not_copied(trial: Trial, patch: pytest.MonkeyPatch) -
     def keep_copy(node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
         if state is not None and node.state is None:
             node.state, node.hidden_1D = state, hidden_1D
-            trial.arena._states.share(node.owner, state)
+            trial.arena._states.share(node, state)
 
     cache.keep_copy = keep_copy  # type: ignore[method-assign]
 
@@ -233,7 +233,7 @@ def _what_is_fetched_is_kept_at_once(trial: Trial, patch: pytest.MonkeyPatch) ->
     def lend(owner: Hashable, lease: Lease, state: int | None) -> Hit:
         hit = right(owner, lease, state)
         if hit.fetched:
-            tokens = lease.store.tree.spelled(lease.found)[1][: hit.length]
+            tokens = lease.store.tree.spelled(lease.found)[: hit.length]
             cache.keep_copy(cache.note(lease, tokens, hit.blocks), state, hit.hidden_1D)
         return hit
 

@@ -5,7 +5,7 @@ is lent can be checked token for token.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -17,7 +17,8 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.cache import Lease, PrefixCache
 from specdec.state_slots.prefix.score import Score
-from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tree import Node, move_blocks
+from specdec.state_slots.slots import Owner
 from tests.state_slots.prefix.naming import Views, common, names, salt_of, views, whole_of
 
 LETTERS = 3
@@ -110,11 +111,11 @@ class Trial:
                 self.prove()
         self.drain()
 
-    def _move(self, moved: Mapping[int, int]) -> None:
+    def _move(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
         """Hear of blocks that have moved, as the loop does."""
         for own in self.readers:
             own.table = [moved.get(block, block) for block in own.table]
-        self.cache.tree.move(moved)
+        move_blocks(moved, owners)
         self.did["moved"] += len(moved)
 
     def admit(self) -> None:
