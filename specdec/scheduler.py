@@ -18,7 +18,7 @@ from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
 
 logger = logging.getLogger(__name__)
 
-MEMORY = BLOCKS, STATES = ("KV blocks", "state slots")
+BLOCKS, STATES = "KV blocks", "state slots"
 """What of the arena a request may have to wait for."""
 
 
@@ -185,44 +185,59 @@ class Scheduler:
         """Move the first waiting request to the running ones if its state and all its tokens fit."""
         if not self.waiting:
             return False
-        request = self.waiting[0]
-        lease = self._lease(request) if len(self.running) < self.max_running else None
-        saved = lease.shared if lease else 0
-        limit = self._limit(request, saved)
-        if limit in MEMORY and self.reclaim():
-            limit = self._limit(request, saved)
-        if limit in MEMORY and self.cache and lease and not self.running:
+        lease, limit = self._room_for(self.waiting[0])
+        if limit:
+            if self.running:
+                self._note_limit(limit)
+            else:
+                self._refuse(limit)
+            return False
+        self._last_limit = ""
+        request = self.waiting.popleft()
+        self.running.append(request)
+        request.start()
+        self._equip(request, lease)
+        return True
+
+    def _room_for(self, request: Request) -> tuple[Lease | None, str]:
+        """Look up where a request may go on from, and name what keeps it out, if anything does."""
+        if len(self.running) >= self.max_running:
+            return None, "max_running"
+        lease = self._lease(request)
+        limit = self._limit(request, lease)
+        if limit and self.reclaim():
+            limit = self._limit(request, lease)
+        if limit and self.cache and lease and not self.running:
             # What it would go on from may be what stands in its way: it reads all of its tokens itself.
             self.cache.leave(lease)
             asked, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.salt)
             lease.asked = asked
-            limit = self._limit(request, 0)
+            limit = self._limit(request, lease)
         if limit and self.cache and lease:
             self.cache.leave(lease)
-        if limit and not self.running:
-            # Nothing that runs will ever make room for it.
-            self.on_end(request)
-            self.waiting.popleft()
-            request.fail(
-                CapacityError(
-                    f"memory_bytes: the arena has no room for this request, which needs {limit}; raise it.",
-                    field="memory_bytes",
-                )
+        return lease, limit
+
+    def _refuse(self, limit: str) -> None:
+        """Fail the first waiting request: nothing runs that will ever make room for it."""
+        request = self.waiting[0]
+        self.on_end(request)
+        self.waiting.popleft()
+        request.fail(
+            CapacityError(
+                f"memory_bytes: the arena has no room for this request, which needs {limit}; raise it.",
+                field="memory_bytes",
             )
-            return False
-        if limit:
-            self._note_limit(limit)
-            return False
-        self._last_limit = ""
-        self.running.append(self.waiting.popleft())
-        request.start()
+        )
+
+    def _equip(self, request: Request, lease: Lease | None) -> None:
+        """Give a request a state and blocks for all of its tokens, and what its lease has found in them."""
         state = None
         if self.arena.layout.states:
             state = self.arena.take_state(request.number)
             assert state is not None
             request.committed = Committed(state)
         hit = self.cache.lend(request.number, lease, state) if self.cache and lease else None
-        if hit:
+        if hit and lease:
             request.begin_at(hit.length, hit.blocks, lease)
             self.on_hit(request, hit)
         blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
@@ -231,7 +246,6 @@ class Scheduler:
         if self.cache and lease and hit and hit.fetched:
             node = self.cache.note(lease, request.tokens[: hit.length], request.table_N.tolist())
             self.cache.keep_copy(node, state, hit.hidden_1D)
-        return True
 
     def _lease(self, request: Request) -> Lease | None:
         """Look up what is known of a request's tokens, unless each of them has to be read."""
@@ -240,16 +254,14 @@ class Scheduler:
         params = request.params
         return self.cache.lease(request.tokens, params.cache_salt or "", params.cache_marks or ())
 
-    def _limit(self, request: Request, saved: int) -> str:
-        """Name what keeps a request out that shares so many blocks.
+    def _limit(self, request: Request, lease: Lease | None) -> str:
+        """Name the memory that a request lacks beside what it shares.
 
         One spare block per running request lets those grow.
         """
-        if len(self.running) >= self.max_running:
-            return "max_running"
         states = int(bool(self.arena.layout.states))
         spare = len(self.running) if self.arena.layout.kv else 0
-        blocks = self._blocks_missing(request) - saved + spare
+        blocks = self._blocks_missing(request) - (lease.shared if lease else 0) + spare
         if self.arena.can_take(blocks=blocks, states=states):
             return ""
         return BLOCKS if self.arena.can_take(states=states) else STATES
