@@ -226,6 +226,12 @@ class SpecEngine:
                 f"output; {self._longer()}.",
                 field="prompt",
             )
+        if beyond := [mark for mark in params.cache_marks or () if mark > len(ids)]:
+            raise RequestError(
+                f"cache_marks: {beyond[0]} lies beyond the prompt, which has {len(ids)} tokens; name lengths "
+                "of the prompt, its own at most.",
+                field="cache_marks",
+            )
         self._check_ids(params, vocab)
         check_request(params, synthetic=self.model.settings.synthetic is not None)
         return ids

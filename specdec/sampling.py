@@ -143,9 +143,10 @@ class SamplingParams(Settings):
     )
     cache_salt: str | None = Field(
         None,
+        min_length=1,
         max_length=256,
         title="share prefixes with requests of the same salt alone; nobody else can tell what was read",
-        description="a text of at most 256 characters, or None",
+        description="a text of 1 to 256 characters, or None",
     )
     cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(
         None,

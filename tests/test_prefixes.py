@@ -9,6 +9,7 @@ import pytest
 
 from specdec import Completion, SamplingParams, SpecdecError, SpecEngine
 from specdec.bench.random_model import write_random_checkpoint
+from specdec.errors import ConfigError, RequestError
 from specdec.models.network import Block
 from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
 from specdec.state_slots.prefix.rates import Rates
@@ -151,10 +152,20 @@ def test_salts_share_nothing(folder: Path) -> None:
 def test_a_mark_keeps_a_state_the_first_time(folder: Path) -> None:
     stem, draw = PROMPTS[0][:70], random.Random(3)
     ends = [[*stem, *(draw.randrange(VOCAB) for _ in range(9))] for _ in range(3)]
-    for marks, wanted in ((None, [0, 0, 70]), ([70], [0, 70, 70]), ([33, 9000], [0, 33, 70])):
+    for marks, wanted in ((None, [0, 0, 70]), ([70], [0, 70, 70]), ([33], [0, 33, 70])):
         with SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine:
             params = SamplingParams(max_tokens=1, cache_marks=marks)
             assert [engine.generate([end], params)[0].stats.cached_tokens for end in ends] == wanted
+
+
+def test_a_mark_beyond_the_prompt_and_an_empty_salt_are_named(folder: Path) -> None:
+    with (
+        SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine,
+        pytest.raises(RequestError, match="cache_marks: 4 lies beyond the prompt, which has 3 tokens"),
+    ):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, cache_marks=[3, 4]))
+    with pytest.raises(ConfigError, match="cache_salt"):
+        SamplingParams(cache_salt="")
 
 
 def test_a_prompt_that_is_marked_whole_is_there_for_those_that_go_on_from_it(folder: Path) -> None:
