@@ -144,7 +144,7 @@ class EngineConfig(Settings):
         description="a whole number of at least 1",
     )
     prefix_cache: bool = Field(
-        False,
+        True,
         title="keep what requests have read, in memory that nobody else wants, for those that begin alike",
         description="True or False",
     )

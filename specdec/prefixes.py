@@ -15,7 +15,6 @@ from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
 from specdec.state_slots.prefix.tuner import Tuner
-from specdec.state_slots.slots import Kind
 from specdec.state_slots.window import RecordSlot, record_ids
 
 
@@ -81,11 +80,8 @@ class Prefixes:
 
     def stats(self) -> PrefixStats:
         """Say what was saved; any thread may ask. What is used and kept as well counts as used."""
-        usage, layout, in_use = self.arena.usage(), self.arena.layout, self.arena.in_use
-        held = in_use(Kind.BLOCK) * layout.block_bytes + in_use(Kind.STATE) * layout.state_bytes
-        kept = usage.block_bytes + usage.state_bytes - held
-        alpha = self.cache.score.alpha
-        return PrefixStats(**asdict(self.cache.counts), cached_bytes=max(kept, 0), alpha=alpha)
+        kept, alpha = self.arena.usage().kept_bytes, self.cache.score.alpha
+        return PrefixStats(**asdict(self.cache.counts), cached_bytes=kept, alpha=alpha)
 
     def _share(self, request: Request, length: int) -> Node:
         assert request.lease

@@ -207,7 +207,7 @@ def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
     for field in PREFIX_FIELDS:
         if not config.prefix_cache and getattr(config, field) != EngineConfig.model_fields[field].default:
             raise ConfigError(
-                f"{field}: nothing is kept without prefix_cache; set that too, or leave this one out.",
+                f"{field}: nothing is kept where prefix_cache is off; leave out either.",
                 field=field,
             )
     if config.draft_model is not None and eagle is None:

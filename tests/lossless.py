@@ -73,11 +73,16 @@ class Case:
         return [(*self.prompt, *own.token_ids) for own in self.said]
 
 
+def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an engine that others are compared with: it drafts nothing and keeps nothing."""
+    own = {"draft": "none", "prefix_cache": False, "max_model_len": LONGEST}
+    return {"dtype": "float64", **fields, **own}
+
+
 def plain_cases(folder: Path, **fields: Any) -> list[Case]:
     """Draw the requests and let a plain engine answer each by itself, its prompt in one window."""
     rng, cases = Random(2), []
-    fields = {"dtype": "float64", **fields, "draft": "none", "max_model_len": LONGEST}
-    with SpecEngine(folder, **fields) as engine:
+    with SpecEngine(folder, **plain(fields)) as engine:
         for feature, settings in FEATURES.items():
             for own in settings:
                 prompt = [rng.randrange(END) for _ in range(rng.choice([1, 4, 11, 19, 40]))]
@@ -94,9 +99,7 @@ def plain_cases(folder: Path, **fields: Any) -> list[Case]:
 def in_brief(folder: Path, cases: Sequence[Case], **fields: Any) -> list[Case]:
     """Ask the same for few tokens."""
     brief = []
-    with SpecEngine(
-        folder, **{"dtype": "float64", **fields, "draft": "none", "max_model_len": LONGEST}
-    ) as engine:
+    with SpecEngine(folder, **plain(fields)) as engine:
         for case in cases:
             params = case.params.model_copy(update={"max_tokens": max(FEW, case.params.min_tokens)})
             brief.append(replace(case, params=params, said=engine.generate([case.prompt], params)))

@@ -63,7 +63,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
             write_agreeing(folder, family)
-            with SpecEngine(folder, draft="none", **SETTINGS) as engine:
+            with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as engine:
                 said = [engine.generate([p], [own]) for p, own in zip(PROMPTS, PARAMS, strict=True)]
             made[family] = Known(folder, said)
         return made[family]
@@ -123,7 +123,7 @@ def test_texts_are_those_without_a_cache(
     own = known(family)
     shape = {"adaptive": False, **SHAPES["tree"]} if drafter != "none" else {}
     fields = {"draft": drafter, "slots": backing, "graphs": steps == "device", **shape, **SETTINGS}
-    with SpecEngine(own.folder, **fields) as engine:
+    with SpecEngine(own.folder, prefix_cache=False, **fields) as engine:
         layout = engine.model.settings.layout
     # On the device each row borrows the records of two windows, or a state for each node.
     states = 5 if steps == "host" and backing == "record" else 10 if backing == "snapshot" else 16
@@ -148,7 +148,7 @@ def test_what_a_request_would_go_on_from_does_not_keep_it_out(
 ) -> None:
     """There is room for one sequence: whose prefix is kept finds none beside it, and reads it again."""
     folder, long = known(family).folder, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    with SpecEngine(folder, draft="none", **SETTINGS) as engine:
+    with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as engine:
         layout = engine.model.settings.layout
         chat = engine.generate([PROMPTS[0]], long)[0].token_ids
         texts = [[*PROMPTS[0], *chat, *own][:170] for own in PROMPTS[:3]] + [[*PROMPTS[0][:20], *PROMPTS[5]]]

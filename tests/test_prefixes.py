@@ -53,7 +53,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Iterator[list[Completion]]:
-    with SpecEngine(folder, draft="none", **SETTINGS) as engine:
+    with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as engine:
         yield engine.generate(PROMPTS, PARAMS)
 
 
@@ -100,7 +100,7 @@ def test_a_prompt_is_found_again_at_any_length(folder: Path, draft: str) -> None
     once = {"max_tokens": 1, "temperature": 0.0}
     with (
         SpecEngine(folder, prefix_cache=True, **DRAFTS[draft], **SETTINGS) as engine,
-        SpecEngine(folder, draft="none", **SETTINGS) as plain,
+        SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as plain,
     ):
         for length in range(1, 200):
             stem = [draw.randrange(VOCAB) for _ in range(length)]
@@ -184,7 +184,7 @@ def test_numbers_that_are_wrong_once_serve_nobody_later(
     own = {**DRAFTS[draft], **SETTINGS}
     params = SamplingParams(max_tokens=4, temperature=0.0)
     asked = [[*stem, token] for token in range(4)]
-    with SpecEngine(folder, **own) as engine:
+    with SpecEngine(folder, prefix_cache=False, **own) as engine:
         wanted = [engine.generate([prompt], params)[0].token_ids for prompt in asked]
     with SpecEngine(folder, prefix_cache=True, **own) as engine:
 

@@ -49,7 +49,8 @@ REFUSING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", ["none", "chain", "tree"])
 def test_what_refuses_a_tape_computes_as_ever_while_it_is_recorded(why: str, mode: str) -> None:
     """Texts long enough that all threads attend; each is asked several times, beside others."""
-    settings = {"max_model_len": 1200, "max_running": 3, **MODES[mode], **REFUSING[why]}
+    shared = {"max_model_len": 1200, "max_running": 3, "prefix_cache": False}
+    settings = {**shared, **MODES[mode], **REFUSING[why]}
     prompts = [[7 * i % 3000 + 1 for i in range(length)] for length in (60, 530, 1020)]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
     with SpecEngine("tiny", **settings) as engine:

@@ -214,10 +214,10 @@ def test_a_state_is_as_exact_as_the_model_and_never_less_than_float32() -> None:
         ({"kernels": "native", "dtype": "float64"}, "kernels"),
         ({"kernels": "flashinfer", "dtype": "bfloat16"}, "kernels"),
         ({"draft": "auto", "draft_model": "head"}, "draft_model"),
-        ({"prefix_policy": "lru"}, "prefix_policy"),
-        ({"host_cache_bytes": 1 << 20}, "host_cache_bytes"),
+        ({"prefix_cache": False, "prefix_policy": "lru"}, "prefix_policy"),
+        ({"prefix_cache": False, "host_cache_bytes": 1 << 20}, "host_cache_bytes"),
+        ({"prefix_cache": False, "prefix_alpha": 0.5}, "prefix_alpha"),
         ({"prefix_alpha": 0.5}, "prefix_alpha"),
-        ({"prefix_cache": True, "prefix_alpha": 0.5}, "prefix_alpha"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, object], field: str) -> None:

@@ -42,7 +42,7 @@ def test_a_turn_goes_on_where_the_last_one_ended(folder: Path, draft: str, slots
     large = {**SETTINGS, "max_running": 16}
     own = {**large, "graphs": graphs, "slots": slots, **DRAFTS[draft]}
     for number, (name, params) in enumerate(RULES.items()):
-        with SpecEngine(folder, draft="none", **large) as engine:
+        with SpecEngine(folder, draft="none", prefix_cache=False, **large) as engine:
             plain, whole = chat(engine, number, **params)
         with SpecEngine(folder, prefix_cache=True, **own) as engine:
             found, read = chat(engine, number, **params)

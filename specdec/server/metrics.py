@@ -13,7 +13,6 @@ from specdec.errors import RequestError
 from specdec.outputs import RequestStats
 from specdec.server.answers import Said
 from specdec.server.failures import Failure
-from specdec.state_slots.arena import ArenaUsage
 
 FIRST = (
     0.001,
@@ -214,10 +213,10 @@ class _Engine(Collector):
 
         yield gauge("vllm:num_requests_running", "Sequences that take part in steps.", stats.running)
         yield gauge("vllm:num_requests_waiting", "Sequences that wait for memory or a place.", stats.waiting)
-        cached = stats.prefixes.cached_bytes if stats.prefixes else 0
-        share = max(_share(arena) - cached / max(arena.capacity_bytes, 1), 0.0)
+        share = arena.used_bytes / arena.capacity_bytes
         yield gauge("vllm:kv_cache_usage_perc", "Part of the arena that requests use.", share)
         held = {"kv": arena.block_bytes, "state": arena.state_bytes, "draft": arena.record_bytes}
+        held["prefix"] = arena.kept_bytes
         family = GaugeMetricFamily("specdec:arena_bytes", "Bytes in use by kind.", labels=[*names, "kind"])
         for kind, used in (held | {"free": arena.free_bytes}).items():
             family.add_metric([*values, kind], used)
@@ -267,10 +266,6 @@ class _Engine(Collector):
             _floats(stats.limited_by),
             "what",
         )
-
-
-def _share(arena: ArenaUsage) -> float:
-    return (arena.block_bytes + arena.state_bytes + arena.record_bytes) / arena.capacity_bytes
 
 
 def _floats(counts: dict[str, int]) -> dict[str, float]:

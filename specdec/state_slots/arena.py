@@ -26,12 +26,23 @@ class ArenaUsage:
     block_bytes: int
     state_bytes: int
     record_bytes: int
+    kept_block_bytes: int
+    """Held by nobody but those who give way, which the three above leave out."""
+    kept_state_bytes: int
     free_bytes: int
-    """In slabs that serve no class. What neither this nor the three above count is holes and padding."""
+    """In slabs that serve no class. What this and those above leave is holes and padding."""
     slabs: int
     free_slabs: int
     partial_slabs: int
     """Slabs that could take more slots of their class."""
+
+    @property
+    def used_bytes(self) -> int:
+        return self.block_bytes + self.state_bytes + self.record_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.kept_block_bytes + self.kept_state_bytes
 
 
 class Arena:
@@ -171,10 +182,6 @@ class Arena:
 
         return fits() or (self._could_fit(blocks, states, records) and self.make_room(fits))
 
-    def in_use(self, kind: Kind) -> int:
-        """Count the slots that somebody has who does not give way."""
-        return self._pools[kind].in_use
-
     def _could_fit(self, blocks: int, states: int, records: int) -> bool:
         """Tell whether these might fit if all gave way that would: nobody is to give way for nothing."""
         wanted = {Kind.BLOCK: blocks, Kind.STATE: states, Kind.RECORD: records}
@@ -208,9 +215,11 @@ class Arena:
         slabs = len(self._slabs.kinds) - 1
         return ArenaUsage(
             capacity_bytes=slabs * layout.slab_bytes,
-            block_bytes=len(self._blocks.owners) * layout.block_bytes,
-            state_bytes=len(self._states.owners) * layout.state_bytes,
-            record_bytes=len(self._records.owners) * layout.record_bytes,
+            block_bytes=self._blocks.in_use * layout.block_bytes,
+            state_bytes=self._states.in_use * layout.state_bytes,
+            record_bytes=self._records.in_use * layout.record_bytes,
+            kept_block_bytes=self._blocks.kept * layout.block_bytes,
+            kept_state_bytes=self._states.kept * layout.state_bytes,
             free_bytes=free * layout.slab_bytes,
             slabs=slabs,
             free_slabs=free,

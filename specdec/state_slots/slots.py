@@ -169,6 +169,11 @@ class SlotPool:
         self.handed_out += len(moved)
         return moved
 
+    @property
+    def kept(self) -> int:
+        """Count the slots that nobody has but those who give way; any thread may ask."""
+        return max(len(self.owners) - self.in_use, 0)
+
     def is_current(self, slot: int, generation: int) -> bool:
         return slot in self.owners and self.generations[slot] == generation
 

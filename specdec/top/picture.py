@@ -46,7 +46,7 @@ def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
     if reading.prefixes:
         lines += _prefixes(reading.prefixes, reading.counts, growth)
     else:
-        lines.append(_named("prefixes", "none are kept: the server runs without --prefix-cache"))
+        lines.append(_named("prefixes", "none are kept: the server runs with --no-prefix-cache"))
     moved = f"{reading.counts['moved_blocks']:,} blocks, to leave whole slabs to others"
     preempted, failed = reading.counts["preemptions"], reading.counts["failed_steps"]
     trouble = f"{preempted:,} preemptions, {failed:,} failed steps"

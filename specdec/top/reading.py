@@ -43,7 +43,8 @@ class Reading:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], at_s: float) -> Self:
-        kept, blocks = info["prefixes"], _cached_blocks(info)
+        kept = info["prefixes"]
+        blocks = int(info["arena"]["kept_block_bytes"]) // (int(info["layout"]["block_bytes"]) or 1)
         counts = {name: int(info[name]) for name in COUNTS}
         if kept:
             counts |= {name: int(kept[name]) for name in PREFIX_COUNTS}
@@ -59,7 +60,7 @@ class Reading:
             max_running=int(info["max_running"]),
             acceptance_length=float(info["acceptance_length"]),
             per_depth=tuple(map(float, info["acceptance_by_depth"])),
-            arena=_arena(info, blocks),
+            arena=_arena(info["arena"]),
             prefixes=Prefixes(blocks, None if alpha is None else float(alpha)) if kept else None,
             counts=counts,
             limited_by={str(name): int(count) for name, count in info["limited_by"].items()},
@@ -93,38 +94,17 @@ def shares(parts: Sequence[int], width: int) -> list[int]:
     return [after - before for before, after in pairwise(edges)]
 
 
-def _cached_states(info: Mapping[str, Any]) -> int:
-    """Return the bytes of states that are kept for later; the server counts them, and bytes of both kinds."""
-    kept = info["prefixes"]
-    if not kept:
-        return 0
-    left = max(int(kept["states_kept"]) - int(kept["states_evicted"]), 0)
-    # A failure takes all back and counts nothing as given up.
-    return min(left * int(info["layout"]["state_bytes"]), _cached(info), int(info["arena"]["state_bytes"]))
-
-
-def _cached(info: Mapping[str, Any]) -> int:
-    return int(info["prefixes"]["cached_bytes"]) if info["prefixes"] else 0
-
-
-def _cached_blocks(info: Mapping[str, Any]) -> int:
-    left, size = _cached(info) - _cached_states(info), int(info["layout"]["block_bytes"])
-    return min(left, int(info["arena"]["block_bytes"])) // size if size else 0
-
-
-def _arena(info: Mapping[str, Any], cached_blocks: int) -> dict[str, int]:
-    usage = {name: int(count) for name, count in info["arena"].items()}
-    blocks, states = cached_blocks * int(info["layout"]["block_bytes"]), _cached_states(info)
-    held = usage["block_bytes"] + usage["state_bytes"] + usage["record_bytes"]
-    return {
-        "KV blocks": usage["block_bytes"] - blocks,
-        "states": usage["state_bytes"] - states,
-        "drafts": usage["record_bytes"],
-        "prefixes": blocks + states,
-        # The server steps while it counts: what was taken meanwhile may count twice.
-        "holes": max(usage["capacity_bytes"] - held - usage["free_bytes"], 0),
-        "free": usage["free_bytes"],
+def _arena(usage: Mapping[str, Any]) -> dict[str, int]:
+    parts = {
+        "KV blocks": int(usage["block_bytes"]),
+        "states": int(usage["state_bytes"]),
+        "drafts": int(usage["record_bytes"]),
+        "prefixes": int(usage["kept_block_bytes"]) + int(usage["kept_state_bytes"]),
     }
+    free = int(usage["free_bytes"])
+    # The server steps while it counts: what was taken meanwhile may count twice.
+    holes = max(int(usage["capacity_bytes"]) - sum(parts.values()) - free, 0)
+    return {**parts, "holes": holes, "free": free}
 
 
 def _fell(before: Mapping[str, int], now: Mapping[str, int]) -> bool:

@@ -212,11 +212,15 @@ class Left:
     info: Mapping[str, Any]
 
     @property
+    def used_bytes(self) -> int:
+        """Count what requests have; prefixes that are kept give way."""
+        return sum(self.info["arena"][name] for name in ("block_bytes", "state_bytes", "record_bytes"))
+
+    @property
     def wrong(self) -> list[str]:
         """Name what should not be there."""
-        arena = self.info["arena"]
-        held = arena["slabs"] - arena["free_slabs"]
-        return [f"{held} slabs are held"] * bool(held) + [
+        held = self.used_bytes
+        return [f"{held} bytes are held"] * bool(held) + [
             f"{self.info[name]} {name}" for name in ("running", "waiting", "failed_steps") if self.info[name]
         ]
 

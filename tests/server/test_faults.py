@@ -127,7 +127,7 @@ def failure(answer: Answer | Exception) -> dict[str, Any] | None:
 def rest(live: Live) -> dict[str, Any]:
     """Wait until nobody runs and memory has been proved empty and whole; return what the server says then."""
     left = settle(live, live.ask("/server_info").json["clean_checks"] - 1)
-    assert left.info["arena"]["free_slabs"] == left.info["arena"]["slabs"]
+    assert not left.used_bytes
     return {**left.info, "rss_mb": left.rss_mb, "files": left.files}
 
 

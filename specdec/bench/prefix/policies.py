@@ -89,7 +89,7 @@ class Prefix:
 
     def held(self) -> tuple[int, int]:
         usage = self.replay.arena.usage()
-        return usage.block_bytes, usage.state_bytes
+        return usage.block_bytes + usage.kept_block_bytes, usage.state_bytes + usage.kept_state_bytes
 
     def over(self, turn: Turn) -> None:
         """Learn from a request that has ended."""
