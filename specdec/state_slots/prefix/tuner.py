@@ -22,7 +22,7 @@ from specdec.state_slots.prefix.tree import Ids
 
 logger = logging.getLogger(__name__)
 
-GRID = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+GRID = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 EVERY = 64
 """Requests that are tried together."""
 WINDOW = 512
