@@ -28,9 +28,9 @@ class End:
     """What one end of the swing came to."""
 
     slabs: Sequence[float]
-    """Which part of the slabs was taken, in each step in which somebody waited for memory."""
+    """Which part of the slabs held anything, in each step in which somebody waited for memory."""
     bytes: Sequence[float]
-    """Which part of the arena's bytes was."""
+    """Which part of the arena's bytes requests had, without what is only kept, holes and padding."""
     most_running: int
     drafted: int
     preempted: int
@@ -56,8 +56,7 @@ def swing(engine: SpecEngine, loads: Sequence[Load], vocab: int) -> Iterator[End
         if waited() > before:
             usage = loop.arena.usage()
             slabs.append(1 - usage.free_slabs / usage.slabs)
-            held = usage.block_bytes + usage.state_bytes + usage.record_bytes
-            taken.append(held / usage.capacity_bytes)
+            taken.append(usage.used_bytes / usage.capacity_bytes)
 
     loop.step = step  # type: ignore[method-assign]
     for load in loads:
