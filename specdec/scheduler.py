@@ -14,12 +14,15 @@ from specdec.errors import CapacityError
 from specdec.request import Request
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
-from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
+from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache, as_ids
+from specdec.state_slots.prefix.tree import common
 
 logger = logging.getLogger(__name__)
 
-BLOCKS, STATES = "KV blocks", "state slots"
-"""What of the arena a request may have to wait for."""
+BLOCKS, STATES, PREFIXES = "KV blocks", "state slots", "prefixes"
+"""What of the arena a request may have to wait for; and what somebody else is about to have read."""
+WORTH_WAITING = 64
+"""So many tokens that another reads are better waited for than read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,9 @@ class Scheduler:
         at = 0
         while at < len(self.running):
             at += self._grow(self.running[at])
-        budget = self.chunk_tokens - sum(r.owed for r in self.running if r.owed > 1)
-        while budget > 0 and self._admit():
-            budget -= self.running[-1].owed
-        if budget <= 0 and self.waiting:
-            self._note_limit("chunk_tokens")
+        budget = self.chunk_tokens - sum(r.next_count for r in self.running if r.owed > 1)
+        while self._admit(budget):
+            budget -= self.running[-1].next_count
         shares: list[Share] = []
         budget = self.chunk_tokens
         for request in self.running:
@@ -181,11 +182,11 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
 
-    def _admit(self) -> bool:
+    def _admit(self, budget: int) -> bool:
         """Move the first waiting request to the running ones if its state and all its tokens fit."""
         if not self.waiting:
             return False
-        lease, limit = self._room_for(self.waiting[0])
+        lease, limit = self._room_for(self.waiting[0], budget)
         if limit:
             if self.running:
                 self._note_limit(limit)
@@ -199,11 +200,39 @@ class Scheduler:
         self._equip(request, lease)
         return True
 
-    def _room_for(self, request: Request) -> tuple[Lease | None, str]:
+    def _room_for(self, request: Request, budget: int) -> tuple[Lease | None, str]:
         """Look up where a request may go on from, and name what keeps it out, if anything does."""
         if len(self.running) >= self.max_running:
             return None, "max_running"
         lease = self._lease(request)
+        if lease and self._is_being_read(request, lease):
+            limit = PREFIXES
+        elif budget <= 0:
+            limit = "chunk_tokens"
+        else:
+            lease, limit = self._memory_for(request, lease)
+        if limit and self.cache and lease:
+            self.cache.leave(lease)
+        return lease, limit
+
+    def _is_being_read(self, request: Request, lease: Lease) -> bool:
+        """Tell whether somebody reads much of what this one would, and have its state kept where they part.
+
+        To wait for it costs nothing: prompts share a step's budget in order.
+        """
+        for other in self.running:
+            if not other.lease or other.lease.salt != lease.salt or other.owed == 1:
+                continue
+            if other.tokens[:WORTH_WAITING] != request.tokens[:WORTH_WAITING]:
+                continue
+            alike = min(common(as_ids(other.tokens), as_ids(request.tokens)), len(request.tokens) - 1)
+            if other.computed < alike and alike - lease.length >= WORTH_WAITING:
+                other.lease.stop_at(alike)
+                return True
+        return False
+
+    def _memory_for(self, request: Request, lease: Lease | None) -> tuple[Lease | None, str]:
+        """Name the memory that a request lacks, if any, when all has given way that will."""
         limit = self._limit(request, lease)
         if limit and self.reclaim():
             limit = self._limit(request, lease)
@@ -213,8 +242,6 @@ class Scheduler:
             asked, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.salt)
             lease.asked = asked
             limit = self._limit(request, lease)
-        if limit and self.cache and lease:
-            self.cache.leave(lease)
         return lease, limit
 
     def _refuse(self, limit: str) -> None:

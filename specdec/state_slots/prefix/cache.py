@@ -38,6 +38,10 @@ class Lease:
     """Tokens that were looked up."""
     lent: bool = False
 
+    def stop_at(self, length: int) -> None:
+        """Have a state kept at one more length."""
+        self.stops = tuple(sorted({*self.stops, length}))
+
     def until_stop(self, computed: int) -> int | None:
         """Count the tokens to the next place at which a state is to be kept."""
         return next((stop - computed for stop in self.stops if stop > computed), None)

@@ -101,7 +101,7 @@ class Tree:
         node, at = self.roots.get(salt) or Node(salt, None, NO_IDS, 0), 0
         while at < len(ids) and (child := node.children.get(int(ids[at]))):
             node = child
-            known = _common(child.edge, ids[at:])
+            known = common(child.edge, ids[at:])
             at += known
             if known < len(child.edge):
                 break
@@ -217,7 +217,7 @@ def move_blocks(moved: Mapping[int, int], owners: Set[Owner]) -> None:
             node.blocks = [moved.get(block, block) for block in node.blocks]
 
 
-def _common(edge: Ids, ids: Ids) -> int:
+def common(edge: Ids, ids: Ids) -> int:
     """Count the tokens that two sequences begin with alike."""
     count = min(len(edge), len(ids))
     differ = np.flatnonzero(edge[:count] != ids[:count])

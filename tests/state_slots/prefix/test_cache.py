@@ -102,18 +102,18 @@ def _a_join_mixes_blocks_up(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_edges_last_token_is_ignored(trial: Trial, patch: pytest.MonkeyPatch) -> None:
-    right = tree_module._common
+    right = tree_module.common
 
     def common(edge: Ids, ids: Ids) -> int:
         found = right(edge, ids)
         return found + (found == len(edge) - 1 and len(ids) > found > 0)
 
-    patch.setattr(tree_module, "_common", common)
+    patch.setattr(tree_module, "common", common)
 
 
 def _a_walk_stops_a_token_short(trial: Trial, patch: pytest.MonkeyPatch) -> None:
-    right = tree_module._common
-    patch.setattr(tree_module, "_common", lambda edge, ids: max(right(edge, ids) - 1, 1))
+    right = tree_module.common
+    patch.setattr(tree_module, "common", lambda edge, ids: max(right(edge, ids) - 1, 1))
 
 
 def _the_parents_state_is_lent(trial: Trial, patch: pytest.MonkeyPatch) -> None:
@@ -246,8 +246,8 @@ def _salts_are_one(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 
 
 def _two_tokens_pass_for_one(trial: Trial, patch: pytest.MonkeyPatch) -> None:
-    right = tree_module._common
-    patch.setattr(tree_module, "_common", lambda edge, ids: right(edge // 2, np.asarray(ids) // 2))
+    right = tree_module.common
+    patch.setattr(tree_module, "common", lambda edge, ids: right(edge // 2, np.asarray(ids) // 2))
 
 
 MUTANTS: Sequence[tuple[Mutate, str]] = (
