@@ -42,6 +42,7 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
     add("--engine", metavar="MODEL", type=Path, help="a checkpoint's folder, or tiny")
     timed = parser.add_argument_group("with --engine").add_argument
     timed("--requests", metavar="COUNT", type=at_least(1), default=64, help="of a trace (default: 64)")
+    timed("--together", metavar="COUNT", type=at_least(1), default=1, help="at a time (default: 1)")
     timed("--max-tokens", metavar="TOKENS", type=at_least(1), default=8, help="of an answer (default: 8)")
     add_settings(parser, EngineConfig, title="engine", without={*MEASURED, "memory_bytes"})
 
@@ -80,6 +81,7 @@ def _engine(args: argparse.Namespace) -> None:
         model=args.engine,
         names=args.trace or ["system-prompts"],
         requests=args.requests,
+        together=args.together,
         max_tokens=args.max_tokens,
         seed=args.seed,
     )

@@ -23,7 +23,7 @@ LONGEST_OF = {"system-prompts": 4096}
 WARMUP = 3
 """Requests that each engine answers first, uncounted."""
 LEGEND = """\
-off, on: until the first token, one request at a time, without a cache and with one; x: their quotient
+off, on: until the first token, without a cache and with one; x: their quotient
 hit: tokens that were not read, of all prompts'; differing: answers that are not those without a cache"""
 
 
@@ -34,6 +34,8 @@ class Options:
     model: Path
     names: Sequence[str]
     requests: int
+    together: int
+    """Requests that come at one time."""
     max_tokens: int
     seed: int
 
@@ -89,16 +91,19 @@ class Engines:
         What a session said before is what the engine without a cache has said, not what the trace made up.
         """
         said: dict[str, tuple[int, list[int]]] = {}
-        for number, turn in enumerate(trace.turns):
-            known, before = said.get(turn.session, (0, []))
-            prompt = [*before, *turn.prompt[known:].tolist()]
-            if len(prompt) + self.options.max_tokens > self.most:
-                continue
+        for number, turns in enumerate(groups(trace.turns, self.options.together)):
+            asked: list[tuple[Turn, list[int]]] = []
+            for turn in turns:
+                known, before = said.get(turn.session, (0, []))
+                prompt = [*before, *turn.prompt[known:].tolist()]
+                if len(prompt) + self.options.max_tokens <= self.most:
+                    asked.append((turn, prompt))
             order = (self.off, self.on) if number % 2 else (self.on, self.off)
-            answers = {engine: engine.generate([prompt], self._params())[0] for engine in order}
-            pair = Pair(prompt, answers[self.off], answers[self.on])
-            said[turn.session] = _whole_length(turn), [*prompt, *pair.off.token_ids]
-            yield pair
+            prompts = [prompt for _, prompt in asked]
+            answers = {engine: engine.generate(prompts, self._params()) for engine in order}
+            for (turn, prompt), off, on in zip(asked, answers[self.off], answers[self.on], strict=True):
+                said[turn.session] = _whole_length(turn), [*prompt, *off.token_ids]
+                yield Pair(prompt, off, on)
 
     def check(self, pair: Pair) -> None:
         """Refuse a text that a prefix has changed, where rounding is too fine to have done it."""
@@ -143,6 +148,7 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
             "seed": options.seed,
             "warmup": WARMUP,
             "max_tokens": options.max_tokens,
+            "together": options.together,
             "records": records,
         }
     publish(render(report), report, out / RESULT if out else None)
@@ -157,6 +163,17 @@ def _measure(engines: Engines, trace: Trace) -> dict[str, Any]:
             pairs.append(pair)
             progress.update()
     return {"trace": trace.name, **summarise_pairs(pairs)}
+
+
+def groups(turns: Sequence[Turn], most: int) -> Iterator[list[Turn]]:
+    """Cut a trace into requests that may come together: none goes on from another of them."""
+    group: list[Turn] = []
+    for turn in turns:
+        if len(group) == most or any(turn.session == other.session for other in group):
+            yield group
+            group = []
+        group.append(turn)
+    yield group
 
 
 def summarise_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -182,6 +199,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['model']}: {report['dtype']} on {report['device']}, drafts: {drafts}",
         f"{report['cpu']}, {report['threads']} threads; commit {report['commit']}; seed {report['seed']}",
+        f"{report['together']} requests at a time",
         "",
         table([_row(record) for record in report["records"]]),
         "",

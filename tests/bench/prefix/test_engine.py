@@ -4,13 +4,20 @@ import json
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from specdec.bench.prefix import engine
+from specdec.bench.prefix.traces import Turn
 from specdec.cli import main
 from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
 
 Bench = Callable[..., int]
+
+
+def turn(session: str) -> Turn:
+    ids = np.zeros(1, np.int32)
+    return Turn(session, 0, 0.0, ids, ids)
 
 
 @pytest.fixture
@@ -35,6 +42,30 @@ def test_texts_are_alike_and_hits_are_counted(
         assert 0.2 < record["hit_rate"] < 1
         assert set(record["ttft_off_s"]) == set(record["ttft_on_s"]) == {"p50", "p95"}
     assert all(len(line) <= 130 for line in shown.splitlines()[:-1])
+
+
+def test_several_come_at_a_time_but_no_two_turns_of_a_session(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    right = engine.SpecEngine.generate
+
+    def generate(self: engine.SpecEngine, prompts: list[list[int]], *args: object) -> object:
+        asked.append(len(prompts))
+        return right(self, prompts, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.SpecEngine, "generate", generate)
+    assert bench("--trace", "system-prompts,agents", "--together", "5") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["together"] == 5 and sum(asked) == 2 * (sum(r["requests"] for r in report["records"]) + 6)
+    assert 5 in asked and max(asked) == 5
+    assert all(record["differing_texts"] == 0 and record["hit_rate"] > 0.2 for record in report["records"])
+
+
+def test_a_group_ends_where_a_session_goes_on() -> None:
+    turns = [turn(session) for session in "abcabbd"]
+    found = [[own.session for own in group] for group in engine.groups(turns, 3)]
+    assert found == [["a", "b", "c"], ["a", "b"], ["b", "d"]]
 
 
 def test_a_wrong_state_withholds_every_figure(
