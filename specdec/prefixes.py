@@ -35,21 +35,19 @@ class Prefixes:
 
     def note(self, parts: Sequence[Part]) -> None:
         """Share what prompts have been read of, and keep the states that were to be kept on the way."""
-        for part in parts:
-            request = part.request
-            if request.lease is None or part.decodes:
-                continue
-            stops = request.computed in request.lease.stops
-            # Whoever comes here later shares the blocks: the head must have read as far.
-            hidden_1D = self.speculation.last_hidden(request)
+        reading = [part.request for part in parts if part.request.lease and not part.decodes]
+        # Whoever comes here later shares the blocks: the head must have read as far.
+        self.speculation.read_on(reading)
+        for request in reading:
             node = self._share(request, request.computed)
-            if stops and request.committed:
+            if request.lease and request.committed and request.computed in request.lease.stops:
+                hidden_1D = self.speculation.last_hidden(request)
                 self.cache.keep_copy(node, request.committed.state, hidden_1D)
 
     def cut(self, request: Request) -> None:
-        """Keep nothing of a request whose numbers were wrong."""
+        """Keep nothing of a request whose numbers were wrong, nor what it has gone on from."""
         if request.lease:
-            self.cache.cut(request.lease)
+            self.cache.cut(request.lease, 0)
 
     def observe(self, parts: Sequence[Part], seconds: float) -> None:
         """Learn from a step that did nothing but read prompts how long that takes."""

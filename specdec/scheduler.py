@@ -102,6 +102,9 @@ class Scheduler:
         It leaves the lists last: where anything fails before, it is still known as one that must hear of it.
         """
         self.on_end(request)
+        if request.lease and self.cache and not request.first_token_s and request.lease.own is not None:
+            # What it was the first to read has never been seen to give numbers.
+            self.cache.cut(request.lease, request.lease.own)
         self._take_back(request)
 
     def give_up(self) -> list[Request]:
@@ -139,8 +142,6 @@ class Scheduler:
     def _take_back(self, request: Request) -> None:
         self.arena.release_owner(request.number)
         if request.lease and self.cache:
-            if not request.first_token_s:
-                self.cache.cut(request.lease)  # what it has read has never been seen to give numbers
             self.cache.leave(request.lease)
         request.forget_memory()
         self.on_lose(request)
@@ -291,7 +292,7 @@ class Scheduler:
         blocks = self._blocks_missing(request) - (lease.shared if lease else 0) + spare
         if self.arena.can_take(blocks=blocks, states=states):
             return ""
-        return BLOCKS if self.arena.can_take(states=states) else STATES
+        return BLOCKS if self.arena.might_take(states=states) else STATES
 
     def _note_limit(self, limit: str) -> None:
         self.limited_by[limit] += 1

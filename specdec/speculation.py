@@ -336,6 +336,12 @@ class Speculation:
         if self.head and hit.length:
             self.head.resume(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
 
+    def read_on(self, requests: Sequence[Request]) -> None:
+        """Have the head read what it has of some requests, up to what hangs on the next token."""
+        if self.head and requests:
+            while not self.head.settle([want_of(request, None) for request in requests], most=1):
+                pass
+
     def last_hidden(self, request: Request, skipped: int = 0) -> Tensor | None:
         """Have the head read what it has of a request, and return what it reads next.
 

@@ -82,6 +82,8 @@ class Arena:
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
         self.make_room: Callable[[Callable[[], bool]], bool] = lambda fits: fits()
         """Has what is only kept for later give way until something fits; tells whether it does."""
+        self.pinned: Callable[[], tuple[Iterable[int], Iterable[int]]] = lambda: ((), ())
+        """Names the blocks and states that are only kept, and do not give way now."""
         self.may_move: Callable[[], bool] = lambda: False
         """Tells whether all who know of blocks can be told that they have moved."""
         self.on_move: Callable[[Mapping[int, int], Set[Owner]], None] = lambda moved, owners: None
@@ -152,7 +154,7 @@ class Arena:
         for source, to in moved.items():
             self.block_bytes_X(to).copy_(self.block_bytes_X(source))
         self.moved_blocks += len(moved)
-        self.on_move(moved, {owner for block in moved.values() for owner in self._blocks.owners[block]})
+        self.on_move(moved, {owner for block in moved.values() for owner in self._blocks.owners_of(block)})
         return bool(moved)
 
     def hand_over_state(self, owner: Owner, heir: Owner, state: int) -> None:
@@ -182,14 +184,19 @@ class Arena:
 
         return fits() or (self._could_fit(blocks, states, records) and self.make_room(fits))
 
+    def might_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
+        """Say whether all of these might be taken, and let nothing give way for it."""
+        return self._fits(blocks, states, records) or self._could_fit(blocks, states, records)
+
     def _could_fit(self, blocks: int, states: int, records: int) -> bool:
         """Tell whether these might fit if all gave way that would: nobody is to give way for nothing."""
-        wanted = {Kind.BLOCK: blocks, Kind.STATE: states, Kind.RECORD: records}
-        slabs = sum(
-            -(-(pool.in_use + wanted[kind]) // pool.per_slab)
-            for kind, pool in self._pools.items()
-            if pool.per_slab
-        )
+        pinned_blocks, pinned_states = self.pinned()
+        slabs = self._records.new_slabs(records) + len(self._records.used)
+        for pool, pinned, wanted in (
+            (self._blocks, pinned_blocks, blocks),
+            (self._states, pinned_states, states),
+        ):
+            slabs += -(-(pool.in_use_with(pinned) + wanted) // (pool.per_slab or 1))
         return slabs < len(self._slabs.kinds)
 
     def _fits(self, blocks: int, states: int, records: int) -> bool:

@@ -68,9 +68,9 @@ def _holders(pool: SlotPool, num_slabs: int) -> dict[int, list[Owner]]:
 
 def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> None:
     for slot in holders.keys() | pool.owners.keys():
-        held_by, known = holders.get(slot, ()), pool.owners.get(slot, ())
+        held_by, known = holders.get(slot, ()), pool.owners_of(slot) if slot in pool.owners else ()
         if len(held_by) != len(known) or set(held_by) != set(known):
-            raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {known}")
+            raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {list(known)}")
         if len(known) > 1 and pool.kind is not Kind.BLOCK:
             raise IntegrityError(f"{pool.kind} {slot} has {len(known)} owners, and only blocks are shared")
     in_use = sum(any(not isinstance(owner, Kept) for owner in owners) for owners in holders.values())

@@ -1,7 +1,7 @@
 """Hand out slots of one class from slabs that all classes share: integers only, no bytes."""
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from enum import StrEnum
 from heapq import heappop, heappush
 
@@ -20,6 +20,10 @@ class Kind(StrEnum):
     BLOCK = "block"
     STATE = "state"
     RECORD = "record"
+
+
+class Sharers(dict[Owner, None]):
+    """Several owners of one slot."""
 
 
 class SlabList:
@@ -68,8 +72,8 @@ class SlotPool:
         """
         self.held: dict[Owner, dict[int, int]] = {}
         self.handed_out = sum(self.generations)
-        self.owners: dict[int, list[Owner]] = {}
-        """Of each live slot."""
+        self.owners: dict[int, Owner | Sharers] = {}
+        """Of each live slot. A list for each of so many would keep the garbage collector busy."""
         self.in_use = 0
         """Slots that somebody has who does not give way."""
         self.used: dict[int, int] = {}
@@ -105,7 +109,7 @@ class SlotPool:
             for slot in slots:
                 generation = self.generations[slot] + 1
                 self.generations[slot] = held[slot] = generation
-                self.owners[slot] = [owner]
+                self.owners[slot] = owner
             self.handed_out += n
             self.in_use += 0 if isinstance(owner, Kept) else n
         return slots
@@ -118,7 +122,11 @@ class SlotPool:
         held[slot] = self.generations[slot]
         if not isinstance(owner, Kept):
             self.in_use += not self._is_used(slot)
-        self.owners[slot].append(owner)
+        before = self.owners[slot]
+        if isinstance(before, Sharers):
+            before[owner] = None
+        else:
+            self.owners[slot] = Sharers({before: None, owner: None})
 
     def release(self, owner: Owner, slots: Sequence[int]) -> None:
         """End the owner's hold; a slot is free when its last owner lets go, a slab when its last slot is."""
@@ -130,11 +138,15 @@ class SlotPool:
         for slot in slots:
             del held[slot]
             owners = self.owners[slot]
-            owners.remove(owner)
-            if not isinstance(owner, Kept):
-                self.in_use -= not self._is_used(slot)
-            if not owners:
+            if isinstance(owners, Sharers):
+                del owners[owner]
+                if len(owners) == 1:
+                    self.owners[slot] = next(iter(owners))
+                if not isinstance(owner, Kept):
+                    self.in_use -= not self._is_used(slot)
+            else:
                 del self.owners[slot]
+                self.in_use -= not isinstance(owner, Kept)
                 slab, place = divmod(slot, self.per_slab)
                 freed[slab] = freed.get(slab, 0) | 1 << place
         for slab, places in freed.items():
@@ -163,7 +175,7 @@ class SlotPool:
             moved[slot] = new
             self.generations[new] += 1
             self.owners[new] = self.owners.pop(slot)
-            for owner in self.owners[new]:
+            for owner in self.owners_of(new):
                 del self.held[owner][slot]
                 self.held[owner][new] = self.generations[new]
         self.handed_out += len(moved)
@@ -177,8 +189,17 @@ class SlotPool:
     def is_current(self, slot: int, generation: int) -> bool:
         return slot in self.owners and self.generations[slot] == generation
 
+    def owners_of(self, slot: int) -> Collection[Owner]:
+        """Return who has a live slot."""
+        owners = self.owners[slot]
+        return owners.keys() if isinstance(owners, Sharers) else (owners,)
+
+    def in_use_with(self, slots: Iterable[int]) -> int:
+        """Count the slots in use, as if these live ones were."""
+        return self.in_use + sum(not self._is_used(slot) for slot in slots)
+
     def _is_used(self, slot: int) -> bool:
-        return not all(isinstance(owner, Kept) for owner in self.owners[slot])
+        return not all(isinstance(owner, Kept) for owner in self.owners_of(slot))
 
     def _choose_slab(self, room: int) -> int:
         """Return the fullest slab with `room` free slots, else the fullest of several, else a new one."""

@@ -294,7 +294,8 @@ def test_a_prompts_tokens_go_where_its_answers_do(live: Live, path: str) -> None
 def test_memory_is_shown_by_kind(live: Live) -> None:
     found = live.metrics()
     named = {key for key in found if key.startswith("specdec:arena_bytes{")}
-    assert len(named) == 4 and all(any(kind in key for key in named) for kind in ("kv", "state", "draft"))
+    kinds = ("kv", "state", "draft", "prefix", "free")
+    assert len(named) == 5 and all(any(f'"{kind}"' in key for key in named) for kind in kinds)
     assert total(found, "specdec:arena_bytes") > 0
 
 

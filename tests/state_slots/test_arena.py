@@ -329,7 +329,7 @@ def _slab_in_two_classes(arena: Arena) -> None:
     (state,) = arena._states.held[1]
     slot = state * LAYOUT.records_per_slab
     arena._records.held[1][slot] = arena._records.generations[slot] = 1
-    arena._records.owners[slot] = [1]
+    arena._records.owners[slot] = 1
     arena._records.handed_out += 1
     arena._records.in_use += 1
 

@@ -37,6 +37,8 @@ class Lease:
     asked: int
     """Tokens that were looked up."""
     lent: bool = False
+    own: int | None = None
+    """Where what nobody knew before it begins; None: it has told nothing new."""
 
     def stop_at(self, length: int) -> None:
         """Have a state kept at one more length."""
@@ -91,7 +93,9 @@ class PrefixCache:
         self._now = 0
         self._order: list[tuple[Node, int]] = []
         """Who gives way next, the first of them last, and when each had last been used."""
-        arena.make_room = self.make_room
+        self._pinned: list[Node] = []
+        """Nodes of this tier that somebody is about to go on from."""
+        arena.make_room, arena.pinned = self.make_room, self.pinned
 
     def lease(self, tokens: Tokens, salt: str = "", marks: Iterable[int] = ()) -> Lease:
         """Find what is known of a prompt, and keep it from giving way until `lend` or `leave`.
@@ -107,6 +111,7 @@ class PrefixCache:
             store, tip, (found, length) = self.lower, deepest, below
         for node in (tip, found):
             node.pins += 1
+        self._pinned += [tip] if store is not self else [tip, found]
         private = max(min(length - (self.has_head and self._states), known - self.has_head), 0)
         stops = {mark for mark in marks if length < mark <= len(tokens)}
         if self._states and length < known:
@@ -174,36 +179,51 @@ class PrefixCache:
         for tree, node in ((self.tree, lease.tip), (lease.store.tree, lease.found)):
             tree.prune(node)
 
-    def cut(self, lease: Lease) -> None:
-        """Forget what a request has read, whose numbers were wrong, and all that has come to stand on it."""
-        if not self.tree.holds(lease.tip):
-            return  # it went with another's
-        node = next((node for node in lease.tip.path() if node.end > lease.length), None)
+    def cut(self, lease: Lease, since: int) -> None:
+        """Forget what a request has read beyond a length, and all that has come to stand on it."""
+        if self.tree.holds(lease.tip):  # else it went with another's
+            self._cut(lease.salt, self.tree.spelled(lease.tip), since)
+
+    def _cut(self, salt: str, ids: Ids, since: int) -> None:
+        deepest, _ = self.tree.walk(salt, ids)
+        node = next((node for node in deepest.path() if node.end > since), None)
         if node:
-            if node.start < lease.length:
-                self.tree.reach(node, lease.length)  # what stands above it was read before
+            if node.start < since:
+                self.tree.reach(node, since)
             self.tree.cut(node)
+        if self.lower:
+            self.lower._cut(salt, ids, since)
 
     def note(self, lease: Lease, tokens: Tokens, table: Sequence[int]) -> Node:
         """Learn what a request has read so far; its blocks are the tree's as well from now on."""
-        node = self._insert(lease.salt, as_ids(tokens), list(table))
+        node, known = self._insert(lease.salt, as_ids(tokens), list(table))
+        if known < len(tokens) and lease.own is None:
+            lease.own = max(known, lease.length)
         lease.tip.locks -= 1
         node.locks += 1
         lease.tip = node
         return node
 
-    def _insert(self, salt: str, ids: Ids, table: list[int]) -> Node:
+    def _insert(self, salt: str, ids: Ids, table: list[int]) -> tuple[Node, int]:
+        """Return the node that stands for a prefix, and how much of it was known before."""
         self.tree.root(salt)
         node, at = self.tree.walk(salt, ids)
         node = self.tree.reach(node, at)
         if at < len(ids):
             node = self.tree.grow(node, ids, table)
         self._touch(node)
-        return node
+        return node, at
 
     def _unpin(self, lease: Lease) -> None:
         for node in (lease.tip, lease.found):
             node.pins -= 1
+        for node in (lease.tip, lease.found) if lease.store is self else (lease.tip,):
+            self._pinned.remove(node)
+
+    def pinned(self) -> tuple[set[int], set[int]]:
+        """Return the blocks and states that are kept and do not give way now."""
+        blocks = {block for node in self._pinned for block in self.tree.table(node, node.end)}
+        return blocks, {node.state for node in self._pinned if node.state is not None}
 
     def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
         """Keep a copy of a state, which goes on, at a node, if there is room for it."""
@@ -241,7 +261,7 @@ class PrefixCache:
         if blocks is not None:
             table = [*self.tree.table(deepest, known)[:first], *blocks]
             self._copy_down(upper, sources, blocks)
-            own = self._insert(salt, ids, table)
+            own, _ = self._insert(salt, ids, table)
             self.arena.release_owner(MOVING)
             if node.state is not None and own.state is None:
                 hidden_1D = None if node.hidden_1D is None else node.hidden_1D.to(self.arena.data.device)
@@ -289,6 +309,7 @@ class PrefixCache:
         """Begin afresh after the arena has taken everything back."""
         self.tree.roots.clear()
         self._order.clear()
+        self._pinned.clear()
         if self.lower:
             self.lower.arena.forget()
             self.lower.forget()
@@ -339,7 +360,7 @@ class PrefixCache:
         if self.lower:
             self.lower._check_books()
             nodes += self.lower._whole()
-        _check_leases(nodes, list(leases))
+        _check_leases(nodes, [lease for lease in leases if self.tree.holds(lease.tip)])
 
     def _whole(self) -> list[Node]:
         return [*self.tree.nodes(), *self.tree.roots.values()]

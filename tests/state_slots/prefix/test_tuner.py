@@ -45,10 +45,6 @@ def hits(alpha: float, pairs: list[Pair]) -> int:
     return sum(replay.serve(prompt, np.concatenate([prompt, output])) for prompt, output in pairs)
 
 
-def tuning() -> bool:
-    return any(thread.name == "specdec-prefix-tuner" for thread in threading.enumerate())
-
-
 def test_the_value_that_hits_more_is_taken() -> None:
     pairs = mixed(600)
     tuner = Tuner(LAYOUT, MEMORY, work)
@@ -99,8 +95,9 @@ def test_a_thread_tunes_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch)
             tuner.observe(*pair)
         assert changed.wait(60)
         assert tuner.alpha == 2.0
+        thread = tuner._thread
     tuner.close()
-    assert not tuning()
+    assert thread and not thread.is_alive()
 
 
 def test_closing_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +116,9 @@ def test_closing_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch)
     for pair in mixed(200):
         tuner.observe(*pair)
     assert served.wait(60)
+    thread = tuner._thread
     tuner.close()
-    assert not tuning()
+    assert thread and not thread.is_alive()
     assert sum(len(trial.hits) for trial in tuner.trials) < 200 * len(tuner.trials)
 
 

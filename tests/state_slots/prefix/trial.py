@@ -97,6 +97,7 @@ class Trial:
             self.advance: 48,
             self.end: 12,
             self.preempt: 3,
+            self.cut: 0.7,
             self.meddle: 6,
             self.tidy: 5,
             self.press: 0.5,
@@ -245,6 +246,21 @@ class Trial:
         """Take a request's memory away at any time."""
         if self.readers:
             self._leave(self.random.choice(self.readers))
+
+    def cut(self) -> None:
+        """End a request whose numbers were wrong, or have never been seen: what nobody else had read goes."""
+        if not self.readers:
+            return
+        own = self.random.choice(self.readers)
+        since = self.random.choice([0, own.lease.own])
+        if since is not None and self.cache.tree.holds(own.lease.tip):
+            end = own.lease.tip.end
+            self.cache.cut(own.lease, since)
+            for tier in (self.cache, self.cache.lower):
+                told = np.asarray(own.text[:end], np.int32)
+                assert tier is None or tier.tree.walk(own.salt, told)[1] <= since
+            self.did["cut"] += 1
+        self._leave(own)
 
     def _leave(self, own: Reader) -> None:
         self.arena.release_owner(own.number)
