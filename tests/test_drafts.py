@@ -63,7 +63,9 @@ def ask(engine: SpecEngine, count: int, **changes: object) -> list[Case]:
 
 
 def plain(folder: Path, count: int, **changes: object) -> list[Case]:
-    with SpecEngine(folder, dtype="float64", draft="none", max_model_len=LONGEST) as engine:
+    with SpecEngine(
+        folder, dtype="float64", draft="none", prefix_cache=False, max_model_len=LONGEST
+    ) as engine:
         return ask(engine, count, **changes)
 
 
@@ -159,7 +161,9 @@ def test_a_text_ends_inside_an_accepted_path(folder: Folder, shape: str, end: st
     """The oracle knows how texts would go on beyond their end: what comes after it must not come out."""
     longest = 19 if end == "max_model_len" else LONGEST
     full = plain(folder("qwen3_5"), 9, logit_bias={END: 3.0})
-    with SpecEngine(folder("qwen3_5"), dtype="float64", draft="none", max_model_len=longest) as engine:
+    with SpecEngine(
+        folder("qwen3_5"), dtype="float64", draft="none", prefix_cache=False, max_model_len=longest
+    ) as engine:
         cases = []
         for case in full:
             params = case.params.model_copy(update=ENDS[end](case.said[0]))
@@ -209,7 +213,9 @@ def test_float32_in_the_kernels_that_users_get(folder: Folder, family: str) -> N
     for drafter in ("mtp", "oracle") if family != "qwen3" else ("oracle",):
         for backing in BACKINGS:
             fields = {"dtype": "float32", "slots": backing, **SHAPES["tree"]}
-            with SpecEngine(folder(family), dtype="float32", draft="none", max_model_len=LONGEST) as engine:
+            with SpecEngine(
+                folder(family), dtype="float32", draft="none", prefix_cache=False, max_model_len=LONGEST
+            ) as engine:
                 cases = [Case("", c.prompt, c.params, engine.generate([c.prompt], c.params)) for c in exact]
             with drafting_engine(folder(family), drafter, cases, **fields) as (engine, _):
                 assert engine.model.settings.kernels == "native"

@@ -211,3 +211,32 @@ def test_what_one_salt_has_said_drafts_for_no_other(folder: Path) -> None:
         first = accepted("a")
         assert accepted("b") == first
         assert [accepted(None), accepted(None) > first][1]
+
+
+@pytest.mark.parametrize("why", ["cancelled", "preempted"])
+def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: str) -> None:
+    """It parts from the others where no state is kept, so that the node that they share is split for it."""
+    draw, params = random.Random(8), SamplingParams(max_tokens=2, temperature=0.0)
+    shared = [draw.randrange(VOCAB) for _ in range(90)]
+    with SpecEngine(folder, draft="none", **SETTINGS) as engine:
+        loop, chats = engine.model.loop, [[*shared, number] for number in range(3)]
+        for chat in chats:
+            chat += [*engine.generate([chat], params)[0].token_ids, 1]
+        right, left = loop.step, list[bool]()
+
+        def step() -> None:
+            right()
+            for request in loop.scheduler.running:
+                if not left and request.tokens[60] == VOCAB - 1 and 60 < request.computed < 140:
+                    left.append(True)
+                    if why == "cancelled":
+                        request.cancelled = True
+                    else:
+                        loop.scheduler._preempt(request)
+
+        loop.step = step  # type: ignore[method-assign]
+        engine.generate([[*shared[:60], *[VOCAB - 1] * 80]], params)
+        assert left
+        hits = [engine.generate([chat], params)[0].stats.cached_tokens for chat in chats]
+        loop.check_idle()
+    assert hits == [len(chat) - 2 for chat in chats]

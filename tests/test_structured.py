@@ -61,7 +61,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SpecEngin
     tree = {"adaptive": False, "num_steps": 3, "topk": 3, "num_draft_tokens": 10}
     chain = {"adaptive": False, "num_steps": 4, "topk": 1}
     made = [
-        SpecEngine(folder, draft="none", **shared),
+        SpecEngine(folder, draft="none", prefix_cache=False, **shared),
         SpecEngine(folder, draft="mtp", **chain, **shared),
         SpecEngine(folder, draft="mtp", **tree, **shared),
         SpecEngine(folder, draft="suffix", **tree, **shared),

@@ -50,16 +50,15 @@ class Padded(Uncaptured):
         return count + 3
 
 
-def everything_came_back(engine: SpecEngine) -> bool:
-    """Tell it once the engine's thread, which answers before it clears up, has done so."""
-    arena, runner = engine.model.loop.arena, engine.model.loop.runner
+def check_everything_came_back(engine: SpecEngine) -> None:
+    """Prove it once the engine's thread, which answers before it clears up, has done so."""
+    runner = engine.model.loop.runner
     assert runner is not None
     for _ in range(1000):
         if not runner.streak.held:
             break
         time.sleep(0.01)
-    arena.check_integrity()
-    return not arena.usage().used_bytes
+    engine.model.loop.check_idle()
 
 
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
@@ -113,7 +112,7 @@ def test_a_step_lets_others_in_and_out(known: tuple[Path, list[Case]]) -> None:
             expected = case.said[0].token_ids
             assert own == (expected[: len(own)] if i % 4 == 3 else expected)
         engine.generate([[1]], GREEDY)
-        assert everything_came_back(engine)
+        check_everything_came_back(engine)
 
 
 def test_texts_end_where_the_model_does(known: tuple[Path, list[Case]]) -> None:
@@ -125,7 +124,7 @@ def test_texts_end_where_the_model_does(known: tuple[Path, list[Case]]) -> None:
         device_said, host_said = engine.generate(prompts, params), host.generate(prompts, params)
         assert [c.token_ids for c in device_said] == [c.token_ids for c in host_said]
         assert {len(p) + len(c.token_ids) for p, c in zip(prompts, device_said, strict=True)} == {LONGEST}
-        assert everything_came_back(engine)
+        check_everything_came_back(engine)
 
 
 def test_a_row_whose_numbers_are_nan_fails_alone(known: tuple[Path, list[Case]]) -> None:
@@ -150,7 +149,7 @@ def test_a_row_whose_numbers_are_nan_fails_alone(known: tuple[Path, list[Case]])
         assert isinstance(failed, EngineError) and "NaN" in str(failed)
         assert said == expected[1].token_ids
         assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected[0].token_ids
-        assert everything_came_back(engine)
+        check_everything_came_back(engine)
 
 
 def test_a_step_that_fails_ends_its_requests_and_nothing_else(known: tuple[Path, list[Case]]) -> None:
@@ -170,7 +169,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(known: tuple[Path,
         with pytest.raises(EngineError, match="the device is gone"):
             engine.generate([[1, 2, 3]], GREEDY)
         assert differences(cases, generate(engine, cases), within=1e-6) == []
-        assert everything_came_back(engine)
+        check_everything_came_back(engine)
 
 
 def test_too_little_memory_for_records_leaves_the_steps_to_the_host(known: tuple[Path, list[Case]]) -> None:
@@ -180,7 +179,7 @@ def test_too_little_memory_for_records_leaves_the_steps_to_the_host(known: tuple
     slabs = 2 + -(-layout.blocks_for(LONGEST) // layout.blocks_per_slab)
     with open_engine(folder, memory_bytes=(slabs + 1) * layout.slab_bytes, max_running=2) as engine:
         assert differences(cases, generate(engine, cases), within=1e-6) == []
-        assert everything_came_back(engine)
+        check_everything_came_back(engine)
 
 
 def count_syncs(run: Callable[[], Tensor]) -> list[str]:

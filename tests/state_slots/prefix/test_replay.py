@@ -97,6 +97,44 @@ def test_with_little_memory_its_books_stay_right(alpha: float) -> None:
     replay.cache.check()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_one_used_longest_ago_gives_way_first(seed: int) -> None:
+    """An order serves for several, and some of those in it are used before their turn comes."""
+    draw, replay = random.Random(seed), Replay(LAYOUT, AMPLE, float)
+    texts = {first: ids([first, 1, 2, 3, 4]) for first in range(60)}
+    used = list(texts)
+
+    def kept() -> set[int]:
+        return {int(node.edge[0]) for node in replay.cache.tree.nodes()}
+
+    for text in texts.values():
+        replay.serve(text[:3], text)
+    while used:
+        for first in draw.sample(used, min(draw.randrange(3), len(used))):
+            replay.cache._touch(replay.cache.tree.walk("", texts[first])[0])
+            used.append(used.pop(used.index(first)))
+        most = len(used) - 1
+        assert replay.cache.make_room(lambda most=most: len(kept()) <= most)  # type: ignore[misc]
+        assert kept() == set(used[1:])
+        del used[0]
+
+
+def test_nobody_gives_way_for_what_cannot_fit_beside_what_is_about_to_be_lent() -> None:
+    replay = Replay(LAYOUT, 40 * LAYOUT.slab_bytes, float)
+    cache, arena = replay.cache, replay.arena
+    long = ids([1] * 16 * 10 * LAYOUT.blocks_per_slab)
+    replay.serve(long[:-1], long)
+    for first in range(2, 8):
+        replay.serve(ids([first, 1]), ids([first, 1, 2]))
+    before = len(list(cache.tree.nodes()))
+    lease = cache.lease(ids([*long, 2]))
+    assert lease.shared == 10 * LAYOUT.blocks_per_slab - 1
+    assert not arena.can_take(blocks=29 * LAYOUT.blocks_per_slab, states=1)
+    assert len(list(cache.tree.nodes())) == before
+    cache.leave(lease)
+    assert arena.can_take(blocks=29 * LAYOUT.blocks_per_slab, states=1)
+
+
 def test_tenants_share_nothing() -> None:
     replay = Replay(LAYOUT, AMPLE, float)
     whole = ids(list(range(40)))
