@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 0.02
 """Without work before memory is proved to be whole, at least."""
-SELDOM = 50
-"""Times as long as the last proof took, at least: where many prefixes are kept, whoever comes would wait."""
+QUIET_SLOT_S = 250e-6
+"""As much for each slot that is held, fifty times what proving it takes: whoever comes meanwhile waits."""
 
 
 class Worker:
@@ -126,16 +126,14 @@ class Worker:
         error = EngineError("The engine was closed while this request ran.")
         if self._loop.device.type == "cuda":
             torch.cuda.set_device(self._loop.device)  # kernels go to the thread's device, not to the tensors'
-        is_proved, quiet_s = True, QUIET_S
+        is_proved = True
         try:
             while not self.fault:
                 idle = not self._loop.scheduler.has_work
+                quiet_s = max(QUIET_S, QUIET_SLOT_S * self._loop.arena.held)
                 came = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
-                start_s = time.monotonic()
                 done = self._attempt(self._loop.step if came else self._prove)
                 is_proved = done and not came
-                if not came:
-                    quiet_s = max(QUIET_S, SELDOM * (time.monotonic() - start_s))
         except BaseException as failure:
             error = EngineError(f"The engine stopped: {failure!r}.")
             self._stop(str(error))

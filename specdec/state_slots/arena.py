@@ -184,6 +184,11 @@ class Arena:
 
         return fits() or (self._could_fit(blocks, states, records) and self.make_room(fits))
 
+    @property
+    def held(self) -> int:
+        """Count the slots that anybody has."""
+        return sum(len(pool.owners) for pool in self._pools.values())
+
     def might_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
         """Say whether all of these might be taken, and let nothing give way for it."""
         return self._fits(blocks, states, records) or self._could_fit(blocks, states, records)
