@@ -4,6 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
+from specdec.errors import ConfigError
 from specdec.settings import Settings, contradiction
 from specdec.structure import Structure
 
@@ -17,6 +18,18 @@ MAX_BIASES = 1024
 
 def _round_to_greedy(value: object) -> object:
     return 0.0 if isinstance(value, int | float) and 0 <= value < GREEDY_BELOW else value
+
+
+def _refuse_surrogates(value: object) -> object:
+    try:
+        if isinstance(value, str):
+            value.encode()
+        return value
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "SamplingParams.cache_salt is no valid Unicode; give a text of 1 to 256 characters, or None.",
+            field="cache_salt",
+        ) from None
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -141,7 +154,7 @@ class SamplingParams(Settings):
         title="log-probabilities, as `logprobs` has them, of the prompt's tokens from the second on",
         description="how many alternatives to show beside each, 0 to 20, or None",
     )
-    cache_salt: str | None = Field(
+    cache_salt: Annotated[str | None, BeforeValidator(_refuse_surrogates)] = Field(
         None,
         min_length=1,
         max_length=256,

@@ -67,7 +67,7 @@ INFO: Mapping[str, Any] = {
         "asked": 1000,
         "hit": 600,
         "fetched": 16,
-        "states_kept": 6,
+        "states_kept": 600,
         "states_evicted": 2,
         "blocks_evicted": 9,
         "cached_bytes": 70 * MIB,
@@ -98,7 +98,13 @@ def test_what_is_kept_counts_once() -> None:
     assert arena == {"KV blocks": 20, "states": 20, "drafts": 5, "prefixes": 70, "holes": 15, "free": 70}
     assert sum(arena.values()) * MIB == INFO["arena"]["capacity_bytes"]
     kept = reading().prefixes
-    assert kept and kept.blocks == 30
+    assert kept and (kept.states, kept.blocks) == (4, 30)
+    text = "\n".join(lines(reading()))
+    assert "states: 4 held, 2 evicted overall" in text and "blocks: 30 held, 9 evicted overall" in text
+    layout = {"block_bytes": MIB, "state_bytes": 0}
+    arena = {**INFO["arena"], "kept_state_bytes": 0}
+    kept = reading(layout=layout, arena=arena).prefixes
+    assert kept and (kept.states, kept.blocks) == (0, 30)
 
 
 @given(*[st.integers(0, 300)] * 5)
@@ -323,6 +329,7 @@ def test_a_server_that_is_away_is_waited_for(number: int) -> None:
         assert not CODES.search(text) and "tiny at" in text
         live.stop()
         text = watched.see("nothing answers there; trying again")
-        assert "running of at most" in watched.see("q or Ctrl-C")  # what was read last stays
+        text = watched.see("q or Ctrl-C")
+        assert text.index("what follows it said 0:00:") < text.index("running of at most")
         watched.process.send_signal(number)
         watched.end()

@@ -2,9 +2,21 @@
 
 import json
 from functools import cached_property
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SkipValidation,
+    StrictInt,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from specdec.errors import ConfigError
 from specdec.sampling import SamplingParams
@@ -87,7 +99,9 @@ class Body(BaseModel):
     prompt_logprobs: int | None = Field(None, description="alternatives beside each of the prompt's tokens")
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     logit_bias: dict[int, float] | None = None
-    cache_salt: str | None = Field(None, description="share what was read with requests of this salt alone")
+    cache_salt: SkipValidation[str | None] = Field(
+        None, description="share what was read with requests of this salt alone"
+    )
     n: int | None = Field(None, description="choices for each prompt")
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -198,29 +212,66 @@ class CompletionBody(Body):
 
 
 CACHE = "cache_control"
-"""Marks a part of a chat, or a message, up to which others will be the same; whatever it says."""
 MOST_MARKS = 4
+
+
+class Mark(BaseModel):
+    """Says that other chats will be the same up to here, in the words of Anthropic's API."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = Field(None, description="means nothing: what is kept gives way to need")
+
+
+def _whole_mark(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Speak of a mark as one: it has but one form, whichever part of it is wrong."""
+    try:
+        return read(value)
+    except ValidationError:
+        raise PydanticCustomError("mark", 'give {"type": "ephemeral"}, or leave it out') from None
+
+
+def _kind(content: Any) -> str:
+    return "list" if isinstance(content, list) else "str"
+
+
+CacheControl = Annotated[Mark, WrapValidator(_whole_mark)]
+
+
+class Part(BaseModel):
+    type: str = "text"
+    text: str | None = None
+    cache_control: CacheControl | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[Part], Tag("list")],
+    # Errors are those of the kind that was given, with their place in it.
+    Discriminator(_kind),
+]
 
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
-    content: str | list[dict[str, Any]] | None = Field(None, description="a text, or parts of type text")
+    content: Content | None = Field(None, description="a text, or parts of type text")
     tool_calls: list[Called] | None = Field(None, description="what an assistant has called")
+    cache_control: CacheControl | None = None
 
     def plain(self, index: int) -> dict[str, Any]:
         """Return it as a template reads it, its parts joined; it is the message of this index."""
         calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
-        own = self.model_dump(exclude_none=True, exclude={"tool_calls", CACHE})
+        own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE})
         return {**own, "content": _text(self.content, index), **calls}
 
     @property
     def marks(self) -> list[int]:
         """Say after how many of its parts there is a mark of what other chats begin with too."""
-        parts = self.content if isinstance(self.content, list) else [{}]
-        found = [i + 1 for i, part in enumerate(parts) if part.get(CACHE)]
-        return [*found, len(parts)] if (self.model_extra or {}).get(CACHE) else found
+        parts = self.content if isinstance(self.content, list) else [Part()]
+        found = [i + 1 for i, part in enumerate(parts) if part.cache_control]
+        return [*found, len(parts)] if self.cache_control else found
 
     def until(self, mark: int) -> str:
         """Return its text up to a mark."""
@@ -324,14 +375,14 @@ def _given(data: bytes) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
+def _text(content: str | list[Part] | None, index: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+        if part.type != "text" or part.text is None:
             raise Failure(
                 400,
-                f"messages.{index}.content: a part of type {part.get('type')!r:.40}; send text alone.",
+                f"messages.{index}.content: a part of type {part.type!r:.40}; send text alone.",
                 param="messages",
             )
-    return "".join(part["text"] for part in content)
+    return "".join(part.text or "" for part in content)

@@ -67,9 +67,12 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "priority": (0,),
+    "cache_control": (),
+    "cache_marks": ([],),
 }
 """Known and not supported, with the values at which they ask for nothing. Some are fields of one body."""
 FORM = 'give structured_outputs: {"json": …}, {"regex": …}, {"choice": …} or {"grammar": …}'
+MARK = 'put "cache_control": {"type": "ephemeral"} on a message of a chat, or on a part of its content'
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -82,6 +85,7 @@ INSTEAD: Mapping[str, str] = {
     "top_logprobs": "give logprobs a number",
     **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), "give max_tokens"),
     "min_new_tokens": "give min_tokens",
+    **dict.fromkeys(("cache_control", "cache_marks"), MARK),
 }
 """What to do where there is more to do than to leave a field out."""
 
@@ -91,6 +95,6 @@ def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
     for name, value in extra.items():
         if name in REFUSED and value not in (*REFUSED[name], said.get(name)):
             instead = INSTEAD.get(name, "leave it out")
-            raise Failure(400, f"{name}: this server does not support it; {instead}.", param=name)
+            raise Failure(400, f"{name}: this server does not support it here; {instead}.", param=name)
         if name not in REFUSED and name not in HARMLESS:
             logger.debug("a request has the field %.80r, which is unknown here", name)

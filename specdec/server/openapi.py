@@ -26,7 +26,7 @@ PLAIN = {
     "/server_info": "How the engine was settled and what drafts have earned",
     "/openapi.json": "This description",
 }
-ORDERS = {"/flush_cache": "Forget the texts in which drafters look up"}
+ORDERS = {"/flush_cache": "Forget the texts in which drafters look up, and all prefixes that are kept"}
 """Are posted, without a body."""
 ERRORS = {
     "400": "The request is at fault; `param` names the field",

@@ -53,13 +53,17 @@ def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
     return [*lines, _named("moved", moved), _named("trouble", trouble, ALARM if failed else "")]
 
 
-def heading(model: str | None, url: str, watched_s: float, trouble: str | None) -> list[Line]:
-    """Say what is watched, and since when it is away if it is."""
-    minutes, seconds = divmod(int(watched_s), 60)
-    since = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+def heading(
+    model: str | None, url: str, watched_s: float, trouble: str | None, read_s: float | None = None
+) -> list[Line]:
+    """Say what is watched, and why it is away if it is; then how old what follows is."""
     names = [Piece(f"{model} ", BOLD)] if model else []
-    first: Line = [*names, Piece(f"at {url}, watched for {since}")]
-    return [first, [Piece(trouble, ALARM)]] if trouble else [first]
+    lines: list[Line] = [[*names, Piece(f"at {url}, watched for {_clock(watched_s)}")]]
+    if trouble:
+        lines.append([Piece(trouble, ALARM)])
+        if read_s is not None:
+            lines.append([Piece(f"what follows it said {_clock(read_s)} ago", ALARM)])
+    return lines
 
 
 def shown(lines: Sequence[Line], *, width: int | None, coloured: bool) -> list[str]:
@@ -74,6 +78,11 @@ def _shown(line: Line, width: int | None, *, coloured: bool) -> str:
         width = None if width is None else width - len(text)
         written += f"{piece.style}{text}{PLAIN}" if coloured and piece.style and text else text
     return written
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _requests(reading: Reading, growth: Growth | None) -> list[Line]:
@@ -127,9 +136,9 @@ def _prefixes(prefixes: Prefixes, counts: Mapping[str, int], growth: Growth | No
     policy = "" if prefixes.alpha is None else f"; alpha {prefixes.alpha:g}"
     return [
         _named("prefixes", f"{now} of tokens found now, {overall} overall"),
-        _named("", f"{counts['fetched']:,} tokens fetched from the host's memory"),
-        _named("", f"states: {counts['states_kept']:,} kept, {counts['states_evicted']:,} evicted"),
-        _named("", f"blocks: {prefixes.blocks:,} held, {counts['blocks_evicted']:,} evicted{policy}"),
+        _named("", f"{counts['fetched']:,} tokens fetched from the host's memory overall"),
+        _named("", f"states: {prefixes.states:,} held, {counts['states_evicted']:,} evicted overall"),
+        _named("", f"blocks: {prefixes.blocks:,} held, {counts['blocks_evicted']:,} evicted overall{policy}"),
     ]
 
 

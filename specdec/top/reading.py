@@ -6,13 +6,14 @@ from itertools import pairwise
 from typing import Any, Self
 
 COUNTS = ("steps", "tokens", "drafted", "accepted", "preemptions", "failed_steps", "moved_blocks")
-PREFIX_COUNTS = ("asked", "hit", "fetched", "states_kept", "states_evicted", "blocks_evicted")
+PREFIX_COUNTS = ("asked", "hit", "fetched", "states_evicted", "blocks_evicted")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What is kept for requests that begin alike, beside what is counted of it."""
+    """What is kept now for requests that begin alike, beside what is counted of it."""
 
+    states: int
     blocks: int
     alpha: float | None
     """Of the policy by which they give way; None: the server does not say."""
@@ -44,7 +45,10 @@ class Reading:
     @classmethod
     def of(cls, info: Mapping[str, Any], at_s: float) -> Self:
         kept = info["prefixes"]
-        blocks = int(info["arena"]["kept_block_bytes"]) // (int(info["layout"]["block_bytes"]) or 1)
+        states, blocks = (
+            int(info["arena"][f"kept_{kind}_bytes"]) // (int(info["layout"][f"{kind}_bytes"]) or 1)
+            for kind in ("state", "block")
+        )
         counts = {name: int(info[name]) for name in COUNTS}
         if kept:
             counts |= {name: int(kept[name]) for name in PREFIX_COUNTS}
@@ -61,7 +65,7 @@ class Reading:
             acceptance_length=float(info["acceptance_length"]),
             per_depth=tuple(map(float, info["acceptance_by_depth"])),
             arena=_arena(info["arena"]),
-            prefixes=Prefixes(blocks, None if alpha is None else float(alpha)) if kept else None,
+            prefixes=Prefixes(states, blocks, None if alpha is None else float(alpha)) if kept else None,
             counts=counts,
             limited_by={str(name): int(count) for name, count in info["limited_by"].items()},
         )

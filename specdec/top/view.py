@@ -139,9 +139,12 @@ class View:
 
     def draw(self) -> None:
         reading, width = self.reading, size()[0]
-        watched_s = time.monotonic() - self.begun_s
-        lines = heading(reading.model if reading else None, self.source.options.url, watched_s, self.trouble)
-        if reading:
+        now_s, url = time.monotonic(), self.source.options.url
+        watched_s = now_s - self.begun_s
+        if reading is None:
+            lines = heading(None, url, watched_s, self.trouble)
+        else:
+            lines = heading(reading.model, url, watched_s, self.trouble, now_s - reading.at_s)
             lines += picture(reading, self.growth, width)
         ends = "Ctrl-C ends it" if self.screen.keys is None else "q or Ctrl-C ends it"
         lines += [[], [Piece(ends)]]

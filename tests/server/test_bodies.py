@@ -33,7 +33,7 @@ def refusal(kind: type[Body], least: Mapping[str, Any], **fields: Any) -> Failur
 def listed(beginning: str) -> set[str]:
     """Return the names in a paragraph of the documentation, less those of what is supported."""
     (paragraph,) = (part for part in SERVING.read_text("utf-8").split("\n\n") if part.startswith(beginning))
-    return {*re.findall(r"`(\w+)`", paragraph)} - {*SamplingParams.model_fields}
+    return {*re.findall(r"`(\w+)`", paragraph)} - {*Body.model_fields}
 
 
 def test_the_documentation_lists_what_is_refused() -> None:

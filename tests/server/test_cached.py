@@ -1,13 +1,16 @@
 """Prompts that begin like earlier ones: what was not read again is told, and nothing else is different."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.live import Live, serving, total
 
-CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
+CHAT, COMPLETE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 SYSTEM = "You write Python. " * 12
 MARK = {"cache_control": {"type": "ephemeral"}}
 
@@ -37,6 +40,91 @@ def test_a_mark_saves_the_second_request_what_else_only_the_third_is_saved(live:
     counts = [cached(live, CHAT, chat(word, system, **own)) for word in ("one", "two", "three")]
     assert counts[0] == 0 and counts[2] > 30
     assert (counts[1] > 30) == (where != "nowhere")
+
+
+@pytest.mark.parametrize("own", [{}, {"ttl": "5m"}, {"ttl": "1h"}, {"ttl": None}], ids=str)
+def test_a_mark_may_say_how_long_it_would_last_elsewhere(live: Live, own: dict[str, Any]) -> None:
+    live.ask("/flush_cache", method="POST")
+    mark = {"cache_control": {"type": "ephemeral", **own}}
+    assert [cached(live, CHAT, chat(word, **mark)) > 30 for word in ("one", "two")] == [False, True]
+
+
+def test_null_is_no_mark(live: Live) -> None:
+    live.ask("/flush_cache", method="POST")
+    none = {"cache_control": None}
+    chats = (chat("one", **none), chat("two", [{"type": "text", "text": SYSTEM, **none}]))
+    assert [cached(live, CHAT, own) for own in chats] == [0, 0]
+
+
+@pytest.mark.parametrize("path", [CHAT, TOKENIZE])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        *({}, [], "", 0, False, True, "ephemeral", ["ephemeral"], {"type": "persistent"}, {"ttl": "5m"}),
+        *({"type": "ephemeral", "ttl": own} for own in ("2h", 300, {})),
+        {"type": "ephemeral", "scope": "global"},
+    ],
+    ids=str,
+)
+def test_what_is_no_mark_is_refused_with_its_place(live: Live, mark: object, path: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": mark}]
+    says = ': give {"type": "ephemeral"}, or leave it out.'
+    for body, place in (
+        (chat("one", cache_control=mark), "messages.0.cache_control"),
+        (chat("one", parts), "messages.0.content.1.cache_control"),
+    ):
+        answer = live.ask(path, {"max_tokens": 1, **body})
+        assert (answer.status, answer.error["message"]) == (400, place + says)
+        assert answer.error["param"] == "messages"
+
+
+@pytest.mark.parametrize("field", [MARK, {"cache_marks": [5]}], ids=str)
+def test_a_mark_that_belongs_elsewhere_is_told_where(live: Live, field: dict[str, Any]) -> None:
+    for path, body in ((CHAT, chat("one")), (COMPLETE, {"prompt": "x"})):
+        answer = live.ask(path, {"max_tokens": 1, **body, **field})
+        assert (answer.status, answer.error["param"]) == (400, *field)
+        assert '"cache_control": {"type": "ephemeral"} on a message of a chat' in answer.error["message"]
+
+
+def test_marks_are_described(live: Live) -> None:
+    schemas = live.ask("/openapi.json").json["components"]["schemas"]
+    mark = {"$ref": "#/components/schemas/Mark"}
+    assert all(mark in schemas[name]["properties"]["cache_control"]["anyOf"] for name in ("Message", "Part"))
+    assert {"$ref": "#/components/schemas/Part"} in [
+        kind.get("items") for kind in schemas["Message"]["properties"]["content"]["anyOf"][0]["oneOf"]
+    ]
+    assert schemas["Mark"]["properties"]["type"]["const"] == "ephemeral"
+
+
+@pytest.mark.parametrize(
+    ("salt", "says"),
+    [(5, "cannot be 5"), ([], "cannot be []"), ("", "cannot be ''"), ("\ud800", "valid Unicode")],
+)
+def test_what_is_no_salt_is_told_what_one_is(live: Live, salt: object, says: str) -> None:
+    answer = live.ask(COMPLETE, {"prompt": "x", "cache_salt": salt})
+    assert (answer.status, answer.error["param"]) == (400, "cache_salt")
+    assert says in answer.error["message"] and "give a text of 1 to 256 characters" in answer.error["message"]
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_turns_whose_template_changes_answers_come_late_unless_marked(live: Live, is_marked: bool) -> None:
+    """The template of tiny writes a role before answers that no prompt ends with."""
+    live.ask("/flush_cache", method="POST")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+    read, found = [], []
+    for turn in range(4):
+        user = {"role": "user", "content": f"Turn {turn}: write a function."}
+        own = {**user, **MARK} if is_marked else user
+        body = {"messages": [*messages, own], "max_tokens": 8, "temperature": 0}
+        answer = live.ask(CHAT, body).json
+        read.append(answer["usage"]["prompt_tokens"])
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        messages += [user, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+    if is_marked:
+        assert found == [0, *read[:-1]]
+    else:
+        assert found[:2] == [0, 0]
+        assert all(read[i - 2] <= found[i] < read[i - 1] for i in (2, 3))
 
 
 def test_too_many_marks_are_refused(live: Live) -> None:
@@ -79,3 +167,10 @@ def test_the_figures_say_what_was_saved(live: Live) -> None:
     assert rise("vllm:prefix_cache_hits_total") == sum(saved) > 0
     assert rise("vllm:prefix_cache_queries_total") == rise("vllm:prompt_tokens_total")
     assert total(now, "specdec:prefix_bytes") > 0 and total(now, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_figures_are_those_that_the_documentation_names(live: Live) -> None:
+    named = {*re.findall(r"`((?:vllm|specdec):\w+)`", SERVING.read_text("utf-8"))}
+    told = {*re.findall(r"# TYPE (\S+)", live.ask("/metrics").data.decode())}
+    assert named <= told
+    assert {name for name in told if "prefix" in name} <= named
