@@ -275,7 +275,7 @@ def _top(args: argparse.Namespace) -> None:
     from specdec.bench.client import check_url, reason
     from specdec.top.view import Options, run
 
-    url, key = check_url(args.url), secret(args.api_key_env)
+    url, key = check_url(args.url if "://" in args.url else f"http://{args.url}"), secret(args.api_key_env)
     run(Options(url=url, api_key=key, interval_s=args.interval, once=args.once, reason=reason))
 
 

@@ -240,3 +240,17 @@ def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: st
         hits = [engine.generate([chat], params)[0].stats.cached_tokens for chat in chats]
         loop.check_idle()
     assert hits == [len(chat) - 2 for chat in chats]
+
+
+def test_what_only_the_host_knows_is_where_prompts_part_too(folder: Path) -> None:
+    """Prompts that come in a circle, larger than what the device keeps of it."""
+    draw, params = random.Random(4), SamplingParams(max_tokens=2, temperature=0.0)
+    stems = [[draw.randrange(VOCAB) for _ in range(100)] for _ in range(6)]
+    small = {**SETTINGS, "max_running": 1, "memory_bytes": 300_000, "host_cache_bytes": "8MiB"}
+    with SpecEngine(folder, draft="none", **small) as engine:
+        hits = [
+            [engine.generate([[*stem, turn]], params)[0].stats.cached_tokens for stem in stems]
+            for turn in range(4)
+        ]
+        assert engine.stats().prefixes.fetched  # type: ignore[union-attr]
+    assert hits[:2] == [[0] * 6] * 2 and hits[2:] == [[100] * 6] * 2

@@ -234,7 +234,7 @@ def test_once_prints_one_picture(
         ("http://127.0.0.1:9", "nothing answers there"),
         ("LIVE", "--api-key-env"),
         ("LIVE/nowhere", "it wants a key"),
-        ("nonsense", "is no address of a server"),
+        ("ftp://nonsense", "is no address of a server"),
     ],
 )
 def test_a_wrong_address_is_one_line(live: Live, url: str, says: str, capsys: Capture) -> None:

@@ -114,8 +114,9 @@ class PrefixCache:
         self._pinned += [tip] if store is not self else [tip, found]
         private = max(min(length - (self.has_head and self._states), known - self.has_head), 0)
         stops = {mark for mark in marks if length < mark <= len(tokens)}
-        if self._states and length < known:
-            stops.add(known)
+        parting = max(known, self.lower.tree.walk(salt, ids)[1] if self.lower else 0)
+        if self._states and length < parting:
+            stops.add(parting)
         shared = private // self.tree.size if self.tree.pages else 0
         return Lease(salt, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens))
 

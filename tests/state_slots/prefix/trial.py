@@ -175,7 +175,7 @@ class Trial:
             assert known == max((len(each) for each in own if (salt, each) in self.seen), default=0)
         if self.layout.states:
             assert lease.length == held
-            wanted = {known, *(mark for mark in marks if mark <= len(text))}
+            wanted = {at_most, *(mark for mark in marks if mark <= len(text))}
             assert list(lease.stops) == sorted(stop for stop in wanted if stop > held)
         else:
             assert lease.length == max(at_most - self.head, 0)
