@@ -11,10 +11,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
 from specdec.bench.acceptance.differing import gap_between
+from specdec.bench.kept import is_cut_short
 from specdec.bench.prefix.generate import KINDS, LONGEST, generate
 from specdec.bench.prefix.traces import Trace, Turn
 from specdec.bench.report import environment, percentile, publish, table
 from specdec.bench.throughput import EXCUSED_GAP
+from specdec.config import PREFIX_FIELDS
 from specdec.errors import ConfigError, EngineError
 
 RESULT = "prefix-engine.json"
@@ -59,8 +61,8 @@ class Engines:
     def __init__(self, options: Options, config: EngineConfig, stack: ExitStack) -> None:
         self.options = options
         self.off, self.on = (
-            stack.enter_context(SpecEngine(options.model, config, prefix_cache=keeps))
-            for keeps in (False, True)
+            stack.enter_context(SpecEngine(options.model, own, prefix_cache=keeps))
+            for own, keeps in ((_without_cache(config), False), (config, True))
         )
         self.most = self.off.model.settings.max_model_len
         self.vocab = self.off.model.network.spec.vocab
@@ -124,21 +126,30 @@ class Engines:
         )
 
 
-def run(options: Options, config: EngineConfig, out: Path | None) -> None:
-    """Time both engines on each trace; print the table and, as the last line, the report."""
-    if collapsing := [name for name in options.names if KINDS[name].collapses]:
-        raise ConfigError(
-            f"--trace: {collapsing[0]} takes back what was said, and an engine's own answers have other "
-            "lengths; leave it out with --engine",
-            field="trace",
-        )
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        engines = Engines(options, config, stack)
-        records = [_measure(engines, engines.trace(name)) for name in options.names]
-        settings = engines.off.model.settings
-        report = {
+class Run:
+    """Owns what both said so far, by trace."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.engines = engines
+        self.done: dict[str, list[Pair]] = {}
+
+    def measure(self) -> None:
+        """Ask each trace's requests; Ctrl-C leaves those that both have answered."""
+        for name in self.engines.options.names:
+            trace = self.engines.trace(name)
+            self.engines.warm_up(trace)
+            with tqdm(
+                total=len(trace.turns), desc=name, unit="request", leave=False, disable=None
+            ) as progress:
+                for pair in self.engines.ask(trace):
+                    self.engines.check(pair)
+                    self.done.setdefault(name, []).append(pair)
+                    progress.update()
+
+    def report(self, *, interrupted: bool) -> dict[str, Any]:
+        """Sum up what was done."""
+        options, settings = self.engines.options, self.engines.off.model.settings
+        return {
             "benchmark": "prefix-engine",
             **environment(),
             "model": str(options.model),
@@ -149,20 +160,31 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
             "warmup": WARMUP,
             "max_tokens": options.max_tokens,
             "together": options.together,
-            "records": records,
+            "interrupted": interrupted,
+            "records": [{"trace": name, **summarise_pairs(pairs)} for name, pairs in self.done.items()],
         }
+
+
+def run(options: Options, config: EngineConfig, out: Path | None) -> None:
+    """Time both engines on each trace; print the table and, as the last line, the report.
+
+    Ctrl-C ends it as it ends anything, once what was done is shown.
+    """
+    if collapsing := [name for name in options.names if KINDS[name].collapses]:
+        raise ConfigError(
+            f"--trace: {collapsing[0]} takes back what was said, and an engine's own answers have other "
+            "lengths; leave it out with --engine",
+            field="trace",
+        )
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        whole = Run(Engines(options, config, stack))
+        interrupted = is_cut_short(whole)
+        report = whole.report(interrupted=interrupted)
     publish(render(report), report, out / RESULT if out else None)
-
-
-def _measure(engines: Engines, trace: Trace) -> dict[str, Any]:
-    engines.warm_up(trace)
-    pairs = []
-    with tqdm(total=len(trace.turns), desc=trace.name, unit="request", leave=False, disable=None) as progress:
-        for pair in engines.ask(trace):
-            engines.check(pair)
-            pairs.append(pair)
-            progress.update()
-    return {"trace": trace.name, **summarise_pairs(pairs)}
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def groups(turns: Sequence[Turn], most: int) -> Iterator[list[Turn]]:
@@ -200,12 +222,10 @@ def render(report: Mapping[str, Any]) -> str:
         f"{report['model']}: {report['dtype']} on {report['device']}, drafts: {drafts}",
         f"{report['cpu']}, {report['threads']} threads; commit {report['commit']}; seed {report['seed']}",
         f"{report['together']} requests at a time",
-        "",
-        table([_row(record) for record in report["records"]]),
-        "",
-        LEGEND,
     ]
-    return "\n".join(lines)
+    if report["interrupted"]:
+        lines.append("INTERRUPTED: these are the requests that both had answered by then")
+    return "\n".join([*lines, "", table([_row(record) for record in report["records"]]), "", LEGEND])
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, str]:
@@ -224,6 +244,11 @@ def _row(record: Mapping[str, Any]) -> dict[str, str]:
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50": percentile(seconds, 0.5), "p95": percentile(seconds, 0.95)}
+
+
+def _without_cache(config: EngineConfig) -> EngineConfig:
+    """Leave out what only a cache has a use for: an engine without one refuses it."""
+    return EngineConfig.of(None, config.model_dump(exclude_unset=True, exclude=set(PREFIX_FIELDS)))
 
 
 def _whole_length(turn: Turn) -> int:

@@ -52,8 +52,16 @@ class Run:
         self.options = options
         spec = network(shape_config(options.shape))
         self.layout = memory_layout(spec, torch.bfloat16, mtp=bool(spec.mtp))
+        least = 2 * self.layout.slab_bytes
+        if few := [size for size in options.memory if size < least]:
+            raise ConfigError(
+                f"--memory: {few[0]} bytes are less than two slabs of {options.shape}; give at least {least}",
+                field="memory",
+            )
         self.work, self.has_head = ReadingWork.of(spec), bool(spec.mtp)
-        identity = {"commit": environment()["commit"], **options.arguments}
+        # A file may hold something else by the time the same command is repeated.
+        content = [trace.digest() for trace in options.traces]
+        identity = {"commit": environment()["commit"], **options.arguments, "trace content": content}
         self.kept = Kept[Record](out, identity, as_json=dict, of=dict)
         self.done: list[Record] = []
 

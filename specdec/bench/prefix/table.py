@@ -42,7 +42,8 @@ def render(report: Mapping[str, Any]) -> str:
 
 def _rows(records: Sequence[Record]) -> Iterator[dict[str, str]]:
     for r in records:
-        same = {o["policy"]: o["hit_rate"] for o in records if o["memory_bytes"] == r["memory_bytes"]}
+        equals = [o for o in records if o["memory_bytes"] == r["memory_bytes"] and r["policy"] != "none"]
+        same = {o["policy"]: o["hit_rate"] for o in equals}
         yield {
             "policy": r["policy"],
             "GB": f"{r['memory_bytes'] / 1e9:g}",

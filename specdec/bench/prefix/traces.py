@@ -1,10 +1,12 @@
 """Traces of requests, in the form that Marconi's have: JSON lines, a turn of a session each."""
 
+import hashlib
 import json
-import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,39 @@ class Trace:
     def tokens(self) -> int:
         return sum(len(turn.prompt) for turn in self.turns)
 
+    def digest(self) -> str:
+        """Return what differs where anything of the turns does."""
+        found = hashlib.sha256()
+        for turn in self.turns:
+            fields = turn.session, turn.turn, turn.ts, len(turn.prompt)
+            found.update(repr(fields).encode() + turn.whole.tobytes())
+        return found.hexdigest()[:16]
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_whole(v) and 0 <= v < 1 << 31 for v in value)
+
+
+TOKENS = "a list of token ids, whole numbers from 0 to 2147483647, and at least one"
+FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        "session_id": (lambda value: isinstance(value, str) or _is_whole(value), "a text or a whole number"),
+        "turn_id": (_is_whole, "a whole number"),
+        "ts": (_is_time, "a number of seconds from 0 on"),
+        "input_tokens": (_is_tokens, TOKENS),
+        "output_tokens": (_is_tokens, TOKENS),
+    }
+)
+"""What a line must hold: how it is told, and what is said where it is not so."""
+
 
 def write_trace(trace: Trace, path: Path) -> None:
     """Write a trace so that Marconi's own programs read it too."""
@@ -59,17 +94,28 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace from a file; what is wrong is named with its line."""
-    turns = []
+    turns: dict[tuple[str, int], Turn] = {}
+    lines: dict[tuple[str, int], int] = {}
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    turns.append(_turn(line, f"--file: {path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--file: {path} cannot be read ({error}); name a trace", field="file") from error
+                if not line.strip():
+                    continue
+                turn = _turn(line, where := f"--file: {path}, line {number}")
+                key = turn.session, turn.turn
+                if key in turns:
+                    raise _refused(
+                        f"{where}: session_id {_short(turn.session)} with turn_id {turn.turn} is in line "
+                        f"{lines[key]} already; number the turns of a session, or leave one line out"
+                    )
+                turns[key], lines[key] = turn, number
+    except OSError as error:
+        raise _refused(f"--file: {path} cannot be read ({error.strerror}); name a trace") from error
+    except UnicodeDecodeError as error:
+        raise _refused(f"--file: {path} is not in UTF-8; name a trace, JSON lines") from error
     if not turns:
-        raise ConfigError(f"--file: {path} holds no request; name another trace", field="file")
-    return trace_of(path.stem, turns)
+        raise _refused(f"--file: {path} holds no request; name another trace")
+    return trace_of(path.stem, turns.values())
 
 
 def trace_of(name: str, turns: Iterable[Turn]) -> Trace:
@@ -80,29 +126,30 @@ def trace_of(name: str, turns: Iterable[Turn]) -> Trace:
 def _turn(line: str, where: str) -> Turn:
     try:
         fields = json.loads(line)
-        turn = Turn(
-            session=str(fields["session_id"]),
-            turn=int(fields["turn_id"]),
-            ts=float(fields["ts"]),
-            prompt=_ids(fields["input_tokens"]),
-            output=_ids(fields["output_tokens"]),
-        )
-    except (ValueError, LookupError, TypeError, OverflowError) as error:
-        raise ConfigError(
-            f"{where} is no request ({error!r}); give an object with session_id, turn_id, ts, input_tokens "
-            "and output_tokens",
-            field="file",
+    except (ValueError, RecursionError) as error:
+        raise _refused(
+            f"{where}: it is no JSON; each line must be an object of {', '.join(FIELDS)}"
         ) from error
-    if not len(turn.prompt) or not len(turn.output) or not 0 <= turn.ts < math.inf:
-        raise ConfigError(
-            f"{where}: input_tokens and output_tokens must hold a token each, and ts be a time from 0 on; "
-            "leave the request out",
-            field="file",
-        )
-    return turn
+    if not isinstance(fields, dict):
+        raise _refused(f"{where}: it is no object; each line must be one of {', '.join(FIELDS)}")
+    for name, (is_right, what) in FIELDS.items():
+        if name not in fields:
+            raise _refused(f"{where}: {name} is missing; it must be {what}")
+        if not is_right(fields[name]):
+            raise _refused(f"{where}: {name} is {_short(fields[name])}; it must be {what}")
+    return Turn(
+        session=str(fields["session_id"]),
+        turn=fields["turn_id"],
+        ts=float(fields["ts"]),
+        prompt=np.asarray(fields["input_tokens"], np.int32),
+        output=np.asarray(fields["output_tokens"], np.int32),
+    )
 
 
-def _ids(values: Any) -> Ids:
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise TypeError("tokens are lists of whole numbers")
-    return np.asarray(values, np.int32)
+def _refused(message: str) -> ConfigError:
+    return ConfigError(message, field="file")
+
+
+def _short(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."

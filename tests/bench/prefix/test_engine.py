@@ -98,3 +98,48 @@ def test_both_take_turns_at_being_first(bench: Bench, monkeypatch: pytest.Monkey
     counted = asked[2 * engine.WARMUP :]
     pairs = list(zip(counted[::2], counted[1::2], strict=True))
     assert pairs[:4] == [(True, False), (False, True)] * 2
+
+
+@pytest.mark.parametrize("policy", [("lru",), ("flops", "--prefix-alpha", "2", "--host-cache-bytes", "1MB")])
+def test_settings_of_the_cache_are_those_of_the_engine_that_has_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, policy: tuple[str, ...]
+) -> None:
+    asked: dict[bool, str] = {}
+    right = engine.SpecEngine.generate
+
+    def generate(self: engine.SpecEngine, *args: object) -> object:
+        asked[self.config.prefix_cache] = self.config.prefix_policy
+        return right(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.SpecEngine, "generate", generate)
+    assert bench("--prefix-policy", *policy) == 0
+    assert asked == {False: "tuned", True: policy[0]}
+
+
+@pytest.mark.parametrize(("calls", "records"), [(2 * engine.WARMUP + 7, 1), (1, 0)])
+def test_what_was_measured_before_ctrl_c_is_shown(
+    bench: Bench,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+    records: int,
+) -> None:
+    asked = 0
+    right = engine.SpecEngine.generate
+
+    def generate(self: engine.SpecEngine, *args: object) -> object:
+        nonlocal asked
+        asked += 1
+        if asked == calls:
+            raise KeyboardInterrupt
+        return right(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.SpecEngine, "generate", generate)
+    assert bench() == 130
+    shown = capsys.readouterr().out
+    if records:
+        report = json.loads(shown.splitlines()[-1])
+        assert report["interrupted"] and "INTERRUPTED" in shown
+        assert [record["requests"] for record in report["records"]] == [3]
+    else:
+        assert not shown

@@ -94,22 +94,61 @@ def test_sizes_that_are_not_given_are_contended(capsys: Capture) -> None:
     [
         (["--trace", "news"], "--trace"),
         (["--policy", "fifo"], "--policy"),
-        (["--memory", "much"], "memory_bytes"),
-        (["--memory", "1MB"], "memory_bytes"),
+        (["--memory", "much"], "--memory"),
+        (["--memory", "5GB,0"], "--memory"),
+        (["--memory", "1MB"], "--memory: 1000000"),
         (["--shape", "none-such"], "shape"),
         (["--file", "none-such.jsonl"], "--file"),
         (["--out", __file__], "--out"),
-        (["--engine", "tiny", "--write", "x"], "--engine"),
+        (["--requests", "3"], "--requests: it has no use without --engine"),
+        (["--together", "1"], "--together:"),
+        (["--max-tokens", "8"], "--max-tokens:"),
+        (["--no-adaptive"], "--adaptive:"),
+        (["--draft-model", "none"], "--draft-model:"),
+        *(
+            (["--engine", "tiny", f"--{name}", value], f"--{name}: it has no use with --engine")
+            for name, value in (
+                *(("write", "x"), ("file", "x"), ("sessions", "2"), ("shape", "0.5b")),
+                *(("memory", "5GB"), ("policy", "LRU"), ("alive", "16")),
+            )
+        ),
         (["--engine", "tiny", "--trace", "agents-collapsed"], "--trace"),
     ],
 )
 def test_what_is_wrong_is_named(capsys: Capture, more: list[str], said: str) -> None:
     try:
-        code = main(["bench", "prefix", "--sessions", "2", *more])
+        code = main(["bench", "prefix", *more])
     except SystemExit as stop:
         code = stop.code  # type: ignore[assignment]
     assert code == ERROR
     assert said in capsys.readouterr().err
+
+
+def test_what_is_said_twice_is_measured_once(capsys: Capture) -> None:
+    quick = ["--trace", "lmsys,lmsys", "--sessions", "2", "--memory", "1GB,1000MB", "--policy", "LRU,LRU"]
+    assert main(["bench", "prefix", *quick]) == 0
+    assert len(report_of(capsys.readouterr().out)["records"]) == 1  # type: ignore[arg-type]
+
+
+def test_a_file_that_has_changed_is_another_run(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    quick = ["bench", "prefix", "--policy", "LRU", "--memory", "1GB", "--out", str(tmp_path / "made")]
+    for seed, code in ((0, 0), (0, 0), (1, ERROR)):
+        write_trace(generate("lmsys", seed, sessions=1), path)
+        assert main([*quick, "--file", str(path)]) == code
+    assert "another trace content" in capsys.readouterr().err
+
+
+def test_a_file_with_the_name_of_a_trace_beside_it_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    write_trace(generate("lmsys", 1, sessions=1), tmp_path / "lmsys.jsonl")
+    assert main(["bench", "prefix", "--trace", "lmsys", "--file", str(tmp_path / "lmsys.jsonl")]) == ERROR
+    assert "rename the file" in capsys.readouterr().err
+
+
+def test_nothing_kept_is_over_nothing(capsys: Capture) -> None:
+    assert main([*QUICK[:-1], "2GB", "--policy", "none,vLLM+"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[3] for row in rows if row[:2] in (["none", "2"], ["vLLM+", "2"])] == ["-", "1.00"]
 
 
 def test_a_broken_trace_is_named(capsys: Capture, tmp_path: Path) -> None:

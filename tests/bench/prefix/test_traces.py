@@ -39,25 +39,58 @@ def test_lines_may_come_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "said"),
     [
-        "{",
-        "[]",
-        json.dumps({**GOOD, "ts": float("nan")}),
-        json.dumps({**GOOD, "ts": -1}),
-        json.dumps({**GOOD, "input_tokens": []}),
-        json.dumps({**GOOD, "output_tokens": []}),
-        json.dumps({**GOOD, "input_tokens": [1.5]}),
-        json.dumps({**GOOD, "input_tokens": [1 << 40]}),
-        json.dumps({**GOOD, "output_tokens": "text"}),
-        json.dumps({name: value for name, value in GOOD.items() if name != "turn_id"}),
+        ("{", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ("[]", "it is no object"),
+        ({"session_id": None}, "session_id is null; it must be a text or a whole number"),
+        ({"turn_id": "1"}, 'turn_id is "1"; it must be a whole number'),
+        ({"turn_id": float("inf")}, "turn_id is Infinity; it must be"),
+        ({"ts": float("nan")}, "ts is NaN; it must be a number of seconds from 0 on"),
+        ({"ts": -1}, "ts is -1; it must be"),
+        ({"ts": 10**400}, "ts is 10*[.]{3}; it must be"),
+        ({"ts": None}, "ts is null; it must be"),
+        ({"input_tokens": []}, r"input_tokens is \[\]; it must be a list of token ids"),
+        ({"output_tokens": []}, r"output_tokens is \[\]; it must be"),
+        ({"input_tokens": [1.5]}, "input_tokens is"),
+        ({"input_tokens": [1 << 40]}, "input_tokens is"),
+        ({"input_tokens": [-1]}, "input_tokens is"),
+        ({"output_tokens": "text"}, "output_tokens is"),
+        ({}, 'session_id "3" with turn_id 0 is in line 1 already'),
+        *((name, f"{name} is missing; it must be") for name in GOOD),
     ],
 )
-def test_what_is_no_request_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+def test_what_is_no_request_is_named_by_line_and_field(
+    tmp_path: Path, line: str | dict[str, object], said: str
+) -> None:
+    if isinstance(line, dict):
+        line = json.dumps({**GOOD, "turn_id": 1, **line} if line else GOOD)
+    elif line in GOOD:
+        line = json.dumps({name: value for name, value in GOOD.items() if name != line})
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{line}\n")
-    with pytest.raises(ConfigError, match="line 2"):
+    with pytest.raises(ConfigError, match=f"--file: .*t.jsonl, line 2: {said}"):
         read_trace(path)
+
+
+def test_a_path_is_said_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        read_trace(tmp_path / "none.jsonl")
+    assert str(found.value).count("none.jsonl") == 1 and "Errno" not in str(found.value)
+    (tmp_path / "t.jsonl").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not in UTF-8"):
+        read_trace(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize("name", ["session_id", "turn_id", "ts", "input_tokens", "output_tokens"])
+def test_a_digest_is_of_every_field(tmp_path: Path, name: str) -> None:
+    other = {"session_id": 4, "turn_id": 1, "ts": 2, "input_tokens": [1], "output_tokens": [4]}
+    found = []
+    for line in (GOOD, GOOD, {**GOOD, name: other[name]}):
+        (tmp_path / "t.jsonl").write_text(json.dumps(line))
+        found.append(read_trace(tmp_path / "t.jsonl").digest())
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_file_that_holds_nothing_is_refused(tmp_path: Path) -> None:
