@@ -38,16 +38,23 @@ class Rates:
         """Copy the pairs that are collected in here; between two tiers the time is taken."""
         pairs: list[tuple[Tensor, Tensor]] = []
         yield pairs
+        is_timed = source is not to and bool(pairs)
+        if is_timed:
+            _wait(source, to)  # for what was under way before
         start_s = time.perf_counter()
         for own_X, other_X in pairs:
             other_X.copy_(own_X, non_blocking=True)
-        if source is to or not pairs:
+        if not is_timed:
             return
-        for arena in (source, to):
-            if arena.data.is_cuda:
-                torch.cuda.synchronize(arena.data.device)
+        _wait(source, to)
         copied = sum(own_X.numel() for own_X, _ in pairs)
         self.copied_s = _mean(self.copied_s, (time.perf_counter() - start_s) / copied)
+
+
+def _wait(*arenas: Arena) -> None:
+    for arena in arenas:
+        if arena.data.is_cuda:
+            torch.cuda.synchronize(arena.data.device)
 
 
 def _mean(before: float | None, now: float) -> float:
