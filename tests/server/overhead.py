@@ -1,7 +1,8 @@
 """What HTTP costs beside the bare engine: the same prompts in turn, in this process and through a server.
 
 `python -m tests.server.overhead` prints milliseconds for each token of a row, the wait for a first token, and
-how far served and bare times lie apart in the same round. Both have the shipped model without drafts.
+how far served and bare times lie apart in the same round. Both have the shipped model without drafts, and keep
+no prefixes.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from specdec.engine import Prepared
 from specdec.options import at_least
 from tests.server.live import Live
 
-OPTIONS = ("--draft", "none")
+OPTIONS = ("--draft", "none", "--no-prefix-cache")
 PAUSE_S = 0.05
 Times = tuple[float, float]
 """Seconds to the first token, and to the last of all rows."""
@@ -81,7 +82,7 @@ def main() -> None:
     for option, default in (("--batch", 16), ("--tokens", 512), ("--rounds", 16)):
         parser.add_argument(option, type=at_least(1), default=default)
     args = parser.parse_args()
-    with SpecEngine("tiny", draft="none") as engine, Live(*OPTIONS) as live:
+    with SpecEngine("tiny", draft="none", prefix_cache=False) as engine, Live(*OPTIONS) as live:
         rows = Rows(engine, live, args.batch, args.tokens)
         bare, served = _in_turn(rows, args.rounds)
     _show("first token", [first_s for first_s, _ in bare], [first_s for first_s, _ in served])

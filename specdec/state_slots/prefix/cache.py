@@ -93,8 +93,6 @@ class PrefixCache:
         self._now = 0
         self._order: list[tuple[Node, int]] = []
         """Who gives way next, the first of them last, and when each had last been used."""
-        self._pinned: list[Node] = []
-        """Nodes of this tier that somebody is about to go on from."""
         arena.make_room, arena.pinned = self.make_room, self.pinned
 
     def lease(self, tokens: Tokens, salt: str = "", marks: Iterable[int] = ()) -> Lease:
@@ -109,9 +107,8 @@ class PrefixCache:
         store, tip = self, found
         if self.lower and (below := self.lower.below(salt, ids, length, self.rates)):
             store, tip, (found, length) = self.lower, deepest, below
-        for node in (tip, found):
-            node.pins += 1
-        self._pinned += [tip] if store is not self else [tip, found]
+        self.tree.pinned.append(tip)
+        store.tree.pinned.append(found)
         private = max(min(length - (self.has_head and self._states), known - self.has_head), 0)
         stops = {mark for mark in marks if length < mark <= len(tokens)}
         parting = max(known, self.lower.tree.walk(salt, ids)[1] if self.lower else 0)
@@ -216,15 +213,13 @@ class PrefixCache:
         return node, at
 
     def _unpin(self, lease: Lease) -> None:
-        for node in (lease.tip, lease.found):
-            node.pins -= 1
-        for node in (lease.tip, lease.found) if lease.store is self else (lease.tip,):
-            self._pinned.remove(node)
+        self.tree.pinned.remove(lease.tip)
+        lease.store.tree.pinned.remove(lease.found)
 
     def pinned(self) -> tuple[set[int], set[int]]:
         """Return the blocks and states that are kept and do not give way now."""
-        blocks = {block for node in self._pinned for block in self.tree.table(node, node.end)}
-        return blocks, {node.state for node in self._pinned if node.state is not None}
+        blocks = {block for node in self.tree.pinned for block in self.tree.table(node, node.end)}
+        return blocks, {node.state for node in self.tree.pinned if node.state is not None}
 
     def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
         """Keep a copy of a state, which goes on, at a node, if there is room for it."""
@@ -239,9 +234,9 @@ class PrefixCache:
             self._keep(node, state, hidden_1D)
 
     def _copy_in(self, node: Node, store: "PrefixCache", state: int, hidden_1D: Tensor | None) -> None:
-        node.pins += 1  # room is made for it, but not by itself
+        self.tree.pinned.append(node)  # room is made for it, but not by itself
         slots = self.arena.take_snapshots(node, 1)
-        node.pins -= 1
+        self.tree.pinned.remove(node)
         if slots:
             with self.rates.copying(store.arena, self.arena) as pairs:
                 pairs.append((store.arena.state_bytes_X(state), self.arena.state_bytes_X(slots[0])))
@@ -255,7 +250,7 @@ class PrefixCache:
         """Keep what the tier above gives up at a node, as far as there is room."""
         salt, ids = node.salt, upper.tree.spelled(node)
         deepest, known = self.tree.walk(salt, ids)
-        deepest.pins += 1
+        self.tree.pinned.append(deepest)
         first = self.tree.first(known) if self.tree.pages else 0
         sources = upper.tree.table(node, node.end)[first:]
         blocks = self.arena.take_blocks(MOVING, len(sources))
@@ -267,7 +262,7 @@ class PrefixCache:
             if node.state is not None and own.state is None:
                 hidden_1D = None if node.hidden_1D is None else node.hidden_1D.to(self.arena.data.device)
                 self._copy_in(own, upper, node.state, hidden_1D)
-        deepest.pins -= 1
+        self.tree.pinned.remove(deepest)
         self.tree.prune(deepest)
 
     def _copy_down(self, upper: "PrefixCache", sources: Sequence[int], blocks: Sequence[int]) -> None:
@@ -310,14 +305,14 @@ class PrefixCache:
         """Begin afresh after the arena has taken everything back."""
         self.tree.roots.clear()
         self._order.clear()
-        self._pinned.clear()
+        self.tree.pinned.clear()
         if self.lower:
             self.lower.arena.forget()
             self.lower.forget()
 
     def _may_go(self, node: Node) -> bool:
         """Tell whether a node would give anything: its state, or all of it, if nothing hangs on it."""
-        if node.is_root or len(node.children) > 1 or node.pins:
+        if node.is_root or len(node.children) > 1 or node in self.tree.pinned:
             return False
         return node.state is not None or not (node.children or node.locks)
 
@@ -331,7 +326,7 @@ class PrefixCache:
             self.counts.states_evicted += 1
         parent = node.parent
         assert parent
-        if node.locks or node.pins:
+        if node.locks or node in self.tree.pinned:
             return
         if node.children:
             self.tree.join(node)
@@ -340,7 +335,7 @@ class PrefixCache:
         self.tree.drop(node)
         if parent.is_root or parent.state is not None or not self._states:
             return
-        if parent.locks or parent.pins:
+        if parent.locks or parent in self.tree.pinned:
             return
         if len(parent.children) == 1:
             self.tree.join(parent)
@@ -361,7 +356,8 @@ class PrefixCache:
         if self.lower:
             self.lower._check_books()
             nodes += self.lower._whole()
-        _check_leases(nodes, [lease for lease in leases if self.tree.holds(lease.tip)])
+        pinned = self.tree.pinned + (self.lower.tree.pinned if self.lower else [])
+        _check_leases(nodes, pinned, [lease for lease in leases if self.tree.holds(lease.tip)])
 
     def _whole(self) -> list[Node]:
         return [*self.tree.nodes(), *self.tree.roots.values()]
@@ -380,16 +376,16 @@ class PrefixCache:
         self.arena.check_owners([*others, *nodes])
 
 
-def _check_leases(nodes: Sequence[Node], leases: Sequence[Lease]) -> None:
+def _check_leases(nodes: Sequence[Node], pinned: Sequence[Node], leases: Sequence[Lease]) -> None:
     """Prove that each lock and pin is a lease's, and that those go on from what is in a tree."""
-    locks = Counter(id(lease.tip) for lease in leases if lease.lent)
-    pins = Counter(id(node) for lease in leases if not lease.lent for node in (lease.tip, lease.found))
+    locks = Counter(lease.tip for lease in leases if lease.lent)
+    pins = Counter(node for lease in leases if not lease.lent for node in (lease.tip, lease.found))
+    if pins != Counter(pinned):
+        raise IntegrityError(f"somebody is about to copy {pinned}, but no request is")
     for node in nodes:
-        if (node.locks, node.pins) != (locks.pop(id(node), 0), pins.pop(id(node), 0)):
-            raise IntegrityError(
-                f"the prefix of {node.end} tokens has {node.locks} locks and {node.pins} pins"
-            )
-    if locks or pins:
+        if node.locks != locks.pop(node, 0):
+            raise IntegrityError(f"the prefix of {node.end} tokens has {node.locks} locks")
+    if locks or not pins.keys() <= set(nodes):
         raise IntegrityError("a request goes on from a prefix that is not in the tree")
 
 

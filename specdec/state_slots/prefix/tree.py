@@ -37,8 +37,6 @@ class Node(Kept):
     """What a draft head has to read at the last token, once the next one is known."""
     used: int = 0
     """When it last served somebody."""
-    pins: int = 0
-    """Requests that are about to copy what it holds."""
     locks: int = 0
     """Requests that go on from it and share its blocks: giving it up would free none of them."""
 
@@ -78,6 +76,8 @@ class Tree:
         self.arena, self.size, self.before = arena, arena.layout.block_tokens, int(has_head)
         self.pages = bool(arena.layout.kv)
         self.roots: dict[str, Node] = {}
+        self.pinned: list[Node] = []
+        """Whose blocks and states somebody is about to copy: once for each who is."""
 
     def root(self, salt: str) -> Node:
         """Return the root of a salt's tree, which begins here if there is none."""
@@ -85,7 +85,8 @@ class Tree:
 
     def prune(self, node: Node) -> None:
         """Forget a salt of which nothing is left, and from whose root nobody goes on."""
-        if self.roots.get(node.salt) is node and not (node.children or node.locks or node.pins):
+        is_used = node.children or node.locks or node in self.pinned
+        if self.roots.get(node.salt) is node and not is_used:
             del self.roots[node.salt]
 
     def nodes(self) -> Iterator[Node]:

@@ -195,9 +195,9 @@ def _what_is_about_to_be_lent_gives_way(trial: Trial, patch: pytest.MonkeyPatch)
     right = trial.cache._may_go
 
     def may_go(node: Node) -> bool:
-        pins, node.pins = node.pins, 0
+        pinned, trial.cache.tree.pinned = trial.cache.tree.pinned, []
         found = right(node)
-        node.pins = pins
+        trial.cache.tree.pinned = pinned
         return found
 
     trial.cache._may_go = may_go  # type: ignore[method-assign]
