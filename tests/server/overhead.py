@@ -1,8 +1,8 @@
 """What HTTP costs beside the bare engine: the same prompts in turn, in this process and through a server.
 
 `python -m tests.server.overhead` prints milliseconds for each token of a row, the wait for a first token, and
-how far served and bare times lie apart in the same round. Both have the shipped model without drafts, and keep
-no prefixes.
+how far served and bare times lie apart in the same round. Both have the shipped model, without drafts and
+without prefixes that are kept.
 """
 
 import argparse
