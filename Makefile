@@ -10,6 +10,7 @@ SERVE ?=
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.specdec-installed
+workers := -n auto --maxprocesses 8 --dist loadfile
 
 # What a recipe begins with that runs PYTHON itself.
 define new_python
@@ -18,16 +19,17 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo serve test check bench gpu clean
+.PHONY: help demo serve test isa check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, then stream a completion in this terminal"
 	@echo "make serve   set up, then serve the shipped model over HTTP (SERVE=\"...\" for options)"
 	@echo "make test    set up, then run every test"
+	@echo "make isa     set up, then run what depends on the processor's features without the newest of them"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
-	@echo "make gpu     on a machine with an NVIDIA GPU: all checks and benchmarks, 8 minutes, PYTHON's own packages"
+	@echo "make gpu     on a machine with an NVIDIA GPU: all checks and benchmarks, 9 minutes, PYTHON's own packages"
 	@echo "make clean   remove the environment and what tools left behind"
 
 demo: $(stamp)
@@ -37,7 +39,11 @@ serve: $(stamp)
 	@$(bin)/specdec serve tiny $(SERVE)
 
 test: $(stamp)
-	OMP_NUM_THREADS=1 $(bin)/pytest -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(bin)/pytest $(workers)
+
+# Without units for bfloat16, and with AVX2 alone: tests/processors.py has the list.
+isa: $(stamp)
+	OMP_NUM_THREADS=1 $(bin)/python -m tests.processors $(workers)
 
 check: $(stamp)
 	$(bin)/ruff check

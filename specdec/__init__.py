@@ -1,8 +1,6 @@
 """specdec: an inference engine for hybrid language models whose core loop is speculative decoding."""
 
-import importlib
 import os
-from typing import TYPE_CHECKING
 
 # A CPU reads weights in huge pages a fifth faster. Torch looks at this once, at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -37,6 +35,7 @@ __all__ = [
     "Structure",
 ]
 
+TYPE_CHECKING = False  # what type checkers take for true: `typing` costs more than all the rest
 if TYPE_CHECKING:
     from specdec.config import EngineConfig
     from specdec.engine import SpecEngine
@@ -58,6 +57,8 @@ else:
         """Import a public name when it is first asked for: the command is light until it knows what to do."""
         if name not in _HOMES:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+        import importlib
+
         value = getattr(importlib.import_module(f"specdec.{_HOMES[name]}"), name)
         globals()[name] = value
         return value

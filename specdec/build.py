@@ -1,6 +1,7 @@
 """Build what an engine runs from a model's folder and a configuration."""
 
 import logging
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from specdec.draft.ngram import NgramDrafter
 from specdec.draft.policy import Policy
 from specdec.draft.suffix import SuffixDrafter
 from specdec.draft.uniform import UniformPolicy
-from specdec.errors import CapacityError, CheckpointError
-from specdec.kernels.linear.cpu import describe
+from specdec.errors import CapacityError
+from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.loop import DecodeLoop
 from specdec.models import spec
@@ -28,6 +29,7 @@ from specdec.models.network import MTPHead, Network
 from specdec.models.unrolled import Unrolled
 from specdec.models.weights import CheckpointWeights, RandomWeights
 from specdec.models.work import ReadingWork
+from specdec.precompile import precompile
 from specdec.resolve import Resolved, open_model, resolve
 from specdec.scheduler import Scheduler
 from specdec.speculation import Speculation
@@ -123,8 +125,7 @@ def _load(
     weights.finish()
     if eagle and "eagle" in settings.drafters:
         head = _load_eagle(eagle, network, settings)
-    matrices = "Triton's" if on_gpu(settings.kernels) else describe(settings.dtype, settings.device)
-    logger.info("kernels: %s; matrices: %s", settings.kernels, matrices)
+    logger.info("kernels: %s", describe_kernels(settings.kernels))
     loop = assemble(network, head, settings)
     return Model(loop, network, tokenizer, settings)
 
@@ -133,11 +134,7 @@ def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> Ea
     """Fill a head that has a folder of its own."""
     weights = folder.open(dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
     head = EagleHead(folder.spec, network, weights, folder.ids_C, max_length=settings.max_model_len)
-    try:
-        weights.finish()
-    except CheckpointError as error:
-        where = f"draft_model: {folder.checkpoint.folder} is no head for this target"
-        raise CheckpointError(f"{where}: {error}", field="draft_model") from error
+    folder.finish(weights)
     return head
 
 
@@ -145,7 +142,9 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
     """Put the loop together around a loaded network, and let it learn what its steps cost."""
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     scheduler = Scheduler(arena, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens)
-    policy = Policy(settings.bounds, adaptive=settings.adaptive)
+    # A step that waits for its processor costs no more by that; what a GPU does takes no thread's time.
+    clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
+    policy = Policy(settings.bounds, adaptive=settings.adaptive, clock=clock)
     speculation = Speculation(
         policy,
         BACKINGS[settings.slots](arena),
@@ -153,11 +152,15 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
         network.kernels,
         synthetic=settings.synthetic,
         noise=settings.draft_noise,
+        clock=clock,
     )
     for name in settings.drafters:
         speculation.enlist(_drafter(name, head, arena, speculation, settings))
     loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
-    if settings.drafters and settings.adaptive:
+    if on_gpu(settings.kernels) and settings.device.type == "cuda":
+        precompile(loop, settings.max_model_len)
+    speculation.learns = bool(settings.drafters) and settings.adaptive
+    if speculation.learns:
         warm_up(loop, settings.max_model_len)
     if settings.prefix_cache:
         own = _prefix_cache(arena, network, settings, has_head=head is not None)

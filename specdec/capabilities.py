@@ -42,6 +42,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
         "logprobs",
         "stop",
         "structured",
+        "words",
     ),
     "batch": ("alone", "mixed", "preempted"),
 }
@@ -63,6 +64,7 @@ TITLES: Mapping[str, str] = {
     "logprobs": "log-probabilities",
     "stop": "stop strings",
     "structured": "structured output and least lengths",
+    "words": "allowed tokens and bad words",
     "alone": "one row",
     "mixed": "prompts beside decoding rows",
 }
@@ -109,6 +111,14 @@ SYNTHETIC_STRUCTURED = Refusal(
     "with synthetic_acceptance drafts are accepted whatever form the output should have",
     "leave one of the two out",
 )
+SYNTHETIC_WORDS = {
+    field: Refusal(
+        field,
+        "with synthetic_acceptance drafts are accepted whatever tokens they are",
+        "leave one of the two out",
+    )
+    for field in ("allowed_token_ids", "bad_words")
+}
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
 
 RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
@@ -157,6 +167,7 @@ def check_request(params: SamplingParams, *, synthetic: bool) -> None:
     for given, refused in (
         (params.logprobs is not None, SYNTHETIC_LOGPROBS),
         (params.structured_outputs, SYNTHETIC_STRUCTURED),
+        *((getattr(params, field), refused) for field, refused in SYNTHETIC_WORDS.items()),
     ):
         if synthetic and given:
             raise RequestError(str(refused), field=refused.field)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -45,8 +46,11 @@ class ChatTemplate:
         self.source = tool_use or source or ""
         """What chats with tools are rendered by; some checkpoints have a template of its own for them."""
         self._special, self._where = special, where
+        environment = _environment()
         try:
-            self._template, self._tool_use = map(_environment().from_string, (source or "", self.source))
+            self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
+            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
+            """Whether a model hears of tools."""
         except jinja2.TemplateError as error:
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); mend or remove it",
@@ -94,6 +98,12 @@ def load_template(folder: Path) -> ChatTemplate:
     return ChatTemplate(
         source, special, where=folder / "tokenizer_config.json", tool_use=_named(templates, "tool_use")
     )
+
+
+def longest_answer(folder: Path) -> int | None:
+    """Return how many tokens a checkpoint's `generation_config.json` gives an answer, if it says so."""
+    most = _config(folder / "generation_config.json").get("max_new_tokens")
+    return most if type(most) is int and most > 0 else None  # `true` is an int too
 
 
 def render(folder: Path, messages: Sequence[Message]) -> str:

@@ -37,7 +37,7 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto",
         title="what is computed in; auto: as the checkpoint is stored, but on a CPU float32 for float16, for "
-        "bfloat16 without instructions for it, and for up to 64 MiB of weights where no C form multiplies "
+        "bfloat16 without AVX-512, and for up to 64 MiB of weights where no C form multiplies "
         "them",
         description="auto, float32, bfloat16, float16 or float64",
     )
@@ -201,7 +201,7 @@ class EngineConfig(Settings):
         """Return `config` with `fields` in place of its own; neither given, the defaults."""
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config cannot be {config!r}; give an EngineConfig or None.", field="config")
-        given = config.model_dump(exclude_unset=True) if config else {}
+        given = {name: getattr(config, name) for name in config.model_fields_set} if config else {}
         return cls.model_validate({**given, **fields})
 
     @model_validator(mode="after")

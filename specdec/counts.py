@@ -21,6 +21,8 @@ class Counts:
     """What those steps added to the output, bonus tokens included."""
     drafted: int = 0
     accepted: int = 0
+    accepted_from_outputs: int = 0
+    """Of these, what was found in the outputs of finished requests alone."""
     reached: list[int] = field(default_factory=list)
     """By depth, from 1: drafts that had a node there below what was accepted."""
     followed: list[int] = field(default_factory=list)
@@ -29,15 +31,18 @@ class Counts:
     """Steps by the number of drafted tokens that they accepted."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Wall time of the steps by phase. Rows share steps, so requests' times overlap."""
+    sizes: Counter[int] = field(default_factory=Counter)
+    """Steps, of prompts too, by how many tokens they kept: read, or written, of all rows together."""
     timed: int = 0
     """The steps that this is the time of; rows that shared one make it no more."""
 
-    def note(self, *, drafted: int, depth: int, accepted: int, tokens: int) -> None:
+    def note(self, *, drafted: int, depth: int, accepted: int, tokens: int, from_outputs: int = 0) -> None:
         """Count one row of one step: a draft of so many nodes and such depth, and what came of it."""
         self.steps += 1
         self.tokens += tokens
         self.drafted += drafted
         self.accepted += accepted
+        self.accepted_from_outputs += from_outputs
         self.histogram[accepted] += 1
         self.reached += [0] * (depth - len(self.reached))
         self.followed += [0] * (depth - len(self.followed))

@@ -5,26 +5,29 @@ import itertools
 import queue
 import random
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from specdec.build import build
 from specdec.capabilities import check_request
 from specdec.config import EngineConfig
 from specdec.errors import RequestError, SpecdecError
-from specdec.grammars import Grammars
-from specdec.outputs import Completion, Delta, EngineStats
+from specdec.grammars.compiler import Grammars
+from specdec.grammars.guide import Form
+from specdec.outputs import Completion, Delta, EngineStats, collect
 from specdec.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.request import Emit, Request
 from specdec.sampling import SamplingParams
 from specdec.structure import Structure
+from specdec.tenant import Tenant
+from specdec.terms import Prepared, Terms, check_ids, find_stops, make_limits
 from specdec.text import TextStream
 from specdec.verify.choose import Chooser, choice_seed
-from specdec.verify.limits import Limit, NotYet
+from specdec.verify.limits import Limit
 from specdec.worker import Worker
 
 
@@ -50,20 +53,28 @@ class SpecEngine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[Completion]:
-        """Complete one or many prompts, in their order; the choices of one prompt stand together."""
+        """Complete one or many prompts, in their order; the choices of one prompt stand together.
+
+        Where one fails while it runs the others are completed, then its error is raised, which holds them
+        all as `completions`. `use_tqdm` shows on stderr how many have ended.
+        """
         batch = as_batch(prompts)
         each = broadcast(params, len(batch))
+        known: dict[int, Terms] = {}
         prepared = []
         for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
             try:
-                prepared.append(self.prepare(prompt, own))
+                terms = known[id(own)] = known.get(id(own)) or self.read_terms(own)
+                prepared.append(self.read_prompt(prompt, terms))
             except RequestError as error:
                 raise error if len(batch) == 1 else of_prompt(index, error) from None
         inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
         ticket = self.submit(prepared, lambda *said: inbox.put(said))
         try:
-            return _collect(prepared, inbox)
+            asked = [(own.ids, own.params.n) for own in prepared]
+            return collect(asked, inbox, self.tokenizer, use_tqdm=use_tqdm)
         finally:
             ticket.cancel()
 
@@ -80,28 +91,80 @@ class SpecEngine:
 
         ticket = self.submit([prepared], emit)
         try:
-            unfinished = params.n
+            unfinished = prepared.params.n
             while unfinished:
                 delta = await inbox.get()
                 if isinstance(delta, SpecdecError):
                     raise delta
                 unfinished -= delta.finish_reason is not None
-                yield delta
+                # A prompt's log-probabilities take long to spell: other tasks of the loop go on meanwhile.
+                spells = delta.prompt_logprobs is not None
+                decode = partial(delta.decoded, self.tokenizer)
+                yield await asyncio.to_thread(decode) if spells else decode()
         finally:
             ticket.cancel()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, grammar: object = None) -> "Prepared":
-        """Turn a prompt into token ids, and refuse what cannot be served.
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, caller: str = "") -> Prepared:
+        """Turn a prompt and its parameters into what can be submitted, and refuse what cannot be served."""
+        return self.read_prompt(prompt, self.read_terms(params, caller=caller))
 
-        `grammar` is what `begin_form` has made of the output's form, where somebody has waited for that.
+    def read_terms(self, params: SamplingParams, grammar: Form | None = None, *, caller: str = "") -> Terms:
+        """Look at parameters, once for all prompts that share them, and refuse what cannot be served.
+
+        `grammar` is what `begin_form` has made of the output's form, if that was waited for. Parameters are
+        read anew: a value that no check has seen would fail a step, and all requests that share it. `caller`
+        is who asks, where a process serves several: with the salt it makes the request's tenant.
         """
-        ids = tuple(self._encode(prompt, params))
-        if (form := params.structured_outputs) and grammar is None:
+        self._worker.check_process()
+        params = params.checked()
+        spec = self.model.network.spec
+        check_ids(params, self.tokenizer, spec.vocab)
+        check_request(params, synthetic=self.model.settings.synthetic is not None)
+        stop_ids = find_stops(params, spec.eos)
+        form = params.structured_outputs
+        limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=form is not None)
+        if form and grammar is None:
             grammar = self._grammars.compile(form.kind, form.source)
-        return Prepared(ids, params, grammar)
+        return Terms(params, grammar, Tenant(caller, params.cache_salt or ""), stop_ids, limits)
 
-    def begin_form(self, form: Structure) -> "Future[object]":
+    def read_prompt(self, prompt: Prompt, terms: Terms) -> Prepared:
+        """Turn a prompt into token ids and refuse what the model cannot read."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prompt: the model's folder has no tokenizer.json; pass token ids instead of text.",
+                    field="prompt",
+                )
+            self.check_length(prompt)
+            ids = self._tokenize(prompt)
+        else:
+            ids = as_ids(prompt)
+        vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
+        if not ids:
+            raise RequestError("prompt: it holds no token; give at least one.", field="prompt")
+        wrong = [i for i in ids if not 0 <= i < vocab]
+        if wrong:
+            raise RequestError(
+                f"prompt: token id {wrong[0]!r} is outside the vocabulary; use whole numbers below {vocab}.",
+                field="prompt",
+            )
+        if len(ids) >= longest:
+            raise RequestError(
+                f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which must also hold the "
+                f"output; {self._longer()}.",
+                field="prompt",
+            )
+        if beyond := [mark for mark in terms.params.cache_marks or () if mark > len(ids)]:
+            raise RequestError(
+                f"cache_marks: {beyond[0]} lies beyond the prompt, which has {len(ids)} tokens; name lengths "
+                "of the prompt, its own at most.",
+                field="cache_marks",
+            )
+        return Prepared(tuple(ids), terms)
+
+    def begin_form(self, form: Structure) -> "Future[Form]":
         """Have a form of output compiled meanwhile; what is wrong with it is raised by the result."""
+        self._worker.check_process()
         return self._grammars.begin(form.kind, form.source)
 
     def check_length(self, text: str) -> None:
@@ -115,7 +178,7 @@ class SpecEngine:
             )
 
     def submit(
-        self, prepared: Sequence["Prepared"], emit: Callable[[int, Delta | SpecdecError], None]
+        self, prepared: Sequence[Prepared], emit: Callable[[int, Delta | SpecdecError], None]
     ) -> "Ticket":
         """Begin all choices of some prompts, all at once.
 
@@ -134,9 +197,9 @@ class SpecEngine:
         """Forget what earlier requests left: the outputs in which drafters look up, and their prefixes."""
         self.begin_flush().result()
 
-    def begin_flush(self) -> "Future[None]":
-        """Have that done between two steps."""
-        return self._worker.flush()
+    def begin_flush(self, caller: str | None = None) -> "Future[None]":
+        """Have that done between two steps; of all, or of one caller."""
+        return self._worker.flush(caller)
 
     @property
     def fault(self) -> str | None:
@@ -178,6 +241,7 @@ class SpecEngine:
             clean_checks=self._worker.clean_checks,
             moved_blocks=loop.arena.moved_blocks,
             prefixes=loop.prefixes.stats() if loop.prefixes else None,
+            speculation=loop.outlook,
         )
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -187,6 +251,7 @@ class SpecEngine:
         goes with the engine object.
         """
         ended = self._worker.close(timeout_s)
+        self._grammars.close()
         if ended:
             self._finalizer.detach()
         return ended
@@ -194,47 +259,19 @@ class SpecEngine:
     def __enter__(self) -> Self:
         return self
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it, which may wait for a step, without holding the event loop up."""
+        await asyncio.to_thread(self.close)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Turn a prompt into token ids and refuse what the model cannot read."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "prompt: the model's folder has no tokenizer.json; pass token ids instead of text.",
-                    field="prompt",
-                )
-            self.check_length(prompt)
-            ids = self._tokenize(prompt)
-        else:
-            ids = as_ids(prompt)
-        vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
-        if not ids:
-            raise RequestError("prompt: it holds no token; give at least one.", field="prompt")
-        wrong = [i for i in ids if not 0 <= i < vocab]
-        if wrong:
-            raise RequestError(
-                f"prompt: token id {wrong[0]!r} is outside the vocabulary; use whole numbers below {vocab}.",
-                field="prompt",
-            )
-        if len(ids) >= longest:
-            raise RequestError(
-                f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which must also hold the "
-                f"output; {self._longer()}.",
-                field="prompt",
-            )
-        if beyond := [mark for mark in params.cache_marks or () if mark > len(ids)]:
-            raise RequestError(
-                f"cache_marks: {beyond[0]} lies beyond the prompt, which has {len(ids)} tokens; name lengths "
-                "of the prompt, its own at most.",
-                field="cache_marks",
-            )
-        self._check_ids(params, vocab)
-        check_request(params, synthetic=self.model.settings.synthetic is not None)
-        return ids
 
     def _longer(self) -> str:
         """Say what would let a longer prompt in, by what bounds it: the model, the setting or the memory."""
@@ -258,27 +295,10 @@ class SpecEngine:
                 field="prompt",
             ) from None
 
-    def _check_ids(self, params: SamplingParams, vocab: int) -> None:
-        for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            for token in ids or ():
-                if not 0 <= token < vocab:
-                    raise RequestError(
-                        f"{field}: token id {token} is outside the vocabulary; use 0 to {vocab - 1}.",
-                        field=field,
-                    )
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop: the model's folder has no tokenizer.json to make text with; use stop_token_ids.",
-                field="stop",
-            )
-
-    def _requests(self, prepared: "Prepared", emit: Emit) -> list[Request]:
+    def _requests(self, prepared: Prepared, emit: Emit) -> list[Request]:
         """Make one request for each choice, each with a seed of its own."""
-        prompt, params, _ = prepared
+        prompt, params, terms = prepared.ids, prepared.params, prepared.terms
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        eos = () if params.ignore_eos else self.model.network.spec.eos
-        vocab = self.model.network.spec.vocab
-        stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
         return [
             Request(
                 next(self._numbers),
@@ -288,34 +308,31 @@ class SpecEngine:
                     params,
                     seed=choice_seed(seed, index),
                     prompt=prompt,
-                    vocab=vocab,
-                    limits=self._limits(prepared, stop_ids),
+                    vocab=self.model.network.spec.vocab,
+                    limits=self._limits(terms),
                 ),
-                text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
-                stop_ids=stop_ids,
+                text=self._text(params),
+                stop_ids=terms.stop_ids,
                 max_length=self.model.settings.max_model_len,
                 emit=emit,
                 index=index,
                 synthetic=self.model.settings.synthetic is not None,
+                tenant=terms.tenant,
             )
             for index in range(params.n)
         ]
 
-    def _limits(self, prepared: "Prepared", stop_ids: Collection[int]) -> list[Limit]:
-        """Say what one choice may not choose; what comes first yields to nothing."""
-        limits: list[Limit] = [self._grammars.guide(prepared.grammar)] if prepared.grammar else []
-        if prepared.params.min_tokens and stop_ids:
-            limits.append(NotYet(stop_ids, prepared.params.min_tokens, self.model.network.spec.vocab))
-        return limits
+    def _text(self, params: SamplingParams) -> TextStream | None:
+        """Begin a choice's text, if there is a tokenizer to write it with."""
+        if self.tokenizer is None:
+            return None
+        tokenizer = self.tokenizer if params.skip_special_tokens else self.tokenizer.outspoken()
+        return TextStream(tokenizer, params.stop, keeps_stop=params.include_stop_str_in_output)
 
-
-class Prepared(NamedTuple):
-    """A prompt that was found fit to be served, and how it is to be answered."""
-
-    ids: tuple[int, ...]
-    params: SamplingParams
-    grammar: object = None
-    """What its form came to, where it must have one."""
+    def _limits(self, terms: Terms) -> list[Limit]:
+        """Say what one choice may not choose; its form comes first."""
+        form: list[Limit] = [self._grammars.guide(terms.grammar)] if terms.grammar else []
+        return [*form, *terms.begin_limits()]
 
 
 class Ticket:
@@ -330,22 +347,3 @@ class Ticket:
         for request in self.requests:
             if request.finish_reason is None:
                 self._worker.cancel(request)
-
-
-def _collect(
-    prepared: Sequence[Prepared], inbox: "queue.SimpleQueue[tuple[int, Delta | SpecdecError]]"
-) -> list[Completion]:
-    """Read deltas until every choice of every prompt has ended."""
-    said: list[list[list[Delta]]] = [[[] for _ in range(own.params.n)] for own in prepared]
-    unfinished = sum(own.params.n for own in prepared)
-    while unfinished:
-        index, delta = inbox.get()
-        if isinstance(delta, SpecdecError):
-            raise delta
-        said[index][delta.index].append(delta)
-        unfinished -= delta.finish_reason is not None
-    return [
-        Completion.of(own.ids, choice, deltas)
-        for own, choices in zip(prepared, said, strict=True)
-        for choice, deltas in enumerate(choices)
-    ]

@@ -8,16 +8,32 @@ SpecdecError
 └── EngineError        the engine failed or was closed; the request was not at fault
 """
 
+import copy
+
+TYPE_CHECKING = False  # as in specdec/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any, Self
+
 
 class SpecdecError(Exception):
     """Say what is wrong and what to do about it.
 
-    `field` names the setting, parameter or tensor at fault, where there is one.
+    `field` names the setting, parameter or tensor at fault, where there is one. `completions` holds what
+    `generate` had of its prompts when one failed while it ran, in order; those that failed have an `error`.
     """
+
+    completions: "tuple[Any, ...]" = ()
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+    def having(self, completions: "Iterable[Any]") -> "Self":
+        """Return a copy that holds what all prompts came to: several callers may have been sent this one."""
+        told = copy.copy(self)
+        told.completions = tuple(completions)
+        return told
 
 
 class ConfigError(SpecdecError):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.config import EngineConfig
 from specdec.kernels.linear import fp8
+from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.eagle import EagleFolder, find_head
@@ -166,6 +167,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "family": network.family,
         "layers": footprint.kinds(),
         "dtype": str(settings.dtype).removeprefix("torch."),
+        "kernels": describe_kernels(settings.kernels),
         "parameters": footprint.parameters,
         "mtp_parameters": footprint.mtp_parameters,
         "eagle_parameters": footprint.eagle_parameters,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.counts import Clock, Counts
+from specdec.draft.outlook import Outlook
 from specdec.errors import EngineError, RequestError
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS, Network
@@ -24,9 +25,12 @@ from specdec.state_slots.prefix.tuner import Tuner
 from specdec.state_slots.slots import Owner
 from specdec.state_slots.window import Window, build_window, record_ids
 from specdec.streak.runner import Runner
-from specdec.verify.choose import Choice, choose, logprob_of
+from specdec.verify.choose import Choice, Node, ask, choose, hear, logprob_of
 from specdec.verify.synthetic import synthetic_walk
 from specdec.verify.walk import AcceptedPath, walk
+
+UNKNOWN = Choice(NO_TOKEN, None)
+"""At a node where it is not known in time what may be chosen."""
 
 
 class DecodeLoop:
@@ -52,17 +56,26 @@ class DecodeLoop:
         self._shares = True
         arena.may_move, arena.on_move = self._may_move, self._move_blocks
 
+    @property
+    def outlook(self) -> Outlook | None:
+        """Which drafts run now, and why; None where there are no drafters, or nothing was decided yet."""
+        if not self.speculation.drafters:
+            return None
+        return (self.runner and self.runner.outlook) or self.speculation.policy.outlook
+
     @torch.inference_mode()
     def step(self) -> None:
         """Advance every request that takes part by one window."""
         if self.runner and self.runner.go_on():
             return
         clock, firsts = Clock(), Replays.firsts
+        self._settle()
         plan = self.scheduler.plan()
         if not plan.shares or (self.runner and self.runner.begin(plan.shares)):
             return
         clock.lap("rest")
         parts = build_parts(plan.shares, self.speculation.draft(plan.shares))
+        ask(part.node(node) for part in parts if part.request.chooser.limits for node in part.asked)
         clock.lap("draft")
         rows = [part.row(self.speculation.backing) for part in parts]
         window = build_window(rows, self.conv_width, self.device)
@@ -73,6 +86,7 @@ class DecodeLoop:
         self._score_prompts(parts, window, hidden_TD)
         clock.lap("verify")
         paths = [self._walk(part, own) for part, own in zip(parts, choices, strict=True)]
+        self.counts.sizes[sum(len(path.nodes) for path in paths)] += 1
         self._commit(parts, paths, window, head.condense(hidden_TD, tapped) if head else hidden_TD)
         if self.prefixes:
             self.prefixes.note(parts)
@@ -86,7 +100,27 @@ class DecodeLoop:
             # Where nothing is chosen a GPU may not have been waited for.
             if self.prefixes and all(part.asked and not part.decodes for part in parts):
                 self.prefixes.observe(parts, sum(clock.seconds.values()))
-            self.speculation.observe_step(parts, clock.seconds)
+            self.speculation.observe_step(parts)
+
+    def _settle(self) -> None:
+        """Hear what may follow outputs that have a form, and end those that have ended or cannot go on."""
+        bound = [r for r in self.scheduler.running if r.chooser.limits]
+        if not bound:
+            return
+        alone = len(bound) == len(self.scheduler.running) and not any(r.chooser.knows() for r in bound)
+        hear([Node(r.chooser, len(r.tokens)) for r in bound], always=alone)
+        for request in bound:
+            if fault := request.chooser.fault:
+                self._refuse(request, fault)
+            elif request.settle():
+                delta = request.take_delta()
+                self.scheduler.release(request)
+                request.send(delta)
+
+    def _refuse(self, request: Request, fault: tuple[str, str]) -> None:
+        """End a request that a limit does not let go on."""
+        self.scheduler.release(request)
+        request.fail(RequestError(": ".join(fault) + ".", field=fault[0]))
 
     def _choose(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> list[dict[int, Choice]]:
         """Choose a token at every node that is asked, each by its own request's rule and path."""
@@ -101,8 +135,8 @@ class DecodeLoop:
         for start in range(0, len(at), LOGITS):
             some = slice(start, start + LOGITS)
             chosen = choose(self.network.logits(hidden_TD[some]), nodes[some], self.network.kernels)
-            for (i, node), choice in zip(at[some], chosen, strict=True):
-                choices[i][node] = choice
+            for (i, node), own, choice in zip(at[some], nodes[some], chosen, strict=True):
+                choices[i][node] = choice if own.chooser.knows(own.path) else UNKNOWN
         return choices
 
     def _score_prompts(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> None:
@@ -134,7 +168,8 @@ class DecodeLoop:
             path = synthetic_walk(chosen, part.tree, rates, seed=seed, position=position)
         if path.emitted[-1] != NO_TOKEN:
             return path
-        # A masked product lets NaN through: it may be a rejected branch's. The token is tried again alone.
+        # A masked product lets NaN through: it may be a rejected branch's. Or a limit told too late what may
+        # follow. The token is tried again alone.
         self.speculation.distrust(request)
         return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
@@ -143,6 +178,7 @@ class DecodeLoop:
     ) -> None:
         """Promote each accepted path: its slots, its KV, and its hidden states for a head to read."""
         self._move(parts, paths)
+        head = self.speculation.head
         for part, path, first in zip(parts, paths, window.first_B, strict=True):
             request, nodes = part.request, path.nodes
             if request.committed and part.draft:
@@ -151,10 +187,14 @@ class DecodeLoop:
             elif request.committed:
                 request.committed = settle(self.arena, request.number, request.committed)
             request.computed += len(nodes)
-            if self.speculation.head and nodes:
+            if not head or not nodes:
+                continue
+            if len(nodes) == len(hidden_TD):
+                head.read(request.number, hidden_TD, whole=True)
+            else:
                 straight = nodes[-1] == len(nodes) - 1
                 kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
-                self.speculation.head.read(request.number, hidden_TD[kept])
+                head.read(request.number, hidden_TD[kept])
 
     def _move(self, parts: Sequence[Part], paths: Sequence[AcceptedPath]) -> None:
         """Bring the keys and values of a path that left the first branch to where the text goes on."""
@@ -190,18 +230,17 @@ class DecodeLoop:
             self.scheduler.release(request)
             request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
             return
-        self.speculation.learn(request, path.emitted)
+        shared = self.speculation.learn(request, path.emitted)
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
         kept = request.accept(
             [Said(*each) for each in zip(path.emitted, part.origins(path), logprobs, strict=True)]
         )
         if fault := request.chooser.fault:
-            self.scheduler.release(request)
-            request.fail(RequestError(f"structured_outputs: {fault}.", field="structured_outputs"))
+            self._refuse(request, fault)
             return
         if part.decodes:
-            part.count(request.counts, path, kept)
-            part.count(self.counts, path, kept)
+            part.count(request.counts, path, kept, shared)
+            part.count(self.counts, path, kept, shared)
             request.counts.spend(seconds)
             if request.params.trees:
                 request.show(part.told(path, kept))
@@ -209,6 +248,8 @@ class DecodeLoop:
         if request.finish_reason:
             # What has ended gives its memory back before anyone hears of it.
             self.scheduler.release(request)
+        elif request.chooser.limits:
+            ask([Node(request.chooser, len(request.tokens))])
         request.send(delta)
 
     def recover(self) -> None:
@@ -238,19 +279,18 @@ class DecodeLoop:
         """Let what a request has read and said serve later ones, as far as that is wanted."""
         if self.prefixes:
             self.prefixes.end(request, self.runner.left_by(request) if self.runner else None)
-        shared = self._shares and not request.params.cache_salt
-        self.speculation.end(request, shared=shared)
+        self.speculation.end(request, shared=self._shares)
 
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self.close()
         self._shares, self.prefixes, self.scheduler.cache = False, None, None
 
-    def flush(self) -> None:
-        """Forget what ended requests have left: the texts that drafters look up, and prefixes."""
-        self.speculation.flush()
+    def flush(self, caller: str | None = None) -> None:
+        """Forget what ended requests, or one caller's, left: texts that drafters look up, and prefixes."""
+        self.speculation.flush(caller)
         if self.scheduler.cache:
-            self.scheduler.cache.flush()
+            self.scheduler.cache.flush(caller)
 
     def _may_move(self) -> bool:
         """Tell whether tables are the host's alone."""

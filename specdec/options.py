@@ -8,9 +8,22 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from specdec.parser import Help
 from specdec.settings import Settings
 
 S = TypeVar("S", bound=Settings)
+Run = Callable[[], None]
+"""What a command does once its options are read and what it needs is imported."""
+
+COMMON = frozenset(
+    {
+        *("device", "dtype", "draft", "num_steps", "topk", "num_draft_tokens"),
+        *("memory_bytes", "max_running", "max_model_len", "prefix_cache"),
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", "seed", "n"),
+        *("host", "port", "served_model_name", "api_key", "allowed_origins"),
+    }
+)
+"""The settings that --help shows, in a line or two each; --help-all shows all, at length."""
 
 
 def add_settings(
@@ -40,7 +53,8 @@ def settings_table(settings: type[Settings]) -> str:
 
 
 def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    option, kinds, says = f"--{name.replace('_', '-')}", _kinds(field.annotation), _help(field)
+    option, kinds = f"--{name.replace('_', '-')}", _kinds(field.annotation)
+    says = Help(_help(field), _brief(field) if name in COMMON else "")
     absent = argparse.SUPPRESS
     if bool in kinds:
         switch = argparse.BooleanOptionalAction
@@ -51,7 +65,7 @@ def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> N
         option,
         dest=name,
         metavar=name.rsplit("_", 1)[-1].upper(),
-        type=_reader(kinds),
+        type=_reader(kinds, texts=str in kinds | _listed_kinds(field.annotation)),
         action="append" if is_list else "store",
         default=absent,
         help=says,
@@ -63,18 +77,26 @@ def _help(field: FieldInfo) -> str:
     notation = ""
     if list in kinds:
         notation = "; a list is written 0.9,0.5" if float in kinds else "; one each time, may be repeated"
-    default = "" if field.default is None else f" (default: {field.default})"
-    return f"{field.title}: {field.description}{notation}{default}".replace("%", "%%")
+    return f"{field.title}: {field.description}{notation}{_default(field)}".replace("%", "%%")
 
 
-def _reader(kinds: set[type]) -> Callable[[str], object]:
+def _brief(field: FieldInfo) -> str:
+    """Return what a field does in its title's first words."""
+    return f"{(field.title or '').partition(';')[0]}{_default(field)}".replace("%", "%%")
+
+
+def _default(field: FieldInfo) -> str:
+    return "" if field.default is None else f" (default: {field.default})"
+
+
+def _reader(kinds: set[type], *, texts: bool) -> Callable[[str], object]:
     """Choose how an option's text is read. `None` may be one of several texts, such as those that stop."""
     may_be_none = types.NoneType in kinds and not {str, list} <= kinds
 
     def read(value: str) -> object:
         if may_be_none and value.lower() == "none":
             return None
-        return value if str in kinds else _number(value)
+        return value if texts else _number(value)
 
     return read
 
@@ -89,6 +111,15 @@ def _kinds(annotation: Any) -> set[type]:
     if origin is Literal:
         return {type(value) for value in get_args(annotation)}
     return {origin or annotation}
+
+
+def _listed_kinds(annotation: Any) -> set[type]:
+    """Return the types of what a list holds."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*map(_listed_kinds, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        return _listed_kinds(get_args(annotation)[0])
+    return _kinds(get_args(annotation)[0]) if get_origin(annotation) is list else set()
 
 
 def _number(value: str) -> object:

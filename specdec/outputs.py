@@ -1,13 +1,20 @@
 """What a request gives back: pieces while it runs, a completion at the end."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from queue import SimpleQueue
 from typing import Literal, Self
 
-from specdec.state_slots.arena import ArenaUsage
-from specdec.text import Piece
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-FinishReason = Literal["stop", "length", "abort"]
+from specdec.draft.outlook import Outlook
+from specdec.errors import SpecdecError
+from specdec.state_slots.arena import ArenaUsage
+from specdec.text import Piece, Tokenizer
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""`abort`: it was cancelled; `error`: it failed, and what it had said until then is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +24,15 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    decoded_token: str | None = None
+    """The token's text; None without a tokenizer."""
+    decoded_top: tuple[str, ...] = ()
+    """The texts of `top`."""
+
+    def decoded(self, spell: Callable[[int], str]) -> "TokenLogprob":
+        """Return the same with the tokens' texts."""
+        texts = tuple(spell(token) for token, _ in self.top)
+        return replace(self, decoded_token=spell(self.token_id), decoded_top=texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +51,8 @@ class RequestStats:
     """What they added to the output, the bonus tokens included."""
     drafted: int = 0
     accepted: int = 0
+    accepted_from_outputs: int = 0
+    """Those of them that were looked up in outputs of earlier requests, and found nowhere else."""
     per_depth: tuple[float, ...] = ()
     """The share accepted at each depth, of the drafts that reached it."""
     histogram: dict[int, int] = field(default_factory=dict)
@@ -107,6 +125,9 @@ class EngineStats:
     """Moved together so that others could have their slab."""
     prefixes: PrefixStats | None = None
     """None: nothing is kept."""
+    speculation: Outlook | None = None
+    """Which drafts run now and why (`name`, `reason`), the tokens a step that they are expected to give and
+    what it costs; None: there are no drafters, or nothing was decided yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +164,24 @@ class Delta:
     """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
     pieces: tuple[Piece, ...] = ()
     """The text by the tokens that wrote it, each piece with its token's origin."""
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of the prompt's tokens from the second on; in a choice's first delta, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each of the prompt's tokens, None for the first; in a choice's first delta, if asked for."""
     drafts: tuple[DraftTree, ...] = ()
     """One for each verify step, if `SamplingParams.trees` asks for them."""
+    stop_reason: str | int | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended it; None where it ended otherwise."""
+
+    def decoded(self, tokenizer: Tokenizer | None) -> "Delta":
+        """Return the same, with the texts of tokens whose log-probabilities were asked for."""
+        if tokenizer is None or (self.logprobs is None and self.prompt_logprobs is None):
+            return self
+        spell = cache(tokenizer.spell)  # a prompt's alternatives are a few tokens many times over
+        own, prompts = self.logprobs, self.prompt_logprobs
+        return replace(
+            self,
+            logprobs=None if own is None else tuple(each.decoded(spell) for each in own),
+            prompt_logprobs=None if prompts is None else tuple(x and x.decoded(spell) for x in prompts),
+        )
 
     @classmethod
     def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
@@ -165,6 +200,7 @@ class Delta:
             pieces=tuple(piece for delta in deltas for piece in delta.pieces),
             prompt_logprobs=deltas[0].prompt_logprobs,
             drafts=tuple(draft for delta in deltas for draft in delta.drafts),
+            stop_reason=last.stop_reason,
         )
 
 
@@ -181,13 +217,28 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     origins: tuple[int, ...] = field(default=(), repr=False)
     """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
-    """Of the prompt's tokens from the second on, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = field(default=None, repr=False)
+    """One for each of the prompt's tokens, None for the first, where they were asked for."""
     drafts: tuple[DraftTree, ...] = field(default=(), repr=False)
     """One for each verify step, if `SamplingParams.trees` asks for them."""
+    stop_reason: str | int | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended it; None where it ended otherwise."""
+    error: SpecdecError | None = None
+    """Why it failed, where it did."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of its tokens' log-probabilities, where they were asked for."""
+        return None if self.logprobs is None else sum(own.logprob for own in self.logprobs)
 
     @classmethod
-    def of(cls, prompt: Sequence[int], index: int, deltas: Sequence[Delta]) -> Self:
+    def of(
+        cls,
+        prompt: Sequence[int],
+        index: int,
+        deltas: Sequence[Delta],
+        error: SpecdecError | None = None,
+    ) -> Self:
         """Put a choice together from its deltas; one that was left before its end has counts alone."""
         whole = Delta.joined(deltas or [Delta("", ())])
         counts = RequestStats(prompt_tokens=len(prompt), output_tokens=len(whole.token_ids))
@@ -195,11 +246,48 @@ class Completion:
             prompt_token_ids=tuple(prompt),
             text=whole.text,
             token_ids=whole.token_ids,
-            finish_reason=whole.finish_reason or "abort",
+            finish_reason=whole.finish_reason or ("error" if error else "abort"),
             stats=whole.stats or counts,
             index=index,
             logprobs=whole.logprobs,
             origins=whole.origins,
             prompt_logprobs=whole.prompt_logprobs,
             drafts=whole.drafts,
+            stop_reason=whole.stop_reason,
+            error=None if whole.finish_reason else error,
         )
+
+
+def collect(
+    asked: Sequence[tuple[Sequence[int], int]],
+    inbox: "SimpleQueue[tuple[int, Delta | SpecdecError]]",
+    tokenizer: Tokenizer | None,
+    *,
+    use_tqdm: bool,
+) -> list[Completion]:
+    """Read what the choices of some prompts say, each so many, until all have ended; then raise an error.
+
+    The error is the first prompt's that failed, and has all completions.
+    """
+    said: list[list[list[Delta]]] = [[[] for _ in range(choices)] for _, choices in asked]
+    errors: list[SpecdecError | None] = [None for _ in asked]
+    unfinished = sum(choices for _, choices in asked)
+    with tqdm(total=unfinished, desc="completions", unit="choice", disable=not use_tqdm) as bar:
+        while unfinished:
+            index, item = inbox.get()
+            if isinstance(item, SpecdecError):
+                errors[index] = item
+            else:
+                said[index][item.index].append(item.decoded(tokenizer))
+                if item.finish_reason is None:
+                    continue
+            unfinished -= 1
+            bar.update()
+    done = [
+        Completion.of(prompt, choice, deltas, error)
+        for (prompt, _), choices, error in zip(asked, said, errors, strict=True)
+        for choice, deltas in enumerate(choices)
+    ]
+    if failed := next(filter(None, errors), None):
+        raise failed.having(done)
+    return done

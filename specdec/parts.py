@@ -50,8 +50,8 @@ class Part:
         bonus = path.emitted[-1] if tokens == len(path.emitted) else None
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[1:][:tokens], bonus)
 
-    def count(self, counts: Counts, path: AcceptedPath, tokens: int) -> None:
-        """Note what came of the draft, of whose tokens the request took so many."""
+    def count(self, counts: Counts, path: AcceptedPath, tokens: int, shared: Sequence[bool]) -> None:
+        """Note what came of the draft, of whose tokens the request took so many; which were `shared`."""
         accepted = len(path.nodes) - 1
         deeper = bool(self.draft) and path.nodes[-1] in self.tree.parents
         counts.note(
@@ -59,6 +59,7 @@ class Part:
             depth=min(accepted + deeper, tokens),
             accepted=min(accepted, tokens),
             tokens=tokens,
+            from_outputs=sum(shared[: min(accepted, tokens)]),
         )
 
 

@@ -64,7 +64,7 @@ class Prefixes:
             return
         if self.tuner:
             count = request.prompt_length
-            self.tuner.observe(request.tokens[:count], request.tokens[count:], request.lease.salt)
+            self.tuner.observe(request.tokens[:count], request.tokens[count:], request.lease.tenant)
         committed, computed = left or (request.committed, request.computed)
         # The last token was not read, but by a device that was ahead. A stop may have cut some off.
         length = min(computed, len(request.tokens) - (left is None))

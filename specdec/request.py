@@ -18,6 +18,7 @@ from specdec.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenL
 from specdec.sampling import SamplingParams
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import Lease
+from specdec.tenant import SOLE, Tenant
 from specdec.text import Cutter, TextStream
 from specdec.verify.choose import Chooser
 
@@ -46,15 +47,17 @@ class Request:
         *,
         chooser: Chooser,
         text: TextStream | None,
-        stop_ids: frozenset[int],
+        stop_ids: Mapping[int, int | None],
         max_length: int,
         emit: Emit,
         index: int = 0,
         synthetic: bool = False,
+        tenant: Tenant = SOLE,
     ) -> None:
-        self.number = number
+        self.number, self.tenant = number, tenant
         self.params, self.chooser, self.text, self.emit, self.index = params, chooser, text, emit, index
         self.stop_ids = stop_ids
+        """The tokens that end it, and the `stop_reason` of each."""
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.last_length = min(len(prompt) + params.max_tokens, max_length)
@@ -69,6 +72,8 @@ class Request:
         self.cancelled = False
         """Set by any thread; acted upon between two steps."""
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        """What of the request's own ended it: a stop string, or a token of `stop_token_ids`."""
         self._unsent_text = ""
         self._unsent: list[Said] = []
         self._has_sent = False
@@ -148,20 +153,36 @@ class Request:
             if self.chooser.fault:
                 break
             if said.token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif self.text is not None:
-                may_stop = self.output_length > self.params.min_tokens
-                self._unsent_text += self.text.push(said.token, may_stop=may_stop)
-                self._cutter.note(self.text.length, said.origin)
-                if self.text.stopped:
-                    self.finish_reason = "stop"
+                self.finish_reason, self.stop_reason = "stop", self.stop_ids[said.token]
+                if self.params.include_stop_str_in_output:
+                    self._write(said, may_stop=False)
+            else:
+                self._write(said, may_stop=self.output_length > self.params.min_tokens)
             if self.finish_reason is None and self.chooser.is_over:
                 self.finish_reason = "stop"
-            if self.finish_reason is None and len(self.tokens) >= self.last_length:
+            # Whether it ends there by itself may not be known yet: then `settle` tells.
+            if self.finish_reason is None and self.room <= 0 and self.chooser.knows():
                 self.finish_reason = "length"
-            if self.finish_reason:
+            if self.finish_reason or self.room <= 0:
                 break
         return len(self._unsent)
+
+    def _write(self, said: Said, *, may_stop: bool) -> None:
+        """Put a token's text behind what is not sent yet; a stop string in it ends the request."""
+        if self.text is None:
+            return
+        self._unsent_text += self.text.push(said.token, may_stop=may_stop)
+        self._cutter.note(self.text.length, said.origin)
+        if self.text.stopped:
+            self.finish_reason, self.stop_reason = "stop", self.text.stop
+
+    def settle(self) -> bool:
+        """Note whether its output has ended, which its form tells later than it is chosen; tell if it has."""
+        if self.chooser.is_over:
+            self.finish_reason = "stop"
+        elif self.room <= 0 and self.output_length and self.chooser.knows():
+            self.finish_reason = "length"
+        return self.finish_reason is not None
 
     def show(self, draft: DraftTree) -> None:
         """Put what a step verified into the next delta."""
@@ -193,6 +214,7 @@ class Request:
             logprobs=logprobs if self.params.logprobs is not None else None,
             prompt_logprobs=self._take_prompt_logprobs(),
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             stats=stats,
             origins=tuple(said.origin for said in kept),
             pieces=self._cutter.cut(text),
@@ -207,12 +229,12 @@ class Request:
             logger.info("request %d: its caller is gone (%r)", self.number, error)
             self.cancelled = True
 
-    def _take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Return them with the first delta."""
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Return them with the first delta, one for each token: nothing comes before the first."""
         if self.params.prompt_logprobs is None or self._has_sent:
             return None
         self._has_sent = True
-        return tuple(self.prompt_logprobs)
+        return (None, *self.prompt_logprobs)
 
     def _stats(self) -> RequestStats:
         return RequestStats(
@@ -222,6 +244,7 @@ class Request:
             verified_tokens=self.counts.tokens,
             drafted=self.counts.drafted,
             accepted=self.counts.accepted,
+            accepted_from_outputs=self.counts.accepted_from_outputs,
             per_depth=self.counts.per_depth,
             histogram=dict(sorted(self.counts.histogram.items())),
             seconds=dict(self.counts.seconds),

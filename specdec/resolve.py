@@ -18,13 +18,13 @@ from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.compiled import compiled
-from specdec.kernels.native.linear import multiplies_bfloat16
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import EagleFolder, find_head, read_head
 from specdec.models.families import read_network, stored_dtype
+from specdec.models.headers import check_headers
 from specdec.models.network import memory_layout
 from specdec.models.shortlist import commonest
 from specdec.state_slots.layout import Layout
@@ -109,6 +109,8 @@ def open_model(folder: str | Path, config: EngineConfig) -> Opened:
     network = read_network(checkpoint)
     place = find_head(checkpoint.folder, config.draft, config.draft_model)
     eagle = read_head(place, network) if place else None
+    drafters = resolve_drafters(config.draft, network, eagle=eagle is not None)
+    check_headers(checkpoint, network, mtp="mtp" in drafters, eagle=eagle)
     held = [checkpoint, eagle.checkpoint] if eagle else [checkpoint]
     sizes = map(sum, zip(*(own.sizes() for own in held), strict=True))
     head = eagle.spec if eagle else None
@@ -350,7 +352,7 @@ def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stor
         return stored
     if stored == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
-    in_c = config.kernels in ("auto", "native") and multiplies_bfloat16()
+    in_c = config.kernels in ("auto", "native") and compiled() is not None
     return stored if in_c or stored_bytes > CACHED_WEIGHTS else torch.float32
 
 

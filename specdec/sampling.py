@@ -12,6 +12,8 @@ GREEDY_BELOW = 1e-5
 """A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
 MOST_TOKENS = 1 << 31
 MAX_STOPS = 64
+MAX_IDS = 1 << 18
+"""More than any vocabulary has."""
 MAX_BIASES = 1024
 """Each is looked at for every token, while all others wait."""
 
@@ -32,8 +34,17 @@ def _refuse_surrogates(value: object) -> object:
         ) from None
 
 
+def _distinct(value: object) -> object:
+    """Drop what is given more than once."""
+    try:
+        return list(dict.fromkeys(value)) if isinstance(value, list) else value
+    except TypeError:
+        return value  # such as is no number
+
+
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -103,10 +114,20 @@ class SamplingParams(Settings):
         title="texts that end the output; it ends before the first of them",
         description=f"a string or a list of at most {MAX_STOPS} strings of 1 to 1024 characters",
     )
-    stop_token_ids: list[TokenId] | None = Field(
+    stop_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
         None,
         title="tokens that end the output, beside the model's own end; they have no text",
-        description="a list of token ids (whole numbers from 0)",
+        description=f"a list of at most {MAX_IDS} token ids (whole numbers from 0)",
+    )
+    include_stop_str_in_output: bool = Field(
+        False,
+        title="end the text behind the stop string, or the text of the stop token, and not before it",
+        description="True or False",
+    )
+    skip_special_tokens: bool = Field(
+        True,
+        title="leave special tokens out of the text; False spells them out, but for an end that is left out",
+        description="True or False",
     )
     ignore_eos: bool = Field(
         False,
@@ -133,6 +154,19 @@ class SamplingParams(Settings):
         title="added to the logits of these tokens",
         description=f"a mapping from at most {MAX_BIASES} token ids to numbers from -100 to 100",
     )
+    allowed_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
+        None,
+        min_length=1,
+        title="choose among these tokens alone; the model's end is one that may be left out",
+        description=f"a list of at most {MAX_IDS} token ids (whole numbers from 0), or None",
+    )
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
+        None,
+        title="words that are not written: the last token of one, as the tokenizer spells it at a text's "
+        "beginning or after a blank, is not chosen behind the others; one that begins with a line break, a "
+        "tab or two blanks is spelled as it is",
+        description=f"a list of at most {MAX_STOPS} strings of 1 to 1024 characters and 128 tokens, or None",
+    )
     n: int = Field(
         1,
         ge=1,
@@ -151,14 +185,14 @@ class SamplingParams(Settings):
         None,
         ge=0,
         le=20,
-        title="log-probabilities, as `logprobs` has them, of the prompt's tokens from the second on",
+        title="log-probabilities, as `logprobs` has them, of the prompt's tokens; the first has none",
         description="how many alternatives to show beside each, 0 to 20, or None",
     )
     cache_salt: Annotated[str | None, BeforeValidator(_refuse_surrogates)] = Field(
         None,
         min_length=1,
         max_length=256,
-        title="share prefixes with requests of the same salt alone; nobody else can tell what was read",
+        title="share prefixes and look-ups with requests of the same salt alone; no other can tell of them",
         description="a text of 1 to 256 characters, or None",
     )
     cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(

@@ -78,7 +78,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the step's shares; every running request in them holds the memory that its share needs.
 
-        A request that decodes always takes part; prompts share the budget of `chunk_tokens` in order.
+        A request that decodes takes part unless it is not known yet what may be chosen; prompts share the
+        budget of `chunk_tokens` in order.
         """
         self._drop_cancelled()
         at = 0
@@ -92,7 +93,7 @@ class Scheduler:
         for request in self.running:
             count = 1 if request.owed == 1 else min(request.next_count, budget)
             budget -= count if request.owed > 1 else 0
-            if count:
+            if count and (count < request.owed or request.chooser.knows()):
                 shares.append(Share(request, count))
         return StepPlan(tuple(shares))
 
@@ -222,7 +223,7 @@ class Scheduler:
         To wait for it costs nothing: prompts share a step's budget in order.
         """
         for other in self.running:
-            if not other.lease or other.lease.salt != lease.salt or other.owed == 1:
+            if not other.lease or other.lease.tenant != lease.tenant or other.owed == 1:
                 continue
             if other.tokens[:WORTH_WAITING] != request.tokens[:WORTH_WAITING]:
                 continue
@@ -240,7 +241,7 @@ class Scheduler:
         if limit and self.cache and lease and not self.running:
             # What it would go on from may be what stands in its way: it reads all of its tokens itself.
             self.cache.leave(lease)
-            asked, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.salt)
+            asked, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.tenant)
             lease.asked = asked
             limit = self._limit(request, lease)
         return lease, limit
@@ -279,8 +280,7 @@ class Scheduler:
         """Look up what is known of a request's tokens, unless each of them has to be read."""
         if self.cache is None or request.params.prompt_logprobs is not None:
             return None
-        params = request.params
-        return self.cache.lease(request.tokens, params.cache_salt or "", params.cache_marks or ())
+        return self.cache.lease(request.tokens, request.tenant, request.params.cache_marks or ())
 
     def _limit(self, request: Request, lease: Lease | None) -> str:
         """Name the memory that a request lacks beside what it shares.

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -11,6 +12,11 @@ from specdec.errors import ConfigError
 
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 MAX_BYTES = 1 << 60
+PLAIN = {int, float, str}
+SHORT = reprlib.Repr()
+"""Shows a value in a message, however large it is and however deep it nests."""
+SHORT.maxlevel, SHORT.maxlist, SHORT.maxtuple, SHORT.maxset, SHORT.maxdict = 4, 20, 20, 20, 20
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 
 
 class Settings(BaseModel):
@@ -31,10 +37,18 @@ class Settings(BaseModel):
     @classmethod
     def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(data)
+            return handler(_plain_fields(data) if isinstance(data, dict) else data)
         except ValidationError as error:
             problems = {str(e["loc"][0]) if e["loc"] else "": e["type"] for e in error.errors()}
             raise cls._refusal(problems, data if isinstance(data, Mapping) else {}) from None
+
+    def checked(self) -> Self:
+        """Return the same settings, read anew: `model_copy` and `model_construct` look at no value."""
+        given = {
+            name: value.checked() if isinstance(value, Settings) else value
+            for name, value in self.__dict__.items()
+        }
+        return type(self).model_validate(given)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise ConfigError(
@@ -61,9 +75,29 @@ class Settings(BaseModel):
         if name not in cls.model_fields:
             example = next(iter(cls.model_fields))
             return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."
-        shown = repr(value)
+        shown = " ".join(SHORT.repr(value).split())
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         return f"{cls.__name__}.{name} cannot be {shown}; give {cls.model_fields[name].description}."
+
+
+def _plain_fields(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Make each field's value plain. What nests in it, as a schema does, is the field's own to read."""
+    return {name: plain(value) for name, value in data.items()}
+
+
+def plain(value: Any) -> Any:
+    """Take numbers of NumPy, arrays, tensors, tuples and sets for what Python has beside them."""
+    match value:
+        case dict():
+            return {_number(name): _number(own) for name, own in value.items()}
+        case list() | tuple() | set() | frozenset() | range():
+            # Lists may be as long as a vocabulary: one that is plain is told by its types, in one go.
+            return list(value) if {*map(type, value)} <= PLAIN else [_number(own) for own in value]
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def contradiction(field: str, message: str) -> ConfigError:

@@ -2,25 +2,28 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.draft.acceptance import TrackRecord
-from specdec.draft.calibration import Assumed, Tally
+from specdec.asked import Asked, Heard, merged, want_of, widened
+from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
+from specdec.draft.echo import Echo
 from specdec.draft.head import HeadDrafter, Place
 from specdec.draft.lookup import Lookup
-from specdec.draft.policy import Batch, Policy, Worth
-from specdec.draft.proposal import Proposal, Shape, merge
+from specdec.draft.policy import Batch, Policy
+from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.worth import Worth
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models.replay import Replays
 from specdec.parts import Part
+from specdec.records import Experience, Records
 from specdec.request import Request
 from specdec.scheduler import Scheduler, Share
 from specdec.state_slots.backing import Backing, Draft
@@ -37,28 +40,6 @@ CLOSE = 64
 """Tokens that drafters can catch up with while their time still is that of a draft."""
 
 
-Heard = tuple[Drafter, Proposal]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What one row's drafters proposed, and what was made of it before it was cut."""
-
-    shape: Shape | None
-    """None: only look-ups were, which nothing was planned for."""
-    parts: tuple[Heard, ...]
-    merged: Proposal
-
-
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """What was accepted so far, as an engine and its drafters remember it."""
-
-    track: TrackRecord
-    tallies: tuple[list[list[Tally]], ...]
-    worth: Worth
-
-
 class Speculation:
     """Owns the drafters, the choice of shape, and every request's track record."""
 
@@ -71,6 +52,7 @@ class Speculation:
         *,
         synthetic: Sequence[float] | None = None,
         noise: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.backing, self.scheduler, self.kernels = policy, backing, scheduler, kernels
         self.drafters: list[Drafter] = []
@@ -80,13 +62,23 @@ class Speculation:
         """Rates by depth at which drafts are accepted whatever they say."""
         self.noise = noise
         """Whether guesses are ranked with the noise by which the target will choose."""
-        self.track = TrackRecord()
-        self._tracks: dict[int, TrackRecord] = {}
+        self.clock = clock
+        """By which steps and drafts are compared, not by the time that callers wait."""
+        self._mark_s = 0.0
+        """When this step was drafted for."""
+        self._took_s = 0.0
+        """What that took."""
+        self.learns = True
+        """Whether the choice of shapes has a use for what steps take."""
+        self.records = Records()
         self._requests: dict[int, Request] = {}
         self._asked: dict[int, Asked] = {}
         self._told: dict[int, int] = {}
         """How many of a request's tokens its drafters have heard of."""
         self._distrusted: set[int] = set()
+        self._echoes: dict[int, Echo] = {}
+        self._gained = 0
+        """Drafted tokens that this step's requests took."""
 
     def enlist(self, drafter: Drafter) -> None:
         """Ask this one too from now on."""
@@ -96,56 +88,86 @@ class Speculation:
         if isinstance(drafter, HeadDrafter):
             self.head = drafter
 
-    def flush(self) -> None:
-        """Forget the texts of requests that have ended."""
+    @property
+    def _looks(self) -> bool:
+        """Tell whether anybody looks text up."""
+        return any(drafter is not self.head for drafter in self.drafters)
+
+    def flush(self, caller: str | None = None) -> None:
+        """Forget the texts of requests that have ended: all, or one caller's."""
         for drafter in self.drafters:
             if isinstance(drafter, Lookup):
-                drafter.index.flush()
+                drafter.index.flush(caller)
 
     def draft(self, shares: Sequence[Share], *, lend: Lend | None = None) -> list[Draft | None]:
         """Return each share's tree and its slots, or None where nothing was drafted that pays.
 
         Slots are borrowed from the backing, if `lend` has none.
         """
+        start_s = self.clock()
+        drafts = self._draft(shares, lend)
+        self._mark_s = self.clock()
+        self._took_s = self._mark_s - start_s
+        return drafts
+
+    def _draft(self, shares: Sequence[Share], lend: Lend | None) -> list[Draft | None]:
         self._asked.clear()
-        decoding = [i for i, share in enumerate(shares) if share.request.decodes]
+        self._gained = 0
         drafts: list[Draft | None] = [None] * len(shares)
+        decoding = [i for i, share in enumerate(shares) if share.request.decodes]
+        if len(decoding) < len(shares) or self._distrusted:
+            self.policy.stir()
+        elif not self._hears(shares) and self.policy.rests():
+            # Nothing else is done in most steps while nothing pays, so that it costs nothing.
+            self._catch_up(shares)
+            return drafts
         if not self.drafters or not decoding:
             self._catch_up(shares)
             return drafts
         requests = [shares[i].request for i in decoding]
         batch = Batch(len(decoding), sum(share.count for share in shares))
-        tracks = [self.track_of(request) for request in requests]
+        tracks = [self.records.of(request) for request in requests]
         rooms = [self._room(request) for request in requests]
         self._distrusted.difference_update(request.number for request in requests)
         heard: list[list[Heard]] = [[] for _ in requests]
 
         def look_up() -> list[Proposal]:
             self._look_up(requests, rooms, heard)
-            return [_merged(own) for own in heard]
+            return [merged(own) for own in heard]
 
-        looks = any(drafter is not self.head for drafter in self.drafters)
         grows = self.head is not None
-        planned = self.policy.plan(batch, tracks, rooms, look_up if looks else None, grows=grows)
+        planned = self.policy.plan(batch, tracks, rooms, look_up if self._looks else None, grows=grows)
         if not any(planned) and not any(len(proposal) for own in heard for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
             self._catch_up(shares)
             self.policy.cut(batch, [])
             return drafts
-        wanted = [_with(shape, _merged(own)) for shape, own in zip(planned, heard, strict=True)]
+        wanted = [widened(shape, merged(own)) for shape, own in zip(planned, heard, strict=True)]
         shapes = self._fitting(requests, wanted, lends=lend is not None)
         self._catch_up([share for share in shares if not share.request.decodes])
         self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], heard)
-        merged = self._merge(requests, planned, shapes, heard)
-        for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, merged), strict=True):
+        wholes = self._merge(requests, planned, shapes, heard)
+        for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
             drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
             if self.synthetic and drafts[i] is None:
                 self._asked.pop(request.number, None)  # it was not put to the test
         return drafts
 
+    def _hears(self, shares: Sequence[Share]) -> bool:
+        """Tell whether steps are planned anyway, or a text repeats itself, which a look-up would find."""
+        if self.policy.worth.awake or not self._looks:
+            return self.policy.worth.awake
+        heard = [
+            self._echoes.setdefault(own.request.number, Echo()).hears(own.request.tokens) for own in shares
+        ]
+        if any(heard):
+            self.policy.hint()
+        return False
+
     def _room(self, request: Request) -> int:
         """Say how deep a draft for a request may go."""
-        return 0 if request.number in self._distrusted or not request.params.speculate else request.room - 1
+        held = request.number in self._distrusted or request.chooser.is_slow
+        return 0 if held or not request.params.speculate else request.room - 1
 
     def _look_up(
         self, requests: Sequence[Request], rooms: Sequence[int], heard: Sequence[list[Heard]]
@@ -178,11 +200,11 @@ class Speculation:
         behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
         self._told |= lengths
         silent = [drafter for drafter in self.drafters if drafter is self.head or not any(heard)]
-        start_s, firsts = time.perf_counter(), Replays.firsts
+        start_s, firsts = self.clock(), Replays.firsts
         for drafter in silent:
             for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
                 heard[i].append((drafter, proposal))
-        took_s = time.perf_counter() - start_s
+        took_s = self.clock() - start_s
         self._requests.clear()
         asked = [shapes[i] for i in wanted]
         alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
@@ -197,13 +219,13 @@ class Speculation:
         heard: Sequence[list[Heard]],
     ) -> list[Proposal]:
         """Make one proposal of all that was heard for each request, as large as there is room for."""
-        merged = []
+        wholes = []
         for request, plan, shape, own in zip(requests, planned, shapes, heard, strict=True):
-            proposal = _merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
+            proposal = merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
             if shape and own:
                 self._asked[request.number] = Asked(plan, tuple(own), proposal)
-            merged.append(proposal)
-        return merged
+            wholes.append(proposal)
+        return wholes
 
     def _catch_up(self, shares: Sequence[Share]) -> None:
         """Let the head read what it has of requests that draft nothing, before that grows too large."""
@@ -266,11 +288,12 @@ class Speculation:
         rules, seed_N, _ = places(device, [Node(request.chooser, len(request.tokens)) for request in own])
         return rules, seed_N
 
-    def learn(self, request: Request, emitted: Sequence[int]) -> None:
-        """Compare what was proposed, verified or not, with the tokens that came."""
+    def learn(self, request: Request, emitted: Sequence[int]) -> Sequence[bool]:
+        """Compare what was proposed, verified or not, with what came; tell what only finished outputs had."""
         asked = self._asked.get(request.number)
+        self._gained += len(emitted) - 1
         if asked is None:
-            return
+            return ()
         for drafter, proposal in asked.parts:
             judged = proposal.above(len(emitted))
             drafter.calibrator.observe(judged, judged.follow(emitted))
@@ -278,18 +301,22 @@ class Speculation:
             # What was looked up may go deeper than was planned: that is no merit of a draft in this shape.
             judged = asked.merged.above(min(asked.shape.num_steps, len(emitted)))
             depth, followed = max(judged.depths, default=0), len(judged.follow(emitted))
-            self.track_of(request).observe(asked.shape, depth, followed)
+            self.records.of(request).observe(asked.shape, depth, followed)
+        return asked.shared(emitted)
 
-    def observe_step(self, parts: Sequence[Part], seconds: Mapping[str, float]) -> None:
-        """Learn what a step in which anyone decodes costs; drafting has its own clock."""
+    def observe_step(self, parts: Sequence[Part]) -> None:
+        """Learn what a step in which anyone decodes has taken since it was drafted for."""
+        if not self.learns or self.policy.is_idle:
+            return
         if rows := sum(part.decodes for part in parts):
             tokens = sum(len(part.tree) for part in parts)
-            self.policy.observe_step(rows, tokens, sum(seconds.values()) - seconds["draft"])
+            took_s = self.clock() - self._mark_s
+            self.policy.observe_step(rows, tokens, took_s, self._gained, self._took_s)
 
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""
-        self.track, self.policy.worth = TrackRecord(), Worth()
-        self._tracks.clear()
+        self.policy.worth = Worth()
+        self.records.recall({})
         self._requests.clear()
         self._asked.clear()
         for drafter in self.drafters:
@@ -297,20 +324,22 @@ class Speculation:
 
     def forget_requests(self) -> None:
         """Forget all requests, whatever was half done; those that go on are heard of anew."""
-        for known in (self._tracks, self._requests, self._asked, self._told, self._distrusted):
+        for known in (self._requests, self._asked, self._told, self._distrusted, self._echoes):
             known.clear()
+        self.records.forget_requests()
         for drafter in self.drafters:
             drafter.forget()
 
     def experience(self) -> Experience:
         """Copy what was accepted so far."""
         tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)
-        return Experience(deepcopy(self.track), tallies, replace(self.policy.worth))
+        return Experience(self.records.kinds(), tallies, replace(self.policy.worth))
 
     def recall(self, experience: Experience) -> None:
         """Go on as after this experience, whatever has come since."""
         self.forget_experience()
-        self.track, self.policy.worth = deepcopy(experience.track), replace(experience.worth)
+        self.records.recall(experience.kinds)
+        self.policy.worth = replace(experience.worth)
         for drafter, tallies in zip(self.drafters, experience.tallies, strict=True):
             drafter.calibrator.tallies = deepcopy(tallies)
 
@@ -360,39 +389,11 @@ class Speculation:
             drafter.lose(request.number)
 
     def end(self, request: Request, *, shared: bool = True) -> None:
-        """Hear that a request is over; what it said serves later ones, unless it is not to be shared."""
-        self._tracks.pop(request.number, None)
+        """Hear that a request is over; what it said serves its tenant's later ones, unless none is to be."""
+        self.records.end(request)
         self._told.pop(request.number, None)
         self._distrusted.discard(request.number)
+        self._echoes.pop(request.number, None)
         output = request.tokens[request.prompt_length :] if request.finish_reason and shared else None
         for drafter in self.drafters:
-            drafter.end(request.number, request.tokens[: request.prompt_length], output)
-
-    def track_of(self, request: Request) -> TrackRecord:
-        """Return what drafts have earned for a request."""
-        if request.number not in self._tracks:
-            self._tracks[request.number] = TrackRecord(self.track)
-        return self._tracks[request.number]
-
-
-def want_of(request: Request, shape: Shape | None) -> Want:
-    """Say what a drafter may know of a request: up to the token behind what the target has read."""
-    tokens = request.tokens if request.owed == 1 else request.tokens[: request.computed + 1]
-    return Want(request.number, request.prompt_length, tokens, request.table_N, shape)
-
-
-def _merged(heard: Sequence[Heard], limit: int | None = None) -> Proposal:
-    """Make one proposal of several; that of one alone keeps its beliefs."""
-    proposals = [proposal for _, proposal in heard]
-    if len(proposals) == 1:
-        return proposals[0] if limit is None else proposals[0].best(limit)
-    return merge(proposals, sum(map(len, proposals)) if limit is None else limit)
-
-
-def _with(shape: Shape | None, found: Proposal) -> Shape | None:
-    """Make room in a shape for what was found beside it, or for that alone."""
-    if not len(found):
-        return shape
-    if shape is None:
-        return Shape(max(found.depths), 1, 1 + len(found))
-    return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, 1 + len(found)))
+            drafter.end(request.number, request.tokens[: request.prompt_length], output, request.tenant)

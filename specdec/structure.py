@@ -3,20 +3,41 @@
 import json
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.forms import unread_form
-from specdec.settings import Settings, contradiction
+from specdec.settings import Settings, contradiction, plain
 
 LONGEST = 32 << 10
 """Characters of a form: one of a thousand properties takes seconds to compile."""
 Text = Annotated[str, Field(min_length=1)]
 
 
+def _own_json(value: object) -> object:
+    """Copy what will be written as JSON: its caller may change it later."""
+    try:
+        return json.loads(json.dumps(value, default=_as_json)) if isinstance(value, dict) else value
+    except (TypeError, ValueError, RecursionError) as error:
+        why = "it nests too deep" if isinstance(error, RecursionError) else f"{error}"
+        raise contradiction(
+            "structured_outputs", f"the form is not JSON ({why}); give numbers, texts, lists and mappings."
+        ) from None
+
+
+def _as_json(value: object) -> object:
+    own = plain(value)
+    if own is value:
+        raise TypeError(f"a {type(value).__name__} is in it")
+    return own
+
+
+Json = Annotated[dict[str, Any] | Text | None, BeforeValidator(_own_json)]
+
+
 class Structure(Settings):
     """Exactly one of them: no token is chosen, and none drafted, that could not go on to such a text."""
 
-    json_schema: dict[str, Any] | Text | None = Field(
+    json_schema: Json = Field(
         None,
         title="JSON that fits this schema",
         description="a JSON schema, as a mapping or a text, or None",
@@ -33,7 +54,7 @@ class Structure(Settings):
         title="a text of this grammar, whose first rule is `root`",
         description="a grammar in EBNF (root ::= …), or None",
     )
-    structural_tag: dict[str, Any] | Text | None = Field(
+    structural_tag: Json = Field(
         None,
         title="texts and schemas between tags, as xgrammar describes them",
         description="a structural tag, as a mapping or a text, or None",

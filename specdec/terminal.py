@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable
 
+from specdec.config import EngineConfig
 from specdec.engine import SpecEngine
 from specdec.outputs import Completion, Delta, RequestStats
 from specdec.sampling import SamplingParams
@@ -21,10 +22,27 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
 """What makes a terminal write what a draft got right, and all else."""
-COLOURS = ("auto", "always", "never")
 LEGEND = f"{ACCEPTED}In this colour{PLAIN}: accepted from the draft. The rest is the verifier's own choice."
 
 Prompt = str | list[int]
+
+
+def generate(
+    model: str,
+    config: EngineConfig,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    whole: bool,
+    as_json: bool,
+    colour: str,
+) -> None:
+    """Complete a prompt: streamed, or with `whole` each choice once all have ended."""
+    with SpecEngine(model, config) as engine:
+        if whole:
+            print_choices(engine, prompt, params, as_json=as_json, colour=colour)
+        else:
+            stream_text(engine, prompt, params, colour=colour)
 
 
 def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, colour: str = "auto") -> None:
@@ -108,9 +126,11 @@ def _earned(stats: RequestStats) -> str:
     spent = ", ".join(
         f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
     )
+    known = f", {stats.accepted_from_outputs} of them looked up in earlier outputs"
     return (
         f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
-        f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps, by depth {depths}; "
+        f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps"
+        f"{known if stats.accepted_from_outputs else ''}, by depth {depths}; "
         f"ms a step: {spent}"
     )
 

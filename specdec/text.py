@@ -1,10 +1,11 @@
 """Text to tokens and back: a folder's tokenizer, and the stream that turns one output's tokens into text."""
 
+import copy
 import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import tokenizers
 
@@ -68,6 +69,21 @@ class Tokenizer:
             return bytes(BYTES[sign] for sign in piece)
         return text.encode()
 
+    def spellings(self, word: str) -> set[tuple[int, ...]]:
+        """Return the tokens that a word is read as at a text's beginning and after a blank.
+
+        One blank before it says no more than none. A word that begins with other blanks is read as it is.
+        """
+        bare = word.removeprefix(" ")
+        texts = (word,) if not bare or bare[0].isspace() else (bare, f" {bare}")
+        return {ids for text in texts if (ids := tuple(self.encode(text, special=False)))}
+
+    def outspoken(self) -> Self:
+        """Return one in whose texts special tokens are spelled out."""
+        other = copy.copy(self)
+        other._special = set()
+        return other
+
     def is_silent(self, token: int) -> bool:
         """Tell whether a token has no text: a special one, or an id that only the model's table has."""
         return token in self._special or self.inner.id_to_token(token) is None
@@ -92,12 +108,15 @@ class TextStream:
     """Turn one output's tokens into text as they come.
 
     Held back are the bytes of an unfinished character and whatever may become a stop string; the stop string
-    that is completed first ends the text before it, but one that is complete before any may end it is text.
+    that is completed first ends the text before it, or behind it with `keeps_stop`, but one that is complete
+    before any may end it is text.
     Each token costs the decoding of a bounded window.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, stop: str | Sequence[str] | None = None, *, keeps_stop: bool = False
+    ) -> None:
+        self._tokenizer, self._keeps_stop = tokenizer, keeps_stop
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         self._ids: list[int] = []
         self._decoded = 0
@@ -112,6 +131,8 @@ class TextStream:
         self.length = 0
         """Characters of the text so far, those that are held back for a stop string included."""
         self.stopped = False
+        self.stop: str | None = None
+        """The string that ended it."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Take one token and return the text that is now certain; stop strings end it where they may end."""
@@ -153,10 +174,11 @@ class TextStream:
         passed = self._passed if may_stop else len(text)
         # The first to be complete, as if characters came one by one: how tokens cut the text must not matter.
         starts = [(stop, max(passed + 1 - len(stop), 0)) for stop in self._stops]
-        ends = [(at + len(stop), at) for stop, start in starts if (at := text.find(stop, start)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop, start in starts if (at := text.find(stop, start)) >= 0]
         if ends:
+            end, start, self.stop = min(ends)
             self.stopped = True
-            return text[: min(ends)[1]]
+            return text[: end if self._keeps_stop else start]
         keep = 0 if last else max((overlap(text, stop) for stop in self._stops), default=0)
         self._held, self._passed = text[len(text) - keep :], max(passed + keep - len(text), 0)
         return text[: len(text) - keep]

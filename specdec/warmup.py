@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 from collections.abc import Hashable, Iterator, Sequence
 
 from specdec.counts import Counts
@@ -13,12 +14,17 @@ from specdec.draft.proposal import Proposal, Shape
 from specdec.loop import DecodeLoop
 from specdec.request import Request
 from specdec.sampling import SamplingParams
+from specdec.tenant import Tenant
 from specdec.verify.choose import Chooser
 
 logger = logging.getLogger(__name__)
 
 ROUNDS = 16
 """The first times of a form are not counted: after so many rounds what is known must do."""
+EVERY = 5
+"""Chains up to this deep are all timed: those that are drafted by default."""
+ENOUGH, LONGEST_S = 10, 0.2
+"""Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
 PROMPT = 8
 NUMBER = 0
 """Callers' requests count from 1."""
@@ -43,7 +49,7 @@ class Filler:
     def lose(self, key: Hashable) -> None:
         """Keep nothing."""
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
         """Keep nothing."""
 
     def forget(self) -> None:
@@ -56,14 +62,16 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
     heads: list[Drafter] = [speculation.head] if speculation.head else []
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
-    steps: list[Turn] = [([], None)]
+    # A plain step behind a draft has that to fold in; those behind another plain one show what it takes.
+    steps: list[Turn] = [([], None)] * 3
     steps += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
-    drafts: list[Turn] = [(heads, shape) for shape in policy.shapes if heads]
+    drafts: list[Turn] = [(heads, shape) for shape in _tried(policy) if heads]
     # What no text has room for cannot be learnt.
     steps, drafts = (
         [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < max_length]
         for turns in (steps, drafts)
     )
+    logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
     request = None
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
@@ -91,11 +99,24 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
     logger.info("a step of one row takes, in ms by width: %s", costs)
 
 
+def _tried(policy: Policy) -> tuple[Shape, ...]:
+    """Choose the shapes whose drafting is timed: deep chains as sparsely as wide steps.
+
+    What lies between is told by its neighbours, and each takes passes of its own to time.
+    """
+    deepest = policy.bounds.num_steps
+    kept = {*range(1, EVERY + 1), *WIDTHS, deepest}
+    return tuple(shape for shape in policy.shapes if shape.topk > 1 or shape.num_steps in kept)
+
+
 def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
     """Yield turns round by round, so that a slow moment is not taken for what one of a kind costs."""
-    for _ in range(ROUNDS):
+    until_s = time.perf_counter() + LONGEST_S
+    for count in range(1, ROUNDS + 1):
         yield from turns
-        if all(_is_known(turn, policy) for turn in turns):
+        if all(_is_known(turn, policy) for turn in turns) and (
+            count >= ENOUGH or time.perf_counter() > until_s
+        ):
             return
 
 
@@ -128,7 +149,7 @@ def _request(loop: DecodeLoop, max_length: int) -> Request:
         params,
         chooser=Chooser(params, seed=0, prompt=prompt, vocab=vocab),
         text=None,
-        stop_ids=frozenset(),
+        stop_ids={},
         max_length=max_length,
         emit=lambda _: None,
     )

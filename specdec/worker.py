@@ -1,6 +1,10 @@
 """The one thread that owns the model: takes requests in, steps the loop, survives a step that fails."""
 
+import atexit
+import contextlib
+import ctypes
 import logging
+import os
 import queue
 import threading
 import time
@@ -22,6 +26,13 @@ QUIET_S = 0.02
 QUIET_SLOT_S = 250e-6
 """As much for each slot that is held, fifty times what proving it takes: whoever comes meanwhile waits."""
 
+BUILDING_ENDS_S = 2.0
+"""For a build that is given up to end where its thread comes back from C, as after the tensor being read."""
+
+
+class GivenUp(BaseException):
+    """Raised within a thread that builds what nothing waits for any more."""
+
 
 class Worker:
     """Builds a model, and runs its loop until closed. `submit` and `cancel` may be called from any thread.
@@ -37,6 +48,8 @@ class Worker:
         """What is to be done between two steps."""
         self._gate = threading.Lock()
         """Holds `submit` and what stops the engine apart, so that no request enters a closed inbox."""
+        self._process = os.getpid()
+        """Where the thread runs: a process that is forked from it has a copy of everything but threads."""
         self.fault: str | None = None
         """Why no request is taken any more."""
         self.failed_steps = 0
@@ -45,13 +58,16 @@ class Worker:
         """How often nothing was left to do and the arena was proved empty and whole."""
         self._step_start_s: float | None = None
         self._thread = threading.Thread(
-            target=self._build, args=(make, built), name="specdec-engine", daemon=True
+            target=self._work, args=(make, built), name="specdec-engine", daemon=True
         )
-        self._thread.start()
         try:
+            self._thread.start()
             self.model = built.result()
         except BaseException:
             self.fault = "The engine was not built."  # who was interrupted while it loads wants no engine
+            self._inbox.put(_wake)
+            if not (built.cancel() or built.done()):
+                self._give_up_building()
             raise
 
     @property
@@ -60,17 +76,30 @@ class Worker:
         start_s = self._step_start_s
         return 0.0 if start_s is None else time.monotonic() - start_s
 
+    @property
+    def is_copy(self) -> bool:
+        """Tell whether this process was forked from the one whose thread runs the model."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Refuse, in a copy, what would wait for the thread, or for a lock that was held when it was made."""
+        if self.is_copy:
+            raise EngineError(
+                f"This engine runs in process {self._process}, of which this one, {os.getpid()}, is a fork; "
+                "create a SpecEngine here, or start processes with multiprocessing's spawn."
+            )
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin some requests in one step: what a step computes together must not hang on the clock."""
         self._put(lambda: self._begin(requests))
 
-    def flush(self) -> "Future[None]":
-        """Forget what ended requests left, between two steps."""
+    def flush(self, caller: str | None = None) -> "Future[None]":
+        """Forget what ended requests left, or one caller's, between two steps."""
         done: Future[None] = Future()
 
         def flush() -> None:
             try:
-                self._loop.flush()
+                self._loop.flush(caller)
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)
@@ -79,6 +108,7 @@ class Worker:
         return done
 
     def _put(self, work: Callable[[], None]) -> None:
+        self.check_process()
         with self._gate:
             if self.fault:
                 raise EngineError(self.fault)
@@ -87,7 +117,8 @@ class Worker:
     def cancel(self, request: Request) -> None:
         """End a request between two steps; one that has already ended is left alone."""
         request.cancelled = True
-        self._inbox.put(_wake)
+        if not self.is_copy:
+            self._inbox.put(_wake)
 
     def abandon(self, fault: str) -> None:
         """Take no request any more and end all with an error, though the thread is in a step and stays there.
@@ -96,12 +127,17 @@ class Worker:
         """
         self._stop(fault)
         self._receive(wait=False)
-        scheduler, error = self._loop.scheduler, EngineError(fault)
+        scheduler = self._loop.scheduler
         for request in (*scheduler.running, *scheduler.waiting):
-            request.send(error)
+            request.send(EngineError(fault))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End every request with an error, give memory back, and wait for the thread; tell if it ended."""
+        """End every request with an error, give memory back, and wait for the thread; tell if it ended.
+
+        In a process that was forked there is nothing to end: the engine goes on in the other one.
+        """
+        if self.is_copy:
+            return True
         self._stop("The engine is closed; create a new SpecEngine.")
         self._inbox.put(_wake)
         self._thread.join(timeout_s)
@@ -111,19 +147,35 @@ class Worker:
         with self._gate:
             self.fault = self.fault or fault
 
-    def _build(self, make: Callable[[], Model], built: "Future[Model]") -> None:
-        try:
-            model = make()
-        except BaseException as error:
-            built.set_exception(error)
-            return
-        self._loop = model.loop
-        built.set_result(model)
-        del model, built, make
-        self._run()
+    def _give_up_building(self) -> None:
+        """End the thread that builds: around one that is in C++ the interpreter cannot be torn down.
+
+        Python ends such a thread by unwinding it, which C++ answers by aborting the process.
+        """
+        atexit.register(self._thread.join)
+        if self._thread.is_alive():
+            ident = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
+        self._thread.join(BUILDING_ENDS_S)
+        if not self._thread.is_alive():
+            atexit.unregister(self._thread.join)
+
+    def _work(self, make: Callable[[], Model], built: "Future[Model]") -> None:
+        with contextlib.suppress(GivenUp):
+            if not built.set_running_or_notify_cancel():
+                return  # given up before it began
+            try:
+                model = make()
+            except BaseException as error:
+                built.set_exception(error)
+                return
+            self._loop = model.loop
+            built.set_result(model)
+            del model, built, make
+            self._run()
 
     def _run(self) -> None:
-        error = EngineError("The engine was closed while this request ran.")
+        why = "The engine was closed while this request ran."
         if self._loop.device.type == "cuda":
             torch.cuda.set_device(self._loop.device)  # kernels go to the thread's device, not to the tensors'
         is_proved = True
@@ -134,9 +186,11 @@ class Worker:
                 came = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
                 done = self._attempt(self._loop.step if came else self._prove)
                 is_proved = done and not came
+        except GivenUp:
+            raise  # it came to be built in the very moment
         except BaseException as failure:
-            error = EngineError(f"The engine stopped: {failure!r}.")
-            self._stop(str(error))
+            why = f"The engine stopped: {failure!r}."
+            self._stop(why)
             logger.critical("the engine has stopped", exc_info=failure)
         finally:
             self._loop.close()
@@ -144,7 +198,7 @@ class Worker:
             scheduler = self._loop.scheduler
             for request in (*scheduler.running, *scheduler.waiting):
                 self._release(request)
-                request.fail(error)
+                request.fail(EngineError(why))
 
     def _prove(self) -> None:
         """Look, while there is nothing to do, whether memory is as it should be."""
@@ -169,9 +223,9 @@ class Worker:
             self._loop.recover()
             self.failed_steps += 1
         finally:
-            error = EngineError(f"The engine failed while this request ran: {failure!r}.")
+            why = f"The engine failed while this request ran: {failure!r}."
             for request in spoilt:
-                request.fail(error)
+                request.fail(EngineError(why))  # each its own: a caller may keep it, and write on it
 
     def _receive(self, *, wait: bool, limit_s: float | None = None) -> bool:
         """Do what other threads want done; with nothing to do, sleep until something comes.

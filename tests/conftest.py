@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdec.bench.random_model import write_random_checkpoint
+from specdec.kernels.native import forms
 from specdec.kernels.native.threads import dismiss_helpers
 from tests.kernels import interpreter
 
@@ -42,6 +43,11 @@ HYBRID: Mapping[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Three gated delta nets and one attention layer: small, and with every kind of memory."""
+
+
+def pytest_report_header() -> str:
+    """Say what runs on this processor. C forms that are missing are compiled here, once for all workers."""
+    return f"specdec: {forms.describe()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +28,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 ENDING = {END: 2.0}
 """Makes the end of a text likelier, so that some end within a draft."""
+BAD_WORDS = ["aa", "bb", "ca", "dab", "abcd"]
 FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "greedy": [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 20}, {"temperature": 0.0}],
     "temperature": [{"temperature": 0.7}, {"temperature": 1.3, "n": 2}],
@@ -55,8 +57,15 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"temperature": 0.0, "structured_outputs": Structure(choice=["abcdefgh", "abcxyz123", "zz"])},
         {"temperature": 1.3, "min_tokens": 6, "logit_bias": {END: 6.0}},
     ],
+    "words": [
+        {"temperature": 0.0, "allowed_token_ids": [*range(0, END, 3)], "ignore_eos": True},
+        # Pairs of the letters that are likely here: what is forbidden hangs on the path of each node.
+        {"temperature": 0.7, "logit_bias": dict.fromkeys(range(4), 6.0), "bad_words": BAD_WORDS},
+    ],
 }
 """By the names of the capability table's sampling axis."""
+if find_spec("xgrammar") is None:  # as on a GPU's machine, for which nothing is installed
+    FEATURES = {**FEATURES, "structured": [own for own in FEATURES["structured"] if "min_tokens" in own]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,8 @@ def plain_cases(folder: Path, **fields: Any) -> list[Case]:
                 said = engine.generate([prompt], params)
                 if feature == "stop":
                     # Two letters from the middle of the text; that they are met early is part of the test.
-                    params = params.model_copy(update={"stop": [said[0].text[8:10], "@@"]})
+                    text = said[0].text
+                    params = params.model_copy(update={"stop": [text[8:10] or text[:2] or "@", "@@"]})
                     said = engine.generate([prompt], params)
                 cases.append(Case(feature, prompt, params, said))
     return cases
@@ -160,10 +170,10 @@ def _watch(engine: SpecEngine, seen: Seen) -> None:
         inner_emit(part, path, choices, clock)
         seen.overshot += len(part.request.tokens) - before < len(path.emitted)
 
-    def observe(parts: Sequence[Part], seconds: Mapping[str, float]) -> None:
+    def observe(parts: Sequence[Part]) -> None:
         kinds = {(part.decodes, part.draft is not None) for part in parts}
         seen.mixed += (True, True) in kinds and (False, False) in kinds
-        inner_step(parts, seconds)
+        inner_step(parts)
 
     loop._walk = walk  # type: ignore[method-assign]
     loop._emit = emit  # type: ignore[method-assign]

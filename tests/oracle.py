@@ -6,6 +6,7 @@ from random import Random
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.proposal import Proposal, Shape
+from specdec.tenant import Tenant
 
 DECAY = 0.9
 """A node's score over its parent's."""
@@ -31,7 +32,7 @@ class Oracle:
     def lose(self, key: Hashable) -> None:
         """Keep nothing."""
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
         """Keep nothing."""
 
     def forget(self) -> None:

@@ -4,7 +4,9 @@ import io
 import json
 import logging
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +110,11 @@ def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> N
             ["generate", "{hybrid}", "--prompt-file", "/no/such/file"],
             "/no/such/file cannot be read: No such file",
         ),
+        (
+            ["generate", "{hybrid}", "--prompt-file", "a" * 5000],
+            "--prompt-file: " + "a" * 120 + "…" + "a" * 60 + " cannot be read: File name too long",
+        ),
+        (["generate", "a" * 5000, "--prompt", "x"], "is not a folder; give the path"),
         (["generate", "{hybrid}", "--prompt-file", "/"], "--prompt-file: / cannot be read: Is a directory"),
         (
             ["generate", "{hybrid}", "--prompt-file", "{hybrid}/model.safetensors"],
@@ -137,7 +144,7 @@ def test_mistake_is_one_line_and_code_2(argv: list[str], says: str, hybrid: Path
 @pytest.mark.parametrize("command", [["generate"], ["info"], ["bench", "throughput"]])
 def test_every_engine_setting_is_an_option(command: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([*command, "--help"])
+        main([*command, "--help-all"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for name in EngineConfig.model_fields:
@@ -158,23 +165,97 @@ def test_package_runs_as_the_command() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"specdec {__version__}\n", "")
 
 
-INTERRUPTED_IMPORT = """
-import sys, specdec.__main__
-assert not {"torch", "pydantic", "specdec.cli"} & set(sys.modules)
-
-class Press:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Press())
-sys.exit(specdec.__main__.main())
+MODULES = """
+import os, sys
+import specdec.__main__
+slow = {"torch", "transformers", "pydantic", "aiohttp", "numpy"}
+os._exit = lambda code: print(code, *slow & set(sys.modules))
+sys.argv[0] = "specdec"
+specdec.__main__._leave(specdec.__main__._run())
 """
 
 
-def test_interrupt_during_the_imports_leaves_no_traceback() -> None:
-    ran = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], cwd=ROOT, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (130, "")
+@pytest.mark.parametrize(
+    ("argv", "brings"),
+    [
+        (["--version"], "0"),
+        (["--help"], "0"),
+        (["bench", "--help"], "0"),
+        (["genrate"], "2"),
+        (["--num-steps"], "2"),
+        (["serve", "--help"], "0 pydantic"),
+        (["serve", "tiny", "--num-step", "4"], "2 pydantic"),
+        (["generate", "tiny", "--prompt", "x", "--temperature", "hot"], "2 pydantic"),
+        (["generate", "/no/such/folder", "--prompt", "x"], "2 pydantic"),
+        (["serve", "/no/such/folder"], "2 pydantic"),
+        (["info", "/no/such/folder"], "2 pydantic"),
+        (["bench", "throughput", "/no/such/folder"], "2 pydantic"),
+    ],
+)
+def test_nothing_slow_is_imported_for_what_needs_nothing(argv: list[str], brings: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", MODULES, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == brings, ran.stderr
+
+
+def test_what_serves_does_not_import_transformers() -> None:
+    script = (
+        "import sys, specdec.server.run\n"
+        "from specdec import SpecEngine, SamplingParams, Structure\n"
+        "with SpecEngine('tiny', memory_bytes='64MiB', max_model_len=256) as engine:\n"
+        "    engine.generate('x', SamplingParams(max_tokens=2))\n"
+        "print('transformers' in sys.modules, 'xgrammar' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "False"], ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["serve", "tiny", "--num-step", "4"], "--num-steps"),
+        (["serve", "tiny", "--max_model_len=9"], "--max-model-len"),
+        (["serve", "tiny", "--prot", "1"], "--port"),
+        (["generate", "tiny", "--prompt", "x", "--temprature", "1"], "--temperature"),
+        (["bench", "serve", "http://x", "--concurency", "1"], "--concurrency"),
+        (["srve", "tiny"], "serve"),
+        (["bench", "throughputs"], "throughput"),
+    ],
+)
+def test_a_typo_is_answered_with_what_is_near(argv: list[str], near: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert f"did you mean {near}" in line and line.count("\n") == 1
+
+
+def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "tiny", "--xyzzy"])
+    assert capsys.readouterr().err == (
+        "specdec: --xyzzy is no option of specdec serve; see specdec serve --help\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "info"])
+def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, option])
+        assert ended.value.code == 0
+        shown[option] = capsys.readouterr().out
+    lines = shown["--help"].splitlines()
+    assert 24 <= len(lines) <= {"generate": 56}.get(command, 40) and max(map(len, lines)) <= 80
+    named = {option: set(re.findall(r"^  (--[\w-]+)", text, re.M)) for option, text in shown.items()}
+    assert named["--help"] < named["--help-all"] and "--help-all" in named["--help"]
+
+
+def test_a_bad_model_is_told_before_a_busy_port(capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        assert main(["serve", "/no/such/folder", "--port", str(busy.getsockname()[1])]) == 2
+    assert "/no/such/folder is not a folder" in capsys.readouterr().err
 
 
 def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,11 +325,13 @@ def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.Mo
     monkeypatch.setattr("specdec.demo.SpecEngine", Watched)
     assert main(["demo"]) == 0
     captured = capsys.readouterr()
-    # Five rounds write one text: nothing of it may be looked up.
+    # Rounds write one text: nothing of it may be looked up.
     lookups = [d for own in opened for d in own.model.loop.speculation.drafters if isinstance(d, Lookup)]
     assert len(opened) == 2 and [own.index.num_shared_tokens for own in lookups]  # type: ignore[attr-defined] == [0]
     assert captured.out.count("class Parser:") >= 2 and captured.out.count("def ") > 4
-    assert captured.err.count("acceptance length") == captured.err.count("x as fast") == 2
+    assert captured.err.count("x as fast as without drafts after the first 64 tokens") == 2
+    reasons = captured.err.count("is expected to give"), captured.err.count("the time of")
+    assert reasons == (2, 2), "each comparison says which drafts run and why"
 
 
 @pytest.fixture

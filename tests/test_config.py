@@ -5,6 +5,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.sampling import SamplingParams
 from specdec.settings import Settings
+from specdec.structure import Structure
 
 NAN, INF = math.nan, math.inf
 
@@ -41,8 +43,9 @@ def test_the_fields_are_those_of_the_api() -> None:
     """The words are stable: the command line and the server take theirs from here."""
     assert " ".join(SamplingParams.model_fields) == (
         "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop "
-        "stop_token_ids ignore_eos seed logprobs logit_bias n min_tokens prompt_logprobs cache_salt "
-        "cache_marks structured_outputs speculate trees"
+        "stop_token_ids include_stop_str_in_output skip_special_tokens ignore_eos seed logprobs logit_bias "
+        "allowed_token_ids bad_words n min_tokens prompt_logprobs cache_salt cache_marks structured_outputs "
+        "speculate trees"
     )
     assert " ".join(EngineConfig.model_fields) == (
         "device dtype kv_dtype quantize draft draft_model draft_vocab draft_window num_steps topk "
@@ -260,6 +263,36 @@ def test_a_list_given_is_not_shared() -> None:
     params = SamplingParams(stop=stops)
     stops.append("")
     assert params.stop == ["a"]
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def test_a_schema_is_neither_shared_nor_walked_through() -> None:
+    given = {"enum": ({"a": np.int64(3)}, {4})}
+    structure = Structure(json_schema=given)
+    given["enum"] = ()
+    assert structure.json_schema == {"enum": [{"a": 3}, [4]]} and structure.checked() == structure
+    assert Structure(json_schema=nested(300)).source.count("properties") == 300
+
+
+def test_what_nests_without_end_is_refused_by_name() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    around: dict[str, Any] = {}
+    around["a"] = around
+    for field in ("stop", "stop_token_ids", "max_tokens"):
+        with pytest.raises(ConfigError, match=f"{field} cannot be ") as caught:
+            SamplingParams(**{field: itself})
+        assert caught.value.field == field and len(str(caught.value)) < 300
+    for schema in (around, {"a": itself}, nested(100_000), {"a": object()}):
+        with pytest.raises(ConfigError, match="not JSON") as caught:
+            Structure(json_schema=schema)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
 VALUES = st.one_of(

@@ -201,7 +201,7 @@ def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str
         asyncio.run(run())
         # `drafting_engine` proves on the way out that every slab is free.
         assert differences(cases[:1], generate(engine, cases[:1])) == []
-        assert not engine.model.loop.speculation._tracks
+        assert not len(engine.model.loop.speculation.records)
 
 
 @pytest.mark.skipif(not compiled(), reason="needs a C compiler")

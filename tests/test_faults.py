@@ -2,17 +2,20 @@
 
 import asyncio
 import gc
+import queue
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from specdec import SamplingParams, SpecEngine
 from specdec.errors import EngineError, SpecdecError
+from specdec.outputs import Delta, collect
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -78,6 +81,79 @@ def test_a_failing_step_fails_the_requests_in_it_and_no_others(hybrid: Path) -> 
         assert "ZeroDivisionError" in str(outcomes["first"])
         assert outcomes["second"] == 12
         engine.model.loop.arena.check_integrity()
+
+
+def test_two_callers_of_a_step_that_failed_each_hear_of_their_own_texts_alone(hybrid: Path) -> None:
+    """Whatever a caller does with its error, the other's is another one."""
+    with SpecEngine(hybrid, max_running=2) as engine:
+        network, loop = engine.model.network, engine.model.loop
+        right = network.forward_tapped
+
+        def fail_both(*arguments: Any) -> Any:
+            return 1 / 0 if len(loop.scheduler.running) == 2 else right(*arguments)
+
+        network.forward_tapped = fail_both
+        prompts, errors = {"alice": [1, 2, 3], "bob": [7, 8, 9, 10]}, {}
+
+        def call(name: str) -> None:
+            try:
+                engine.generate(prompts[name], SamplingParams(max_tokens=400, ignore_eos=True))
+            except EngineError as error:
+                errors[name] = error
+
+        threads = [threading.Thread(target=call, args=(name,)) for name in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors["alice"] is not errors["bob"]
+    for name, prompt in prompts.items():
+        (own,) = errors[name].completions
+        assert own.prompt_token_ids == tuple(prompt) and own.finish_reason == "error"
+
+
+def test_an_error_that_several_callers_hold_is_not_written_on() -> None:
+    """An emitter may send one to all: each caller of `generate` raises its own."""
+    shared = EngineError("it failed")
+    for prompt in ([1], [2]):
+        inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
+        inbox.put((0, shared))
+        with pytest.raises(EngineError, match="it failed") as caught:
+            collect([(prompt, 1)], inbox, None, use_tqdm=False)
+        assert caught.value.completions[0].prompt_token_ids == tuple(prompt)
+    assert shared.completions == ()
+
+
+@pytest.mark.parametrize("how", ["closed", "abandoned", "stopped"])
+def test_each_request_that_an_engine_ends_hears_an_error_of_its_own(hybrid: Path, how: str) -> None:
+    with SpecEngine(hybrid) as engine:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
+        loop = engine.model.loop
+        right, may_go = loop.step, threading.Event()
+
+        def step() -> None:
+            if len(loop.scheduler.running) == 2:
+                may_go.wait()
+                if how == "stopped":
+                    raise KeyboardInterrupt
+            right()
+
+        loop.step = step
+        engine.submit([engine.prepare([own], params) for own in (1, 2)], lambda *said: inbox.put(said))
+        while len(loop.scheduler.running) < 2:
+            time.sleep(0.001)
+        if how == "abandoned":
+            engine.abandon("it hangs")
+        elif how == "closed":
+            engine.close(0)
+        may_go.set()
+        errors: dict[int, SpecdecError] = {}
+        while len(errors) < 2:
+            index, item = inbox.get(timeout=60)
+            if isinstance(item, SpecdecError):
+                errors.setdefault(index, item)
+        assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
 
 
 def test_a_caller_that_cannot_take_its_output_troubles_nobody_else(hybrid: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from specdec import ConfigError, Structure
 from specdec.forms import BESIDE, FORMATS, HEADS, NEVER, UNREAD_FORMATS, unread
-from specdec.grammars import BLANKS
+from specdec.grammars.child import BLANKS
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 TWO = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}

@@ -20,6 +20,20 @@ def parse(settings: type[Settings], *argv: str) -> Settings:
     return settings_from(parser.parse_args(argv), settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (ServerConfig, "api_key"),
+        (ServerConfig, "served_model_name"),
+        (SamplingParams, "bad_words"),
+        (SamplingParams, "stop"),
+    ],
+)
+def test_a_list_of_texts_takes_numbers_as_texts(settings: type[Settings], name: str) -> None:
+    option = f"--{name.replace('_', '-')}"
+    assert getattr(parse(settings, option, "123", option, "4.5"), name) == ["123", "4.5"]
+
+
 @pytest.mark.parametrize("settings", [EngineConfig, SamplingParams])
 def test_options_left_out_leave_the_defaults(settings: type[Settings]) -> None:
     assert parse(settings) == settings()

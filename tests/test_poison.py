@@ -11,6 +11,7 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.proposal import Proposal
 from specdec.errors import EngineError
+from specdec.tenant import Tenant
 from tests.agreeing import CONFIGS, write_agreeing
 
 POISON = 62
@@ -37,7 +38,7 @@ class Poisoner:
     def lose(self, key: Hashable) -> None:
         """Keep nothing."""
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
         """Keep nothing."""
 
 

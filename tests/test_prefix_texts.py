@@ -87,7 +87,7 @@ def wrong(engine: SpecEngine, known: Known, order: Sequence[int]) -> list[str]:
 def judged_alike(own: Completion, expected: Completion) -> bool:
     if own.prompt_logprobs is None or expected.prompt_logprobs is None:
         return own.prompt_logprobs is expected.prompt_logprobs
-    pairs = itertools.zip_longest(own.prompt_logprobs, expected.prompt_logprobs)
+    pairs = itertools.zip_longest(own.prompt_logprobs[1:], expected.prompt_logprobs[1:])
     return all(abs(a.logprob - b.logprob) < FLOAT64_LOGITS for a, b in pairs)
 
 

@@ -38,9 +38,10 @@ def test_a_prompts_tokens_are_as_likely_as_when_they_were_written(
         read = engine.generate([*prompts, [3]], [reads, reads, SamplingParams(max_tokens=2)])
     for before, after in zip(written, read, strict=False):
         found = after.prompt_logprobs
-        assert found is not None and len(found) == len(after.prompt_token_ids) - 1
-        assert [own.token_id for own in found] == list(after.prompt_token_ids[1:])
+        assert found is not None and found[0] is None and len(found) == len(after.prompt_token_ids)
+        assert [own.token_id for own in found if own] == list(after.prompt_token_ids[1:])
         for (token, logprob, top), own in zip(plain(before), found[-30:], strict=True):
+            assert own
             assert (own.token_id, own.logprob) == (token, pytest.approx(logprob, abs=LOGPROBS))
             assert [alternative for alternative, _ in own.top] == [alternative for alternative, _ in top]
     assert read[2].prompt_logprobs is None
@@ -63,13 +64,13 @@ def test_they_survive_preemptions(hybrid: Path) -> None:
         (whole,) = engine.generate([list(range(1, 18))], params)
         assert whole.stats.preemptions == 3
     assert whole.prompt_logprobs is not None
-    assert [own.token_id for own in whole.prompt_logprobs] == list(range(2, 18))
+    assert [own and own.token_id for own in whole.prompt_logprobs] == [None, *range(2, 18)]
 
 
 def test_a_single_token_has_none(hybrid: Path) -> None:
     with SpecEngine(hybrid, draft="none") as engine:
         (own,) = engine.generate([[3]], SamplingParams(max_tokens=1, prompt_logprobs=2))
-    assert own.prompt_logprobs == ()
+    assert own.prompt_logprobs == (None,)
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
@@ -130,6 +131,7 @@ def test_a_prompt_may_be_read_alone(hybrid: Path, fields: dict[str, Any]) -> Non
         assert (own.text, own.token_ids, own.logprobs, own.finish_reason) == ("", (), (), "length")
         assert own.stats.output_tokens == own.stats.steps == 0
         assert own.prompt_logprobs and written.prompt_logprobs
-        for mine, other in zip(own.prompt_logprobs, written.prompt_logprobs, strict=True):
+        for mine, other in zip(own.prompt_logprobs[1:], written.prompt_logprobs[1:], strict=True):
+            assert mine and other
             assert mine.token_id == other.token_id
             assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROBS)

@@ -176,7 +176,7 @@ def settled(engine: SpecEngine) -> None:
     loop = engine.model.loop
     loop.check_idle()
     speculation = loop.speculation
-    assert not (speculation._tracks or speculation._told or speculation._distrusted)
+    assert not (len(speculation.records) or speculation._told or speculation._distrusted)
     for drafter in speculation.drafters[:1]:
         assert not drafter._fed and not len(drafter.index)
     assert loop.runner is None or not loop.runner.streak.held

@@ -60,7 +60,7 @@ class Bench:
             params,
             chooser=Chooser(params, seed=0, prompt=tokens, vocab=10),
             text=None,
-            stop_ids=frozenset(),
+            stop_ids={},
             max_length=LONGEST,
             emit=self.told[number].append,
         )

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SamplingParams, SpecEngine
 from specdec.bench.acceptance.prompts import bundled
-from specdec.models.checkpoint import SHIPPED, Checkpoint
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.folder import SHIPPED
 from tests.tolerances import LOGITS_RELATIVE
 
 TINY = SHIPPED["tiny"]

@@ -306,6 +306,17 @@ def test_a_window_without_hold_back_is_caught() -> None:
     assert "".join(pieces_of(tokens)) == "日本"
 
 
+def test_a_word_is_spelled_as_it_is_asked_for() -> None:
+    """Blanks that are a part of it stay; one before it says no more than none."""
+
+    def read(*words: str) -> set[str]:
+        return {TOKENIZER.decode(ids) for word in words for ids in TOKENIZER.spellings(word)}
+
+    assert read("foo") == read(" foo") == {"foo", " foo"}
+    for word in ("\nfoo", "\tfoo", "  foo", "\n", "\n\n", " ", " \nfoo"):
+        assert read(word) == {word}
+
+
 def test_a_folder_gives_its_tokenizer(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
     inner = byte_level()

@@ -68,9 +68,13 @@ def drafts(
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize(("draft", "count"), [("mtp", 1), ("mtp", 4), ("eagle", 2)])
-def test_one_pass_drafts_what_levels_draft(draft: str, rules: str, count: int) -> None:
-    fields = {"draft": draft, "num_steps": 4}
+@pytest.mark.parametrize(
+    ("draft", "count", "dtype"),
+    [("mtp", 1, "bfloat16"), ("mtp", 4, "bfloat16"), ("mtp", 4, "float32"), ("eagle", 2, "float32")],
+)
+def test_one_pass_drafts_what_levels_draft(draft: str, rules: str, count: int, dtype: str) -> None:
+    """Where one row of a batch is not drafted with the others, its products are of another width."""
+    fields = {"draft": draft, "num_steps": 4, "dtype": dtype}
     by_level = drafts(rules, straight=False, count=count, **fields)
     at_once = drafts(rules, straight=True, count=count, **fields)
     assert at_once[:2] == by_level[:2]
@@ -78,9 +82,10 @@ def test_one_pass_drafts_what_levels_draft(draft: str, rules: str, count: int) -
 
 
 @pytest.mark.skipif(compiled() is None, reason="no C compiler was found")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("draft", "rules"), [("mtp", "greedy"), ("mtp", "warm"), ("eagle", "warm")])
-def test_chains_are_played_from_tapes(draft: str, rules: str) -> None:
-    found = drafts(rules, straight=True, count=1, draft=draft, num_steps=4, dtype="bfloat16")
+def test_chains_are_played_from_tapes(draft: str, rules: str, dtype: str) -> None:
+    found = drafts(rules, straight=True, count=1, draft=draft, num_steps=4, dtype=dtype)
     assert found[2] > 5 and found[3] > 0
 
 

@@ -4,12 +4,13 @@ import argparse
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from specdec.bench.acceptance.prompts import choose
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.options import at_least, listed
+from specdec.options import Run, at_least, listed
 
 
 def add_random(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     add_out(parser)
 
 
-def _kernels(args: argparse.Namespace) -> None:
+def _kernels(args: argparse.Namespace) -> Run:
     from specdec.bench.kernels import Options, run
 
     out = out_file(args)
@@ -59,7 +60,7 @@ def _kernels(args: argparse.Namespace) -> None:
         repeats=args.repeats,
         peers=args.peers,
     )
-    run(options, out)
+    return partial(run, options, out)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +80,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_out(parser)
 
 
-def _model(args: argparse.Namespace) -> None:
+def _model(args: argparse.Namespace) -> Run:
     from specdec.bench.random_model import shape_config
     from specdec.bench.report import publish
     from specdec.bench.time_model import Work, describe, render
@@ -106,7 +107,7 @@ def _model(args: argparse.Namespace) -> None:
         slots=args.slots,
     )
     report = {"shape": args.shape, **describe(shape, work, bandwidth)}
-    publish(render(report), report, out)
+    return partial(publish, render(report), report, out)
 
 
 def _speed(text: str) -> float:
@@ -145,7 +146,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_out(parser)
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> Run:
     from specdec.bench.serve.run import Options, run
 
     out = out_file(args)
@@ -166,7 +167,7 @@ def _serve(args: argparse.Namespace) -> None:
         warmup=args.warmup,
         timeout_s=args.timeout,
     )
-    run(options, out)
+    return partial(run, options, out)
 
 
 def secret(name: str | None) -> str | None:

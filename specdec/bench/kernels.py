@@ -162,7 +162,7 @@ def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> d
         row["error"] = error
         if not error <= TOLERANCE[bench.dtype]:
             return row | {"status": "WRONG", "why": f"off by {error:.2g} of a row"}
-        timing = time_calls(problem.calls, bench.device, repeats)
+        timing = time_calls(problem.calls, bench.device, repeats, asks=problem.asks)
     except (
         RuntimeError,
         AssertionError,

@@ -30,6 +30,8 @@ class Problem:
     calls: Sequence[Call]
     error: Callable[[], float]
     """Run the first set beside the reference, on the rows sampled; the largest error relative to a row."""
+    asks: bool = False
+    """Whether it looks at values on the host: no graph can hold it, and a capture that fails does harm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from specdec.bench.peers import Sample
 from specdec.bench.random_fit import Fit, fit, fitting
 from specdec.bench.report import environment, publish, summarise, table
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.throughput import WINDOW_ROUNDS, Case, Options, legend, longest
+from specdec.bench.throughput import WINDOW_ROUNDS, Case, Options, legend, longest, until_interrupted
 from specdec.bench.time_model import Work
 from specdec.bench.timing import Machine, measure_machine
 from specdec.bench.windows import window_costs, window_table
@@ -41,12 +41,17 @@ class Counted:
 
 
 def run_random(options: Options, config: EngineConfig, out: Path | None, *, profile: bool) -> None:
-    """Measure, then print the tables and, as the last line, the report as JSON."""
+    """Measure, then print the tables and, as the last line, the report as JSON.
+
+    Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
+    """
     if options.model is not None or options.peers:
         name = "model" if options.model is not None else "peers"
         raise ConfigError(f"{name}: --random draws the weights of --shape; nobody else has them", field=name)
     report = benchmark(options, config, profile=profile)
     publish(render(report), report, out)
+    if report["interrupted"]:
+        raise KeyboardInterrupt
 
 
 def benchmark(options: Options, config: EngineConfig, *, profile: bool) -> dict[str, Any]:
@@ -73,7 +78,12 @@ def benchmark(options: Options, config: EngineConfig, *, profile: bool) -> dict[
     runners = [engine, engine.plain()] if settings.drafters else [engine]
     cases = [Case(batch, prompt) for batch in batches for prompt in options.prompt_tokens]
     prompts = cases[0].prompts(found.model.network.vocab, options.seed)
-    measured = list(_measure(options, found, machine, runners, cases))
+    measured: list[dict[str, Any]] = []
+    with until_interrupted(measured):
+        for case in _measure(options, found, machine, runners, cases):
+            measured.append(case)
+    interrupted = len(measured) < len(cases)
+    profiled = profile and not interrupted
     return {
         "benchmark": "random throughput",
         **environment(),
@@ -94,10 +104,13 @@ def benchmark(options: Options, config: EngineConfig, *, profile: bool) -> dict[
         "copy_bytes_per_s": machine.copy_bytes_per_s,
         "contestants": {runner.name: runner.describe() for runner in runners},
         "left_out": [batch for batch in options.batches if batch not in batches],
+        "interrupted": interrupted,
         "cases": measured,
         "memory": [_memory(found, batch, tokens) for batch in batches],
-        "windows": window_costs(model, options.windows, WINDOW_ROUNDS) if options.windows else [],
-        "profiles": {r.name: profiling.profile_steps(r, prompts) for r in runners} if profile else {},
+        "windows": window_costs(model, options.windows, WINDOW_ROUNDS)
+        if options.windows and not interrupted
+        else [],
+        "profiles": {r.name: profiling.profile_steps(r, prompts) for r in runners} if profiled else {},
     }
 
 
@@ -222,6 +235,8 @@ def render(report: Mapping[str, Any]) -> str:
         rows, equal = (sum(own[key] for own in checked) for key in ("rows", "equal"))
         excuse = f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""
         lines.append(f"checked: {equal} of {rows} rows say the same with drafts and without{excuse}")
+    if report["interrupted"]:
+        lines.append(f"INTERRUPTED after {len(report['cases'])} cases")
     if report["left_out"]:
         lines.append(f"do not fit: batches {', '.join(map(str, report['left_out']))}")
     lines += ["", table(list(_rows(report))), "", table(list(_memory_rows(report)))]

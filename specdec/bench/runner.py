@@ -93,7 +93,7 @@ class EngineRunner:
             params,
             chooser=Chooser(params, seed=row, prompt=prompt, vocab=vocab),
             text=None,
-            stop_ids=frozenset(),
+            stop_ids={},
             max_length=self.model.settings.max_model_len,
             emit=_discard,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 LEAST_S = 10.0
 """A stage is not started where less time is left: it would spend it on imports."""
-GRACE_S = 5.0
+GRACE_S = 10.0
 """What a process that was told to end has before it is killed."""
 TAIL = 15
 
@@ -43,10 +43,12 @@ def run_stages(
     budget_s: float,
     root: Path,
     clock: Callable[[], float] = time.monotonic,
+    run: "Callable[[Stage, float, Path], Outcome] | None" = None,
 ) -> Iterator[Outcome]:
     """Run each stage while the budget lasts, and yield what came of it. What it prints goes to its log.
 
-    Ctrl-C ends the stage that runs, with all that it started, and is the end of the rest.
+    Ctrl-C ends the stage that runs, with all that it started, and is the end of the rest. A rehearsal has a
+    clock and a `run` of its own.
     """
     end_s = clock() + budget_s
     for stage in stages:
@@ -56,7 +58,7 @@ def run_stages(
         elif left_s < min(LEAST_S, stage.limit_s):
             yield Outcome(stage, "no time", tail=f"{max(left_s, 0):.0f} s of the budget were left")
         else:
-            outcome = _run(stage, min(stage.limit_s, left_s), root)
+            outcome = (run or _run)(stage, min(stage.limit_s, left_s), root)
             yield outcome
             if outcome.status == "interrupted":
                 return

@@ -148,7 +148,7 @@ def _measure(
     results: list[CaseResult] = []
     cases = _cases(options)
     total = len(cases) * (1 + options.warmup + options.repeats)
-    with _until_interrupted(results), tqdm(total=total, leave=False, disable=None) as progress:
+    with until_interrupted(results), tqdm(total=total, leave=False, disable=None) as progress:
         for number, case in enumerate(cases, 1):
             of_all = f"case {number} of {len(cases)}"
             progress.set_description(f"{of_all}: batch {case.batch}, prompt {case.prompt_tokens}")
@@ -174,7 +174,7 @@ def _cases(options: Options) -> list[Case]:
 
 
 @contextmanager
-def _until_interrupted(results: Sequence[CaseResult]) -> Iterator[None]:
+def until_interrupted(results: Sequence[object]) -> Iterator[None]:
     """Take Ctrl-C as the end of the measurement where it has results."""
     try:
         yield

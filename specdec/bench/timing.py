@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.bench.report import Summary, summarise
+from specdec.streak.capture import Capturer
 
 Call = Callable[[], object]
 
@@ -37,14 +38,17 @@ class Machine:
         return num_bytes / self.copy_bytes_per_s + self.launch_s
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, repeats: int) -> Timing:
-    """Time a call by running all of them in turn: each works on buffers of its own, which must be fetched."""
+def time_calls(calls: Sequence[Call], device: torch.device, repeats: int, *, asks: bool = False) -> Timing:
+    """Time a call by running all of them in turn: each works on buffers of its own, which must be fetched.
+
+    What asks for values on the host is not captured.
+    """
     if device.type == "cpu":
         return Timing(summarise(_clock(calls, repeats)), "clock")
     for call in calls:
         call()
     torch.cuda.synchronize(device)
-    replay, how = _captured(calls, device)
+    replay, how = _captured(calls, device, asks=asks)
     for _ in range(WARMUP):
         replay()
     return Timing(summarise([s / len(calls) for s in _events(replay, repeats)]), how)
@@ -73,27 +77,20 @@ def _clock(calls: Sequence[Call], repeats: int) -> list[float]:
     return samples
 
 
-def _captured(calls: Sequence[Call], device: torch.device) -> tuple[Call, str]:
+def _captured(calls: Sequence[Call], device: torch.device, *, asks: bool) -> tuple[Call, str]:
     """Put the calls into one graph; what cannot be captured, since it looks at values, is launched."""
-    before = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(before)
 
     def launch() -> None:
         for call in calls:
             call()
 
+    if asks:
+        return launch, "eager"
+    capturer = Capturer(device)
+    capturer.warm(launch)
     try:
-        with torch.cuda.stream(stream):
-            launch()
-        before.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
+        graph, _ = capturer(launch)
     except RuntimeError:
-        # A capture that failed leaves its own stream behind as the current one.
-        torch.cuda.set_stream(before)
-        torch.cuda.synchronize(device)
         return launch, "eager"
     return graph.replay, "graph"
 

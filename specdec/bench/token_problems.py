@@ -286,7 +286,7 @@ def _process(bench: Bench, tokens: int, vocab: int) -> Problem:
         return row_error(found_NV.nan_to_num(neginf=0.0), expected_NV.nan_to_num(neginf=0.0))
 
     moved = traffic.pointwise((tokens, vocab), item=2 * traffic.WIDE)
-    return Problem(moved, [lambda: bench.kernels.process(logits_NV, own)], error)
+    return Problem(moved, [lambda: bench.kernels.process(logits_NV, own)], error, asks=True)
 
 
 def _pick(bench: Bench, tokens: int, vocab: int) -> Problem:

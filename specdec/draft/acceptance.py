@@ -15,6 +15,8 @@ PRIOR, ENGINE_PRIOR = 3.0, 4.0
 """Drafts that the engine's experience is worth to a request that has none, and hope to the engine."""
 CHAIN_HOPE, TREE_HOPE = 0.8, 0.85
 """What is expected while nothing is known: more than most earn, so that drafts are tried, not thought bad."""
+FADED = 8
+"""Steps that are put together before a count fades: what is expected is reckoned anew after each."""
 SURE = 0.98
 """No depth is expected to be accepted more often, whatever those above it are."""
 
@@ -30,6 +32,7 @@ class Acceptance:
         self._memory, self._prior = (MEMORY, PRIOR) if is_request else (ENGINE_MEMORY, ENGINE_PRIOR)
         self._reached = [0.0] * DEEPEST
         self._accepted = [0.0] * DEEPEST
+        self._rested = 0
         self._expected: list[float] = []
         self._expected_version = -1
 
@@ -47,7 +50,10 @@ class Acceptance:
 
     def rest(self, steps: int) -> None:
         """Note steps without a draft."""
-        self._fade(RESTED**steps)
+        self._rested += steps
+        if self._rested >= FADED:
+            self._fade(RESTED**self._rested)
+            self._rested = 0
 
     def _fade(self, remains: float) -> None:
         for depth in range(DEEPEST):

@@ -17,27 +17,32 @@ def grow_tree(
     shape: Shape,
     believe: Believe,
     calibrator: Calibrator,
+    shared: int = 0,
 ) -> Proposal:
     """Descend the trie of the continuations, given latest first, taking the best node by score each time.
 
     The trie is never built: a node is the list of the continuations that pass it, and only nodes that are
     taken get children. No child scores above its parent, so these are the best nodes of the whole trie. It
-    is as deep as the continuations are long; how long they may be is their reader's to say.
+    is as deep as the continuations are long; how long they may be is their reader's to say. The last `shared`
+    of them are other requests' outputs: a node that only these pass is marked.
     """
+    num_own = len(continuations) - shared
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
     beliefs: list[float] = []
+    found: list[bool] = []
     # Of equal scores the one met first is taken: the serial number, unique, decides before the rest is read.
-    heap: list[tuple[float, int, int, int, float, Sequence[Sequence[int]]]] = []
+    heap: list[tuple[float, int, int, int, float, Sequence[int]]] = []
     serial = 0
 
-    def open_node(node: int, score: float, depth: int, passing: Sequence[Sequence[int]]) -> None:
+    def open_node(node: int, score: float, depth: int, passing: Sequence[int]) -> None:
         nonlocal serial
-        followers: dict[int, list[Sequence[int]]] = {}
-        for continuation in passing:
+        followers: dict[int, list[int]] = {}
+        for number in passing:
+            continuation = continuations[number]
             if depth < len(continuation):
-                followers.setdefault(continuation[depth], []).append(continuation)
+                followers.setdefault(continuation[depth], []).append(number)
         if not followers:
             return
         chances = believe([len(group) for group in followers.values()], matched + depth)
@@ -48,13 +53,15 @@ def grow_tree(
             serial += 1
 
     depths: list[int] = []
-    open_node(-1, 1.0, 0, continuations)
+    open_node(-1, 1.0, 0, range(len(continuations)))
     while heap and len(tokens) < shape.num_draft_tokens - 1:
         negative, _, parent, token, belief, passing = heappop(heap)
         tokens.append(token)
         parents.append(parent)
         scores.append(-negative)
         beliefs.append(belief)
+        found.append(passing[0] >= num_own)
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
         open_node(len(tokens) - 1, -negative, depths[-1], passing)
-    return Proposal(tuple(tokens), tuple(parents), tuple(scores), tuple(beliefs))
+    marked = tuple(found) if shared else ()
+    return Proposal(tuple(tokens), tuple(parents), tuple(scores), tuple(beliefs), marked)

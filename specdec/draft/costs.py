@@ -2,18 +2,28 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from math import log2
 from statistics import median
 
 KEPT = 7
-"""Samples whose median counts: enough to ignore a hiccup, few enough to follow the machine."""
+"""Samples that count: enough to ignore hiccups, few enough to follow the machine."""
 KEPT_WIDTH = 32
 """Samples of one width against others: more, for what widths cost beside each other changes slowly."""
 
 EXACT = 64
+TICK_S = 1e-9
+"""The least that anything takes: a clock may be too coarse to see it."""
 STALE = 200
 """Steps after which an older time says nothing of the machine as it is."""
+
+
+def quiet(times: Collection[float]) -> float:
+    """Return the lower quartile of times: other work on the machine makes them longer, never shorter.
+
+    Of few that were taken beside a busy neighbour, the middle one may be several times too long.
+    """
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 class Samples:
@@ -42,24 +52,26 @@ class Costs:
 
     Machines get busy and quiet again, and contexts grow. That moves all widths alike, and mostly one of them
     is at work: so times are kept as multiples of a pace, which is quick, and multiples are slow to change.
+    Both are those of quiet moments: what else runs lengthens all work in proportion.
     """
 
     def __init__(self) -> None:
         self._lines: dict[int, Line] = {}
         self._ratios: deque[float] = deque([1.0], maxlen=KEPT)
-        self._pace = 1.0
+        self.pace = 1.0
+        """How the machine is now: what everything takes beside what it took while multiples were learnt."""
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
         """Note what some work took."""
-        line = self._lines.setdefault(bucket(rows), Line())
+        line, seconds = self._lines.setdefault(bucket(rows), Line()), max(seconds, TICK_S)
         if known := line.settled(width):
             self._ratios.append(seconds / known)
-            self._pace = median(self._ratios)
-        line.add(width, seconds / self._pace)
+            self.pace = quiet(self._ratios)
+        line.add(width, seconds / self.pace)
 
     def predict(self, rows: int, width: int) -> float:
         """Return seconds; 0 while nothing is known."""
-        return self._pace * self._multiple(rows, width)
+        return self.pace * self._multiple(rows, width)
 
     def knows(self, rows: int, width: int) -> bool:
         """Tell whether this very work was done often enough to trust what is known of it."""
@@ -86,12 +98,12 @@ class Line:
         self._keys: list[int] = []
         self._kept: list[deque[tuple[int, float]]] = []
         self._found: list[tuple[float, float]] = []
-        """By key: the width and the time in the middle of what is kept."""
+        """By key: the width in the middle of what is kept, and a quiet time."""
         self._points: list[tuple[float, float]] = []
         """The same, as a line that never falls."""
 
     def add(self, width: int, time: float) -> None:
-        """Note one time. Widths of one key share a point, where their own medians lie."""
+        """Note one time. Widths of one key share a point."""
         key = _width_key(width)
         i = bisect_left(self._keys, key)
         if i == len(self._keys) or self._keys[i] != key:
@@ -100,7 +112,8 @@ class Line:
             self._found.insert(i, (width, time))
         kept = self._kept[i]
         kept.append((width, time))
-        self._found[i] = median(own for own, _ in kept), median(own for _, own in kept)
+        middle = median(own for own, _ in kept) if key > EXACT else width
+        self._found[i] = middle, quiet([own for _, own in kept])
         self._points = self._rising()
 
     def _rising(self) -> list[tuple[float, float]]:

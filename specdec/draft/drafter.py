@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.draft.calibration import Calibrator
 from specdec.draft.proposal import Proposal, Shape
+from specdec.tenant import SOLE, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Want:
     tokens: Sequence[int]
     table_N: Tensor
     shape: Shape | None
+    tenant: Tenant = SOLE
 
 
 class Drafter(Protocol):
@@ -35,8 +37,8 @@ class Drafter(Protocol):
         """Hear that a sequence lost its memory and will be read anew."""
         ...
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
-        """Forget a sequence; its output is None unless it came to its end."""
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
+        """Forget a sequence; its output, which is its tenant's, is None unless it came to its end."""
         ...
 
     def forget(self) -> None:

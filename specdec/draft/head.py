@@ -19,6 +19,7 @@ from specdec.kernels.sampling.rules import Rules
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
+from specdec.tenant import Tenant
 
 MOST_UNREAD = 4 << 20
 """Bytes of hidden states kept of a sequence that drafts nothing; beyond, the head reads them to free them."""
@@ -137,11 +138,12 @@ class HeadDrafter:
         self.calibrator = Calibrator()
         self._unread: dict[Hashable, Unread] = {}
 
-    def read(self, key: Hashable, hidden_MD: Tensor) -> None:
-        """Take what the head condensed of the next positions that a sequence has committed."""
-        unread = self._unread.setdefault(key, Unread())
-        # A view would keep the hidden states of the whole step alive.
-        whole = hidden_MD.untyped_storage().nbytes() == hidden_MD.nbytes
+    def read(self, key: Hashable, hidden_MD: Tensor, *, whole: bool = False) -> None:
+        """Take what the head condensed of the next positions that a sequence has committed.
+
+        Unless they are the `whole` of a step's they are copied: a view would keep all of those alive.
+        """
+        unread = self._unread.get(key) or self._unread.setdefault(key, Unread())
         unread.hidden.append(hidden_MD if whole else hidden_MD.clone())
         unread.count += len(hidden_MD)
         unread.nbytes += hidden_MD.nbytes
@@ -186,7 +188,7 @@ class HeadDrafter:
         """Drop what was to be read: the head's KV is gone with the sequence's blocks."""
         self._unread.pop(key, None)
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
         """Forget a sequence."""
         self.lose(key)
 

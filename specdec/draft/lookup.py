@@ -6,12 +6,13 @@ from typing import Protocol
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.proposal import Proposal, Shape
+from specdec.tenant import Tenant
 
 
 class TextIndex(Protocol):
     calibrator: Calibrator
 
-    def begin(self, key: Hashable, tokens: Sequence[int]) -> None: ...
+    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant) -> None: ...
 
     def extend(self, key: Hashable, tokens: Sequence[int]) -> None: ...
 
@@ -19,12 +20,12 @@ class TextIndex(Protocol):
 
     def end(self, key: Hashable, *, finished: bool) -> None: ...
 
-    def share(self, output: Sequence[int]) -> None:
+    def share(self, output: Sequence[int], tenant: Tenant) -> None:
         """Take the output of a sequence that it was never told of."""
         ...
 
-    def flush(self) -> None:
-        """Forget what sequences that have ended left."""
+    def flush(self, caller: str | None = None) -> None:
+        """Forget what sequences that have ended left: all, or one caller's."""
         ...
 
     def forget(self) -> None: ...
@@ -45,7 +46,7 @@ class Lookup:
         fed = self._fed.get(want.key)
         if fed is None:
             fed = want.prompt_length
-            self.index.begin(want.key, want.tokens[:fed])
+            self.index.begin(want.key, want.tokens[:fed], want.tenant)
         self.index.extend(want.key, want.tokens[fed:])
         self._fed[want.key] = len(want.tokens)
         return self.index.propose(want.key, shape)
@@ -53,12 +54,12 @@ class Lookup:
     def lose(self, key: Hashable) -> None:
         """Keep the text, which stays what it is."""
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None) -> None:
-        """Forget a sequence; an output that came to its end serves others, where the index wants it."""
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
+        """Forget a sequence; an output that came to its end serves its tenant, where the index wants it."""
         fed = self._fed.pop(key, None)
         if fed is None:
             if output:
-                self.index.share(output)
+                self.index.share(output, tenant)
             return
         if output:
             self.index.extend(key, output[fed - len(prompt) :])

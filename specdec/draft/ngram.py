@@ -6,6 +6,7 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
 from specdec.draft.history import History
 from specdec.draft.proposal import Proposal, Shape
+from specdec.tenant import SOLE, Tenant
 
 MAX_PLACES = 16
 """How many earlier places a tree may be made of, the latest first."""
@@ -31,7 +32,7 @@ class NgramDrafter:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def begin(self, key: Hashable, tokens: Sequence[int]) -> None:
+    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant = SOLE) -> None:
         """Take a request in, with its prompt. It stays until `end`, preempted or not."""
         assert key not in self._texts
         self._texts[key] = History(self._lengths, depth=max(self._lengths))
@@ -49,10 +50,10 @@ class NgramDrafter:
         """Forget every request."""
         self._texts.clear()
 
-    def share(self, output: Sequence[int]) -> None:
+    def share(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
         """Keep nothing: each request is drafted for from its own tokens."""
 
-    def flush(self) -> None:
+    def flush(self, caller: str | None = None) -> None:
         """Do nothing: what has ended left nothing."""
 
     def propose(self, key: Hashable, shape: Shape) -> Proposal:

@@ -2,6 +2,9 @@
 
 Twice a step. Before drafting, by what each request has accepted so far: is a draft worth its own cost, how
 deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom.
+
+What both expect is checked by what steps then gave (`worth.py`). Where that is less than what plans, drafts
+and wider steps have cost, steps are planned only as often as a budget of a hundredth of the time allows.
 """
 
 import time
@@ -11,10 +14,13 @@ from itertools import accumulate
 
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.costs import STALE, Costs
+from specdec.draft.outlook import Outlook
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.worth import Purse, Worth
 
-PROBE_SHARE = 0.008
-"""Part of the time that may go into drafts that are not expected to pay, to learn whether they would."""
+PROBE_SHARE, LOOK_SHARE = 0.004, 0.006
+"""Part of the time that may go into drafts that are not expected to pay, to learn whether they would; and
+into plans and look-ups, where these have not paid of late."""
 MARGIN = 1.02
 """How much better than none a draft must look: an estimate that is off by less must not cost anything."""
 WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
@@ -22,10 +28,12 @@ WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 REFRESH, TIMES = STALE + 50, 3
 """After so many steps with drafts, some without: what these cost must be known as it is now."""
-LONGEST_SLEEP = 16
-"""While nothing pays, plans are made this seldom: not drafting is to cost nothing."""
-JUDGED = 32
-"""Plans over which it is judged whether they pay."""
+HICCUP = 3.0
+"""How many times as long as expected anything may take before the rest counts as none of its doing."""
+JUDGED = 64
+"""Steps without a draft that say what these take on average."""
+SAMPLED = 16
+"""Of the steps that are not planned, one in so many is measured: to know the machine's pace is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,69 +48,145 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How many rows verify, how many nodes each, and the tokens a second that this gives."""
+    """How many rows verify, how many nodes each, the tokens a second that this gives, and what it takes."""
 
     rows: int
     width: int
     rate: float
+    seconds: float
 
 
-@dataclass(slots=True)
-class Worth:
-    """Whether plans make up for the time they take themselves; where they do not, they are made seldom."""
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The shape that looks best, the rows that draft in it if it pays, and what it gives and takes."""
 
-    saves_s: float = 0.0
-    """Of late, by a plan's own estimate."""
-    takes_s: float = 0.0
-    nap: int = 0
-    """How many are left out."""
-
-    def note(self, saved_s: float, took_s: float, *, drafts: bool) -> None:
-        """Hear what came of a plan."""
-        self.saves_s += (saved_s - self.saves_s) / JUDGED
-        self.takes_s += (took_s - self.takes_s) / JUDGED
-        self.nap = 0 if drafts or self.saves_s > self.takes_s else min(2 * self.nap + 1, LONGEST_SLEEP)
+    rows: set[int]
+    shape: Shape
+    tokens: float
+    seconds: float
 
 
 class Policy:
     """Choose shapes within `bounds`; where it is not adaptive, always the bounds."""
 
-    def __init__(self, bounds: Shape, *, adaptive: bool) -> None:
-        self.bounds, self.adaptive = bounds, adaptive
+    def __init__(
+        self, bounds: Shape, *, adaptive: bool, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.bounds, self.adaptive, self.clock = bounds, adaptive, clock
         self.steps = Costs()
         """Verify steps, by tokens."""
         self.drafts = {topk: Costs() for topk in {1, bounds.topk}}
-        """Drafts, by levels: chains, and trees that are as wide as the bounds."""
-        self._owed_s = 0.0
-        """Time that probes have cost and the steps since have not made up for; below 0 one may be made."""
+        """Drafts, by levels, at the pace of steps: chains, and trees that are as wide as the bounds."""
+        self.worth = Worth()
+        self.probes, self.looks = Purse(PROBE_SHARE), Purse(LOOK_SHARE)
+        self.outlook = None if adaptive else Outlook(drafts=True, shape=bounds)
+        """What the last plan came to."""
         self._probe = 0.0
         """Part of this step's drafting that is a probe."""
         self._aside: int | None = None
         """The row that is probed beside others that draft: its first guess is judged, not verified."""
-        self._tried_s: float | None = None
-        """What this step would have taken without the nodes that are verified as a probe."""
+        self._tries = False
+        """This step verifies nodes that are not expected to pay."""
         self._plans = 0
         self._drafted = 0
         """Steps since the last without a draft."""
-        self.worth = Worth()
-        self._slept = 0
-        """How many plans were left out."""
+        self._planned: Batch | None = None
+        """What this step does beside its drafts, if it was planned."""
+        self._shape = bounds
+        """In which rows are to draft now."""
+        self._draft_s = self._behind_s = 0.0
+        """What this step's drafts took, and what of it a head took that had to catch up."""
+        self._used: tuple[Purse, ...] = ()
+        self._typical = 1.0
+        """What steps without drafts take on average, beside what they take in a quiet moment."""
+        self._was_plain = True
+        """The last step had no draft, which the next one would have to fold in."""
+        self._noting_s = 0.0
+        """What it takes to learn from a step."""
+        self._slept = self._due = 0
+        """How many steps went without a plan, and how many are to."""
+        self._stirred = True
         self._rows: Sequence[TrackRecord] = ()
         deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
+    def stir(self) -> None:
+        """Hear that another batch is to come."""
+        self._stirred = True
+
+    def hint(self) -> None:
+        """Hear that something may be found now; a plan is made, unless such hints have misled too often."""
+        self._stirred = self._stirred or self.looks.owed < 1
+
+    def rests(self) -> bool:
+        """Tell at a glance whether this step goes without a plan, as most do while nothing pays."""
+        if self._stirred or self.worth.awake or self._slept >= self._due or not self.adaptive:
+            return False
+        self._slept += 1
+        self._settle()
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether what this step takes is of no interest."""
+        return self._planned is None and self._slept % SAMPLED > 0
+
+    def _settle(self) -> None:
+        """Give up a plan of which nothing was heard: its step did something for the first time."""
+        if self._planned and self._probe:
+            self.probes.pay(HICCUP)
+        self._planned = None
+
     def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
         """Note what drafting a shape for so many rows took; None: several, or some of it was catching up."""
-        self._owed_s += self._probe * seconds
         if shape:
-            self.drafts[shape.topk].observe(rows, shape.num_steps, seconds)
+            self.drafts[shape.topk].observe(rows, shape.num_steps, seconds / self.steps.pace)
+        # What a hiccup adds, or a head that has to catch up, is not what a draft costs.
+        self._draft_s = min(seconds, HICCUP * self._drafting_s(shape or self._shape, rows))
+        self._behind_s = 0.0 if shape else seconds - self._draft_s
 
-    def observe_step(self, rows: int, tokens: int, seconds: float) -> None:
-        """Note what a step took beside its drafting."""
-        if self._tried_s is not None:
-            self._owed_s += max(seconds - self._tried_s, 0.0)
+    def observe_step(
+        self, rows: int, tokens: int, seconds: float, gained: int = 0, drafting_s: float = 0.0
+    ) -> None:
+        """Note what a step took beside its drafting, which took `drafting_s` from its plan to its cut.
+
+        It gave `gained` tokens beside one for each row.
+        """
+        planned, self._planned = self._planned, None
+        is_plain = planned is None or tokens == planned.tokens
+        start_s = self.clock()
         self.steps.observe(rows, tokens, seconds)
+        expected_s = self.steps.predict(rows, tokens)
+        seconds = min(seconds, HICCUP * expected_s)
+        if planned:
+            self._judge(planned, tokens, seconds, gained, drafting_s)
+        if is_plain and self._was_plain and expected_s:
+            self._typical += (seconds / expected_s - self._typical) / JUDGED
+        self._was_plain = is_plain
+        self._noting_s = self.clock() - start_s
+
+    def _judge(self, batch: Batch, tokens: int, seconds: float, gained: int, drafting_s: float) -> None:
+        """Compare what a planned step gave with all that it took: drafts are trusted by that alone."""
+        plain_s = self._typical * self.steps.predict(batch.rows, batch.tokens)
+        if plain_s <= 0:  # of little that was measured, a line may fall to nothing
+            return
+        used = (drafting_s - self._behind_s + self._noting_s) / plain_s
+        drafts, behind, longer = self._draft_s / plain_s, self._behind_s / plain_s, seconds / plain_s - 1
+        is_probe = self._probe == 1 or self._tries
+        if self.worth.awake and is_probe:
+            # A probe has a budget of its own, and says nothing of the drafts that are made without one.
+            self.worth.note(drafts - used)
+            self.probes.pay(behind + self._probe * drafts + max(longer, 0.0) * self._tries)
+        elif self.worth.awake:
+            self.worth.note(gained / batch.rows - used + self._probe * drafts - longer)
+            self.probes.pay(self._probe * drafts)
+        else:
+            net = gained / batch.rows - used - longer
+            self.worth.note(net)
+            (self.probes if is_probe else self.looks).pay(behind + max(-net, 0.0))
+        waits = [purse.wait() for purse in self._used]
+        self._slept, self._due = 0, min(waits, default=1) - 1
 
     def plan(
         self,
@@ -119,7 +203,9 @@ class Policy:
         asked in steps that are to be without any draft. Unless drafts can be grown, there is only that. Where
         nobody has room, nothing is weighed.
         """
-        self._probe, self._aside, self._tried_s = 0.0, None, None
+        self._settle()
+        self._probe, self._aside, self._tries = 0.0, None, False
+        self._draft_s = self._behind_s = 0.0
         self._plans += 1
         if not any(deep > 0 for deep in room):
             return [None] * len(room)
@@ -129,23 +215,29 @@ class Policy:
             self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
             return [None] * len(room)
         if rows != self._rows:
-            self.worth.nap = 0
-        if self._slept < self.worth.nap:
-            self._slept += 1
+            self.worth.greet()
+        was_stirred, self._stirred, self._rows = self._stirred, False, rows
+        if not was_stirred and self.rests():
             return [None] * len(room)
-        start_s, none_s = time.perf_counter(), self.steps.predict(batch.rows, batch.tokens)
-        self._owed_s = max(self._owed_s - PROBE_SHARE * none_s * (1 + self._slept), -none_s)
-        passed, self._slept, self._rows = 1 + self._slept, 0, rows
-        found = [_sums(proposal) for proposal in look_up()] if look_up else [[0.0]] * len(room)
+        none_s = self.steps.predict(batch.rows, batch.tokens)
+        passed, self._slept = 1 + self._slept, 0
+        self._used = (*([self.looks] if look_up else []), *([self.probes] if grows else []))
+        for purse in self._used:
+            purse.earn(passed)
+        found = [[0.0]] * len(room)
+        if look_up and (self.worth.awake or was_stirred or self.looks.is_open):
+            found = [_sums(proposal) for proposal in look_up()]
         alone = self._widest(batch, found)
         kept = [_gain(own, alone.width) for own in found]
         given = _highest(kept, alone.rows)
-        rate, drafting, shape = alone.rate, set[int](), self.shapes[0]
-        if grows:
+        drafting, self._shape = set[int](), self.shapes[0]
+        pick: Pick | None = None
+        if grows and (self.worth.awake or self.probes.is_open):
             sure = [gain if i in given else 0.0 for i, gain in enumerate(kept)]
-            rate, drafting, shape = self._best(batch, rows, room, found, sure, alone)
+            pick = self._best(batch, rows, room, found, sure, alone)
+            drafting, self._shape = (pick.rows if self.worth.awake else set()), pick.shape
             resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting | given]
-            if resting and self._owed_s < 0:
+            if resting and self.probes.is_open:
                 probed = min(resting, key=lambda i: rows[i].planned)
                 self._probe, self._aside = 1 / (1 + len(drafting)), probed if drafting else None
                 drafting.add(probed)
@@ -154,10 +246,23 @@ class Policy:
                 row.planned = self._plans
             else:
                 row.rest(passed)
-        # At least: a step that drafts takes longer than one without.
-        saved_s = none_s * (rate * none_s / batch.rows - 1) if drafting or given else 0.0
-        self.worth.note(saved_s, time.perf_counter() - start_s, drafts=bool(drafting or given))
-        return [_within(shape, deep) if i in drafting else None for i, deep in enumerate(room)]
+        self._look_out(batch, none_s, alone, pick)
+        self._planned = batch if none_s else None
+        return [_within(self._shape, deep) if i in drafting else None for i, deep in enumerate(room)]
+
+    def _look_out(self, batch: Batch, none_s: float, alone: "Cut", pick: "Pick | None") -> None:
+        """Note what this plan came to, for those who ask."""
+        awake = self.worth.awake
+        if pick and (pick.rows or not alone.rows):
+            tokens = pick.tokens / batch.rows
+            self.outlook = Outlook(
+                bool(pick.rows) and awake, pick.shape, tokens, pick.seconds / max(none_s, 1e-9), awake
+            )
+        elif alone.rows or not self.outlook or not self.outlook.shape:
+            tokens = alone.rate * alone.seconds / batch.rows
+            self.outlook = Outlook(
+                bool(alone.rows) and awake, None, tokens, alone.seconds / max(none_s, 1e-9), awake
+            )
 
     def _best(
         self,
@@ -167,19 +272,21 @@ class Policy:
         found: Sequence[Sequence[float]],
         sure: Sequence[float],
         alone: "Cut",
-    ) -> tuple[float, set[int], Shape]:
+    ) -> "Pick":
         """Say what the best drafts beside what was found give, for which rows and in what shape."""
         tokens, worth = batch.tokens + alone.rows * alone.width, batch.rows + sum(sure)
-        best, chosen, shape = MARGIN * alone.rate, 0, self.shapes[0]
+        best, chosen, top = 0.0, 0, Pick(set(), self.shapes[0], 0.0, 0.0)
         for candidate in self.shapes:
             gains = sorted(_gains(candidate, rows, room, found, sure), reverse=True)
             for count, gain in _prefixes(gains):
                 width = tokens + count * (candidate.num_draft_tokens - 1)
-                seconds = self.steps.predict(batch.rows, width) + self._draft_s(candidate, count)
+                seconds = self.steps.predict(batch.rows, width) + self._drafting_s(candidate, count)
                 if (rate := _rate(worth + gain, seconds)) > best:
-                    best, chosen, shape = rate, count, candidate
-        drafting = _highest(_gains(shape, rows, room, found, sure), chosen)
-        return best if drafting else alone.rate, drafting, shape
+                    best, chosen = rate, count
+                    top = Pick(set(), candidate, worth + gain, seconds)
+        if best <= MARGIN * alone.rate:
+            return top
+        return replace(top, rows=_highest(_gains(top.shape, rows, room, found, sure), chosen))
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Keep what is worth verifying: the same number of nodes for every row that keeps any."""
@@ -189,9 +296,8 @@ class Policy:
         sums = [[0.0] if i == self._aside else _sums(p) for i, p in enumerate(proposals)]
         best = self._widest(batch, sums)
         chosen, width = best.rows, best.width
-        if not chosen and (self._probe or self._owed_s < 0):
-            chosen, width = 1, min(max(map(len, proposals)), 3)
-            self._tried_s = self.steps.predict(batch.rows, batch.tokens)
+        if not chosen and (self._probe or self.probes.is_open):
+            chosen, width, self._tries = 1, min(max(map(len, proposals)), 3), True
         self._drafted = self._drafted + 1 if chosen else 0
         kept = _highest([_gain(own, width) for own in sums], chosen)
         return [p.best(width) if i in kept else Proposal.EMPTY for i, p in enumerate(proposals)]
@@ -199,18 +305,18 @@ class Policy:
     def _widest(self, batch: Batch, sums: Sequence[Sequence[float]]) -> "Cut":
         """Say how many rows should verify how many of their best nodes; `sums` by row, from 0 nodes on."""
         none_s = self.steps.predict(batch.rows, batch.tokens)
-        best, widest = Cut(0, 0, MARGIN * _rate(batch.rows, none_s)), max(map(len, sums)) - 1
+        best, widest = Cut(0, 0, MARGIN * _rate(batch.rows, none_s), none_s), max(map(len, sums)) - 1
         for nodes in sorted({widest, *(n for n in WIDTHS if n < widest)} - {0}):
             gains = sorted((_gain(own, nodes) for own in sums), reverse=True)
             for count, gain in _prefixes(gains):
                 seconds = self.steps.predict(batch.rows, batch.tokens + count * nodes)
                 if (rate := _rate(batch.rows + gain, seconds)) > best.rate:
-                    best = Cut(count, nodes, rate)
+                    best = Cut(count, nodes, rate, seconds)
         return best if best.rows else replace(best, rate=best.rate / MARGIN)
 
-    def _draft_s(self, shape: Shape, rows: int) -> float:
+    def _drafting_s(self, shape: Shape, rows: int) -> float:
         """Predict what drafting takes."""
-        return self.drafts[shape.topk].predict(rows, shape.num_steps)
+        return self.steps.pace * self.drafts[shape.topk].predict(rows, shape.num_steps)
 
 
 def _within(shape: Shape, deep: int) -> Shape | None:

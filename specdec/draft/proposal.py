@@ -39,12 +39,14 @@ class Proposal:
     """The estimated probability that a node lies on the accepted path: never above its parent's."""
     beliefs: tuple[float, ...] = ()
     """Each node's probability given its parent, as its drafter had it before calibration; none: unknown."""
+    shared: tuple[bool, ...] = ()
+    """Whether each node was found in the outputs of finished requests alone; none: no node was."""
 
     EMPTY: ClassVar["Proposal"]
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.scores)
-        assert len(self.beliefs) in (0, len(self.tokens))
+        assert len(self.beliefs) in (0, len(self.tokens)) and len(self.shared) in (0, len(self.tokens))
         assert all(-1 <= parent < i for i, parent in enumerate(self.parents))
         above = (self.scores[parent] if parent >= 0 else 1.0 for parent in self.parents)
         assert all(0 <= score <= bound for score, bound in zip(self.scores, above, strict=True))
@@ -99,6 +101,7 @@ class Proposal:
             parents=tuple(place[self.parents[node]] for node in kept),
             scores=tuple(self.scores[node] for node in kept),
             beliefs=tuple(self.beliefs[node] for node in kept) if self.beliefs else (),
+            shared=tuple(self.shared[node] for node in kept) if self.shared else (),
         )
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -126,8 +129,8 @@ Proposal.EMPTY = Proposal((), (), ())
 def merge(proposals: Sequence[Proposal], limit: int) -> Proposal:
     """Make one tree of several and keep its `limit` best nodes.
 
-    Nodes with one path become one, which scores the highest of theirs. Beliefs are left out: they are the
-    drafters', each of which is taught by its own proposal.
+    Nodes with one path become one, which scores the highest of theirs. Beliefs, and what is shared, are left
+    out: they are the drafters', each of which is taught by its own proposal.
     """
     tokens: list[int] = []
     parents: list[int] = []

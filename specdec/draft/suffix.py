@@ -1,12 +1,13 @@
 """Suffix decoding (Oliaro et al.): propose what most often followed the longest match, here and elsewhere."""
 
-from collections import deque
 from collections.abc import Hashable, Sequence
 
 from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
-from specdec.draft.history import END, History
+from specdec.draft.history import History
+from specdec.draft.outputs import Outputs
 from specdec.draft.proposal import Proposal, Shape
+from specdec.tenant import SOLE, Tenant
 
 NGRAMS = (1, 2, 4, 8, 16)
 """The lengths that are indexed; a match may have any length."""
@@ -15,14 +16,14 @@ MAX_PLACES = 128
 
 
 class SuffixDrafter:
-    """Draft by how often tokens followed the longest match in a request and in the outputs of earlier ones.
+    """Draft by how often tokens followed the longest match in a request and in its tenant's earlier outputs.
 
     The suffix tree is implicit: its node for a context is the list of places where that context ended, found
     by an index of n-grams, and its children are what followed there. So a token costs some 100 bytes
     instead of a path of nodes, an old output is evicted by cutting off the front of a list, and only
     nodes that are looked at are ever made. Counts are of the latest `MAX_PLACES` places.
 
-    The outputs of finished requests are kept up to `max_shared_tokens`; the oldest are evicted whole.
+    The outputs of finished requests are kept up to `max_shared_tokens`, each for requests of its own tenant.
     """
 
     def __init__(
@@ -36,15 +37,16 @@ class SuffixDrafter:
         assert max_depth >= max(NGRAMS) and max_shared_tokens >= 2 and length_factor > 0
         self.calibrator = calibrator or Calibrator()
         self.max_depth = max_depth
-        self.max_shared_tokens = max_shared_tokens
         self.length_factor = length_factor
         """How deep to draft at most, in lengths of the match."""
+        self._outputs = Outputs(NGRAMS, max_depth, max_shared_tokens)
         self.forget()
 
     def forget(self) -> None:
         """Forget every request and all that finished ones have said."""
         self._texts: dict[Hashable, History] = {}
         self._prompt_lengths: dict[Hashable, int] = {}
+        self._tenants: dict[Hashable, Tenant] = {}
         self.flush()
 
     def __len__(self) -> int:
@@ -53,57 +55,49 @@ class SuffixDrafter:
     @property
     def num_shared_tokens(self) -> int:
         """How many tokens of finished outputs are kept, one that ends each included."""
-        return len(self._shared)
+        return self._outputs.num_tokens
 
-    def begin(self, key: Hashable, tokens: Sequence[int]) -> None:
+    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant = SOLE) -> None:
         """Take a request in, with its prompt. It stays until `end`, preempted or not."""
         assert key not in self._texts
         self._texts[key] = History(NGRAMS, self.max_depth)
         self._texts[key].extend(tokens)
-        self._prompt_lengths[key] = len(tokens)
+        self._prompt_lengths[key], self._tenants[key] = len(tokens), tenant
 
     def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
         """Append what a request gained."""
         self._texts[key].extend(tokens)
 
     def end(self, key: Hashable, *, finished: bool) -> None:
-        """Forget a request; the output of one that finished serves later ones, a cancelled one's does not."""
-        output = self._texts.pop(key).tokens[self._prompt_lengths.pop(key) :]
+        """Forget a request; the output of one that finished serves its tenant, a cancelled one's does not."""
+        output, tenant = self._texts.pop(key).tokens[self._prompt_lengths.pop(key) :], self._tenants.pop(key)
         if finished and output:
-            self.share(output)
+            self.share(output, tenant)
 
-    def share(self, output: Sequence[int]) -> None:
-        """Keep an output, and evict the oldest to make room; of one too long for all, keep its last part."""
-        kept = [*output[1 - self.max_shared_tokens :], END]
-        while len(self._shared) + len(kept) > self.max_shared_tokens:
-            self._shared.forget(self._shared_lengths.popleft())
-        self._shared.extend(kept)
-        self._shared_lengths.append(len(kept))
+    def share(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
+        """Keep an output for later requests of a tenant."""
+        self._outputs.add(output, tenant)
 
-    def flush(self) -> None:
-        """Forget the outputs of finished requests."""
-        self._shared = History(NGRAMS, self.max_depth)
-        self._shared_lengths = deque[int]()
+    def flush(self, caller: str | None = None) -> None:
+        """Forget the outputs of finished requests: all, or one caller's."""
+        self._outputs.flush(caller)
 
     def propose(self, key: Hashable, shape: Shape) -> Proposal:
-        """Propose the likeliest continuations of the longest match, of the request's own and of others'."""
+        """Propose the likeliest continuations of the longest match, own or of its tenant."""
         own = self._texts[key]
         context = own.tokens[-self.max_depth :]
-        found = [(text, *text.search(context, MAX_PLACES)) for text in (own, self._shared)]
+        texts = (own, *self._outputs.of(self._tenants[key]))
+        found = [(text, *text.search(context, MAX_PLACES)) for text in texts]
         matched = max(length for _, length, _ in found)
         num_steps = min(shape.num_steps, max(int(self.length_factor * matched), 1))
-        continuations = [
-            text.continuation(place, num_steps)
-            for text, length, places in found
-            if length == matched
-            for place in places
-        ]
+        longest = [(text, places) for text, length, places in found if length == matched]
         return grow_tree(
-            continuations,
+            [text.continuation(place, num_steps) for text, places in longest for place in places],
             matched=matched,
             shape=shape,
             believe=believe_the_counts,
             calibrator=self.calibrator,
+            shared=sum(len(places) for text, places in longest if text is not own),
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.costs import STALE, Samples, bucket
+from specdec.draft.outlook import Outlook
 from specdec.draft.policy import MARGIN
 from specdec.draft.proposal import Shape
 
@@ -24,6 +25,8 @@ class UniformPolicy:
     def __init__(self, bounds: Shape | None, *, adaptive: bool) -> None:
         """Without bounds nobody drafts."""
         self.bounds, self.adaptive = bounds, adaptive
+        self.outlook = Outlook(True, bounds) if bounds and not adaptive else None
+        """What the last choice came to; a trial is none."""
         self.costs = Samples()
         self._measured: dict[Shape | None, set[int]] = {}
         """In which buckets of rows each shape's cost is known."""
@@ -64,13 +67,18 @@ class UniformPolicy:
             self._tried[self._trying, key] = self._steps
             return self._trying
         none_s = self._cost(None, key) or 0.0
-        best, rate = None, MARGIN * len(rows) / max(none_s, 1e-9)
+        best, rate = None, 0.0
         for shape in self.shapes[1:]:
             gain = sum(row.expected(shape, shape.num_steps) for row in rows if shape)
             seconds = max(self._cost(shape, key) or 0.0, 1e-9)
             if (own := (len(rows) + gain) / seconds) > rate:
                 best, rate = shape, own
-        return best
+                tokens, cost = 1 + gain / len(rows), seconds / max(none_s, 1e-9)
+        if best is None:
+            return None
+        pays = rate > MARGIN * len(rows) / max(none_s, 1e-9)
+        self.outlook = Outlook(pays, best, tokens, cost)
+        return best if pays else None
 
     def _dearness(self, shape: Shape | None, key: int) -> float:
         """Say how many of the cheapest steps one of this shape takes: what is dear is tried less often."""

@@ -61,8 +61,8 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What `native` does in C for narrow windows, and `triton` on a GPU; the rest of both is `cpu`."""
 
-SPECIAL["flashinfer"] = SPECIAL["triton"] | {"self_attention.flashinfer": ("self_attention",)}
-"""Triton's, but for the attention that FlashInfer takes."""
+SPECIAL["flashinfer"] = SPECIAL["triton"] | {"self_attention.flashinfer:Attention": ("self_attention",)}
+"""Triton's, but for the attention that FlashInfer takes, in memory that each table has for itself."""
 
 
 def on_gpu(name: str) -> bool:
@@ -118,12 +118,18 @@ class Kernels:
 
 
 def load_kernels(name: str) -> Kernels:
-    """Collect the functions of one implementation: `reference`, `cpu`, or one of `SPECIAL`."""
+    """Collect the functions of one implementation: `reference`, `cpu`, or one of `SPECIAL`.
+
+    Each engine needs a table of its own: a class that is named behind a file is made anew for each.
+    """
     special = SPECIAL.get(name, {})
     folders = {f"{operation}.{'cpu' if special else name}": own for operation, own in OPERATIONS.items()}
     found: dict[str, Any] = {}
-    for file, functions in (folders | special).items():
-        module = import_module(f"specdec.kernels.{file}")
-        found |= {function: getattr(module, function) for function in functions}
+    for place, functions in (folders | special).items():
+        file, _, owner = place.partition(":")
+        source: Any = import_module(f"specdec.kernels.{file}")
+        if owner:
+            source = getattr(source, owner)()
+        found |= {function: getattr(source, function) for function in functions}
     assert found.keys() == {field.name for field in fields(Kernels)} - {"name"}
     return Kernels(name, **found)

@@ -7,6 +7,9 @@ from specdec.models.spec import MLP, Attention, GatedDeltaNet, Layer, MoE, Netwo
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
+MOST_LAYERS = 1024
+"""Each takes memory before the first tensor is looked up; published models have a tenth of them."""
+
 # Names from before the two kinds of layer were called alike everywhere.
 _LEGACY_KINDS = {"attention": FULL, "mamba": LINEAR}
 
@@ -22,7 +25,7 @@ def layer_kinds(
     fields: Fields, *, supported: tuple[str, ...], interval: int | None = None
 ) -> tuple[str, ...]:
     """Name each layer's mixer: `layer_types`, or else full attention every `interval` layers."""
-    count = fields.integer("num_hidden_layers")
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     kinds = fields.strings("layer_types", "layers_block_type")
     if kinds is None:
         every = fields.integer("full_attention_interval", default=interval or 1)
@@ -134,15 +137,16 @@ def assemble(
     The outer level of a multimodal config decides on tying, as transformers does.
     """
     text = text_fields(config)
+    vocab = text.integer("vocab_size")
     return Network(
         family=family,
-        vocab=text.integer("vocab_size"),
+        vocab=vocab,
         hidden=text.integer("hidden_size"),
         layers=layers,
         norm=norm,
         tied=config.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings", default=False)),
         max_length=text.integer("max_position_embeddings"),
-        eos=config.integers("eos_token_id") or text.integers("eos_token_id"),
+        eos=config.tokens("eos_token_id", vocab) or text.tokens("eos_token_id", vocab),
         mtp=mtp,
     )
 

@@ -6,9 +6,9 @@ No pickle is opened and no code of a checkpoint is run.
 import json
 import math
 import os
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,9 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-
-SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
-"""Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
+from specdec.models.folder import find_folder, short
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -72,20 +70,12 @@ class Checkpoint:
     """Read a model folder. Files stay mapped while the object lives; tensors are read when asked for."""
 
     def __init__(self, folder: str | Path) -> None:
-        if not isinstance(folder, str | Path):
-            raise CheckpointError(f"model: {folder!r} is no path; give a folder", field="model")
-        self.folder = SHIPPED.get(str(folder), Path(folder))
-        if not self.folder.is_dir():
-            raise CheckpointError(
-                f"{self.folder} is not a folder; give the path of a Hugging Face checkpoint "
-                f"(hf download OWNER/NAME --local-dir FOLDER fetches one), or {' or '.join(SHIPPED)}, which "
-                "ships with specdec",
-                field="model",
-            )
+        self.folder = find_folder(folder)
         self.config: Mapping[str, Any] = self._json("config.json", required=True)
         self.generation_config: Mapping[str, Any] = self._json("generation_config.json", required=False)
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._infos: dict[str, TensorInfo] = {}
         if (self.folder / _SINGLE).is_file():
             self._open(_SINGLE)
         elif (self.folder / _INDEX).is_file():
@@ -160,9 +150,9 @@ class Checkpoint:
 
     def _open(self, file: str) -> list[str]:
         path = self.folder / file
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise CheckpointError(
-                f"{self.folder / _INDEX} names {file}, which is not there; "
+                f"{self.folder / _INDEX} names {short(file)}, which is not there; "
                 + anew(self.folder, "download the missing shard"),
                 field=file,
             )
@@ -184,8 +174,10 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo:
         """Return shape and type from the file's header, without reading the tensor."""
-        entry = self._files[self._file_of[name]].get_slice(name)
-        return TensorInfo(tuple(entry.get_shape()), entry.get_dtype())
+        if name not in self._infos:
+            entry = self._files[self._file_of[name]].get_slice(name)
+            self._infos[name] = TensorInfo(tuple(entry.get_shape()), entry.get_dtype())
+        return self._infos[name]
 
     def sizes(self) -> tuple[int, int]:
         """Count the bytes of all tensors, and those of 8-bit floats among them."""
@@ -214,9 +206,9 @@ def _untag(value: dict[str, Any]) -> Any:
 
 
 def few(names: list[str]) -> str:
-    """List names, the first ones of many."""
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    """List names, the first ones of many, on one line and none at any length."""
+    shown = ", ".join(textwrap.shorten(name, 240, placeholder="…") for name in names[:3])
+    return f"{shown} … and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def _damage(path: Path, error: Exception) -> str:

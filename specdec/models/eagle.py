@@ -9,6 +9,7 @@ embedding beside the normalised fusion, and its output, before `norm`, is what i
 """
 
 import logging
+import os.path
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ class EagleFolder:
         dtype: torch.dtype,
         device: torch.device,
         quantize: bool = False,
+        headers_only: bool = False,
         progress: bool | None = None,
     ) -> CheckpointWeights:
         """Open its tensors by our names."""
@@ -63,8 +65,17 @@ class EagleFolder:
             mtp=True,
             narrow=stores_fp8(Fields(self.checkpoint.config)),
             quantize=quantize,
+            headers_only=headers_only,
             progress=progress,
         )
+
+    def finish(self, weights: CheckpointWeights) -> None:
+        """Say of what is wrong with its tensors that they are the head's."""
+        try:
+            weights.finish()
+        except CheckpointError as error:
+            where = f"draft_model: {self.checkpoint.folder} is no head for this target"
+            raise CheckpointError(f"{where}: {error}", field="draft_model") from error
 
 
 def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | None:
@@ -72,7 +83,7 @@ def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | 
     if draft_model is not None:
         return Path(draft_model)
     own = (Path(model) / name for name in FOLDERS)
-    return next((folder for folder in own if folder.is_dir()), None) if draft == "eagle" else None
+    return next((folder for folder in own if os.path.isdir(folder)), None) if draft == "eagle" else None
 
 
 def read_head(folder: Path, target: spec.Network) -> EagleFolder:

@@ -66,7 +66,8 @@ def read_network(checkpoint: Checkpoint) -> spec.Network:
     embedding is used even where the config calls the two tied, as transformers does.
     """
     described = network(checkpoint.config)
-    eos = Fields(checkpoint.generation_config).integers("eos_token_id") or described.eos
+    generation = Fields(checkpoint.generation_config, file="generation_config.json")
+    eos = generation.tokens("eos_token_id", described.vocab) or described.eos
     held = any(name.startswith("mtp.") for name in checkpoint.names())
     tied = described.tied and not _own_head(checkpoint, described)
     return replace(described, eos=eos, mtp=described.mtp if held else (), tied=tied)
@@ -91,11 +92,13 @@ def open_weights(
     device: torch.device | str = "cpu",
     mtp: bool = False,
     quantize: bool = False,
+    headers_only: bool = False,
     progress: bool | None = None,
 ) -> CheckpointWeights:
     """Open a checkpoint's tensors by our names; the multi-token head's only where it is asked for.
 
-    `quantize` rounds large matrices to eight bits as they are loaded.
+    `quantize` rounds large matrices to eight bits as they are loaded. With `headers_only` shapes are compared
+    and no tensor is read.
     """
     return CheckpointWeights(
         checkpoint,
@@ -105,6 +108,7 @@ def open_weights(
         mtp=mtp,
         narrow=is_narrow(checkpoint.config),
         quantize=quantize,
+        headers_only=headers_only,
         progress=progress,
     )
 

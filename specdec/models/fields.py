@@ -1,4 +1,4 @@
-"""Typed reading of a config.json: every error names the field, its value and what would do."""
+"""Typed reading of a JSON file of settings: every error names file, field and value, and what would do."""
 
 import math
 import reprlib
@@ -7,6 +7,9 @@ from typing import Any, NoReturn
 
 from specdec.errors import CheckpointError
 
+LARGEST = (1 << 31) - 1
+"""No size of a network comes near it; a product of two still is a whole number of 64 bits."""
+
 
 class Fields:
     """Hold one level of a config. Names given together are spellings of one field; the first present wins.
@@ -14,9 +17,8 @@ class Fields:
     A field that is null counts as absent.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
-        self._values = values
-        self._where = where
+    def __init__(self, values: Mapping[str, Any], where: str = "", *, file: str = "config.json") -> None:
+        self._values, self._where, self._file = values, where, file
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -29,17 +31,19 @@ class Fields:
         """Say that the field's value is not one that specdec can run."""
         where = f"{self._where}.{name}" if self._where else name
         found = f"is {reprlib.repr(self._values[name])}" if name in self._values else "is missing"
-        raise CheckpointError(f"config.json: {where} {found}; specdec needs {supported}", field=where)
+        raise CheckpointError(f"{self._file}: {where} {found}; specdec needs {supported}", field=where)
 
     def _spelling(self, names: tuple[str, ...]) -> str:
         return next((name for name in names if name in self), names[0])
 
-    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
         """Read a whole number; without a default the field is required."""
         name, value = self._spelling(names), self.get(*names)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.refuse(name, f"a whole number of at least {least}")
+        if value > most:
+            self.refuse(name, f"a whole number of at most {most}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -77,12 +81,19 @@ class Fields:
             self.refuse(self._spelling(names), "a whole number or a list of them")
         return tuple(value)
 
+    def tokens(self, name: str, vocab: int) -> tuple[int, ...]:
+        """Read one token id, a list of them, or nothing; each must have a row in the model's vocabulary."""
+        ids = self.integers(name)
+        if not all(0 <= token < vocab for token in ids):
+            self.refuse(name, f"token ids of the model's vocabulary, from 0 to {vocab - 1}")
+        return ids
+
     def within(self, name: str) -> "Fields":
         """Step into a nested object; an absent one is empty."""
         value = self.get(name)
         if not isinstance(value, Mapping | None):
             self.refuse(name, "an object with fields")
-        return Fields(value or {}, f"{self._where}.{name}" if self._where else name)
+        return Fields(value or {}, f"{self._where}.{name}" if self._where else name, file=self._file)
 
     def only(self, name: str, *supported: object) -> None:
         """Refuse any value of an option but the supported ones; an absent option is supported."""

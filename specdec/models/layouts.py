@@ -19,6 +19,16 @@ Shape = tuple[int, ...]
 class Reader(Protocol):
     """What a recipe works with: tensors on the engine's device, and in its dtype unless they stay narrow."""
 
+    @property
+    def count(self) -> int:
+        """How many tensors the files hold."""
+        ...
+
+    @property
+    def unused(self) -> bool:
+        """Tell whether what the recipe makes is not used: it only names what it would read."""
+        ...
+
     def read(self, disk: str, shape: Shape) -> Matrix: ...
 
     def widen(self, matrix: Matrix, disk: str) -> Tensor:
@@ -43,14 +53,21 @@ def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
 def taps(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Drop the axis of size one from a depthwise convolution's weight [C, 1, K]."""
     channels, width = shape
-    return reader.widen(reader.read(disk[0], (channels, 1, width)), disk[0]).squeeze(1)
+    weight_C1K = reader.read(disk[0], (channels, 1, width))
+    return weight_C1K if reader.unused else reader.widen(weight_C1K, disk[0]).squeeze(1)
 
 
-def rows(index_N: Tensor, total: int) -> Recipe:
-    """Choose rows of a larger projection, in the order given; a narrow one stays so if whole blocks move."""
+def rows(order: Callable[[], Tensor], total: int) -> Recipe:
+    """Choose rows of a larger projection, in the order given; a narrow one stays so if whole blocks move.
+
+    The order is listed once the files are known to have so many rows.
+    """
 
     def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         weight = reader.read(disk[0], (total, *shape[1:]))
+        if reader.unused:
+            return weight
+        index_N = order()
         if isinstance(weight, Fp8):
             if (chosen := choose_rows(weight, index_N)) is not None:
                 return chosen
@@ -63,22 +80,24 @@ def rows(index_N: Tensor, total: int) -> Recipe:
 def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Gather experts stored one by one, the parts of each (gate, up) below one another.
 
-    Narrow parts stay so where they end with a block.
+    Narrow parts stay so where they end with a block. More experts than there are tensors are not looked for:
+    the first that is absent is enough.
     """
     experts, height = shape[0], shape[1] // len(disk)
     whole = len(disk) == 1 or height % BLOCK == 0
     out_END: Matrix | None = None
-    for expert in range(experts):
+    for expert in range(min(experts, reader.count + 1)):
         for part, template in enumerate(disk):
             name = _numbered(template, expert)
             weight_ND = reader.read(name, (height, *shape[2:]))
+            if reader.unused:
+                continue
             if not whole:
                 weight_ND = reader.widen(weight_ND, name)
             if out_END is None:
                 out_END = reader.empty(shape, like=weight_ND)
             _place(reader, weight_ND, out_END, expert, part * height, name)
-    assert out_END is not None
-    return out_END
+    return weight_ND if out_END is None else out_END
 
 
 def _place(reader: Reader, weight_ND: Matrix, out_END: Matrix, expert: int, first: int, disk: str) -> None:
@@ -120,7 +139,7 @@ class Source:
 
     def present(self, names: Collection[str], experts: int) -> bool:
         """Tell whether any of the source's tensors is there."""
-        spread = range(experts) if "{e}" in self.disk[0] else range(1)
+        spread = range(min(experts, len(names))) if "{e}" in self.disk[0] else range(1)
         return any(_numbered(template, e) in names for template in self.disk for e in spread)
 
 

@@ -1,6 +1,7 @@
 """Qwen3-Next: gated delta nets and gated attention, mixtures of experts, a multi-token head."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,17 +82,19 @@ def _interleaved(net: spec.GatedDeltaNet) -> Iterator[Rule]:
     """
     share = net.value_heads // net.key_heads
     values = share * net.value_dim
-    q, k, v, z = _by_kind(net.key_heads, (net.key_dim, net.key_dim, values, values))
-    b, a = _by_kind(net.key_heads, (share, share))
-    qkvz = {"qkv": torch.cat([q, k, v]), "z": z}
-    for disk, parts in (("in_proj_qkvz", qkvz), ("in_proj_ba", {"b": b, "a": a})):
-        total = sum(len(index_N) for index_N in parts.values())
-        for name, index_N in parts.items():
-            recipe = rows(index_N, total)
+    qkvz, ba = (net.key_dim, net.key_dim, values, values), (share, share)
+    for disk, widths, parts in (
+        ("in_proj_qkvz", qkvz, {"qkv": (0, 1, 2), "z": (3,)}),
+        ("in_proj_ba", ba, {"b": (0,), "a": (1,)}),
+    ):
+        for name, kinds in parts.items():
+            order = partial(_by_kind, net.key_heads, widths, kinds)
+            recipe = rows(order, net.key_heads * sum(widths))
             yield from layer_rules(rf"mixer\.in_{name}\.weight", f"linear_attn.{disk}.weight", recipe=recipe)
 
 
-def _by_kind(heads: int, widths: Sequence[int]) -> list[Tensor]:
-    """List the rows of each kind in a projection that repeats `widths` for each head."""
+def _by_kind(heads: int, widths: Sequence[int], kinds: Sequence[int]) -> Tensor:
+    """List the rows of some kinds in a projection that repeats `widths` for each head."""
     row = torch.arange(heads * sum(widths)).view(heads, -1)
-    return [part.flatten() for part in torch.split_with_sizes(row, list(widths), dim=1)]
+    parts = torch.split_with_sizes(row, list(widths), dim=1)
+    return torch.cat([parts[kind].flatten() for kind in kinds])

@@ -15,10 +15,9 @@ from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Fp8, Matrix
 from specdec.models.checkpoint import Checkpoint, TensorInfo, anew, few
 from specdec.models.layouts import Layout, Shape
+from specdec.models.sizes import fields_behind
 
 logger = logging.getLogger(__name__)
-
-_MOST_PROBLEMS = 20
 
 _READABLE = ("F64", "F32", "F16", "BF16")
 
@@ -71,7 +70,8 @@ class CheckpointWeights:
     """Read tensors from a checkpoint through a family's layout.
 
     What is missing or misshapen is noted and stood in for by zeros without memory, so that `finish`
-    can name everything at once; from the first problem on nothing more is read.
+    can name everything at once; from the first problem on nothing more is read. With `headers_only` nothing
+    ever is: shapes are compared, and what is handed out has no elements.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class CheckpointWeights:
         mtp: bool = False,
         narrow: bool = False,
         quantize: bool = False,
+        headers_only: bool = False,
         progress: bool | None = None,
     ) -> None:
         """Show progress where `progress` says so; None: where stderr is a terminal.
@@ -97,7 +98,7 @@ class CheckpointWeights:
         self._wanted = layout.wanted(self._names, mtp=mtp)
         self._read: set[str] = set()
         self._taken: set[str] = set()
-        self._narrow, self._quantize = narrow, quantize
+        self._narrow, self._quantize, self._headers_only = narrow, quantize, headers_only
         self._widened: dict[str, None] = {}
         self._missing: list[str] = []
         self._misshapen: list[str] = []
@@ -107,22 +108,32 @@ class CheckpointWeights:
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """Return a canonical tensor, in memory of its own; one that is stored narrow is widened."""
-        taken = self._make(name, shape, _Reader(self, dtype or self._dtype, keep_narrow=False))
+        taken = self._make(name, shape, _Reader(self, name, dtype or self._dtype, keep_narrow=False))
         assert isinstance(taken, Tensor)
         return taken
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         """Return a canonical matrix, in memory of its own: in eight bits where it is stored or wanted so."""
-        reader = _Reader(self, self._dtype, keep_narrow=True)
+        reader = _Reader(self, name, self._dtype, keep_narrow=True)
         made = self._make(name, shape, reader)
-        if not self._quantize or isinstance(made, Fp8) or self.failed or reader.widened:
+        if not self._quantize or isinstance(made, Fp8) or self.unused or reader.widened:
             return made  # what was widened is not rounded a second time
         return fp8.quantise(made)
+
+    @property
+    def count(self) -> int:
+        """How many tensors the files hold."""
+        return len(self._names)
 
     @property
     def failed(self) -> bool:
         """Tell whether something is wrong already."""
         return bool(self._missing or self._misshapen)
+
+    @property
+    def unused(self) -> bool:
+        """Tell whether what recipes make is not used: there is an error to tell, or only headers are read."""
+        return self.failed or self._headers_only
 
     def _make(self, name: str, shape: Shape, reader: "_Reader") -> Matrix:
         assert name not in self._taken, f"{name} was taken twice"
@@ -131,7 +142,7 @@ class CheckpointWeights:
         assert sources, f"no rule says where {name} lies"
         source = next((s for s in sources if s.present(self._names, shape[0])), sources[0])
         made = source.recipe(reader, source.disk, shape)
-        return self.stand_in(shape, made.dtype) if self.failed else made
+        return self.stand_in(shape, made.dtype) if self.unused else made
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint holds a canonical tensor (or its first expert)."""
@@ -141,15 +152,17 @@ class CheckpointWeights:
         """See the tensors below a prefix."""
         return Scoped(self, prefix)
 
-    def read(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
-        """Copy one disk tensor to the device, or note what is wrong with it."""
+    def read(self, disk: str, shape: Shape, dtype: torch.dtype, ours: str) -> Matrix:
+        """Copy one disk tensor, of which `ours` is made, to the device, or note what is wrong with it."""
         if disk not in self._names:
             self._missing.append(f"{disk} {list(shape)}")
             return self.stand_in(shape, dtype)
         info = self._checkpoint.info(disk)
         readable = (*_READABLE, _NARROW) if self._narrow and len(shape) > 1 else _READABLE
         if info.shape != shape:
-            self.note(f"{disk} is {list(info.shape)}, config.json makes it {list(shape)}")
+            fields = ", ".join(fields_behind(self._checkpoint.config, ours, info.shape, shape))
+            by = f" ({fields})" if fields else ""
+            self.note(f"{disk} is {list(info.shape)}, config.json makes it {list(shape)}{by}")
         elif info.dtype not in readable:
             self.note(
                 f"{disk} is stored as {info.dtype}, specdec reads {', '.join(readable)}{self._hint(info)}"
@@ -169,14 +182,14 @@ class CheckpointWeights:
         elif info.dtype not in _READABLE:
             self.note(f"{name} is stored as {info.dtype}, specdec reads {', '.join(_READABLE)}")
         scales = self._copy(name, blocks, torch.float32)
-        if not self.failed and not bool(((scales > 0) & scales.isfinite()).all()):
+        if not self.unused and not bool(((scales > 0) & scales.isfinite()).all()):
             self.note(f"{name} holds scales that are not positive numbers")
-        return self.stand_in(shape, dtype) if self.failed else Fp8(numbers, scales, dtype)
+        return self.stand_in(shape, dtype) if self.unused else Fp8(numbers, scales, dtype)
 
     def _copy(self, disk: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         again = disk in self._read
         self._read.add(disk)
-        if self.failed:
+        if self.unused:
             return self.stand_in(shape, dtype)
         tensor = self._checkpoint.tensor(disk).to(self._device, dtype, copy=True)
         if not again:
@@ -198,13 +211,14 @@ class CheckpointWeights:
 
     def empty(self, shape: Shape, like: Matrix) -> Matrix:
         """Return room for a matrix that is put together from several."""
-        device = torch.device("meta") if self.failed else self._device
         if isinstance(like, Fp8):
-            return fp8.empty(shape, like.dtype, device)
-        return torch.empty(shape, dtype=like.dtype, device=device)
+            return fp8.empty(shape, like.dtype, self._device)
+        return torch.empty(shape, dtype=like.dtype, device=self._device)
 
     def stand_in(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return zeros without memory."""
+        """Return zeros without memory, or, for headers alone, nothing in as many dimensions."""
+        if self._headers_only:
+            return torch.empty((0,) * len(shape), dtype=dtype)
         return torch.zeros((), dtype=dtype, device=self._device).expand(shape)
 
     def finish(self) -> None:
@@ -219,29 +233,33 @@ class CheckpointWeights:
             logger.warning("kept in %s: %s, whose blocks are cut, or which must be exact", *shown)
 
     def _complaint(self, kinds: dict[str, list[str]]) -> str:
-        counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items() if found)
-        lines = [f"  {kind}: {line}" for kind, found in kinds.items() for line in found]
-        if len(lines) > _MOST_PROBLEMS:
-            lines[_MOST_PROBLEMS:] = [f"  … and {len(lines) - _MOST_PROBLEMS} more"]
-        return "\n".join(
-            [
-                f"{self._checkpoint.folder}: tensors are not as config.json describes them ({counts}):",
-                *lines,
-                "Check that config.json and the safetensors belong together, or "
-                f"{anew(self._checkpoint.folder, 'download both again')}.",
-            ]
+        found = "; ".join(f"{len(lines)} {kind}: {few(lines)}" for kind, lines in kinds.items() if lines)
+        return (
+            f"{self._checkpoint.folder}: tensors are not as config.json describes them: {found}; check that "
+            "config.json and the safetensors belong together, or "
+            f"{anew(self._checkpoint.folder, 'download both again')}"
         )
 
 
 class _Reader:
     """Bind a target type for the recipe that is making one tensor."""
 
-    def __init__(self, weights: CheckpointWeights, dtype: torch.dtype, *, keep_narrow: bool) -> None:
-        self._weights, self._dtype, self._keep_narrow = weights, dtype, keep_narrow
+    def __init__(
+        self, weights: CheckpointWeights, name: str, dtype: torch.dtype, *, keep_narrow: bool
+    ) -> None:
+        self._weights, self._name, self._dtype, self._keep_narrow = weights, name, dtype, keep_narrow
         self.widened = False
 
+    @property
+    def count(self) -> int:
+        return self._weights.count
+
+    @property
+    def unused(self) -> bool:
+        return self._weights.unused
+
     def read(self, disk: str, shape: Shape) -> Matrix:
-        matrix = self._weights.read(disk, shape, self._dtype)
+        matrix = self._weights.read(disk, shape, self._dtype, self._name)
         return matrix if self._keep_narrow else self.widen(matrix, disk)
 
     def widen(self, matrix: Matrix, disk: str) -> Tensor:
@@ -254,7 +272,7 @@ class _Reader:
         return self._weights.empty(shape, like)
 
     def unlike(self, disk: str) -> None:
-        if not self._weights.failed:
+        if not self._weights.unused:
             self._weights.note(f"{disk} is not stored as the experts before it are, of which some are narrow")
 
 

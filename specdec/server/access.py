@@ -3,6 +3,7 @@
 import hmac
 import ipaddress
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -10,7 +11,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from specdec.errors import ConfigError
+from specdec.models.folder import short
 from specdec.server.failures import Failure
+from specdec.server.origins import Origins
 from specdec.server.settings import ServerConfig
 
 VARIABLE = "SPECDEC_API_KEY"
@@ -20,47 +23,66 @@ class Access:
     """What an operator has said of it. A wrong word is a `ConfigError`."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._keys = [key.encode() for key in read_keys(config)]
+        self._secret = secrets.token_bytes(32)
+        self._callers = [self._caller(key.encode()) for key in read_keys(config)]
+        """A name for each key: what is kept of a request bears this one, and never the key."""
         self._local = is_local(config.host)
+        self.origins = Origins(config.allowed_origins)
 
     @property
     def is_open(self) -> bool:
         """Tell whether everybody may ask, from whatever machine."""
-        return not self._keys and not self._local
+        return not self._callers and not self._local
 
-    def admit(self, request: web.Request) -> None:
-        """Let a request in or refuse it."""
-        if self._keys:
-            self._check_key(request.headers.get("Authorization", ""))
-        else:
-            self._refuse_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+    @property
+    def is_open_to_pages(self) -> bool:
+        """Tell whether a page from anywhere may ask."""
+        return not self._callers and self.origins.takes_any
 
-    def _check_key(self, header: str) -> None:
-        """Compare all keys, each in a time that tells nothing."""
-        kind, _, given = header.partition(" ")
-        mine = given.strip().encode(errors="surrogateescape")
-        matches = [hmac.compare_digest(mine, key) for key in self._keys]
-        if kind.lower() != "bearer" or not any(matches):
+    def admit(self, request: web.Request) -> str:
+        """Refuse a request, or say who calls: a name for each key, and none where no key is asked for."""
+        if self._callers:
+            headers = request.headers
+            return self._check_key(headers.get("Authorization", ""), headers.get("x-api-key", ""))
+        self._refuse_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+        return ""
+
+    def admit_preflight(self, request: web.Request) -> None:
+        """Let a browser ask whether a page may send a request, or refuse it: it never brings a key."""
+        host, origin = request.headers.get("Host", ""), request.headers["Origin"]
+        if not self._callers:
+            self._refuse_pages(host, origin)
+        elif not self.origins.allow(origin):
+            raise _foreign(origin)
+
+    def _check_key(self, authorization: str, bare: str) -> str:
+        """Compare all keys, each in a time that tells nothing, not even a key's length."""
+        kind, _, bearer = authorization.partition(" ")
+        given = [bearer] if kind.lower() == "bearer" else []
+        mine = [self._caller(key.strip().encode(errors="surrogateescape")) for key in (*given, bare)]
+        matches = [own for own in mine for caller in self._callers if hmac.compare_digest(own, caller)]
+        if not matches:
             raise Failure(
                 401,
-                "This server wants a key that it knows: send the header 'Authorization: Bearer KEY'.",
+                "This server wants a key that it knows: send the header 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return matches[0]
+
+    def _caller(self, key: bytes) -> str:
+        """Name the holder of a key, as this process alone does."""
+        return hmac.digest(self._secret, key, "sha256").hex()
 
     def _refuse_pages(self, host: str, origin: str | None) -> None:
         """Refuse what a page from elsewhere has a browser send here, under a name of its own perhaps."""
         try:
-            name, own = urlsplit(f"//{host}").hostname or "", origin and urlsplit(origin).netloc
+            name, own = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
         except ValueError:
             raise Failure(400, "Host or Origin: it is no address.") from None
-        if own is not None and own.lower() != host.lower():
-            raise Failure(
-                403,
-                f"Origin: a page of {origin:.80} may not ask this server, which wants no key; start it with "
-                "--api-key to let those in that know one.",
-                code="foreign_origin",
-            )
+        if origin is not None and own.lower() != host.lower() and not self.origins.allow(origin):
+            raise _foreign(origin)
         if host and self._local and not is_local(name):
             raise Failure(
                 403,
@@ -68,6 +90,15 @@ class Access:
                 "start the server with --api-key, or with --host for others.",
                 code="foreign_host",
             )
+
+
+def _foreign(origin: str) -> Failure:
+    return Failure(
+        403,
+        f"Origin: a page of {origin:.80} may not ask this server; start it with --allowed-origins and this "
+        "origin to let its pages in.",
+        code="foreign_origin",
+    )
 
 
 def is_local(host: str) -> bool:
@@ -100,9 +131,10 @@ def _lines(path: str) -> list[str]:
     """Read a file of keys, without blank lines and those that begin with #."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"api_key_file: {path} cannot be read ({error}); give a text file with one key on each line.",
+            f"api_key_file: {short(path)} cannot be read ({why}); give a text file with a key on each line.",
             field="api_key_file",
         ) from error
     return [line for line in map(str.strip, lines) if line and not line.startswith("#")]

@@ -14,17 +14,20 @@ from typing import Any
 from aiohttp import web
 
 from specdec import __version__
+from specdec.outputs import EngineStats
 from specdec.resolve import Resolved
 from specdec.server.answers import Deadline
-from specdec.server.bodies import DetokenizeBody, TokenizeBody, read_plain
-from specdec.server.connections import read_body
+from specdec.server.connections import expect_later, read_body
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
 from specdec.server.openapi import described
+from specdec.server.origins import is_preflight, let_through
 from specdec.server.page import playground
+from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
+from specdec.server.protocol import SERVER
 from specdec.server.state import State, worked
 from specdec.server.streams import send_whole
-from specdec.server.tools.offer import make_offer
+from specdec.server.tools.offer import make_offer, untold
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ def build_app(state: State) -> web.Application:
     """Put the addresses together."""
     app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass])
     app[STATE] = state
+    app.on_response_prepare.append(_head)
     routes: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/completions", complete),
         ("POST", "/v1/chat/completions", chat),
@@ -60,10 +64,16 @@ def build_app(state: State) -> web.Application:
     ]
     pages = [("GET", path, page) for path, page in PAGES.items()]
     for method, path, handler in [*((a, b, _with_state(c)) for a, b, c in routes), *pages]:
-        app.router.add_route(method, path, handler)
-        if method == "GET":
-            app.router.add_route("HEAD", path, handler)
+        for own in (method, "HEAD") if method == "GET" else (method,):
+            app.router.add_route(own, path, handler, expect_handler=expect_later)
     return app
+
+
+async def _head(request: web.Request, response: web.StreamResponse) -> None:
+    """Put into the head of an answer, whole, streamed or an error, what all of them have."""
+    response.headers["Server"] = SERVER
+    response.headers.update(request.get("headers", {}))
+    response.headers.update(request.app[STATE].access.origins.headers(request.headers.get("Origin")))
 
 
 def _with_state(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -83,13 +93,17 @@ async def _pass(
     start_s, state = time.perf_counter(), request.app[STATE]
     level = logging.DEBUG if request.path in POLLED else logging.INFO
     try:
-        if request.path not in OPEN:
-            state.access.admit(request)
-        with state.connections.busy(request.protocol):
-            await read_body(request, state.config.body_timeout)
-            response = await handler(request)
-            if isinstance(response, web.Response):
-                await send_whole(request, response, state.config.stall_timeout)
+        if is_preflight(request):
+            state.access.admit_preflight(request)
+            response: web.StreamResponse = let_through(request)
+        else:
+            if request.path not in OPEN:
+                request["caller"] = state.access.admit(request)
+            with state.connections.busy(request.protocol):
+                await read_body(request, state.config.body_timeout)
+                response = await handler(request)
+                if isinstance(response, web.Response):
+                    await send_whole(request, response, state.config.stall_timeout)
     except asyncio.CancelledError:
         about = _about(request, GONE, start_s)
         says = "%(request_id)s %(path)s: its client has hung up after %(ms).0f ms"
@@ -106,8 +120,9 @@ async def _pass(
             says = "%(request_id)s %(path)s failed: %(reason)s"
             logger.error(says, about, exc_info=failure.trace, extra=about)
         response = failure.response()
-    if not response.prepared:
-        response.headers.update(request["headers"])
+    resource = request.match_info.route.resource
+    if resource:  # what is no address of the server could be any text
+        state.metrics.answered(resource.canonical, request.method, response.status)
     about = _about(request, response.status, start_s)
     says = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
     logger.log(level, says, about, extra=about)
@@ -153,8 +168,9 @@ def _card(state: State, name: str) -> dict[str, Any]:
 
 
 async def _health(request: web.Request, state: State) -> web.Response:
-    """Tell whether the engine lives."""
+    """Tell whether the engine lives, and steps."""
     state.check_engine()
+    state.check_step()
     return web.json_response({"status": "ok"})
 
 
@@ -175,6 +191,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 async def _tokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(TokenizeBody, await request.read())
+    state.check_model(body.model)
+    request["headers"] |= state.ignored.headers([*untold(body.tools, None, told=state.told), *body.ignored])
     until = Deadline(state.config.request_timeout)
     with state.under_way(1, until):
         async with until.held():
@@ -188,7 +206,7 @@ async def _tokens(body: TokenizeBody, state: State) -> list[int]:
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
         plain = [message.plain(i) for i, message in enumerate(body.messages)]
-        offer = make_offer(body.tools, None, parallel=True, form=state.calls)
+        offer = make_offer(body.tools, None, parallel=True, form=state.calls, told=state.told)
         variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
         return await state.encode_chat(plain, variables, answer=body.add_generation_prompt)
     assert body.prompt is not None
@@ -198,6 +216,8 @@ async def _tokens(body: TokenizeBody, state: State) -> list[int]:
 
 async def _detokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(DetokenizeBody, await request.read())
+    state.check_model(body.model)
+    request["headers"] |= state.ignored.headers(body.ignored)
     tokenizer, vocab = state.engine.tokenizer, state.engine.model.network.spec.vocab
     if tokenizer is None:
         raise Failure(400, "tokens: the model has no tokenizer, so they have no text.", param="tokens")
@@ -212,9 +232,9 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
 
 
 async def _flush_cache(request: web.Request, state: State) -> web.Response:
-    """Forget what earlier requests left in which drafters look up."""
+    """Forget what the caller's earlier requests left: outputs that drafters look up, and prefixes."""
     async with Deadline(state.config.request_timeout).held():
-        await asyncio.wrap_future(state.engine.begin_flush())
+        await asyncio.wrap_future(state.engine.begin_flush(request["caller"]))
     return web.json_response({"status": "ok"})
 
 
@@ -248,8 +268,22 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "moved_blocks": stats.moved_blocks,
         "arena": asdict(stats.arena),
         "prefixes": asdict(stats.prefixes) if stats.prefixes else None,
+        "speculation": _speculation(stats),
     }
     return web.Response(text=json.dumps(shown), content_type="application/json")
+
+
+def _speculation(stats: EngineStats) -> dict[str, Any] | None:
+    """Say which drafts run now and why; without the two figures they are fixed."""
+    outlook = stats.speculation
+    if outlook is None:
+        return None
+    return {
+        "name": outlook.name,
+        "reason": outlook.reason,
+        "expected_tokens": outlook.tokens,
+        "cost": outlook.cost,
+    }
 
 
 def _settled(settings: Resolved) -> dict[str, Any]:

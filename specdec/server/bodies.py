@@ -1,6 +1,5 @@
 """What clients send, by the names of OpenAI's API and of vLLM's additions to it."""
 
-import json
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -21,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from specdec.errors import ConfigError
 from specdec.sampling import SamplingParams
 from specdec.server.failures import Failure, misfit
-from specdec.server.fields import refuse
+from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.tools.bodies import Called, Tool
 from specdec.server.tools.offer import Choice, Offer, make_offer
 from specdec.server.tools.parser import CallFormat
@@ -45,10 +44,8 @@ class Structured(BaseModel):
 
     @property
     def structure(self) -> Structure:
-        given = self.model_dump(exclude_none=True)
-        return Structure(
-            **{"json_schema" if name == "json_" else name: value for name, value in given.items()}
-        )
+        named = {"json_schema" if name == "json_" else name: value for name, value in self}
+        return Structure(**{name: value for name, value in named.items() if value is not None})
 
 
 class NamedSchema(BaseModel):
@@ -92,6 +89,10 @@ class Body(BaseModel):
     frequency_penalty: float | None = None
     stop: str | list[str] | None = Field(None, description="texts that end the output before them")
     stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="end the text behind what stops it")
+    skip_special_tokens: bool | None = Field(None, description="false spells special tokens out")
+    allowed_token_ids: Ids | None = Field(None, description="choose among these tokens alone")
+    bad_words: list[str] | None = Field(None, description="words that are not written")
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, description="tokens before any that may end the output")
     response_format: ResponseFormat | None = Field(None, description="the form of the output")
@@ -100,7 +101,7 @@ class Body(BaseModel):
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     logit_bias: dict[int, float] | None = None
     cache_salt: SkipValidation[str | None] = Field(
-        None, description="share what was read with requests of this salt alone"
+        None, description="share what was read and written with requests of this key and salt alone"
     )
     n: int | None = Field(None, description="choices for each prompt")
     stream: bool = False
@@ -123,7 +124,7 @@ class Body(BaseModel):
     @classmethod
     def read(cls, data: bytes) -> Self:
         """Read a body, and refuse what it asks for that nobody would do."""
-        fields = _given(data)
+        fields = given_fields(data)
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
@@ -136,6 +137,11 @@ class Body(BaseModel):
                 param="stream_options",
             )
         return body
+
+    @property
+    def ignored(self) -> list[str]:
+        """Name the fields that are left alone, whatever they ask for."""
+        return unknown(self.model_extra or {})
 
     @property
     def said(self) -> dict[str, Any]:
@@ -295,9 +301,10 @@ class ChatBody(Body):
     tool_choice: Choice | None = Field(None, description="auto, none, required, or one of the tools")
     parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
 
-    def offer(self, form: CallFormat | None) -> Offer | None:
-        """Say what may be called, where calls are written in this format."""
-        offer = make_offer(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, form=form)
+    def offer(self, form: CallFormat | None, *, told: bool = True) -> Offer | None:
+        """Say what may be called, where calls are written in this format and the model is told of tools."""
+        parallel = self.parallel_tool_calls
+        offer = make_offer(self.tools, self.tool_choice, parallel=parallel, form=form, told=told)
         if offer and offer.structure and self.structure:
             raise Failure(
                 400,
@@ -337,42 +344,6 @@ class ChatBody(Body):
                 400, "top_logprobs: it belongs to logprobs; set logprobs to true.", param="top_logprobs"
             )
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class TokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-
-
-class DetokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    tokens: Ids
-
-
-def read_plain(kind: type[BaseModel], data: bytes) -> Any:
-    """Read a small body. Null counts as not given."""
-    try:
-        return kind.model_validate(_given(data))
-    except ValidationError as error:
-        raise misfit(error) from None
-
-
-def _given(data: bytes) -> dict[str, Any]:
-    """Return what a body says."""
-    try:
-        given = json.loads(data)
-    except (ValueError, RecursionError):
-        raise Failure(400, "the body is no JSON; send one object, as UTF-8.") from None
-    if not isinstance(given, dict):
-        raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _text(content: str | list[Part] | None, index: int) -> str:

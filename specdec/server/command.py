@@ -2,9 +2,11 @@
 
 import argparse
 import logging
+from functools import partial
 
 from specdec.config import EngineConfig
-from specdec.options import add_settings, settings_from
+from specdec.models.folder import find_folder
+from specdec.options import Run, add_settings, settings_from
 from specdec.server.logs import FORMATTERS
 from specdec.server.settings import ServerConfig
 
@@ -16,12 +18,13 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, EngineConfig, title="engine")
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> Run:
+    config, engine_config = settings_from(args, ServerConfig), settings_from(args, EngineConfig)
+    find_folder(args.model)
     # Imported here, for no other command needs a web server.
     from specdec.server.run import run
 
-    config = settings_from(args, ServerConfig)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(FORMATTERS[config.log_format])
     logging.getLogger("specdec").setLevel(logging.DEBUG if args.verbose else logging.INFO)
-    run(args.model, settings_from(args, EngineConfig), config)
+    return partial(run, args.model, engine_config, config)

@@ -8,19 +8,25 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from specdec.server.failures import Failure
+from specdec.server.failures import UNKNOWN_ENCODING, Failure
+from specdec.server.protocol import Connection
 
 MOST_FILES = 1 << 16
 """Open files that a process is given where the system lets it have them."""
 SPARE = 256
 """Files for all that is no connection, and for those that are accepted at once."""
+LINGER_S = 2.0
+"""For the rest of a refused body, so that its sender still reads the answer."""
+ENCODINGS = {"", "identity", "gzip", "deflate"}
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Connections:
     """Keeps descriptors free: without any the server could not even refuse. Owned by the event loop."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, idle_s: float) -> None:
         limit = _raise_limit()
+        self.idle_s = idle_s
         self.most = min(most or limit, max(limit - SPARE, limit // 2))
         self._busy: set[asyncio.BaseProtocol] = set()
         """Those that have a request under way."""
@@ -28,15 +34,24 @@ class Connections:
     def factory(self, server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
         """Return what makes a protocol of each new connection, and room for it where there is none."""
 
+        def new() -> Connection:
+            return Connection(
+                server,
+                loop=asyncio.get_running_loop(),
+                access_log=None,  # type: ignore[arg-type]  # as its own runner has it: our log says more
+                keepalive_timeout=self.idle_s,
+                lingering_time=LINGER_S,
+            )
+
         def make() -> asyncio.BaseProtocol:
             own = server.connections
             if len(own) < self.most:
-                return server()
+                return new()
             idle = next((each for each in own if each.transport and each not in self._busy), None)
             if idle is None:
                 return _Refused()
             idle.force_close()  # its descriptor is free when the event loop comes round again
-            return server()
+            return new()
 
         return make
 
@@ -58,10 +73,32 @@ class _Refused(asyncio.Protocol):
         transport.close()
 
 
+async def expect_later(request: web.Request) -> None:
+    """Keep `100 Continue` back until it is clear that the body is wanted: `read_body` sends it."""
+    if not _waits(request):
+        raise web.HTTPExpectationFailed
+
+
+def _waits(request: web.Request) -> bool:
+    """Tell whether the body comes once it is asked for."""
+    return request.headers.get("Expect", "").lower() == "100-continue"
+
+
 async def read_body(request: web.Request, limit_s: float) -> None:
-    """Read a body, which the request keeps; one that trickles in is not waited for."""
+    """Read a body, which the request keeps; one that trickles in or is too large is not waited for."""
+    if (request.content_length or 0) > request.client_max_size:
+        raise Failure(
+            413,
+            f"The body has {request.content_length:,} bytes, and max_body_bytes, a setting of the server, "
+            f"allows {request.client_max_size:,}.",
+        )
+    if request.headers.get("Content-Encoding", "").strip().lower() not in ENCODINGS:
+        raise Failure(415, UNKNOWN_ENCODING)
     try:
         async with asyncio.timeout(limit_s):
+            if _waits(request) and request.version >= (1, 1):
+                await request.writer.write(CONTINUE)
+                request.writer.output_size = 0  # it is no part of the answer
             await request.read()
     except TimeoutError:
         raise Failure(408, f"The body did not come within {limit_s:g} s.", code="body_timeout") from None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, InvalidURLError, LineTooLong
 from pydantic import ValidationError
 
 from specdec.errors import CapacityError, EngineError, SpecdecError
@@ -19,7 +20,9 @@ KINDS = {
     408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    417: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -35,6 +38,9 @@ SEVERAL = {
     "stop": "give a text or a list of texts",
 }
 """What fields may be that may be of several kinds: pydantic would speak of the first alone."""
+
+
+UNKNOWN_ENCODING = "Content-Encoding: it is none that this server reads; send gzip, deflate, or no encoding."
 
 
 class Failure(Exception):
@@ -81,6 +87,8 @@ def failure_of(error: Exception) -> Failure:
             message = str(error).replace("SamplingParams.", "").replace("SamplingParams ", "the request ")
             long = error.field == "prompt" and "max_model_len" in message
             return Failure(400, message, param=error.field, code="context_length_exceeded" if long else None)
+        case HttpProcessingError():
+            return _garbled(error)
         case web.HTTPNotFound():
             return Failure(404, "There is nothing at this address; /openapi.json lists those there are.")
         case web.HTTPMethodNotAllowed():
@@ -90,12 +98,29 @@ def failure_of(error: Exception) -> Failure:
             return Failure(
                 413, "The body has more bytes than max_body_bytes, a setting of the server, allows."
             )
+        case web.HTTPExpectationFailed():
+            return Failure(417, "Expect: only 100-continue is known here.")
         case web.HTTPException():
             return Failure(error.status, error.reason, headers=_kept(error.headers))
         case _:
             failure = Failure(500, "The server failed; its log says how.", code="internal_error")
             failure.trace = error
             return failure
+
+
+def _garbled(error: HttpProcessingError) -> Failure:
+    """Say what is wrong with what could not be read as HTTP, and repeat nothing of it: keys may be in it."""
+    match error:
+        case LineTooLong():
+            return Failure(431, "The first line or a header is longer than the server reads; send less.")
+        case ContentEncodingError():
+            return Failure(415, UNKNOWN_ENCODING)
+        case InvalidURLError():
+            return Failure(400, "The address in the first line cannot be read.")
+        case _:
+            # Below the first line aiohttp shows what it read.
+            why = error.message.partition("\n")[0].partition(": ")[0].rstrip(":.")
+            return Failure(400, f"This is no HTTP request that can be read: {why}.")
 
 
 Names = Mapping[str, str]

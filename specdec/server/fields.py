@@ -1,12 +1,23 @@
-"""Fields that bodies do not have: those that are refused if they ask for something, and harmless ones."""
+"""Fields that bodies do not have: those refused if they ask for something, harmless ones, unknown ones."""
 
+import itertools
+import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec.server.failures import Failure
 
 logger = logging.getLogger(__name__)
+
+IGNORED = "x-specdec-ignored-fields"
+"""The header of an answer that names what its request asked for in vain."""
+MOST_NAMES, LONGEST_NAME = 16, 64
+"""Of the fields that one answer names, and of those that the log knows: names are the clients' own."""
+MOST_LOGGED = 256
+MOST_LEVELS = 128
+"""Of objects and lists within each other: twice those of a schema that is served."""
 
 HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -51,12 +62,8 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "structural_tag": (),
     "stop_regex": ("", []),
     "no_stop_trim": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "include_reasoning": (True,),
     "thinking_token_budget": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "custom_logit_processor": (),
     "custom_params": (),
@@ -90,11 +97,55 @@ INSTEAD: Mapping[str, str] = {
 """What to do where there is more to do than to leave a field out."""
 
 
+def given_fields(data: bytes) -> dict[str, Any]:
+    """Return what a body says."""
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Failure(400, "the body is no JSON; send one object, as UTF-8.") from None
+    if not isinstance(given, dict):
+        raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
+    if _nests(given, MOST_LEVELS):
+        raise Failure(400, f"the body nests more than {MOST_LEVELS} levels; send fewer.")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _nests(given: Any, most: int) -> bool:
+    """Tell whether something has more levels. What reads a body calls itself for each of them."""
+    level, levels = [given], 0
+    while level and levels <= most:
+        inside = itertools.chain.from_iterable(own.values() if type(own) is dict else own for own in level)
+        level, levels = [own for own in inside if type(own) is dict or type(own) is list], levels + 1
+    return levels > most
+
+
 def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
     """Refuse what asks for something that nobody would do; at what `said` has a field asks for nothing."""
     for name, value in extra.items():
         if name in REFUSED and value not in (*REFUSED[name], said.get(name)):
             instead = INSTEAD.get(name, "leave it out")
             raise Failure(400, f"{name}: this server does not support it here; {instead}.", param=name)
-        if name not in REFUSED and name not in HARMLESS:
-            logger.debug("a request has the field %.80r, which is unknown here", name)
+
+
+def unknown(extra: Iterable[str]) -> list[str]:
+    """Return the fields that are left alone because no one here knows them."""
+    return [name for name in extra if name not in REFUSED and name not in HARMLESS]
+
+
+class Ignored:
+    """Tells clients which of their fields were left alone, and the log of each name once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def headers(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the header that names them; what has no place in one is left out of a name."""
+        if not names:
+            return {}
+        shown = [re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII)[:LONGEST_NAME] for name in names[:MOST_NAMES]]
+        for name in shown:
+            if name not in self._logged and len(self._logged) < MOST_LOGGED:
+                self._logged.add(name)
+                logger.info("requests have the field %s, which is left alone here; this is said once", name)
+        more = [f"+{len(names) - MOST_NAMES}"] if len(names) > MOST_NAMES else []
+        return {IGNORED: ", ".join([*shown, *more])}

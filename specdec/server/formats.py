@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from specdec.engine import Prepared
 from specdec.outputs import Delta, DraftTree, RequestStats, TokenLogprob
 from specdec.prompts import Prompt
 from specdec.server.tools.answer import CallingAnswer
 from specdec.server.tools.offer import Offer
+from specdec.terms import Prepared
 from specdec.text import Tokenizer
 
 Json = dict[str, Any]
@@ -50,6 +50,7 @@ class Usage:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": max(drafted - self.accepted, 0),
+                "accepted_from_outputs": sum(stats.accepted_from_outputs for stats in self.ended),
                 "reasoning_tokens": 0,
                 "audio_tokens": 0,
             },
@@ -149,12 +150,14 @@ class Completions:
             "text": echo.text + delta.text if echo else delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
             **beside(delta, self.shown, self.tokenizer),
         }
 
     def _logprobs(self, choice: int, delta: Delta, echo: Echo | None) -> Json:
         """Write them as columns, a prompt's first; an offset is where a token's own text begins."""
-        logprobs = [*(delta.prompt_logprobs or ()), *(delta.logprobs or ())]
+        prompts = filter(None, delta.prompt_logprobs or ())
+        logprobs = [*prompts, *(delta.logprobs or ())]
         first = [echo.first] if echo else []
         ids = [*first, *(own.token_id for own in logprobs)]
         tokens, offsets = [self._named(token) for token in ids], []
@@ -225,7 +228,7 @@ class Chats:
             logprobs = {"content": [self._logprob(own) for own in delta.logprobs], "refusal": None}
         calling = self._calling.get(choice)
         told = self._choice(choice, name, message, logprobs, calling.reason(why) if calling else why)
-        return told | beside(delta, self.shown, self.tokenizer)
+        return told | {"stop_reason": delta.stop_reason} | beside(delta, self.shown, self.tokenizer)
 
     def _choice(self, index: int, name: str, message: Json, logprobs: Json | None, why: str | None) -> Json:
         return {"index": index, name: message, "logprobs": logprobs, "finish_reason": why}
@@ -279,7 +282,7 @@ def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
     if shown.drafts:
         own["drafts"] = [_draft(draft, tokenizer) for draft in delta.drafts]
     if shown.prompt_logprobs and delta.prompt_logprobs is not None:
-        own["prompt_logprobs"] = [None, *(_ranked(each, tokenizer) for each in delta.prompt_logprobs)]
+        own["prompt_logprobs"] = [each and _ranked(each, tokenizer) for each in delta.prompt_logprobs]
     return own
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.engine import Prepared
 from specdec.outputs import Delta
 from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
@@ -16,6 +15,8 @@ from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, S
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
+from specdec.server.tools.offer import untold
+from specdec.terms import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     until = Deadline(state.config.request_timeout)
     body = CompletionBody.read(await request.read())
     state.check_model(body.model)
+    request["headers"] |= state.ignored.headers(body.ignored)
     if len(body.prompts) > state.config.max_prompts:
         most = state.config.max_prompts
         raise Failure(
@@ -43,7 +45,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
     with naming(names), state.under_way(choices, until, field=field):
         async with until.held():
-            prepared = await state.prepare(body.prompts, params)
+            prepared = await state.prepare(body.prompts, params, request["caller"])
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
         form = Completions(tokenizer, _shown(body), echoes, params.n)
@@ -55,22 +57,24 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     until = Deadline(state.config.request_timeout)
     body = ChatBody.read(await request.read())
     state.check_model(body.model)
-    offer = body.offer(state.calls)
+    untold_of = untold(body.tools, body.tool_choice, told=state.told)
+    request["headers"] |= state.ignored.headers([*untold_of, *body.ignored])
+    offer = body.offer(state.calls, told=state.told)
     variables = {**body.variables, **({"tools": offer.plain} if offer else {})}
     forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
-    asked = (body.max_completion_tokens, body.max_tokens, state.max_model_len)
-    most = next(own for own in asked if own is not None)
-    params = body.params(logprobs=body.shown, max_tokens=most, **forced)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    default = max(state.default_max_tokens, body.min_tokens or 0)
+    params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
     asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
     names = {"prompt": "messages", "structured_outputs": asker}
     with naming(names), state.under_way(params.n, until):
         async with until.held():
             ids = await state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
             own: dict[str, Any] = {"cache_marks": await state.marks(ids, body.beginnings, variables) or None}
-            if most == asked[-1]:
-                own["max_tokens"] = max(state.max_model_len - len(ids), 1)
+            if asked is None:
+                own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)
-            prepared = await state.prepare([ids], params)
+            prepared = await state.prepare([ids], params, request["caller"])
         form = Chats(state.engine.tokenizer, _shown(body), offer)
         return await _answer(request, state, body, prepared, form, until, names)
 
@@ -89,7 +93,7 @@ async def _answer(
     usage, stall_s = Usage(answers.prompt_tokens, prepared[0].params.n), state.config.stall_timeout
     with state.metrics.request(prepared, until.start_s) as watch, answers:
         if body.stream:
-            stream = EventStream(request, stall_s, request["headers"])
+            stream = EventStream(request, stall_s)
             return await _stream(answers, envelope, usage, watch, body, stream, names)
         whole = await _whole(answers, envelope, usage, watch, body)
     return await send_whole(request, web.json_response(whole), stall_s)

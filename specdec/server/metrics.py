@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
-from specdec.engine import Prepared, SpecEngine
+from specdec.engine import SpecEngine
 from specdec.errors import RequestError
 from specdec.outputs import RequestStats
 from specdec.server.answers import Said
+from specdec.server.engine_figures import EngineFigures, renamed
 from specdec.server.failures import Failure
+from specdec.terms import Prepared
 
 FIRST = (
     0.001,
@@ -70,8 +70,9 @@ class Metrics:
 
     def __init__(self, engine: SpecEngine, model: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        labels = {"model_name": model}
-        self.registry.register(_Engine(engine, labels))
+        labels = {"model_name": model, "engine": "0"}
+        self.registry.register(EngineFigures(engine, labels))
+        ProcessCollector(registry=self.registry)
 
         def histogram(name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
             own = Histogram(f"vllm:{name}", says, list(labels), buckets=buckets, registry=self.registry)
@@ -97,6 +98,9 @@ class Metrics:
         )
         self.read = histogram("request_prompt_tokens", "Tokens of a choice's prompt.", TOKENS)
         self.written = histogram("request_generation_tokens", "Tokens written of a choice.", TOKENS)
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Of them, those that were not in the prefix cache.", TOKENS
+        )
         self.longest = histogram(
             "request_max_num_generation_tokens", "Tokens written of a prompt's longest choice.", TOKENS
         )
@@ -105,7 +109,16 @@ class Metrics:
         self.read_total = counter(
             "prompt_tokens", "Tokens of prompts, counted with the first token after them."
         )
+        self.cached_total = counter(
+            "prompt_tokens_cached", "Tokens of choices' prompts that were in the prefix cache."
+        )
         self.written_total = counter("generation_tokens", "Tokens written.")
+        self.answers = Counter(
+            "http_requests",
+            "Answers by address, method and class of status, but for those whose client had left.",
+            ["handler", "method", "status"],
+            registry=self.registry,
+        )
         ended = Counter(
             "vllm:request_success",
             "Choices that ended, by why: abort from outside, error by a failure.",
@@ -126,8 +139,13 @@ class Metrics:
         finally:
             watch.close()
 
+    def answered(self, path: str, method: str, status: int) -> None:
+        """Count an answer of one of the server's addresses."""
+        self.answers.labels(handler=path, method=method, status=f"{status // 100}xx").inc()
+
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        """Write all figures, those of vLLM's that were renamed by their older names too."""
+        return renamed(generate_latest(self.registry))
 
 
 class Watch:
@@ -172,6 +190,8 @@ class Watch:
         if tokens > 1:
             metrics.token_s.observe(decode_s / (tokens - 1))
         metrics.read.observe(stats.prompt_tokens)
+        metrics.computed.observe(stats.prompt_tokens - stats.cached_tokens)
+        metrics.cached_total.inc(stats.cached_tokens)
         metrics.written.observe(tokens)
         metrics.allowed.observe(params.max_tokens)
         ended.append(tokens)
@@ -188,85 +208,3 @@ class Watch:
         left = sum(own.params.n - len(ended) for own, ended in zip(self.prepared, self._ended, strict=True))
         if left:
             self.metrics.ended[self._why].inc(left)
-
-
-class _Engine(Collector):
-    """Reads the engine's own counts. It steps meanwhile: numbers may be a step apart."""
-
-    def __init__(self, engine: SpecEngine, labels: dict[str, str]) -> None:
-        self.engine, self.labels = engine, labels
-
-    def collect(self) -> Iterator[Metric]:
-        stats, counts = self.engine.stats(), self.engine.model.loop.counts
-        arena, names, values = stats.arena, list(self.labels), list(self.labels.values())
-
-        def gauge(name: str, says: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, says, labels=names)
-            family.add_metric(values, value)
-            return family
-
-        def counter(name: str, says: str, by: dict[str, float], label: str | None = None) -> Metric:
-            family = CounterMetricFamily(name, says, labels=[*names, *([label] if label else [])])
-            for key, value in by.items():
-                family.add_metric([*values, *([key] if label else [])], value)
-            return family
-
-        yield gauge("vllm:num_requests_running", "Sequences that take part in steps.", stats.running)
-        yield gauge("vllm:num_requests_waiting", "Sequences that wait for memory or a place.", stats.waiting)
-        share = arena.used_bytes / arena.capacity_bytes
-        yield gauge("vllm:kv_cache_usage_perc", "Part of the arena that requests use.", share)
-        held = {"kv": arena.block_bytes, "state": arena.state_bytes, "draft": arena.record_bytes}
-        held["prefix"] = arena.kept_bytes
-        family = GaugeMetricFamily("specdec:arena_bytes", "Bytes in use by kind.", labels=[*names, "kind"])
-        for kind, used in (held | {"free": arena.free_bytes}).items():
-            family.add_metric([*values, kind], used)
-        yield family
-        yield counter(
-            "vllm:num_preemptions", "Sequences whose memory was taken back.", {"": stats.preemptions}
-        )
-        yield counter(
-            "vllm:spec_decode_num_drafts", "Drafts that were verified.", {"": float(sum(counts.reached[:1]))}
-        )
-        yield counter("vllm:spec_decode_num_draft_tokens", "Tokens in them.", {"": float(counts.drafted)})
-        yield counter(
-            "vllm:spec_decode_num_accepted_tokens", "Of those, accepted.", {"": float(counts.accepted)}
-        )
-        followed = {str(depth): float(count) for depth, count in enumerate(counts.followed)}
-        yield counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted by place in the draft, from 0.",
-            followed,
-            "position",
-        )
-        yield counter(
-            "specdec:failed_steps",
-            "Steps that failed; those who took part were told.",
-            {"": float(stats.failed_steps)},
-        )
-        yield counter(
-            "specdec:clean_checks",
-            "Times that all was done and memory was proved empty and whole.",
-            {"": float(stats.clean_checks)},
-        )
-        yield counter("specdec:moved_blocks", "Blocks moved together.", {"": float(stats.moved_blocks)})
-        if kept := stats.prefixes:
-            yield counter("vllm:prefix_cache_queries", "Tokens looked up.", {"": float(kept.asked)})
-            yield counter("vllm:prefix_cache_hits", "Tokens that need not be read.", {"": float(kept.hit)})
-            yield counter("specdec:prefix_fetched", "Of those, from the host.", {"": float(kept.fetched)})
-            yield gauge("specdec:prefix_bytes", "Of the arena: they give way to others.", kept.cached_bytes)
-            yield gauge("specdec:prefix_alpha", "Weight of the work saved beside recency.", kept.alpha)
-            evicted = {"state": float(kept.states_evicted), "kv": float(kept.blocks_evicted)}
-            yield counter("specdec:prefix_evicted", "States and blocks that gave way.", evicted, "kind")
-        yield counter("specdec:steps", "Verify steps, each row's own.", {"": float(counts.steps)})
-        yield counter("specdec:step_tokens", "Tokens that those steps wrote.", {"": float(counts.tokens)})
-        yield counter("specdec:step_seconds", "Their time by phase.", dict(counts.seconds), "phase")
-        yield counter(
-            "specdec:limited",
-            "Steps in which something was short, by what.",
-            _floats(stats.limited_by),
-            "what",
-        )
-
-
-def _floats(counts: dict[str, int]) -> dict[str, float]:
-    return {name: float(count) for name, count in counts.items()}

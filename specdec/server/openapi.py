@@ -8,7 +8,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from specdec import __version__
-from specdec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specdec.server.bodies import ChatBody, CompletionBody
+from specdec.server.plain import DetokenizeBody, TokenizeBody
 
 BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionBody, "Complete prompts, whole or as server-sent events"),
@@ -36,6 +37,7 @@ ERRORS = {
     "405": "The address takes another method",
     "408": "The body took too long to come",
     "413": "The body is too large",
+    "415": "The body has an encoding that is not known here",
     "429": "Too much is under way",
     "500": "The engine or the server failed; its log says how",
     "503": "The server stops, or the engine has",
@@ -62,9 +64,12 @@ def describe() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "bare_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"bare_key": []}],
     }
 
 

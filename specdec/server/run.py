@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from specdec.config import EngineConfig
 from specdec.engine import SpecEngine
 from specdec.errors import ConfigError
-from specdec.models.checkpoint import SHIPPED
+from specdec.models.folder import SHIPPED
 from specdec.server.access import Access
 from specdec.server.app import build_app
+from specdec.server.connections import LINGER_S
 from specdec.server.settings import ServerConfig
 from specdec.server.state import State
 
@@ -33,8 +33,6 @@ BACKLOG = 1024
 """Connections that the system keeps until they are accepted."""
 UNSENT_BYTES = 1 << 18
 """What the system keeps for a client that does not read; left to itself it takes megabytes for each."""
-LINGER_S = 2.0
-"""For what still comes of a body that nobody wants any more, so that its sender hears why."""
 WATCH_S = 1.0
 """Between two looks at the engine."""
 GRACE_S = 5.0
@@ -49,8 +47,11 @@ FAILED = 70
 def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load a model and serve it until told to stop. What is wrong with the server is told before it loads."""
     folder = SHIPPED.get(model, Path(model)).resolve()
-    if Access(config).is_open:
+    access = Access(config)
+    if access.is_open:
         logger.warning("everybody who reaches %s may ask: no key is wanted; give --api-key", config.host)
+    elif access.is_open_to_pages:
+        logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
     with _bind(config) as sock, SpecEngine(model, engine_config) as engine:
         # What was loaded stays. A collection that looked at it would keep everybody waiting for 0.2 s.
         gc.collect()
@@ -72,15 +73,7 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
     Told a second time it waits for nobody. Where the engine fails for good it is as if told once.
     """
     state = State(engine, config, folder)
-    logging.getLogger("aiohttp.server").addFilter(_in_one_line)
-    runner = web.AppRunner(
-        build_app(state),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=LINGER_S,
-        keepalive_timeout=config.idle_timeout,
-        lingering_time=LINGER_S,
-    )
+    runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
     await runner.setup()
     assert runner.server
     listener = None
@@ -158,15 +151,6 @@ def _bind(config: ServerConfig) -> socket.socket:
             field="port",
         ) from error
     return sock
-
-
-def _in_one_line(record: logging.LogRecord) -> bool:
-    """Log what is no HTTP without a traceback: anybody can send it."""
-    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-        first, *_ = record.exc_info[1].message.split("\n")
-        record.msg, record.args = f"{record.getMessage()}: {first}", ()
-        record.exc_info = record.exc_text = None
-    return True
 
 
 async def _drain(state: State, hurried: asyncio.Event) -> None:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from specdec.sampling import MOST_TOKENS
 from specdec.settings import Settings
 
 
@@ -33,11 +34,25 @@ class ServerConfig(Settings):
     api_key_file: str | None = Field(
         None, title="a file with one key on each line; # begins a comment", description="a path, or None"
     )
+    allowed_origins: list[str] | None = Field(
+        None,
+        title="origins whose pages a browser may let ask and read (CORS); * is every one. None: this "
+        "server's own pages alone",
+        description="a list of origins such as https://app.example, or None",
+    )
     max_body_bytes: int = Field(
         16 << 20, ge=1024, title="bytes of a request at most", description="a whole number of at least 1024"
     )
     max_prompts: int = Field(
         256, ge=1, title="prompts of one request at most", description="a whole number of at least 1"
+    )
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        title="tokens of a chat's answer at most where the request does not say; None: max_new_tokens of the "
+        "folder's generation_config.json, or else 4096",
+        description=f"a whole number from 1 to {MOST_TOKENS}, or None",
     )
     max_queued: int = Field(
         1024,

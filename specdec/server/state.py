@@ -8,28 +8,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.chat import Message, load_template
-from specdec.engine import Prepared, SpecEngine
+from specdec.chat import Message, load_template, longest_answer
+from specdec.engine import SpecEngine
 from specdec.errors import RequestError
-from specdec.grammars import PATIENCE_S, too_late
-from specdec.models.checkpoint import SHIPPED
+from specdec.grammars.guide import Form
+from specdec.models.folder import SHIPPED
 from specdec.prompts import Prompt
 from specdec.sampling import SamplingParams
 from specdec.server.access import Access
 from specdec.server.answers import Bell, Deadline
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
+from specdec.server.fields import Ignored
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
 from specdec.server.tools.offer import format_of
-from specdec.structure import Structure
+from specdec.terms import Prepared
 
 logger = logging.getLogger(__name__)
 
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
 """Characters, or ids, of prompts that take a while to read."""
+LONGEST_ANSWER = 4096
+"""Tokens of an answer to a chat where nothing else says how many: some models never end on their own."""
 T = TypeVar("T")
+STALLED_S = 10.0
+"""Of a step: load balancers had better ask elsewhere, long before step_timeout ends the process."""
 STOPPING = {"Retry-After": "10"}
 
 
@@ -41,15 +46,20 @@ class State:
         self.template = load_template(folder)
         self.calls = format_of(config.tool_call_parser, self.template)
         """How the model calls tools, if it does."""
+        self.told = config.tool_call_parser == "none" or self.template.takes_tools
+        """Whether tools can be told to the model, or else are refused; where not, chats do without them."""
+        self.ignored = Ignored()
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """What the model is made for: the one that ships has a chat template and knows code alone."""
         self.names = config.served_model_name or [folder.name]
         self.max_model_len = engine.model.settings.max_model_len
+        longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
+        self.default_max_tokens = min(longest, self.max_model_len)
         self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
         self.metrics = Metrics(engine, self.names[0])
-        self.connections = Connections(config.max_connections)
+        self.connections = Connections(config.max_connections, config.idle_timeout)
         self.draining = False
         self._under_way: set[Deadline] = set()
         self.choices = 0
@@ -93,31 +103,38 @@ class State:
         for until in list(self._under_way):
             until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
 
+    def check_step(self) -> None:
+        """Say that requests are not answered now, if a step has been under way for too long."""
+        took_s, most_s = self.engine.step_seconds, min(STALLED_S, self.config.step_timeout / 2)
+        if took_s > most_s:
+            raise Failure(
+                503,
+                f"The step under way has taken {took_s:.1f} s, of the {most_s:g} s after which it counts as "
+                "stalled; requests wait for it.",
+                code="stalled",
+                headers=BUSY,
+            )
+
     def check_engine(self) -> None:
         """Say that nothing can be served any more, if so."""
         if fault := self.engine.fault:
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
-    async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Prepared]:
+    async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams, caller: str) -> list[Prepared]:
         """Look at all prompts before one is begun: a mistake in the last must not cost the first's work."""
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
 
         form = params.structured_outputs
-        grammar = await self._compiled(form) if form else None
+        grammar: Form | None = None
+        if form:
+            grammar = await asyncio.wrap_future(self.engine.begin_form(form))
 
         def prepare() -> list[Prepared]:
-            return [self.engine.prepare(prompt, params, grammar) for prompt in prompts]
+            terms = self.engine.read_terms(params, grammar, caller=caller)
+            return [self.engine.read_prompt(prompt, terms) for prompt in prompts]
 
-        return await worked(sum(map(len, prompts)), prepare)
-
-    async def _compiled(self, form: Structure) -> object:
-        """Wait for a form of output, and keep nobody else waiting."""
-        compiling = asyncio.wrap_future(self.engine.begin_form(form))
-        try:
-            return await asyncio.wait_for(compiling, PATIENCE_S)
-        except TimeoutError:
-            raise too_late(form.kind) from None
+        return await worked(sum(map(len, prompts)) + _size(params), prepare)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Turn a text into tokens."""
@@ -161,6 +178,12 @@ class State:
                 param="model",
                 code="model_not_found",
             )
+
+
+def _size(params: SamplingParams) -> int:
+    """Return how many ids and characters there are to read beside the prompts."""
+    ids = len(params.allowed_token_ids or ()) + len(params.stop_token_ids or ())
+    return ids + sum(map(len, params.bad_words or ()))
 
 
 async def worked(size: int, work: Callable[[], T]) -> T:

@@ -23,14 +23,14 @@ DONE = b"data: [DONE]\n\n"
 class EventStream:
     """One answer. It begins with its first event, so that what is refused before has a status of its own."""
 
-    def __init__(self, request: web.Request, stall_s: float, headers: Mapping[str, str]) -> None:
+    def __init__(self, request: web.Request, stall_s: float) -> None:
         self.request, self.stall_s = request, stall_s
-        self._response = web.StreamResponse(headers={**HEADERS, **headers})
+        self._response = web.StreamResponse(headers=HEADERS)
 
     @property
     def number(self) -> str:
         """The request's id."""
-        return str(self._response.headers["X-Request-ID"])
+        return str(self.request["headers"]["X-Request-ID"])
 
     @property
     def begun(self) -> bool:
@@ -73,7 +73,6 @@ async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[Non
 async def send_whole(request: web.Request, response: web.Response, stall_s: float) -> web.Response:
     """Send an answer that is no stream, to a client that may be slow; one that was sent stays as it is."""
     if not response.prepared:
-        response.headers.update(request["headers"])
         async with read_within(request, stall_s):
             await response.prepare(request)
             await response.write_eof()

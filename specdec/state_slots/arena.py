@@ -10,6 +10,7 @@ from specdec.errors import CapacityError
 from specdec.kernels.group import RecurrentMemory
 from specdec.state_slots.integrity import IntegrityError, prove
 from specdec.state_slots.layout import Layout
+from specdec.state_slots.pinned import Runtime, pin
 from specdec.state_slots.slots import Kind, Owner, SlabList, SlotPool
 from specdec.state_slots.views import page_views, recurrent_views
 from specdec.state_slots.window import RecordSlot
@@ -54,8 +55,16 @@ class Arena:
     zero. One thread owns an arena.
     """
 
-    def __init__(self, layout: Layout, num_bytes: int, device: torch.device, *, pinned: bool = False) -> None:
-        """`pinned` memory of the host is one that a GPU copies by itself."""
+    def __init__(
+        self,
+        layout: Layout,
+        num_bytes: int,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """`pinned` memory of the host is one that a GPU copies by itself; `runtime`: CUDA's, or a test's."""
         num_slabs = num_bytes // layout.slab_bytes
         if num_slabs < 2:
             raise CapacityError(
@@ -66,11 +75,13 @@ class Arena:
         self.layout = layout
         try:
             size = num_slabs * layout.slab_bytes
-            self.data = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self.data = torch.empty(size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise CapacityError(
                 f"memory_bytes is {num_bytes}, which {device} does not have; give less", field="memory_bytes"
             ) from error
+        if pinned:
+            pin(self.data, self, runtime)
         self._slab_bytes_SX = self.data.view(num_slabs, layout.slab_bytes)
         self._slab_bytes_SX[0].zero_()
         self._pages = page_views(self.data, layout)

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from specdec.streak.capture import Capturer
 from specdec.streak.form import Form
 from specdec.streak.rows import Rows
 from specdec.streak.step import DeviceStep
@@ -45,32 +47,43 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, forms: Sequence[Form]) -> None:
-        """Capture every form in every size, the smallest first: those are what launches weigh on most."""
+        """Capture every form in every size, the smallest first: those are what launches weigh on most.
+
+        A form that fails ends itself alone. What is not captured is run all the same, so that nothing is
+        compiled while others wait.
+        """
         device = self.rows.length_B.device
-        scratch, pool, aside = self._make_rows(), torch.cuda.graph_pool_handle(), _stream()
+        scratch, capturer = self._make_rows(), Capturer(device, torch.cuda.graph_pool_handle())
         wanted = list(product(self.sizes, forms))
         free, _ = torch.cuda.mem_get_info(device)
+        ended, is_full = set[Form](), False
         for size, form in tqdm(wanted, desc="Capturing graphs", unit="graph", leave=False, disable=None):
             left, _ = torch.cuda.mem_get_info(device)
-            if free - left > BUDGET * free:
-                break
+            if not is_full and free - left > BUDGET * free:
+                is_full = True
+                logger.warning(
+                    "steps of %d rows and more run uncaptured: graphs took %d MiB, a tenth of what was free",
+                    *(size, (free - left) >> 20),
+                )
             try:
-                # Over padding: what a first run compiles or sets up is there, and nothing has changed.
-                aside.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(aside):
-                    self.step(scratch.part(0, size), form)
-                torch.cuda.current_stream().wait_stream(aside)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    result_BX = self.step(self.rows.part(0, size), form)
+                capturer.warm(partial(self.warm, scratch, form, size))
+                if not is_full and form not in ended:
+                    live = self.rows.part(0, size)
+                    self._graphs[form, size] = capturer(partial(self.step, live, form))
             except RuntimeError as error:  # torch's for memory that ran out is one too
-                logger.warning("steps of %d rows and more run uncaptured: %s", size, error)
-                break
-            self._graphs[form, size] = graph, result_BX
+                if form not in ended:
+                    logger.warning("%s of %d rows and more run uncaptured: %s", form, size, error)
+                ended.add(form)
         left, _ = torch.cuda.mem_get_info(device)
         taken = (free - left) >> 20
         logger.info("captured %d of %d graphs in %d MiB", len(self._graphs), len(wanted), taken)
 
+    def warm(self, scratch: Rows, form: Form, size: int) -> None:
+        """Run a step over padding: nothing that counts changes.
 
-def _stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        What a head reads before a first step is run once, with the form that grows no draft from it.
+        """
+        rows = scratch.part(0, size)
+        self.step(rows, form)
+        if form.shape is None:
+            self.step.prime(rows, form, torch.zeros_like(rows.length_B), torch.zeros_like(rows.length_B))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.counts import Clock, Counts
+from specdec.draft.outlook import Outlook
 from specdec.draft.policy import WIDTHS
 from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
@@ -48,6 +49,11 @@ class Runner(ABC):
         """Steps that were read."""
         self._waiting = 0
         self._over = False
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """Which drafts run now and why, where that is decided for steps of the device."""
+        return None
 
     @abstractmethod
     def forms(self) -> list[Form]:
@@ -148,6 +154,10 @@ class Pipeline(Runner):
         shapes = dict.fromkeys((None, *self.policy.shapes))
         return [Form.drafting(shape, greedy=self.streak.greedy) for shape in shapes]
 
+    @property
+    def outlook(self) -> Outlook | None:
+        return self.policy.outlook
+
     def _start(self) -> None:
         self._mark_s, self._shape = None, self._choose()
         self._next = (self._shape,)
@@ -156,7 +166,7 @@ class Pipeline(Runner):
     def _choose(self) -> Shape | None:
         if not all(own.params.speculate for own in self.streak.requests):
             return None
-        return self.policy.choose([self.host.speculation.track_of(own) for own in self.streak.requests])
+        return self.policy.choose([self.host.speculation.records.of(own) for own in self.streak.requests])
 
     def _advance(self) -> bool:
         (shape,) = self._next or (self._choose(),)
@@ -181,6 +191,7 @@ class Pipeline(Runner):
         self.steps += 1
         seconds = {"whole": 0.0 if before_s is None else now_s - before_s}
         self.host.counts.spend(seconds)
+        self.host.counts.sizes[sum(len(outcome.nodes) for _, outcome in read.came)] += 1
         if before_s is not None and read.as_drafted and read.came:
             self.policy.observe(read.form.shape, len(read.came), seconds["whole"])
         for request, outcome in read.came:
@@ -228,8 +239,9 @@ class Stepwise(Runner):
         clock.lap("whole")
         self.steps += 1
         self.host.counts.spend(clock.seconds)
+        self.host.counts.sizes[sum(len(outcome.nodes) for _, outcome in read.came)] += 1
         parts = [Part(r, outcome.tree, drafts[r], True, ()) for r, outcome in read.came]
         for request, outcome in read.came:
             self._take(request, outcome, clock.seconds, form)
-        speculation.observe_step(parts, clock.seconds)
+        speculation.observe_step(parts)
         return True

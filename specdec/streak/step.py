@@ -69,6 +69,11 @@ class DeviceStep:
             self.drafter.draft(rows, form, before_B, count_B, read)
         return result_BX
 
+    def prime(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor) -> None:
+        """Draft the first windows from what the head has yet to read: `count` hidden states from `start`."""
+        if self.drafter:
+            self.drafter.draft(rows, form, start_B, count_B, rows.follows_BP.shape[1])
+
     def _slots(self, rows: Rows, nodes: int) -> Slots | None:
         """Say where the windows start from; nodes that may be taken back leave records or states."""
         if not self.has_states:

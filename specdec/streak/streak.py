@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from specdec.asked import want_of
 from specdec.draft.head import HeadDrafter
 from specdec.request import Request
 from specdec.scheduler import Scheduler
-from specdec.speculation import want_of
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
@@ -177,7 +177,7 @@ class Streak:
             follows = request.tokens[starts[b] + 1 : request.computed + 1]
             rows.follows_BP[b, : counts[b]].copy_(ids(follows, rows.follows_BP.device))
         device = rows.length_B.device
-        self.step.drafter.draft(rows, form, ids(starts, device), ids(counts, device), self.extent.path)
+        self.step.prime(rows, form, ids(starts, device), ids(counts, device))
 
     def _forget(self) -> None:
         self.held.clear()

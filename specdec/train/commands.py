@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from specdec.errors import ConfigError
+from specdec.options import Run
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<number> (default: auto)")
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(args: argparse.Namespace) -> Run:
     from specdec.config import EngineConfig
     from specdec.devices import pick_device
     from specdec.train.recipe import recipe
@@ -42,9 +43,15 @@ def _train(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name}: {folder} cannot be made ({error.strerror}); name another", field=name
             ) from error
-    try:
-        figures = train(plan, out, work, device)
-    except KeyboardInterrupt:
-        print(f"\nStopped; the same command goes on from {work}.")
-        raise
-    print(f"{out}: held-out loss {figures['loss']:.3f}, first guess right in {figures['first_guess']:.1%}")
+
+    def run() -> None:
+        try:
+            figures = train(plan, out, work, device)
+        except KeyboardInterrupt:
+            print(f"\nStopped; the same command goes on from {work}.")
+            raise
+        print(
+            f"{out}: held-out loss {figures['loss']:.3f}, first guess right in {figures['first_guess']:.1%}"
+        )
+
+    return run

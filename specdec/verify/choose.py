@@ -3,7 +3,8 @@
 Nothing of a batch, a slot or a step enters, so a node's choice is what plain sampling with its seed gives.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from specdec.kernels.table import Kernels
 from specdec.sampling import SamplingParams
 from specdec.verify.limits import Limit, bounded_words
 
+WAIT_S = 0.005
+"""For what limits allow, each time that some of a step's choices need it."""
 HOTTEST = 1e30
 """Beyond it float32 knows no temperature; all tokens are equally likely long before."""
 
@@ -24,9 +27,7 @@ HOTTEST = 1e30
 class Chooser:
     """One request's rule of choice. Only `observe` changes it: penalties and limits hang on what was said."""
 
-    __slots__ = (
-        *("_is_even", "count_V", "fault", "is_over", "is_penalised", "limits", "params", "seed", "seen_V"),
-    )
+    __slots__ = ("_is_even", "count_V", "is_penalised", "limits", "params", "seed", "seen_V")
 
     def __init__(
         self,
@@ -38,10 +39,6 @@ class Chooser:
         limits: Sequence[Limit] = (),
     ) -> None:
         self.params, self.seed, self.limits = params, seed, limits
-        self.is_over = False
-        """Whether a limit lets nothing follow."""
-        self.fault: str | None = None
-        """Why a limit left nothing to choose where the output may not end."""
         self.is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -76,8 +73,27 @@ class Chooser:
             self.count_V[token] += 1
         if self.limits:
             self.limits = [limit for limit in self.limits if limit.observe(token)]
-            self.is_over = any(limit.is_over for limit in self.limits)
-            self.fault = next((limit.fault for limit in self.limits if limit.fault), None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a limit lets nothing follow, as far as that is known."""
+        return bool(self.limits) and any(limit.is_over for limit in self.limits)
+
+    @property
+    def fault(self) -> tuple[str, str] | None:
+        """Where a limit leaves nothing to choose and the output may not end: the field, and why."""
+        if not self.limits:
+            return None
+        return next(((own.field, own.fault) for own in self.limits if own.fault), None)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a limit was late of late, so that a draft would be too."""
+        return bool(self.limits) and any(limit.is_slow for limit in self.limits)
+
+    def knows(self, path: tuple[int, ...] = ()) -> bool:
+        """Tell whether a token can be chosen behind a path: what limits allow there is known."""
+        return not self.limits or all(limit.knows(path) for limit in self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +258,30 @@ def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
     )
 
 
+def ask(nodes: Iterable[Node]) -> list[Chooser]:
+    """Have it found out what limits allow at some nodes, and return whose they are."""
+    paths: dict[Chooser, list[tuple[int, ...]]] = {}
+    for node in nodes:
+        if node.chooser.limits:
+            paths.setdefault(node.chooser, []).append(node.path)
+    for chooser, own in paths.items():
+        for limit in chooser.limits:
+            limit.ask(own)
+    return list(paths)
+
+
+def hear(nodes: Iterable[Node], *, always: bool = False) -> None:
+    """Wait a little for what limits allow at some nodes, all together; what is late is not known then."""
+    choosers = ask(nodes)
+    until_s = time.monotonic() + WAIT_S
+    for chooser in choosers:
+        for limit in chooser.limits:
+            limit.wait(until_s, always=always)
+
+
 def _mask(nodes: Sequence[Node], device: torch.device) -> Mask | None:
+    """Gather what limits allow. Where that is not known nothing is bound, and the choice not to be used."""
+    hear(nodes)
     bounded = [(n, bounded_words(node.chooser.limits, node.path)) for n, node in enumerate(nodes)]
     kept = [(n, words_W) for n, words_W in bounded if words_W is not None]
     if not kept:

@@ -10,16 +10,36 @@ WORD = 32
 
 
 class Limit(Protocol):
-    """Bounds one request's choices. It hears of every token that the request accepts."""
+    """Bounds one request's choices. It hears of every token that the request accepts.
 
-    fault: str | None
-    """Why the output cannot go on, if it is at a place where nothing may follow and is no end."""
+    What may follow may take a while to find out: it is asked for, waited for a little, and then known or not.
+    """
+
+    field: str
+    """Of a request, which asks for it."""
+
+    @property
+    def fault(self) -> str | None:
+        """Tell why the output cannot go on: it is where nothing may follow and is no end, for instance."""
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no token may follow: the output has reached its end."""
+        """Tell whether no token may follow, as far as that is known: the output has reached its end."""
 
-    def words(self, path: Sequence[int]) -> Tensor | None:
+    @property
+    def is_slow(self) -> bool:
+        """Tell whether it was late of late, so that drafts had better not ask it more."""
+
+    def ask(self, paths: Collection[tuple[int, ...]]) -> None:
+        """Have it found out what may follow the output and paths of drafted tokens."""
+
+    def wait(self, until_s: float, *, always: bool) -> None:
+        """Wait for what was asked until then (`time.monotonic`): `always`, or unless it was late of late."""
+
+    def knows(self, path: tuple[int, ...]) -> bool:
+        """Tell whether it is known what may follow a path."""
+
+    def words(self, path: tuple[int, ...]) -> Tensor | None:
         """Return what may follow the output and a path of drafted tokens, as int32 [W]; None: everything.
 
         Everything, too, where the path itself goes where none may: no choice will ever reach it.
@@ -29,25 +49,102 @@ class Limit(Protocol):
         """Take a token that was accepted; tell whether later ones are still bounded."""
 
 
-class NotYet:
-    """Forbids the tokens that end an output until it has some length."""
+class Ready:
+    """A limit that knows at once what may follow."""
 
-    is_over = False
+    is_over = is_slow = False
     fault: str | None = None
 
-    def __init__(self, ends: Collection[int], least: int, vocab: int) -> None:
-        self.left = least
-        self._words_W = _all_but(ends, vocab)
+    def ask(self, paths: Collection[tuple[int, ...]]) -> None:
+        """Have nothing to find out."""
 
-    def words(self, path: Sequence[int]) -> Tensor | None:
+    def wait(self, until_s: float, *, always: bool) -> None:
+        """Have nothing to wait for."""
+
+    def knows(self, path: tuple[int, ...]) -> bool:
+        return True
+
+
+class NotYet(Ready):
+    """Forbids the tokens that end an output until it has some length; a form may end it yet."""
+
+    field = "min_tokens"
+
+    def __init__(self, ends: Collection[int], least: int, vocab: int, *, yields: bool = False) -> None:
+        self.left = least
+        self._ends, self._yields = frozenset(ends), yields
+        self._words_W = ~_set_of(self._ends, vocab)
+
+    def words(self, path: tuple[int, ...]) -> Tensor | None:
         return self._words_W if len(path) < self.left else None
 
     def observe(self, token: int) -> bool:
+        if token in self._ends and not self._yields:
+            self.fault = "before it is reached nothing but an end may follow; lower it, or allow more"
+            return True
         self.left -= 1
         return self.left > 0
 
 
-def bounded_words(limits: Sequence[Limit], path: Sequence[int]) -> Tensor | None:
+class Allowed(Ready):
+    """Allows some tokens alone."""
+
+    field = "allowed_token_ids"
+
+    def __init__(self, tokens: Collection[int], vocab: int) -> None:
+        self._tokens = frozenset(tokens)
+        self._words_W = _set_of(self._tokens, vocab)
+
+    def words(self, path: tuple[int, ...]) -> Tensor | None:
+        return self._words_W
+
+    def observe(self, token: int) -> bool:
+        if token not in self._tokens:
+            self.fault = "the output's form allows none of them here; allow more, or leave one of the two out"
+        return True
+
+
+class Banned(Ready):
+    """Forbids the last token of a sequence wherever the output and the path end with the tokens before it."""
+
+    field = "bad_words"
+
+    def __init__(self, sequences: Collection[tuple[int, ...]], vocab: int) -> None:
+        self._lasts: dict[tuple[int, ...], frozenset[int]] = {}
+        """What may not follow, by what stands before it."""
+        for *before, last in sequences:
+            self._lasts[*before] = self._lasts.get((*before,), frozenset()) | {last}
+        self._lengths: dict[int, list[int]] = {}
+        """How long that may be, by its last token: the only lengths of the output's end to look up."""
+        for length, last in {(len(before), before[-1]) for before in self._lasts if before}:
+            self._lengths.setdefault(last, []).append(length)
+        self._longest = max(map(len, self._lasts))
+        self._said: tuple[int, ...] = ()
+        """The end of the output, as much of it as can stand before a forbidden token."""
+        self._vocab = vocab
+        self._always = self._lasts.get((), frozenset())
+        self._words_W = ~_set_of(self._always, vocab)
+
+    def words(self, path: tuple[int, ...]) -> Tensor | None:
+        here = self._forbidden((*self._said, *path))
+        return self._words_W if here == self._always else self._words_W & ~_set_of(here, self._vocab)
+
+    def observe(self, token: int) -> bool:
+        if token in self._forbidden(self._said):
+            self.fault = (
+                "nothing else could follow; forbid less, or leave out what bounds the output beside it"
+            )
+        said = (*self._said, token)
+        self._said = said[max(len(said) - self._longest, 0) :]
+        return True
+
+    def _forbidden(self, said: tuple[int, ...]) -> frozenset[int]:
+        lengths = self._lengths.get(said[-1], ()) if said else ()
+        found = (self._lasts.get(said[-length:]) for length in lengths if length <= len(said))
+        return self._always.union(*filter(None, found))
+
+
+def bounded_words(limits: Sequence[Limit], path: tuple[int, ...]) -> Tensor | None:
     """Return what all limits allow, None: everything. One that would leave nothing yields to those before."""
     words_W: Tensor | None = None
     for limit in limits:
@@ -58,10 +155,9 @@ def bounded_words(limits: Sequence[Limit], path: Sequence[int]) -> Tensor | None
     return words_W
 
 
-def _all_but(tokens: Collection[int], vocab: int) -> Tensor:
-    """Return words in which all tokens stand but some."""
-    words = [-1] * -(-vocab // WORD)
-    for token in tokens:
-        words[token // WORD] &= ~(1 << token % WORD)
-    signed = [word - (word > 0x7FFFFFFF) * (1 << 32) for word in (w & 0xFFFFFFFF for w in words)]
-    return torch.tensor(signed, dtype=torch.int32)
+def _set_of(tokens: Collection[int], vocab: int) -> Tensor:
+    """Return words in which some tokens stand, each of them given once."""
+    token_T = torch.tensor([*tokens], dtype=torch.int64)
+    words_W = torch.zeros(-(-vocab // WORD), dtype=torch.int64)
+    words_W.index_add_(0, token_T // WORD, 1 << token_T % WORD)
+    return words_W.to(torch.int32)  # the upper half as negative numbers

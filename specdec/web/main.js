@@ -13,7 +13,6 @@ const BEGINNERS = [send, find("compare"), anew];
 const first = new Pane(find("first"), "Answer");
 const second = new Pane(find("second"), "Without speculation");
 const drafts = new Drafts();
-const written = new Set();
 const WRITING = "Writing …";
 let turns = [];
 let running = null;
@@ -65,7 +64,6 @@ function fail(error) {
 
 const given = ({ messages, prompt }) =>
   messages ? [...messages, { role: "assistant", content: "" }] : [{ content: prompt }];
-const same = ({ path, body }) => JSON.stringify([path, { ...body, speculate: null, return_drafts: null }]);
 
 /** Show one pane, with what its answer will follow on. */
 function single(given) {
@@ -84,17 +82,17 @@ async function ask(options) {
     if (find("status").textContent !== WRITING) tell(WRITING);
     drafts.watch(choice, ended);
   }).finally(() => drafts.refresh());
-  written.add(same(request));
   if (messages) {
     turns = [...messages.filter(({ role }) => role !== "system"), { role: "assistant", content: text }];
     // Who has begun the next message while this was answered keeps it.
     if (field("prompt").value === messages.at(-1).content) field("prompt").value = "";
   }
-  tell(summary(tally, { speculate, drafters: served?.drafters }));
+  const now = await get("server_info", key()).catch(() => served);
+  tell(summary(tally, { speculate, drafters: served?.drafters, outlook: now?.speculation }));
 }
 
-/** Write one text twice, in turn so that neither takes the other's time: first with drafts, since looking up
-    what the other has just written would be no merit of theirs. */
+/** Write one text twice, in turn so that neither takes the other's time, each under a salt of its own: what was
+    written or read before, by the other one too, serves neither. */
 async function compare(options) {
   settleSeed();
   const request = read(turns, { again: true });
@@ -107,13 +105,11 @@ async function compare(options) {
   for (const [pane, speculate] of runs) {
     tell(speculate ? "Writing with speculation …" : "Writing without speculation …");
     pane.begin(given(request.body));
-    // A salt of its own: what was read before would make the second text's wait the shorter one.
     const cache_salt = `${Date.now()} ${Math.random()}`;
     done.push(await pane.run({ ...request, body: { ...request.body, speculate, cache_salt } }, options));
   }
   const { dtype, drafters } = served ?? {};
-  const found = verdict(...done, { dtype, drafters, isKnown: written.has(same(request)) });
-  written.add(same(request));
+  const found = verdict(...done, { dtype, drafters });
   tell("Done.", { verdict: found });
   const remarks = document.createElement("span");
   remarks.textContent = found.remarks;

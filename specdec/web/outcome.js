@@ -1,13 +1,15 @@
 // What runs come to, in words: one answer, or one request answered twice, with speculation and without.
 
-/** Say what an answer has come to; `asked` holds `speculate`, and the server's `drafters` where it has told them. */
+/** Say what an answer has come to; `asked` holds `speculate`, and the server's `drafters` and
+    `outlook`, which drafts run and why, where it has told them. */
 export function summary(tally, asked) {
   const length = tally.length === null ? "" : `, acceptance length ${tally.length.toFixed(2)}`;
   const speed = tally.rate === null ? "" : `, ${tally.rate.toFixed(0)} tokens a second`;
-  return [`Done: ${tally.tokens} tokens${length}${speed}.`, undrafted(tally, asked)].filter(Boolean).join(" ");
+  const says = [`Done: ${tally.tokens} tokens${length}${speed}.`, known(tally), undrafted(tally, asked), why(asked)];
+  return says.filter(Boolean).join(" ");
 }
 
-export function verdict(on, off, { dtype, drafters, isKnown }) {
+export function verdict(on, off, { dtype, drafters }) {
   const isSame = on.text === off.text;
   const ratio = on.tally.rate && off.tally.rate ? on.tally.rate / off.tally.rate : null;
   const texts = isSame ? "The texts are equal." : `The texts differ from character ${parting(on.text, off.text) + 1} on.`;
@@ -21,9 +23,19 @@ export function verdict(on, off, { dtype, drafters, isKnown }) {
     !isPointless && why,
     !isSame && `In ${dtype ?? "low precision"} windows of different widths are rounded differently, which can swap two nearly equal tokens.`,
     !isSame && dtype !== "float32" && "With --dtype float32 that hardly ever happens.",
-    !isPointless && isKnown && "This text was written before, so the server may have looked it up.",
+    known(on.tally),
   ];
   return { isSame, ratio, says: `${texts} ${speed}`, remarks: remarks.filter(Boolean).join(" ") };
+}
+
+/** Say what the server has decided on by itself; what is fixed has no figures. */
+function why({ speculate, outlook }) {
+  return speculate && outlook?.cost ? `Now ${outlook.reason}.` : "";
+}
+
+/** Say how much was no guess: the same had been written before. */
+function known({ known, accepted }) {
+  return known ? `${known} of ${accepted} accepted tokens were looked up in earlier answers.` : "";
 }
 
 /** Say why no step had a draft, where none had. */

@@ -7,6 +7,7 @@ export class Tally {
     this.steps = 0;
     this.accepted = 0;
     this.drafted = null;
+    this.known = 0;
     this.inStep = 0;
     this.firstMs = null;
     this.rate = null;
@@ -42,6 +43,7 @@ export class Tally {
   settle(usage, metrics) {
     const drafts = metrics?.speculative_decoding;
     if (usage) this.tokens = usage.completion_tokens;
+    this.known = usage?.completion_tokens_details.accepted_from_outputs ?? 0;
     if (!drafts) return;
     this.steps = drafts.steps;
     this.accepted = drafts.accepted_tokens;

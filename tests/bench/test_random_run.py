@@ -207,3 +207,21 @@ def test_windows_wider_than_the_cases_have_room_and_a_table(capsys: pytest.Captu
     assert "x window of 1" in out and "ms/step: median of steps" in out
     assert main([*argv, "--max-model-len", "71"]) == 2
     assert "max_model_len: 71 is less than the 72 tokens" in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_the_cases_that_were_finished(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage over its limit is told to end so; what it has measured by then is not lost."""
+    run = EngineRunner.run
+
+    def pressed(self: EngineRunner, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        if len(prompts) == 3:
+            raise KeyboardInterrupt
+        return run(self, prompts, new_tokens)
+
+    monkeypatch.setattr(EngineRunner, "run", pressed)
+    assert main([*ARGV, *LOAD, "--draft", "mtp", "--no-adaptive", "--num-steps", "2"]) == 130
+    out, report = report_of(capsys)
+    assert [case["batch"] for case in report["cases"]] == [1]
+    assert report["interrupted"] and "INTERRUPTED after 1 cases" in out

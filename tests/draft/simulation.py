@@ -23,11 +23,12 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Milliseconds: of a step at all, of each token in it, of each level drafted."""
+    """Milliseconds: of a step at all, of each token in it, of each level drafted, of a plan."""
 
     step: float
     token: float
     level: float
+    plan: float = 0.0
 
     def verify(self, tokens: int) -> float:
         return self.step + self.token * tokens
@@ -39,6 +40,19 @@ class Costs:
 Rate = Callable[[int, int], float]
 """How often the first choice of a draft is right, of a row and a step."""
 
+Noise = Callable[[Random], float]
+"""By how much some work takes longer than it should."""
+
+
+def jitter(rng: Random) -> float:
+    """Return the noise of a machine that does nothing else."""
+    return 1 + JITTER * rng.uniform(-1, 1)
+
+
+def neighbour(rng: Random) -> float:
+    """Return that of one with a busy neighbour: every third piece of work is interrupted, some for long."""
+    return jitter(rng) * (1 + (rng.expovariate(0.5) if rng.random() < 0.35 else 0.0))
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -46,6 +60,11 @@ class Outcome:
     total_ms: float = 0.0
     wasted_ms: float = 0.0
     """Spent beyond what the same steps without any draft would have taken."""
+    quiet_ms: float = 0.0
+    """What those steps would have taken without any draft."""
+    lost_ms: float = 0.0
+    """What plans, drafts and wider steps took beyond what they saved, by the times of a quiet moment."""
+    steps: int = 0
     asked: Counter[int] = field(default_factory=Counter)
     """Rows by how deep they were asked to draft in a step; 0: not at all."""
     verified: Counter[int] = field(default_factory=Counter)
@@ -73,9 +92,10 @@ class World:
         seed: int = 0,
         found: Sequence[float] | None = None,
         grows: bool = True,
+        noise: Noise = jitter,
     ) -> None:
         """Let a look-up find a chain with these scores for every row, in every step that asks it."""
-        self.grows = grows
+        self.grows, self.noise = grows, noise
         self.policy, self.costs, self.rate = policy, costs, rate
         self.found = None if found is None else Proposal.chain([0] * len(found), found)
         self.rng, self.calibrator = Random(seed), Calibrator()
@@ -112,7 +132,7 @@ class World:
 
         looks = look_up if self.found else None
         shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows, looks, grows=self.grows)
-        draft_ms = 0.0
+        plan_ms, draft_ms = self.costs.plan * (self.policy._planned is not None), 0.0
         if asked := [shape for shape in shapes if shape]:
             draft_ms = self._jitter(self.costs.draft(asked[0]))
             self.policy.observe_draft(asked[0], len(asked), draft_ms)
@@ -121,10 +141,11 @@ class World:
         kept = self.policy.cut(batch, proposals)
         width = rows + sum(map(len, kept))
         verify_ms = self._jitter(self.costs.verify(width))
-        self.policy.observe_step(rows, width, verify_ms)
+        gained = 0
         for row, (shape, proposal, own) in enumerate(zip(shapes, proposals, kept, strict=True)):
             emitted = self._emit(proposal, own, self.rate(row, self.steps))
             outcome.tokens += len(emitted)
+            gained += len(emitted) - 1
             outcome.asked[shape.num_steps if shape else 0] += 1
             outcome.verified[row] += len(own)
             if shape:
@@ -132,8 +153,15 @@ class World:
                 self.calibrator.observe(proposal.above(len(emitted)), nodes)
                 depth = min(max(proposal.depths, default=0), len(emitted))
                 self.tracks[row].observe(shape, depth, len(nodes))
-        outcome.total_ms += draft_ms + verify_ms
-        outcome.wasted_ms += draft_ms + self.costs.verify(width) - self.costs.verify(rows)
+        self.policy.observe_step(rows, width, verify_ms, gained, plan_ms + draft_ms)
+        outcome.total_ms += plan_ms + draft_ms + verify_ms
+        wider_ms = self.costs.verify(width) - self.costs.verify(rows)
+        outcome.wasted_ms += plan_ms + draft_ms + wider_ms
+        plain_ms = self.costs.verify(rows)
+        drafts_ms = self.costs.draft(asked[0]) if asked else 0.0
+        outcome.quiet_ms += plain_ms
+        outcome.lost_ms += plan_ms + drafts_ms + wider_ms - gained / rows * plain_ms
+        outcome.steps += 1
         self.steps += 1
 
     def _draft(self, shape: Shape) -> Proposal:
@@ -160,4 +188,4 @@ class World:
         return OTHER
 
     def _jitter(self, ms: float) -> float:
-        return ms * (1 + JITTER * self.rng.uniform(-1, 1))
+        return ms * self.noise(self.rng)

@@ -170,3 +170,10 @@ def buckets(counts: Sequence[int]) -> int:
 def test_few_counts_are_told_apart_and_many_need_few_buckets() -> None:
     assert buckets(range(1, 8)) == 7
     assert buckets(range(1, 1000)) < 45
+
+
+def test_a_clock_that_sees_nothing_pass_leaves_a_pace() -> None:
+    costs = Costs()
+    for seconds in [1e-3] * 20 + [0.0] * 40 + [1e-3] * 20:
+        costs.observe(1, 1, seconds)
+    assert costs.pace > 0 and costs.predict(1, 1) > 0

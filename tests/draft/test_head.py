@@ -17,6 +17,7 @@ from specdec.models.network import MTPHead
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
+from specdec.tenant import SOLE
 from tests.agreeing import VOCAB, write_agreeing
 from tests.models.runner import CPU, Runner, Sequence_
 
@@ -178,7 +179,7 @@ def test_sequences_that_draft_together_draft_as_alone(bench: Bench) -> None:
     for key, length, start, shape in asked:
         own = bench.begin(key, length, start)
         alone.append(bench.propose(key, own, shape, start))
-        bench.drafter.end(key, (), None)
+        bench.drafter.end(key, (), None, SOLE)
     for order in (asked, asked[::-1]):
         owns = [bench.begin(key, length, start) for key, length, start, _ in order]
         wants = [want(key, own, shape, at) for own, (key, _, at, shape) in zip(owns, order, strict=True)]
@@ -188,11 +189,11 @@ def test_sequences_that_draft_together_draft_as_alone(bench: Bench) -> None:
             assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
             assert found.scores == pytest.approx(expected.scores, rel=EXACT)
         for key, *_ in order:
-            bench.drafter.end(key, (), None)
+            bench.drafter.end(key, (), None, SOLE)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("leave", [lambda d: d.lose("a"), lambda d: d.end("a", TEXT[:1], TEXT[1:8])])
+@pytest.mark.parametrize("leave", [lambda d: d.lose("a"), lambda d: d.end("a", TEXT[:1], TEXT[1:8], SOLE)])
 def test_a_sequence_that_lost_its_memory_is_read_from_its_start(
     bench: Bench, leave: Callable[[HeadDrafter], None]
 ) -> None:
@@ -265,4 +266,4 @@ def test_a_drafts_keys_and_values_stay_within_what_was_reserved(bench: Bench) ->
         reserved = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
         ends = [positions[0] + len(tokens) for positions, tokens, _ in bench.head.read]
         assert max(ends) <= own.length + reserved
-        bench.drafter.end("a", (), None)
+        bench.drafter.end("a", (), None, SOLE)

@@ -14,9 +14,11 @@ from specdec.draft.lookup import Lookup, TextIndex
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.suffix import SuffixDrafter
+from specdec.tenant import Tenant
 from tests.draft.naive import tokens
 
 SHAPE = Shape(3, 2, 6)
+ALICE, BOB = Tenant("alice"), Tenant("bob")
 NO_BLOCKS = torch.empty(0, dtype=torch.int64)
 
 
@@ -30,8 +32,9 @@ class Spy:
         self.ended: list[tuple[Hashable | None, list[int], list[int], bool]] = []
         """Keys, prompts, outputs, and whether they finished."""
 
-    def begin(self, key: Hashable, tokens: Sequence[int]) -> None:
+    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant) -> None:
         assert key not in self.texts
+        assert tenant == ALICE
         self.texts[key], self.prompts[key] = list(tokens), len(tokens)
 
     def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
@@ -45,12 +48,13 @@ class Spy:
         text, length = self.texts.pop(key), self.prompts.pop(key)
         self.ended.append((key, text[:length], text[length:], finished))
 
-    def share(self, output: Sequence[int]) -> None:
+    def share(self, output: Sequence[int], tenant: Tenant) -> None:
+        assert tenant == ALICE
         self.ended.append((None, [], list(output), True))
 
 
 def want(text: Sequence[int], prompt_length: int, shape: Shape | None = SHAPE, key: Hashable = "a") -> Want:
-    return Want(key, prompt_length, text, NO_BLOCKS, shape)
+    return Want(key, prompt_length, text, NO_BLOCKS, shape, ALICE)
 
 
 def test_what_was_said_since_the_last_question_is_told_once() -> None:
@@ -98,7 +102,7 @@ def test_an_end_hands_the_output_over_and_forgets_the_sequence(
     lookup = Lookup(index)
     if asked:
         lookup.propose([want([1, 2, 3], 2)])
-    lookup.end("a", [1, 2], output)
+    lookup.end("a", [1, 2], output, ALICE)
     assert index.ended == ended and not index.texts
     # The same key may come again, as another sequence.
     lookup.propose([want([7, 8], 1)])
@@ -124,7 +128,7 @@ def test_being_asked_now_and_then_changes_no_proposal(make: type[TextIndex], dat
         assert asked[0] == asked[1]
         if rng.random() < 0.7:
             for each in (lookup, other):
-                each.end(key, text[:prompt_length], [*text[prompt_length:], 1, 2])
+                each.end(key, text[:prompt_length], [*text[prompt_length:], 1, 2], ALICE)
 
 
 def test_an_output_serves_the_next_request_whether_it_was_asked_about_or_not() -> None:
@@ -132,9 +136,9 @@ def test_an_output_serves_the_next_request_whether_it_was_asked_about_or_not() -
         lookup = Lookup(SuffixDrafter())
         if asked:
             lookup.propose([want([1, 2, 3], 2)])
-        lookup.end("a", [1, 2], [3, 4, 5, 6])
+        lookup.end("a", [1, 2], [3, 4, 5, 6], ALICE)
         assert lookup.propose([want([9, 3, 4], 1, Shape(2, 1, 3), "b")])[0].tokens == (5, 6)
         # What a cancelled request was told serves nobody.
         lookup.propose([want([30, 31, 32, 33], 1, SHAPE, "c")])
-        lookup.end("c", [30], None)
+        lookup.end("c", [30], None, ALICE)
         assert lookup.propose([want([9, 31, 32], 1, SHAPE, "d")])[0] == Proposal.EMPTY

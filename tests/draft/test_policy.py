@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.policy import Batch, Policy
+from specdec.draft.echo import Echo
+from specdec.draft.policy import LOOK_SHARE, Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from tests.draft.naive import paths, proposals
-from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World
+from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World, jitter, neighbour
 
 CHAIN, TREE = Shape(7, 1, 8), Shape(3, 4, 8)
 TOKENS_DOMINATE = Costs(step=1, token=4, level=1)
@@ -113,10 +114,14 @@ def test_what_is_looked_up_alone_is_verified_where_it_pays(rate: float, pays: bo
 
 
 class Looking:
-    """A policy over look-ups alone, which says whether it asked for one."""
+    """A policy over look-ups alone, which says whether it asked for one; each plan takes a part of a step."""
 
     def __init__(self) -> None:
-        self.policy, self.tracks, self.asked = Policy(CHAIN, adaptive=True), [TrackRecord()], 0
+        self.policy, self.tracks, self.asked = (
+            Policy(CHAIN, adaptive=True, clock=lambda: 0.0),
+            [TrackRecord()],
+            0,
+        )
         for width in (1, 2, 4, 8):
             self.policy.steps.observe(1, width, BETWEEN.verify(width))
 
@@ -128,8 +133,11 @@ class Looking:
             return [found]
 
         self.policy.plan(Batch(1, 1), self.tracks, [ROOM], look_up, grows=False)
-        self.policy.cut(Batch(1, 1), [found if self.asked > before else Proposal.EMPTY])
-        return self.asked > before
+        looked = self.asked > before
+        (kept,) = self.policy.cut(Batch(1, 1), [found if looked else Proposal.EMPTY])
+        verify_ms, plan_ms = BETWEEN.verify(1 + len(kept)), 0.1 * BETWEEN.verify(1)
+        self.policy.observe_step(1, 1 + len(kept), verify_ms, len(kept), plan_ms if looked else 0.0)
+        return looked
 
     def find_nothing(self, steps: int) -> int:
         return sum(self.looks(Proposal.EMPTY) for _ in range(steps))
@@ -139,11 +147,11 @@ GOOD = Proposal.chain([1, 2, 3], [0.9, 0.8, 0.7])
 
 
 def test_plans_rest_only_while_they_do_not_pay() -> None:
-    """Who sleeps misses what is found now and then; only where that is too little do plans rest."""
+    """Plans that save more than they take are made for every step; others live on their budget."""
     looking = Looking()
     assert all(looking.looks(GOOD if step % 8 == 0 else Proposal.EMPTY) for step in range(200))
-    looking.policy.worth.takes_s = looking.policy.worth.saves_s + 1.0
-    assert looking.find_nothing(340) <= 340 / 17 + 8
+    looking.find_nothing(100)
+    assert 0 < looking.find_nothing(2000) <= 2000 * LOOK_SHARE / 0.1 + 1
     while not looking.looks(GOOD):
         pass
     assert looking.looks(GOOD)  # one that is worth drafting wakes the policy up
@@ -152,16 +160,73 @@ def test_plans_rest_only_while_they_do_not_pay() -> None:
 def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
     looking = Looking()
     looking.find_nothing(100)
-    assert looking.policy.worth.nap == 16
+    assert looking.find_nothing(10) == 0
     looking.tracks = [TrackRecord()]
-    assert [looking.looks(Proposal.EMPTY) for _ in range(3)] == [True, False, True]
+    assert looking.looks(Proposal.EMPTY) and looking.looks(Proposal.EMPTY)
+    assert looking.find_nothing(100) < 20
+
+
+def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() -> None:
+    looking = Looking()
+    looking.find_nothing(100)
+    looking.policy.hint()
+    assert looking.looks(Proposal.EMPTY)
+    misled = 0
+    for _ in range(100):
+        looking.policy.hint()
+        misled += looking.looks(Proposal.EMPTY)
+    assert misled < 20
+    assert Echo().hears([1, 2, 3, 4, 5, 6, 7, 8] * 2) and not Echo().hears(range(100))
 
 
 def test_a_plan_that_drafts_pays_while_no_costs_are_known() -> None:
     policy = Policy(CHAIN, adaptive=True)
     for _ in range(5):
         assert policy.plan(Batch(1, 1), [TrackRecord()], [ROOM]) == [CHAIN]
-    assert policy.worth.nap == 0
+    assert policy.worth.awake
+
+
+SMALL = Costs(step=0.8, token=0.1, level=0.15, plan=0.06)
+"""About what the shipped model takes: a plan is a fifteenth of a step, and a draft costs half of one."""
+NOISES = {"quiet": jitter, "busy": neighbour}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rate", [0.02, 0.1])
+def test_drafts_that_never_pay_cost_next_to_nothing_after_64_tokens(
+    noise: str, seed: int, rate: float
+) -> None:
+    never = World(
+        Policy(CHAIN, adaptive=True), SMALL, always(rate), seed=seed, noise=NOISES[noise], found=[0.3, 0.1]
+    )
+    never.run(64)
+    found = never.run(2000)
+    typical_ms = found.quiet_ms / found.steps
+    assert found.lost_ms <= 0.03 * typical_ms * found.tokens
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_that_pay_are_found_in_bounded_steps(noise: str, seed: int) -> None:
+    """After they have not paid for long: a phase of a text, or of what is asked of an engine."""
+    turns = World(
+        Policy(CHAIN, adaptive=True),
+        SMALL,
+        lambda row, step: 0.05 if step < 1000 else 0.95,
+        seed=seed,
+        noise=NOISES[noise],
+    )
+    turns.run(1000)
+    before = turns.steps
+    while turns.steps < before + 3000 and not turns.policy.worth.awake:
+        turns.run(20)
+    found = turns.run(300)
+    assert found.tokens > 3 * found.steps
+    turns.rate = always(0.05)
+    turns.run(64)
+    fallen = turns.run(1000)
+    assert fallen.lost_ms <= 0.03 * fallen.tokens * fallen.quiet_ms / fallen.steps
 
 
 @pytest.mark.parametrize(("rate", "drafts"), [(0.9, False), (0.2, True)])
@@ -191,11 +256,18 @@ def test_a_row_whose_look_up_pays_is_not_probed_beside_another() -> None:
         assert len(policy.cut(Batch(2, 2), [drafted, found[1]])[1]) == 5
 
 
-def test_a_probe_is_paid_for_whatever_shapes_the_others_have() -> None:
-    policy = Policy(CHAIN, adaptive=True)
-    policy._owed_s, policy._probe = -1.0, 0.5
-    policy.observe_draft(None, 3, 4.0)
-    assert policy._owed_s == 1.0 and not policy.drafts[1].predict(3, 1)
+def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
+    policy, tracks = Policy(CHAIN, adaptive=True, clock=lambda: 0.0), [TrackRecord()]
+    for width in (1, 2, 4, 8):
+        policy.steps.observe(1, width, 50.0)
+    policy.observe_draft(CHAIN, 1, 40.0)
+    policy.worth.trust, policy.worth.awake, policy.probes.owed = 0.0, False, -1.0
+    policy._rows = tracks
+    assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [CHAIN]
+    policy.observe_draft(None, 1, 520.0)
+    policy.observe_step(1, 1, 50.0, 0, 520.0)
+    assert policy.probes.owed == pytest.approx(520 / 50 - 1, rel=0.01)
+    assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [None]
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.suffix import NGRAMS, SuffixDrafter, believe_the_counts
+from specdec.tenant import SOLE
 from tests.draft.naive import END, Candidate, continuation, full_tree, longest_match, paths, shapes, tokens
 
 
@@ -157,9 +158,10 @@ def test_memory_is_bounded_under_long_random_streams() -> None:
         if key >= 5:
             drafter.end(key - 5, finished=random.random() < 0.9)
         assert drafter.num_shared_tokens <= limit and len(drafter) <= 6
-        assert sum(len(table.earlier) for table in drafter._shared.tables) <= len(NGRAMS) * limit
-        assert sum(len(table.heads) for table in drafter._shared.tables) <= len(NGRAMS) * 4 * limit
-        assert sum(drafter._shared_lengths) == drafter.num_shared_tokens
+        for text in drafter._outputs.of(SOLE):
+            assert len(text) == drafter.num_shared_tokens
+            assert sum(len(table.earlier) for table in text.tables) <= len(NGRAMS) * limit
+            assert sum(len(table.heads) for table in text.tables) <= len(NGRAMS) * 4 * limit
     assert drafter.num_shared_tokens > limit - 300, "the limit was reached"
 
 
@@ -188,3 +190,16 @@ def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
     assert drafter.propose("b", shape).tokens == (5,)
     drafter.end("c", finished=True)
     assert drafter.num_shared_tokens == 0  # it has said nothing yet
+
+
+def test_nodes_that_only_earlier_outputs_had_are_marked() -> None:
+    drafter = SuffixDrafter()
+    drafter.share([1, 2, 3, 4, 5])
+    drafter.begin("known", [9, 1, 2])
+    drafter.begin("own", [1, 2, 3, 7, 1, 2])
+    known, own = (drafter.propose(key, Shape(4, 2, 8)) for key in ("known", "own"))
+    assert known.tokens[:3] == (3, 4, 5) and all(known.shared)
+    assert {own.tokens[node] for node, shared in enumerate(own.shared) if shared} <= {4, 5}
+    assert own.tokens[0] == 3 and not own.shared[0], "it follows in the request's own text too"
+    drafter.flush()
+    assert drafter.propose("own", Shape(4, 2, 8)).shared == ()

@@ -1,64 +1,116 @@
-"""Compile the Triton kernels of one file for an H100, on any machine; print what each needs, as JSON lines.
+"""Serve real shapes without a GPU and compile for an H100 what was launched; print what came, as JSON lines.
 
 A process of its own: under the interpreter that the other tests use, there is nothing to compile.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.kernels.variants import Variant
+from specdec.config import EngineConfig
+from specdec.kernels.attention import flashinfer
+from specdec.models.shapes import SHAPES
+from specdec.sampling import SamplingParams
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row, build_window
+from tests.kernels import dry
 
-TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+FEW = {"num_hidden_layers": 2, "full_attention_interval": 2}
+"""A layer of each kind launches what all layers do."""
+EXPERTS = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+EXPERTS |= {"moe_shared_expert_intermediate_size": 3712, "n_group": 8, "topk_group": 4}
+TREE = {"draft": "mtp", "num_steps": 4, "topk": 4, "num_draft_tokens": 8}
+CHAIN = {"draft": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4, "adaptive": False}
+CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "qwen3-next": ({**SHAPES["qwen3-next-80b-a3b"], **FEW}, {**TREE, "quantize": "fp8"}),
+    "nemotron-h": (
+        {**SHAPES["nemotron-h-8b"], **EXPERTS, "hybrid_override_pattern": "M-*E"},
+        {"draft": "suffix", "num_draft_tokens": 8},
+    ),
+    "qwen3.5": (
+        {**SHAPES["qwen3.5-27b"], **FEW},
+        {**CHAIN, "quantize": "fp8", "kv_dtype": "fp8", "slots": "snapshot"},
+    ),
+    "float32": ({**SHAPES["0.8b"], **FEW}, {**CHAIN, "dtype": "float32"}),
+}
+PROMPTS = (1, 7, 16, 17, 33, 65, 100, 128, 2048)
+PATHS = range(1, 17)
+PARAMS = [
+    SamplingParams(max_tokens=24, ignore_eos=True, **own)
+    for own in (
+        {"temperature": 0.0},
+        {"temperature": 0.7, "seed": 1},
+        {"temperature": 0.7, "top_k": 20, "seed": 2},
+        {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "seed": 3},
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "logprobs": 2, "seed": 4},
+    )
+]
 
 
-def compile_for_sm90(variant: Variant) -> dict[str, Any]:
-    """Return registers, bytes of shared memory and of spilled registers, and instructions that spill."""
-    kernel, names = variant.kernel, variant.kernel.arg_names
-    absent = [name for name, value in variant.constants.items() if value is None]
-    constants = {(names.index(name),): value for name, value in variant.constants.items()}
-    types = {**variant.types, **dict.fromkeys(variant.constants, "constexpr")}
-    # What a launch finds out of itself: tensors and strides are multiples of 16.
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if types[n][0] == "*" or types[n] == "i64"
-    }
-    assert set(names) == set(types), f"{variant}: {set(names) ^ set(types)} {absent}"
-    source = ASTSource(fn=kernel, signature={n: types[n] for n in names}, constexprs=constants, attrs=aligned)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    compiled = triton.compile(source, target=TARGET, options=options)
+def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
+    """Return registers, bytes of shared memory, and of the stack: that is where registers are spilled to."""
+    source = ASTSource(
+        compiled.kernel, compiled.signature, dict(compiled.constants), dict(compiled.attributes)
+    )
+    made = triton.compile(source, target=dry.TARGET, options=compiled.options.__dict__)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(made.asm["cubin"])
         file.flush()
-        usage, code = (_dump(file.name, option) for option in ("--dump-resource-usage", "--dump-sass"))
-    words = next(line for line in usage.splitlines() if "REG:" in line).split()
-    needs = {key: int(number) for key, _, number in (w.partition(":") for w in words if ":" in w[:-1])}
-    return {
-        "variant": str(variant),
-        "registers": needs["REG"],
-        "stack": needs["STACK"],
-        "shared": compiled.metadata.shared,
-        "spills": code.count("LDL") + code.count("STL"),
-    }
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    needs = {key: int(number) for key, number in re.findall(r"(REG|STACK):(\d+)", usage)}
+    shared = made.metadata.shared
+    return {"kernel": str(compiled), "registers": needs["REG"], "stack": needs["STACK"], "shared": shared}
 
 
-def _dump(path: str, option: str) -> str:
-    command = [str(TOOLS / "cuobjdump"), option, path]
-    tools = {"PATH": f"{TOOLS}:/usr/bin:/bin"}
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=tools).stdout
+def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compiled]:
+    """Serve a case; return what was launched for the first time after the engine had been made ready."""
+    shape, settings = CASES[case]
+    fixed = {"device": "cpu", "kernels": "triton", "graphs": True, "max_running": 6, "max_model_len": 4096}
+    config = EngineConfig(**{"dtype": "bfloat16", "memory_bytes": 1 << 30, **fixed, **settings})
+    model = dry.make(shape, config, ready=ready)
+    with launches.new() as found:
+        dry.serve(model, PROMPTS, PARAMS)
+        if model.settings.slots == "record" and model.settings.drafters:
+            loop, table_N = model.loop, torch.zeros(200, dtype=torch.int64)
+            chain = TokenTree.chain([0])
+            for longest in PATHS:
+                row = Row(chain, 100, table_N, 0, [(0, 0)] * longest)
+                window = build_window([row], loop.conv_width, loop.device)
+                with torch.inference_mode():
+                    model.network.forward(window, loop.arena)
+    model.loop.close()
+    return found
+
+
+def pack_for_flashinfer() -> None:
+    """Launch the one kernel of ours that FlashInfer's attention needs."""
+    for tree in (TokenTree.chain([0] * 4), TokenTree((0,) * 8, (-1, *[0] * 7)), TokenTree.chain([0] * 64)):
+        row = Row(tree, 100, torch.zeros(20, dtype=torch.int64), 0)
+        flashinfer.pack(build_window([row], 4, torch.device("cpu")).groups[0])
+
+
+def main(cases: list[str], *, compiles: bool) -> None:
+    """Print what each case launched late, then what every kernel needs."""
+    launches = dry.install()
+    for case in cases:
+        late = launch(launches, case, ready=compiles)
+        print(json.dumps({"case": case, "late": list(map(str, late))}), flush=True)
+    pack_for_flashinfer()
+    for compiled in launches.compiled.values() if compiles else ():
+        print(json.dumps(compile_for_sm90(compiled)), flush=True)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        for own in import_module(name).VARIANTS:
-            print(json.dumps(compile_for_sm90(own)), flush=True)
+    main([word for word in sys.argv[1:] if word != "--cold"], compiles="--cold" not in sys.argv)

@@ -1,6 +1,7 @@
 """What is handed to FlashInfer, against a stand-in that reads it as its documentation says."""
 
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +9,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
+from specdec.build import Model
 from specdec.kernels.attention import flashinfer, reference
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention import flashinfer as layer_flashinfer
 from specdec.kernels.self_attention import reference as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer
+from specdec.models.shapes import SHAPES
+from specdec.precompile import precompile
+from specdec.resolve import Resolved
+from specdec.streak.form import Form
 from tests.kernels.test_attention import SCALE, Heads, assert_close, copy_of, make_case, random_tree
 from tests.kernels.test_attention_triton import make_layer
+from tests.streak import without_host
+
+Scratches = dict[int, list[tuple[Tensor, Tensor]]]
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not made for the interpreter")
 
 
 def stand_in(
@@ -60,7 +72,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(xqa=module))
     monkeypatch.setitem(sys.modules, "flashinfer.xqa", module)
     monkeypatch.setattr(flashinfer, "SCRATCH", 16)
-    flashinfer._buffers.cache_clear()
+
+
+def tentative(group: Group) -> Group:
+    """Let a group's windows be taken back."""
+    return replace(group, snapshot_BM=torch.zeros(group.rows, group.width, dtype=torch.int64))
 
 
 def group_of(
@@ -93,7 +109,8 @@ def test_attending_equals_reference(width: int, tree: bool) -> None:
     case = make_case((0, 40), width, tree=random_tree(width, 1) if tree else None, heads=heads)
     reference.append(case.k, case.v, case.pages, case.group)
     expected = reference.attend(case.q, case.pages, case.group, SCALE)
-    assert_close(flashinfer.attend(case.q, case.pages, case.group, SCALE), expected)
+    scratch = flashinfer.Scratch.on(torch.device("cpu"))
+    assert_close(flashinfer.attend(case.q, case.pages, case.group, SCALE, scratch), expected)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -109,10 +126,11 @@ def test_layer_equals_reference(gated: bool, caplog: pytest.LogCaptureFixture) -
         tree=(-1, 0, 0, 1),
         dim=32,
     )
+    group, attention = tentative(group), layer_flashinfer.Attention()
     expected_pages = copy_of(pages)
     expected = layer_reference.self_attention(projected, layer, rotation, expected_pages, group)
     for _ in range(2):
-        out = layer_flashinfer.self_attention(projected, layer, rotation, pages, group)
+        out = attention.self_attention(projected, layer, rotation, pages, group)
         assert_close(out, expected)
     assert [record.getMessage() for record in caplog.records] == [
         "attention of 6 over 2 heads of 32, torch.bfloat16, window 4: FlashInfer's XQA"
@@ -121,9 +139,12 @@ def test_layer_equals_reference(gated: bool, caplog: pytest.LogCaptureFixture) -
 
 def test_what_it_cannot_take_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = AttentionLayer(4, 2, 16, SCALE, False, None, None, 0.0)
-    group, pages = group_of(4, tree=True)
+    prompt, pages = group_of(4, tree=True)
+    group = tentative(prompt)
     assert flashinfer.supports(group, layer, pages)
+    assert flashinfer.supports(replace(prompt, width=1), layer, pages)
     refused = [
+        (prompt, layer, pages),
         (replace(group, width=65), layer, pages),
         (group, replace(layer, heads=66), pages),
         (group, layer, pages.float()),
@@ -141,5 +162,57 @@ def test_what_it_cannot_take_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) 
     expected = layer_reference.self_attention(
         projected, wide_layer, rotation, copy_of(wide_pages), wide_group
     )
-    out = layer_flashinfer.self_attention(projected, wide_layer, rotation, wide_pages, wide_group)
+    out = layer_flashinfer.Attention().self_attention(projected, wide_layer, rotation, wide_pages, wide_group)
     assert_close(out, expected)
+
+
+QWEN = {**SHAPES["qwen3-next-80b-a3b"], "num_hidden_layers": 2, "full_attention_interval": 2}
+
+
+@pytest.fixture
+def scratches(monkeypatch: pytest.MonkeyPatch) -> Scratches:
+    """Note by width what XQA would be given to work in, and run no kernel."""
+    noted: Scratches = defaultdict(list)
+
+    def note(*given: Any, q_seq_len: int, **_: Any) -> None:
+        noted[q_seq_len].append(given[-2:])
+
+    monkeypatch.setattr(sys.modules["flashinfer.xqa"], "xqa", note)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
+    return noted
+
+
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> Model:
+    def change(settings: Resolved) -> Resolved:
+        return replace(settings, kernels="flashinfer")
+
+    tree = {"draft": "mtp", "num_steps": 4, "topk": 4, "num_draft_tokens": 8}
+    return without_host.make(monkeypatch, QWEN, change, **tree)
+
+
+@without_gpu
+def test_no_module_is_built_for_the_width_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, scratches: Scratches
+) -> None:
+    """Neither for what a head reads: a module takes nvcc a minute or two."""
+    precompile(make_engine(monkeypatch).loop, 4096)
+    assert sorted(scratches) == [1, 2, 4, 8]
+
+
+@without_gpu
+def test_engines_of_one_process_share_no_scratch(
+    monkeypatch: pytest.MonkeyPatch, scratches: Scratches
+) -> None:
+    """Their steps run on streams of their own; all layers and forms of one engine share what it has."""
+    used = []
+    for _ in range(2):
+        runner = make_engine(monkeypatch).loop.runner
+        assert runner
+        scratches.clear()
+        with torch.inference_mode():
+            for form in (*runner.forms(), Form.given(4, greedy=False)):
+                runner.streak.step(runner.streak.rows, form)
+        assert set(scratches) == {1, 4, 8}
+        used.append({id(own): own for given in scratches.values() for pair in given for own in pair})
+        assert len(used[-1]) == 2
+    assert not used[0].keys() & used[1].keys()

@@ -15,69 +15,80 @@ from tests.tolerances import KERNEL
 
 pytestmark = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
 
-needs_products = pytest.mark.skipif(
-    compiled.compiled() is None or not linear.multiplies_bfloat16(),
-    reason="this processor does not multiply bfloat16",
-)
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def _weights(outputs: int, inputs: int) -> Tensor:
+def _weights(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(outputs * inputs)
-    return torch.randn(outputs, inputs, generator=generator).bfloat16()
+    return torch.randn(outputs, inputs, generator=generator).to(dtype)
 
 
-@needs_products
-@pytest.mark.parametrize("tokens", [1, 5, 6, 7, 63])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (15, 4), (65, 64), (130, 192)])
+@TYPES
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 63])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (15, 4), (33, 6), (65, 64), (130, 192)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_product_is_the_references(tokens: int, outputs: int, inputs: int, biased: bool) -> None:
-    weight_ND, x_TD = _weights(outputs, inputs), _weights(tokens, inputs)
-    bias_N = _weights(outputs, 1)[:, 0] if biased else None
+def test_product_is_the_references(
+    tokens: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype
+) -> None:
+    weight_ND, x_TD = _weights(outputs, inputs, dtype), _weights(tokens, inputs, dtype)
+    bias_N = _weights(outputs, 1, dtype)[:, 0] if biased else None
     packed = linear.pack(weight_ND, bias_N)
     assert isinstance(packed, linear.Panels)
     found = linear.linear(x_TD, packed)
     wanted = linear_reference.linear(x_TD, linear_reference.pack(weight_ND, bias_N))
-    limit = KERNEL[torch.bfloat16]
+    limit = KERNEL[dtype]
     torch.testing.assert_close(found, wanted, rtol=limit, atol=limit)
 
 
-@needs_products
-def test_a_rows_product_does_not_depend_on_its_window() -> None:
-    packed, x_TD = linear.pack(_weights(200, 96)), _weights(129, 96)
+@TYPES
+def test_a_rows_product_does_not_depend_on_its_window(dtype: torch.dtype) -> None:
+    packed, x_TD = linear.pack(_weights(200, 96, dtype)), _weights(129, 96, dtype)
     whole = linear.linear(x_TD, packed)
-    for width in (1, 2, 5, 64):
+    for width in (1, 2, 3, 4, 5, 6, 7, 64):
         parts = [linear.linear(part, packed) for part in x_TD.split(width)]
         assert torch.equal(torch.cat(parts), whole)
 
 
-@needs_products
-def test_threads_share_a_product_and_change_no_bit(request: pytest.FixtureRequest) -> None:
-    packed, x_TD = linear.pack(_weights(8192, 512)), _weights(32, 512)
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+def test_products_in_bfloat16_have_the_same_bits_on_every_processor(tokens: int) -> None:
+    """Pair by pair, the second entry first, as units for them do; two such numbers' product is exact."""
+    weight_ND, x_TD = _weights(70, 320), _weights(tokens, 320)
+    sum_TN = torch.zeros(tokens, 70)
+    for k in range(320):
+        k ^= 1
+        sum_TN = (sum_TN.double() + x_TD[:, k, None].double() * weight_ND[:, k].double()).float()
+    assert torch.equal(linear.linear(x_TD, linear.pack(weight_ND)), sum_TN.bfloat16())
+
+
+@TYPES
+def test_threads_share_a_product_and_change_no_bit(
+    dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    packed, x_TD = linear.pack(_weights(8192, 512, dtype)), _weights(32, 512, dtype)
     alone = linear.linear(x_TD, packed)
     request.getfixturevalue("three_threads")
     assert all(torch.equal(linear.linear(x_TD, packed), alone) for _ in range(5))
 
 
-@needs_products
-def test_strided_rows_are_read_where_they_lie() -> None:
-    packed, wide_TD = linear.pack(_weights(33, 32)), _weights(9, 80)
+@TYPES
+def test_strided_rows_are_read_where_they_lie(dtype: torch.dtype) -> None:
+    packed, wide_TD = linear.pack(_weights(33, 32, dtype)), _weights(9, 80, dtype)
     view_TD = wide_TD[:, 16:48]
     assert torch.equal(linear.linear(view_TD, packed), linear.linear(view_TD.contiguous(), packed))
-    turned = _weights(32, 9).t()
+    turned = _weights(32, 9, dtype).t()
     assert torch.equal(linear.linear(turned, packed), linear.linear(turned.contiguous(), packed))
 
 
-@needs_products
-def test_what_is_no_number_stays_in_its_row() -> None:
-    packed, x_TD = linear.pack(_weights(20, 16)), _weights(3, 16)
+@TYPES
+def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
+    packed, x_TD = linear.pack(_weights(20, 16, dtype)), _weights(3, 16, dtype)
     x_TD[1, 3] = math.nan
     found = linear.linear(x_TD, packed)
     assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_weights_take_the_plain_form(dtype: torch.dtype) -> None:
-    assert isinstance(linear.pack(_weights(8, 8).to(dtype)), linear_cpu.Packed)
+def test_other_weights_take_the_plain_form() -> None:
+    assert isinstance(linear.pack(_weights(8, 8, torch.float64)), linear_cpu.Packed)
     assert isinstance(linear.pack(_weights(8, 7)), linear_cpu.Packed)
 
 

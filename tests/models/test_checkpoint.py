@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from specdec.errors import CheckpointError
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.eagle import find_head, read_head
 from specdec.models.weights import CheckpointWeights
 from tests.models.canonical import canonical
 from tests.models.random_checkpoints import Sample, add_tensors, draw, edit_config, read_tensors, save
@@ -117,7 +118,7 @@ def test_truncated_shard_is_named(sharded: Path) -> None:
 def test_shards_without_index_are_refused(sharded: Path) -> None:
     (sharded / INDEX).unlink()
     with pytest.raises(
-        CheckpointError, match=rf"and \d+ more but neither {SINGLE} nor {INDEX}; download the"
+        CheckpointError, match=rf"… and \d+ more but neither {SINGLE} nor {INDEX}; download the"
     ):
         Checkpoint(sharded)
 
@@ -193,11 +194,11 @@ def test_one_error_names_every_tensor_at_fault(single: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
         load(single)
     message = str(refused.value)
-    assert "2 missing, 1 misshapen, 1 unexpected" in message
-    assert "missing: model.norm.weight [" in message
-    assert "missing: model.layers.0.input_layernorm.weight [" in message
-    assert "misshapen: model.layers.0.mlp.up_proj.weight is [3, 5], config.json makes it [" in message
-    assert "unexpected: model.extra.weight" in message
+    assert "2 missing: " in message and "model.norm.weight [" in message
+    assert "model.layers.0.input_layernorm.weight [" in message
+    assert "1 misshapen: model.layers.0.mlp.up_proj.weight is [3, 5], config.json makes it [" in message
+    assert "1 unexpected: model.extra.weight" in message
+    assert "\n" not in message
     assert "belong together" in message
     assert refused.value.field == "model.norm.weight"
 
@@ -206,9 +207,17 @@ def test_long_list_of_faults_is_cut_with_a_count(single: Path) -> None:
     add_tensors(single, {f"model.extra.{i:02}": torch.zeros(1) for i in range(31)})
     with pytest.raises(CheckpointError) as refused:
         load(single)
-    assert "31 unexpected" in str(refused.value)
-    assert "model.extra.19\n  … and 11 more" in str(refused.value)
-    assert "model.extra.20" not in str(refused.value)
+    assert "31 unexpected: model.extra.00, " in str(refused.value)
+    assert "model.extra.02 … and 28 more; check that" in str(refused.value)
+    assert "model.extra.03" not in str(refused.value)
+
+
+def test_hostile_names_of_tensors_stay_on_one_short_line(single: Path) -> None:
+    add_tensors(single, {f"model.\n{'a' * 5000}{i}": torch.zeros(1) for i in range(5)})
+    with pytest.raises(CheckpointError) as refused:
+        load(single)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 1500
 
 
 def test_missing_expert_is_named_as_on_disk(sharded: Path) -> None:
@@ -261,3 +270,21 @@ def test_progress_is_shown_on_a_terminal_or_when_asked(
     out, err = capfd.readouterr()
     assert ("Loading weights: 100%" in err) == shown
     assert out == ""
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a/" * 3000, "a\x00b", "a\nb", "~" * 300])
+def test_names_that_no_file_system_takes_are_refused_as_any_other(name: str, single: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is not a folder; give the path") as refused:
+        Checkpoint(name)
+    assert refused.value.field == "model"
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+    assert find_head(name, "eagle", None) is None
+    with pytest.raises(CheckpointError, match=r"^draft_model: .* is not a folder"):
+        read_head(Path(name), families.read_network(Checkpoint(single)))
+
+
+def test_an_index_may_name_a_file_at_any_length(sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "a" * 5000}}))
+    with pytest.raises(CheckpointError, match="which is not there; download the missing shard") as refused:
+        Checkpoint(sharded)
+    assert len(str(refused.value)) < 800

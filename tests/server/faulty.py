@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from specdec import grammars
 from specdec.cli import main
 from specdec.draft.lookup import Lookup
+from specdec.grammars.template import Template
 from specdec.loop import DecodeLoop
 from specdec.models.network import Block
 from specdec.scheduler import Scheduler
@@ -81,16 +81,15 @@ def set_worse(file: Path) -> None:
     DecodeLoop.step = wrong  # type: ignore[method-assign]
 
 
-def set_slow_forms(file: Path) -> None:
-    """Let a form of output take for ever to be compiled."""
-    right = grammars._compiled
+def set_slow_forms() -> None:
+    """Let forms of output be compiled by processes that can be told to take for ever."""
+    right = Template.__init__
 
-    def wrong(compiler: Any, kind: str, source: str) -> Any:
-        if told("compiled", file):
-            time.sleep(1000)
-        return right(compiler, kind, source)
+    def wrong(template: Template, *arguments: Any) -> None:
+        right(template, *arguments)
+        template.command = [sys.executable, "-m", "tests.server.slow_forms"]
 
-    grammars._compiled = wrong
+    Template.__init__ = wrong  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -98,5 +97,5 @@ if __name__ == "__main__":
     for name, (owner, function) in PLACES.items():
         set_trap(owner, function, name, trap)
     set_worse(trap)
-    set_slow_forms(trap)
+    set_slow_forms()
     sys.exit(main())

@@ -1,5 +1,6 @@
 """Who may ask: keys from wherever, and no page from elsewhere where none is wanted."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from specdec.errors import ConfigError
 from specdec.server.access import VARIABLE, Access
 from specdec.server.failures import Failure
 from specdec.server.settings import ServerConfig
+from specdec.tenant import Tenant
 
 LOCAL = {"Host": "127.0.0.1:8000"}
 
@@ -39,6 +41,25 @@ def test_each_place_for_keys_counts_and_comments_are_none(
     assert status(access, LOCAL) == 401
     assert status(access, {"Authorization": "Basic first"}) == 401
     assert status(access, {"Authorization": "bearer first", "Origin": "https://elsewhere.example"}) == 200
+
+
+def test_each_key_has_a_name_of_its_own_that_does_not_tell_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice-key\nbob-key\nalice-key\n")
+
+    def caller(access: Access, headers: dict[str, str]) -> str:
+        return access.admit(make_mocked_request("POST", "/v1/completions", headers=headers))
+
+    access, other = (Access(ServerConfig(api_key_file=str(file))) for _ in range(2))
+    names = [caller(access, {"Authorization": f"Bearer {key}-key"}) for key in ("alice", "bob", "alice")]
+    assert names[0] == names[2] != names[1] and all(names)
+    assert caller(access, {"x-api-key": "bob-key"}) == names[1]
+    assert caller(access, {"Authorization": "Bearer wrong", "x-api-key": "bob-key"}) == names[1]
+    assert caller(other, {"x-api-key": "bob-key"}) != names[1], "no other process knows it"
+    held = repr(vars(access)) + repr(Tenant(names[0], "salt"))
+    assert not re.search("alice|bob|salt|" + names[0], repr(Tenant(names[0], "salt")))
+    assert not re.search("alice|bob", held)
+    assert caller(Access(ServerConfig()), LOCAL) == "", "without keys there is one caller"
 
 
 def test_a_key_that_is_empty_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +109,12 @@ def test_an_address_for_others_has_other_names() -> None:
     assert status(access, {"Host": "gpu7:8000", "Origin": "https://elsewhere.example"}) == 403
     assert not Access(ServerConfig()).is_open
     assert not Access(ServerConfig(host="0.0.0.0", api_key=["a"])).is_open
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\x00b"])
+def test_a_file_of_keys_may_be_named_at_any_length(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^api_key_file: .* cannot be read .*; give a text file"
+    ) as refused:
+        Access(ServerConfig(api_key_file=name))
+    assert len(str(refused.value)) < 400

@@ -7,6 +7,7 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from tests.server.live import Live, serving, total
+from tests.tolerances import LOGITS_RELATIVE
 
 PROMPT = "import os\n\n\ndef "
 CHAT, ASKED = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
@@ -125,7 +126,9 @@ def test_log_probabilities_in_both_forms(live: Live, engine: SpecEngine) -> None
     own = live.ask("/v1/completions", SHORT | {"logprobs": 2}).json["choices"][0]
     columns = own["logprobs"]
     assert "".join(columns["tokens"]) == own["text"] == wanted.text
-    assert columns["token_logprobs"] == pytest.approx([each.logprob for each in wanted.logprobs])
+    assert columns["token_logprobs"] == pytest.approx(
+        [each.logprob for each in wanted.logprobs], rel=LOGITS_RELATIVE
+    )
     starts = [len("".join(columns["tokens"][:i])) for i in range(12)]
     assert columns["text_offset"] == starts
     assert all(2 <= len(top) <= 3 for top in columns["top_logprobs"])
@@ -224,7 +227,12 @@ def test_a_request_keeps_its_id(live: Live) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         (CHAT, ASKED | {"top_logprobs": 2}, 400, "top_logprobs"),
         (CHAT, ASKED | {"tools": [{"type": "function"}]}, 400, "tools"),
-        (CHAT, ASKED | {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        (
+            CHAT,
+            ASKED | {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+            400,
+            "tools",
+        ),
         (CHAT, ASKED | {"tool_choice": "required"}, 400, "tool_choice"),
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),

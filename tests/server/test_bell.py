@@ -16,6 +16,7 @@ from specdec.errors import EngineError, SpecdecError
 from specdec.outputs import Delta
 from specdec.server import answers as module
 from specdec.server.answers import Answers, Bell, Deadline, Said
+from specdec.terms import Terms
 
 Emit = Callable[[int, Delta | SpecdecError], None]
 
@@ -39,7 +40,7 @@ class Spoken:
 async def asked(
     speak: Callable[[Emit], None], *, choices: int = 1, streams: bool = True
 ) -> AsyncIterator[AsyncIterator[Said]]:
-    prepared = [Prepared((1,), SamplingParams(n=choices))]
+    prepared = [Prepared((1,), Terms(SamplingParams(n=choices)))]
     engine = Spoken(speak)
     answers = Answers(engine, Bell(asyncio.get_running_loop()), prepared, streams=streams, until=Deadline(30))  # type: ignore[arg-type]
     with answers:

@@ -1,9 +1,12 @@
 """What a request may say: which fields are refused, and what those mean that others bear upon."""
 
+import asyncio
 import json
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import pytest
 from specdec.sampling import SamplingParams
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
-from specdec.server.fields import HARMLESS, INSTEAD, REFUSED
+from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED
+from specdec.server.state import LONG, State
 
 SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
 PROMPT: dict[str, Any] = {"prompt": "x"}
@@ -28,6 +32,56 @@ def refusal(kind: type[Body], least: Mapping[str, Any], **fields: Any) -> Failur
         read(kind, least, **fields)
     assert caught.value.status == 400
     return caught.value
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"a": schema}
+    return schema
+
+
+PLACES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+    lambda schema: {"structured_outputs": {"json": schema}},
+    lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+    lambda schema: {"unheard_of": schema},
+    lambda schema: {"messages": [{"role": "user", "content": "x", "unheard_of": schema}]},
+    lambda schema: {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]},
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_nests_too_deep_is_refused_wherever_it_stands(
+    place: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    for levels in (MOST_LEVELS, 300, 600):
+        failure = refusal(ChatBody, CHAT, **place(nested(levels)))
+        assert "levels" in str(failure) and "\n" not in str(failure)
+    body = read(ChatBody, CHAT, **place(nested(MOST_LEVELS - 8)))
+    assert body.plain and body.params()
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        ({}, False),
+        ({"allowed_token_ids": range(2 * LONG)}, True),
+        ({"stop_token_ids": range(2 * LONG)}, True),
+        ({"bad_words": ["a" * 1000] * 40}, True),
+    ],
+)
+def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
+    fields: dict[str, Any], beside: bool
+) -> None:
+    looked: list[threading.Thread] = []
+    engine = SimpleNamespace(
+        read_terms=lambda *_, caller: looked.append(threading.current_thread()),
+        read_prompt=lambda prompt, terms: prompt,
+    )
+    state: Any = State.__new__(State)
+    state.engine, state.config = engine, SimpleNamespace(log_prompts=False)
+    assert asyncio.run(state.prepare(["x"] * 64, SamplingParams(**fields), "")) == ["x"] * 64
+    assert [own is not threading.main_thread() for own in looked] == [beside]
 
 
 def listed(beginning: str) -> set[str]:

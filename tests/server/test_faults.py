@@ -290,6 +290,21 @@ def test_an_engine_that_comes_to_nothing_is_told_to_all(
     assert ("Timeout" if place == "hold" else "CRITICAL") in log
 
 
+def test_health_tells_a_stalled_step_before_the_process_is_ended(hybrid: Path, told: Told) -> None:
+    options = ("--draft", "none", "--step-timeout", "8")
+    with Live(*options, model=str(hybrid), env=told.env, entry="tests.server.faulty") as own:
+        assert own.ask("/health").status == own.ask("/ready").status == 200
+        asked = Asked(own, 1)
+        told.fail("hang")
+        wait_for(lambda: own.ask("/health").status == 503)
+        found = own.ask("/health")
+        assert found.error["code"] == "stalled" and "4 s" in found.error["message"]
+        assert own.process.poll() is None
+        asked.wait()
+        own.process.wait(timeout=60)
+        assert own.stop()[0] == 70
+
+
 def connect(live: Live) -> socket.socket:
     host, port = live.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)))

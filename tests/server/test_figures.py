@@ -13,12 +13,13 @@ import pytest
 from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.engine import Prepared
 from specdec.errors import CapacityError, EngineError
-from specdec.models.checkpoint import SHIPPED
+from specdec.models.folder import SHIPPED
 from specdec.outputs import Delta, RequestStats
 from specdec.resolve import Resolved, open_model
 from specdec.server.answers import Said
 from specdec.server.failures import Failure
 from specdec.server.metrics import REASONS, Metrics
+from specdec.terms import Terms
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
 from tests.server.test_guards import LONG, PLAIN, open_stream, running, wait_for
@@ -37,7 +38,26 @@ PER_CHOICE = (
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_params_max_tokens",
+    "request_prefill_kv_computed_tokens",
 )
+ASKED = (
+    *(
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_requests_waiting_by_reason",
+        "kv_cache_usage_perc",
+    ),
+    *("gpu_cache_usage_perc", "num_preemptions_total", "prompt_tokens_total", "prompt_tokens_cached_total"),
+    *("generation_tokens_total", "request_success_total", "prefix_cache_queries_total"),
+    *("prefix_cache_hits_total", "gpu_prefix_cache_queries_total", "gpu_prefix_cache_hits_total"),
+    *("engine_sleep_state", "cache_config_info", "spec_decode_num_drafts_total"),
+    *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
+    *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("time_per_output_token_seconds_bucket", "request_prefill_kv_computed_tokens_bucket"),
+    *("iteration_tokens_total_bucket", "iteration_tokens_total_sum", "iteration_tokens_total_count"),
+    *(f"{name}_bucket" for name in (*PER_CHOICE, "request_params_n", "request_max_num_generation_tokens")),
+)
+"""What vLLM's dashboards ask for by its names."""
 PER_PROMPT = ("request_params_n", "request_max_num_generation_tokens")
 
 
@@ -65,7 +85,7 @@ def live(fault: Path) -> Iterator[Live]:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    found = metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", **labels})
+    found = metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", "engine": "0", **labels})
     assert found is not None
     return found
 
@@ -76,7 +96,7 @@ def ends(metrics: Metrics) -> dict[str, float]:
 
 
 def ask(prompts: int = 1, n: int = 1) -> list[Prepared]:
-    return [Prepared((1, 2, 3), SamplingParams(n=n, max_tokens=9))] * prompts
+    return [Prepared((1, 2, 3), Terms(SamplingParams(n=n, max_tokens=9)))] * prompts
 
 
 def end(choice: int, at_s: float, stats: RequestStats) -> Said:
@@ -88,7 +108,7 @@ def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics
     with metrics.request(ask(), 0.0) as watch:
         watch.start_s = 100.0
         watch.said(end(0, 108.0, RequestStats(3, 5, queued_s=1.0, first_token_s=3.0, total_s=7.0)))
-    assert [value(metrics, f"{name}_sum") for name in PER_CHOICE] == [8, 1, 2, 4, 6, 1, 3, 5, 9]
+    assert [value(metrics, f"{name}_sum") for name in PER_CHOICE] == [8, 1, 2, 4, 6, 1, 3, 5, 9, 3]
     assert all(value(metrics, f"{name}_count") == 1 for name in (*PER_CHOICE, *PER_PROMPT))
 
 
@@ -143,7 +163,7 @@ def grown(after: dict[str, float], before: dict[str, float], name: str) -> float
 
 def ended(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
     """Say how many choices have ended between two scrapes, by why."""
-    name = 'request_success_total{{finished_reason="{}",model_name="tiny"}}'
+    name = 'request_success_total{{engine="0",finished_reason="{}",model_name="tiny"}}'
     keys = {why: f"vllm:{name.format(why)}" for why in REASONS}
     return {why: count for why, key in keys.items() if (count := after[key] - before[key])}
 
@@ -210,3 +230,70 @@ def test_who_asks_is_told_how_every_setting_was_settled(live: Live) -> None:
     assert (info["device"], info["dtype"], info["drafters"]) == ("cpu", "float32", ["suffix"])
     assert info.items() >= asdict(settled.bounds).items()
     assert info["layout"] == asdict(settled.layout.describe())
+
+
+def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
+    assert live.ask("/v1/completions", LONG | {"max_tokens": 3, "stream": False}).status == 200
+    found = live.metrics()
+    labelled = 'model_name="tiny"'
+    for name in ASKED:
+        own = [key for key in found if key.startswith(f"vllm:{name}{{")]
+        assert own and all(labelled in key and 'engine="0"' in key for key in own), name
+    assert total(found, "vllm:gpu_cache_usage_perc") == total(found, "vllm:kv_cache_usage_perc")
+    for end in ("bucket", "sum", "count"):
+        older, newer = (
+            total(found, f"vllm:{name}_{end}")
+            for name in ("time_per_output_token_seconds", "inter_token_latency_seconds")
+        )
+        assert older == newer
+    for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "start_time_seconds"):
+        assert found[f"process_{name}"] > 0
+    assert len({*found}) == len(live.ask("/metrics").data.decode().splitlines()) - sum(
+        line.startswith("#") for line in live.ask("/metrics").data.decode().splitlines()
+    ), "no series stands twice"
+
+
+@pytest.mark.parametrize("options", [(), ("--graphs",), ("--graphs", "--draft", "mtp")])
+def test_every_token_read_and_written_is_in_a_step(options: tuple[str, ...]) -> None:
+    """Of the tokens that a choice writes the last one is not read any more."""
+    with Live("--no-prefix-cache", *(options or PLAIN)) as live:
+        before = live.metrics()
+        answer = live.ask("/v1/completions", LONG | {"max_tokens": 40, "n": 2, "stream": False}).json
+        after = live.metrics()
+    usage = answer["usage"]
+    kept = 2 * usage["prompt_tokens"] + usage["completion_tokens"] - 2
+    assert grown(after, before, "iteration_tokens_total_sum") >= kept
+    assert grown(after, before, "iteration_tokens_total_sum") <= kept + 2 * 8, "some of the last step's"
+    steps = grown(after, before, "iteration_tokens_total_count")
+    last = [v for k, v in after.items() if k.startswith("vllm:iteration_tokens_total_bucket") and "+Inf" in k]
+    assert 0 < steps <= kept and last == [total(after, "vllm:iteration_tokens_total_count")]
+
+
+def test_tokens_of_prompts_are_computed_or_cached(live: Live) -> None:
+    before = live.metrics()
+    body = LONG | {"prompt": "import os, sys\n" * 20, "max_tokens": 2, "stream": False}
+    cached = 0
+    for _ in range(2):
+        cached += live.ask("/v1/completions", body).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    after = live.metrics()
+    assert grown(after, before, "prompt_tokens_cached_total") == cached > 0
+    read, whole = (
+        grown(after, before, f"{name}_sum")
+        for name in ("request_prefill_kv_computed_tokens", "request_prompt_tokens")
+    )
+    assert read + cached == whole
+
+
+def test_answers_are_counted_by_address_and_class(live: Live) -> None:
+    def count(handler: str, status: str) -> float:
+        key = f'http_requests_total{{handler="{handler}",method="GET",status="{status}"}}'
+        return live.metrics().get(key, 0)
+
+    before = count("/v1/models/{name}", "2xx"), count("/v1/models/{name}", "4xx")
+    for path in ("/v1/models/tiny", "/v1/models/none", "/v1/models/other", "/nothing/at/all"):
+        live.ask(path)
+    assert (count("/v1/models/{name}", "2xx"), count("/v1/models/{name}", "4xx")) == (
+        before[0] + 1,
+        before[1] + 2,
+    )
+    assert not any("nothing" in key for key in live.metrics())

@@ -49,7 +49,7 @@ def test_an_echo_has_the_prompts_likelihoods(live: Live, as_ids: bool) -> None:
     for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
         assert choice["text"][offset:].startswith(token)
     assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-    logprobs = [own.logprob for own in (*wanted.prompt_logprobs, *wanted.logprobs)]
+    logprobs = [own.logprob for own in (*wanted.prompt_logprobs, *wanted.logprobs) if own]
     assert found["token_logprobs"][1:] == pytest.approx(logprobs, abs=1e-4)
     assert all(2 <= len(top) <= 3 for top in found["top_logprobs"][1:])
 
@@ -188,7 +188,6 @@ def test_an_output_has_the_form_that_is_asked_for(
         ),
         ({"guided_json": PERSON}, "guided_json", "structured_outputs"),
         ({"regex": "[0-9]{4}"}, "regex", "structured_outputs"),
-        ({"bad_words": ["x"]}, "bad_words", "leave it out"),
     ],
     ids=str,
 )
@@ -260,3 +259,15 @@ def test_tokens_that_are_parts_of_a_character_are_told_apart(live: Live) -> None
     assert (
         pieces.decode().startswith(answer["message"]["content"]) and answer["message"]["content"] == "漢字🙂"
     )
+
+
+def test_what_ended_an_answer_is_told(live: Live) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    (whole,) = live.ask(COMPLETE, body).json["choices"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)
+    token = whole["token_ids"][4]
+    (ended,) = live.ask(COMPLETE, body | {"stop_token_ids": [token]}).json["choices"]
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", token)
+    sign = next(letter for letter in reversed(whole["text"]) if letter.isprintable())
+    (cut,) = live.ask(COMPLETE, body | {"stop": [sign]}).json["choices"]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", sign)

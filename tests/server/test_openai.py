@@ -35,6 +35,24 @@ def test_completions_whole_and_streamed(client: openai.OpenAI) -> None:
     assert parts[-1].choices[0].finish_reason == "length"
 
 
+def test_vllms_rules_of_words_go_beside_openais_fields(client: openai.OpenAI) -> None:
+    fields = {"model": "tiny", "prompt": TEXT, "max_tokens": 24, "temperature": 0.0}
+    free = client.completions.create(**fields).choices[0].text  # type: ignore[call-overload]
+    word = next(own for own in free.split() if own.isidentifier())
+    for stream in (False, True):
+        rules = {"bad_words": [word], "include_stop_str_in_output": True, "best_of": 1}
+        own = client.completions.create(**fields, stream=stream, stop=["):"], extra_body=rules)  # type: ignore[call-overload]
+        text = "".join(part.choices[0].text for part in own) if stream else own.choices[0].text
+        assert word not in text and text.find("):") in (-1, len(text) - 2)
+    only = {"allowed_token_ids": [5, 6], "skip_special_tokens": False, "return_token_ids": True}
+    for body in (fields, {**fields, "prompt": None, "messages": [{"role": "user", "content": TEXT}]}):
+        create = client.chat.completions.create if "messages" in body else client.completions.create
+        own = create(**{k: v for k, v in body.items() if v is not None}, extra_body=only)
+        assert {*own.choices[0].token_ids} <= {5, 6}
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        client.completions.create(**fields, extra_body={"best_of": 3})  # type: ignore[call-overload]
+
+
 def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
     fields = {
         "model": "tiny",

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from specdec.draft.proposal import Shape
+from specdec.streak.capture import Capturer
 from specdec.streak.extent import Extent
 from specdec.streak.form import Form
 from specdec.streak.graphs import SIZES, Graphs
@@ -23,10 +25,15 @@ class Step:
 
     def __init__(self) -> None:
         self.ran: list[tuple[int, Form, Rows]] = []
+        self.primed: list[tuple[int, Form]] = []
 
     def __call__(self, rows: Rows, form: Form) -> Tensor:
         self.ran.append((len(rows.length_B), form, rows))
         return torch.tensor([len(self.ran)])
+
+    def prime(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor) -> None:
+        assert not start_B.any() and not count_B.any(), "padding has nothing to read"
+        self.primed.append((len(rows.length_B), form))
 
 
 class Device:
@@ -34,6 +41,8 @@ class Device:
 
     def __init__(self, free: int, each: int) -> None:
         self.free, self.each, self.replayed = free, each, 0
+        self.current = self.home = "home"
+        self.captured_on: list[str] = []
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         device = self
@@ -43,24 +52,36 @@ class Device:
                 device.replayed += 1
 
         class Stream:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
             def wait_stream(self, _: Any) -> None: ...
 
         @contextmanager
         def capture(graph: Graph, *, pool: int) -> Iterator[None]:
             assert pool == 7
+            before, device.current = device.current, "capture"
+            device.captured_on.append(before)
+            yield  # what fails here leaves this stream behind, as torch does
+            device.current = before
             device.free -= device.each
-            yield
 
         @contextmanager
-        def stream(_: Stream) -> Iterator[None]:
-            yield
+        def stream(own: Stream) -> Iterator[None]:
+            before, device.current = device.current, own.name
+            try:
+                yield
+            finally:
+                device.current = before
 
         for name, value in {
             "CUDAGraph": Graph,
-            "Stream": Stream,
+            "Stream": lambda _: Stream("aside"),
             "graph": capture,
             "stream": stream,
-            "current_stream": Stream,
+            "current_stream": lambda _: Stream(device.current),
+            "set_stream": lambda own: setattr(device, "current", own.name),
+            "synchronize": lambda _: None,
             "graph_pool_handle": lambda: 7,
             "mem_get_info": lambda _: (device.free, 0),
         }.items():
@@ -104,12 +125,24 @@ def test_capture_warms_up_on_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         assert live.length_B.data_ptr() == graphs.rows.length_B.data_ptr()
 
 
-def test_what_the_budget_does_not_hold_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_budget_does_not_hold_runs_uncaptured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of it has run before it is asked for, since a first run compiles."""
     device = Device(free=1000, each=40)
     device.install(monkeypatch)
     graphs, step = make()
     graphs.capture(FORMS)
-    assert len(step.ran) == 2 * 3, "the third passes a tenth of what was free"
+    live = [own for own in step.ran if own[2].length_B.data_ptr() == graphs.rows.length_B.data_ptr()]
+    assert len(live) == 3, "the third passes a tenth of what was free"
+    assert "steps of 2 rows and more run uncaptured: graphs took 0 MiB" in caplog.text
+    warmed = [
+        (size, form)
+        for size, form, rows in step.ran
+        if rows.length_B.data_ptr() != live[0][2].length_B.data_ptr()
+    ]
+    assert warmed == [(size, form) for size in graphs.sizes for form in FORMS]
+    assert step.primed == [(size, FORMS[0]) for size in graphs.sizes]
     before = len(step.ran)
     graphs(FORMS[0], 1)
     assert len(step.ran) == before
@@ -117,24 +150,46 @@ def test_what_the_budget_does_not_hold_runs_uncaptured(monkeypatch: pytest.Monke
     assert step.ran[-1][:2] == (20, FORMS[0]) and len(step.ran) == before + 1
 
 
-def test_what_cannot_be_captured_runs_uncaptured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("captures", [True, False], ids=["captured", "warmed"])
+def test_a_form_that_fails_ends_itself_alone(
+    captures: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Device(free=10**9, each=1).install(monkeypatch)
+    """What fails while it is captured leaves its stream current, which must not become the engine's."""
+    device = Device(free=10**9, each=1)
+    device.install(monkeypatch)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     graphs, step = make()
     inner = step.__class__.__call__
 
     def fail(self: Step, rows: Rows, form: Form) -> Tensor:
-        if len(rows.length_B) == 3:
+        if len(rows.length_B) == 3 and form == FORMS[1] and (device.current == "capture") == captures:
             raise torch.OutOfMemoryError("no memory is left")
         return inner(self, rows, form)
 
     monkeypatch.setattr(Step, "__call__", fail)
     graphs.capture(FORMS)
-    assert "3 rows and more run uncaptured: no memory is left" in caplog.text
+    assert f"{FORMS[1]} of 3 rows and more run uncaptured: no memory is left" in caplog.text
+    assert ("gives no cached memory back" in caplog.text) == captures
+    assert device.current == "home" and set(device.captured_on) == {"home"}
     monkeypatch.setattr(Step, "__call__", inner)
     ran = len(step.ran)
-    graphs(FORMS[1], 2)
-    assert len(step.ran) == ran
-    graphs(FORMS[1], 3)
-    assert len(step.ran) == ran + 1
+    for form, size in ((FORMS[1], 2), (FORMS[0], 3), (FORMS[0], 20)):
+        graphs(form, size)
+        assert len(step.ran) == ran
+    for size in (3, 4, 20):
+        graphs(FORMS[1], size)
+    assert len(step.ran) == ran + 3
+
+
+def test_a_newer_torch_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Device(free=10**9, each=1).install(monkeypatch)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0+cu130"))
+
+    def fail() -> None:
+        raise RuntimeError("it asks for a value")
+
+    with pytest.raises(RuntimeError, match="asks for a value"):
+        Capturer(torch.device("cpu"), 7)(fail)
+    assert not caplog.text

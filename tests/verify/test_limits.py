@@ -1,5 +1,7 @@
 """What a node may choose from, as words of bits."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 from specdec import SamplingParams
 from specdec.kernels.sampling.cpu import unpack
 from specdec.kernels.table import load_kernels
+from specdec.terms import Terms
 from specdec.verify.choose import Chooser, Node, choose
-from specdec.verify.limits import Limit, NotYet, bounded_words
+from specdec.verify.limits import Allowed, Banned, Limit, NotYet, bounded_words
 
 
 def allowed(words_W: torch.Tensor | None, vocab: int) -> set[int]:
@@ -27,25 +30,87 @@ def test_words_hold_all_tokens_but_the_ends(vocab: int, data: st.DataObject) -> 
 
 def test_an_end_is_forbidden_until_output_and_path_are_long_enough() -> None:
     limit = NotYet({3}, 3, 40)
-    assert [3 in allowed(limit.words([0] * drafted), 40) for drafted in range(5)] == [0, 0, 0, 1, 1]
+    assert [3 in allowed(limit.words((0,) * drafted), 40) for drafted in range(5)] == [0, 0, 0, 1, 1]
     assert limit.observe(7) and limit.observe(8)
-    assert [3 in allowed(limit.words([0] * drafted), 40) for drafted in range(3)] == [0, 1, 1]
+    assert [3 in allowed(limit.words((0,) * drafted), 40) for drafted in range(3)] == [0, 1, 1]
     assert not limit.observe(9), "from here on nothing is bounded"
 
 
-class Only:
-    """Allows some tokens."""
+def Only(*tokens: int) -> Allowed:
+    return Allowed(tokens, 64)
 
-    is_over = False
 
-    def __init__(self, *tokens: int) -> None:
-        self.inner = NotYet(set(range(64)) - set(tokens), 9, 64)
+TOKENS = st.integers(0, 3)
 
-    def words(self, path: object) -> torch.Tensor | None:
-        return self.inner.words(())
 
-    def observe(self, token: int) -> bool:
-        return True
+@given(
+    st.sets(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), min_size=1, max_size=6),
+    st.lists(TOKENS, max_size=8),
+    st.lists(TOKENS, max_size=5),
+)
+def test_a_sequence_is_never_completed_by_output_and_path(
+    sequences: set[tuple[int, ...]], said: list[int], path: list[int]
+) -> None:
+    limit = Banned(sequences, 40)
+    for token in said:
+        limit.observe(token)
+    whole = (*said, *path)
+    ended = {token for token in range(40) if any((*whole, token)[-len(own) :] == own for own in sequences)}
+    assert allowed(limit.words(tuple(path)), 40) == set(range(40)) - ended
+    completed = any(tuple(said[: i + 1])[-len(own) :] == own for i in range(len(said)) for own in sequences)
+    assert bool(limit.fault) == completed
+
+
+def test_a_long_word_is_looked_up_at_its_own_length_alone() -> None:
+    """Whatever the output repeats: each place costs the lengths that occur, not all up to the longest."""
+    looked_up = 0
+
+    class Counted(dict[tuple[int, ...], frozenset[int]]):
+        def get(self, *key: Any) -> Any:
+            nonlocal looked_up
+            looked_up += 1
+            return super().get(*key)
+
+    limit = Banned({(*[1] * 120, 2), (1, 1, 3), (5,)}, 40)
+    limit._lasts = Counted(limit._lasts)
+    for _ in range(200):
+        limit.observe(1)
+    assert allowed(limit.words((1,)), 40) == set(range(40)) - {2, 3, 5}
+    assert looked_up <= 2 * 201
+    looked_up = 0
+    assert allowed(limit.words((7,)), 40) == set(range(40)) - {5} and not looked_up
+
+
+def test_an_end_that_comes_too_early_is_a_fault_unless_a_form_ends() -> None:
+    for yields in (False, True):
+        limit = NotYet({5}, 3, 64, yields=yields)
+        assert limit.observe(1) and limit.observe(5)
+        assert bool(limit.fault) != yields
+
+
+def test_choices_begin_limits_of_their_own_over_words_that_they_share() -> None:
+    terms = Terms(SamplingParams(), limits=(Allowed([1, 2], 64), Banned([(1, 2)], 64), NotYet({2}, 3, 64)))
+    first, second = terms.begin_limits(), terms.begin_limits()
+    for limit in first:
+        limit.observe(1)
+        limit.observe(7)
+    assert first[0].fault and not second[0].fault and not terms.limits[0].fault
+    for path in ((), (1,), (1, 1, 1)):
+        fresh = [own.words(path) for own in terms.begin_limits()]
+        for own, other in zip((limit.words(path) for limit in second), fresh, strict=True):
+            assert allowed(own, 64) == allowed(other, 64)
+    for own, other in zip(first, second, strict=True):
+        assert own._words_W is other._words_W  # type: ignore[attr-defined]
+
+
+@given(st.integers(1, 100), st.data())
+def test_only_what_is_allowed_may_be_chosen(vocab: int, data: st.DataObject) -> None:
+    tokens = data.draw(st.sets(st.integers(0, vocab - 1), min_size=1))
+    limit = Allowed(tokens, vocab)
+    assert allowed(limit.words((0,)), vocab) == tokens
+    for token in tokens:
+        assert limit.observe(token) and not limit.fault
+    assert limit.observe(vocab) and limit.fault
 
 
 @pytest.mark.parametrize(

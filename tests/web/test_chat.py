@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.models.checkpoint import SHIPPED
+from specdec.models.folder import SHIPPED
 from tests.devtools import Tab
 from tests.server.live import Live
 from tests.web.reading import DONE, KEY, enter_key, heard, pieces, said, send, text_of

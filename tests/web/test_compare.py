@@ -33,7 +33,9 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     assert same == "true" and ratio == pytest.approx(on["rate"] / off["rate"])
     verdict = said(tab, "verdict")
     assert "The texts are equal." in verdict and f"{ratio:.2f} times as fast" in verdict
-    assert "written before" in verdict
+    assert "looked up" not in verdict
+    compared = [own["cache_salt"] for own in asked(tab)[-2:]]
+    assert len(set(compared)) == 2 and "cache_salt" not in asked(tab)[0]
 
 
 def test_a_chat_without_a_new_message_is_compared_up_to_its_last(tab: Tab) -> None:
@@ -53,7 +55,7 @@ def test_a_chat_without_a_new_message_is_compared_up_to_its_last(tab: Tab) -> No
     assert once["messages"] == twice[0]["messages"] == twice[1]["messages"]
     assert [message["role"] for message in once["messages"]] == ["system", "user"]
     assert text_of(pieces(tab)) == text_of(pieces(tab, "second")) == answer
-    assert "written before" in said(tab, "verdict")
+    assert twice[0]["cache_salt"] != twice[1]["cache_salt"] and "looked up" not in said(tab, "verdict")
     tab.write("prompt", "And a dictionary?")
     tab.click("compare")
     tab.wait(f"{COMPARED} && window.asked.length === 5")

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
 from specdec.config import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
-from specdec.options import add_settings, at_least, listed, one_of, settings_from
+from specdec.models.folder import find_folder
+from specdec.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.sampling import SamplingParams
 
 DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
@@ -115,13 +117,14 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, EngineConfig, title="engine", without=SWEPT)
 
 
-def _acceptance(args: argparse.Namespace) -> None:
+def _acceptance(args: argparse.Namespace) -> Run:
     if args.compare:
         from specdec.bench.acceptance import compare
 
-        return compare.run(*args.compare)
+        return partial(compare.run, *args.compare)
     if args.model is None:
         raise ConfigError("MODEL: name a checkpoint's folder, or tiny, which ships", field="model")
+    find_folder(args.model)
     # Imported here, for it brings `transformers` along, which nothing else needs.
     from specdec.bench.acceptance.measure import Length
     from specdec.bench.acceptance.prompts import choose
@@ -140,7 +143,7 @@ def _acceptance(args: argparse.Namespace) -> None:
         memory=EngineConfig.model_validate({"memory_bytes": args.memory}).memory_bytes,
         arguments=_arguments(args),
     )
-    run(options, config, args.out)
+    return partial(run, options, config, args.out)
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:

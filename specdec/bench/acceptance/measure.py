@@ -188,7 +188,7 @@ def _request(
         params,
         chooser=Chooser(params, seed=params.seed, prompt=asked.ids, vocab=spec.vocab),
         text=None,
-        stop_ids=frozenset() if params.ignore_eos else frozenset(spec.eos),
+        stop_ids={} if params.ignore_eos else dict.fromkeys(spec.eos),
         max_length=model.settings.max_model_len,
         emit=said.append,
     )

@@ -37,7 +37,7 @@ from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import is_narrow, read_network
-from specdec.speculation import Experience
+from specdec.records import Experience
 from specdec.text import Tokenizer, load_tokenizer
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from specdec.bench.prefix.generate import KINDS, generate
 from specdec.bench.prefix.traces import Trace, read_trace, write_trace
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.options import add_settings, at_least, listed, one_of, settings_from
+from specdec.models.folder import find_folder
+from specdec.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.settings import MAX_BYTES, parse_bytes
 
 ABOUT = """\
@@ -67,7 +68,7 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, EngineConfig, title="engine", without={*MEASURED, "memory_bytes"})
 
 
-def _prefix(args: argparse.Namespace) -> None:
+def _prefix(args: argparse.Namespace) -> Run:
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ConfigError(f"--out: {args.out} is a file; name a folder", field="out")
     _settle(args)
@@ -81,7 +82,7 @@ def _prefix(args: argparse.Namespace) -> None:
     traces = [read_trace(args.file)] if args.file else []
     traces += [generate(name, args.seed, sessions=args.sessions) for name in names]
     if args.write:
-        return _write(traces, args.write)
+        return partial(_write, traces, args.write)
     from specdec.bench.prefix.run import Options, run
     from specdec.bench.prefix.simulate import Speeds
 
@@ -94,7 +95,7 @@ def _prefix(args: argparse.Namespace) -> None:
         seed=args.seed,
         arguments=_arguments(args),
     )
-    run(options, args.out)
+    return partial(run, options, args.out)
 
 
 def _settle(args: argparse.Namespace) -> None:
@@ -116,7 +117,8 @@ def _settle(args: argparse.Namespace) -> None:
             given[name] = list(dict.fromkeys(value))
 
 
-def _engine(args: argparse.Namespace) -> None:
+def _engine(args: argparse.Namespace) -> Run:
+    find_folder(args.engine)
     from specdec.bench.prefix.engine import Options, run
 
     options = Options(
@@ -128,7 +130,7 @@ def _engine(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     given = {name: value for name, value in vars(args).items() if name not in MEASURED}
-    run(options, settings_from(argparse.Namespace(**given), EngineConfig), args.out)
+    return partial(run, options, settings_from(argparse.Namespace(**given), EngineConfig), args.out)
 
 
 def _write(traces: list[Trace], folder: Path) -> None:

@@ -20,6 +20,8 @@ class Job:
     seed: int
     due_s: float | None = None
     """Seconds after the start at which it arrives; None: as soon as there is a place."""
+    sending: int = 1
+    """The how many-th of its prompt, in this run."""
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ def arrivals(count: int, rate: float | None, seed: int) -> list[float | None]:
 
 async def warm_up(server: Server, level: Level) -> list[Outcome]:
     """Send what does not count, all at once."""
-    return await asyncio.gather(*(server.complete(job.prompt, job.seed) for job in level.warmup))
+    return await asyncio.gather(*(server.complete(job.prompt, job.seed, job.sending) for job in level.warmup))
 
 
 async def drive(server: Server, level: Level, on_outcome: Callable[[], object]) -> None:
@@ -78,7 +80,7 @@ async def _work(server: Server, level: Level, jobs: Iterator[Job], on_outcome: C
         due_s = None if job.due_s is None else level.start_s + job.due_s
         if due_s is not None:
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        level.outcomes.append(await server.complete(job.prompt, job.seed, due_s))
+        level.outcomes.append(await server.complete(job.prompt, job.seed, job.sending, due_s))
         on_outcome()
 
 

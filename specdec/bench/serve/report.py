@@ -140,4 +140,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         for reason, count in list(level["failures"].items())[:FAILURES_SHOWN]:
             yield f"{where} {count} failed: {reason}"
         if level["repeated_prompts"]:
-            yield f"{where} {level['repeated_prompts']} prompts had been sent before, and may be in a cache"
+            again = f"{where} {level['repeated_prompts']} prompts had been sent before"
+            if report["takes_salts"]:
+                yield f"{again}, each time under another cache_salt: where that is known, they reuse nothing"
+            else:
+                yield f"{again}; THE SERVER REFUSES cache_salt, AND MAY HAVE LOOKED THEM UP"

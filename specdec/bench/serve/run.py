@@ -18,7 +18,7 @@ from specdec.bench.client import ask_model, check_url, reason
 from specdec.bench.report import environment, publish
 from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
 from specdec.bench.serve.report import level_report, render
-from specdec.bench.serve.stream import KEY, Outcome, Request, Server
+from specdec.bench.serve.stream import KEY, SALT, Outcome, Request, Server
 from specdec.errors import ConfigError, EngineError
 
 FEWEST, PER_PLACE = 16, 4
@@ -54,7 +54,7 @@ def run(options: Options, out: Path | None) -> None:
     """
     base = _checked(options)
     levels = plan(options)
-    told: dict[str, Any] = {"model": options.model}
+    told: dict[str, Any] = {"model": options.model, "takes_salts": True}
     interrupted = False
     try:
         asyncio.run(_measure(options, base, levels, told))
@@ -82,17 +82,20 @@ def plan(options: Options) -> list[Level]:
     """Lay out every request: prompts shuffled once by the seed, each level going on where the last ended."""
     order = list(options.prompts)
     random.Random(options.seed).shuffle(order)
-    endless, sent, levels = enumerate(cycle(order)), 0, []
+    endless, sent, levels = enumerate(cycle(order)), Counter[str](), list[Level]()
+
+    def job(number: int, prompt: Prompt, due_s: float | None) -> Job:
+        said = repr((prompt.text, prompt.token_ids, prompt.messages))  # a file may hold it twice
+        sent[said] += 1
+        return Job(prompt, options.seed + number, due_s, sent[said])
 
     def take(times_s: Sequence[float | None]) -> list[Job]:
-        drawn = zip(times_s, endless, strict=False)
-        return [Job(prompt, options.seed + number, at_s) for at_s, (number, prompt) in drawn]
+        return [job(*drawn, due_s) for due_s, drawn in zip(times_s, endless, strict=False)]
 
     for places in options.concurrency:
         warmup = take([None] * (places if options.warmup is None else options.warmup))
         jobs = take(arrivals(options.requests or max(FEWEST, PER_PLACE * places), options.rate, options.seed))
-        sent += len(warmup) + len(jobs)
-        levels.append(Level(places, warmup, jobs, min(len(jobs), max(0, sent - len(order)))))
+        levels.append(Level(places, warmup, jobs, sum(job.sending > 1 for job in jobs)))
     return levels
 
 
@@ -112,11 +115,14 @@ async def _measure(options: Options, base: str, levels: Sequence[Level], told: d
             ignore_eos=options.ignore_eos,
         )
         server = Server(session, base, request)
-        for number, level in enumerate(levels, 1):
-            _refuse_useless(base, await warm_up(server, level))
-            of_all = f"level {number} of {len(levels)}: {level.concurrency} at a time"
-            with _progress(len(level.jobs), of_all) as progress:
-                await drive(server, level, progress.update)
+        try:
+            for number, level in enumerate(levels, 1):
+                _refuse_useless(base, await warm_up(server, level))
+                of_all = f"level {number} of {len(levels)}: {level.concurrency} at a time"
+                with _progress(len(level.jobs), of_all) as progress:
+                    await drive(server, level, progress.update)
+        finally:
+            told["takes_salts"] = SALT in server.options
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """One request to a server: what its stream said and when, or why it failed."""
 
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -140,19 +141,31 @@ class Request:
         return body | {"ignore_eos": True} if self.ignore_eos else body
 
 
+COUNTING, SALT = "stream_options", "cache_salt"
+"""Fields that not every server takes: that tokens are counted, and what keeps its caches apart."""
+
+
 class Server:
-    """A server under test; it learns with the first refusal that tokens are not counted there."""
+    """A server under test; it learns with the first refusal of a field to go without.
+
+    A prompt that is sent again has another salt each time: nothing that its earlier answers left, prefixes or
+    texts in which drafters look up, makes the later ones faster. Prompts that are sent once share a salt.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, base: str, request: Request) -> None:
         self.session, self.base, self.request = session, base, request
-        self.counts_tokens = True
+        self.options = {COUNTING, SALT}
+        """Those of the fields that it has not refused."""
+        self._run = secrets.token_hex(8)
 
-    async def complete(self, prompt: Prompt, seed: int, due_s: float | None = None) -> Outcome:
+    async def complete(self, prompt: Prompt, seed: int, sending: int, due_s: float | None = None) -> Outcome:
         """Send one prompt and read the answer to its end. What goes wrong becomes part of the outcome."""
         answer, failure = Answer(), None
         start_s = time.perf_counter() if due_s is None else due_s
+        body = self.request.body(prompt, seed)
+        body |= {COUNTING: {"include_usage": True}, SALT: f"{self._run}-{sending}"}
         try:
-            await self._ask(prompt, seed, answer)
+            await self._ask(body, answer)
         except Fault as fault:
             failure = str(fault)
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -167,19 +180,17 @@ class Server:
         except (aiohttp.ClientError, OSError, ValueError):
             return None
 
-    async def _ask(self, prompt: Prompt, seed: int, answer: Answer) -> None:
-        body = self.request.body(prompt, seed)
-        counting = self.counts_tokens
-        if counting:
-            body["stream_options"] = {"include_usage": True}
+    async def _ask(self, body: Mapping[str, Any], answer: Answer) -> None:
+        body = {name: value for name, value in body.items() if name not in {COUNTING, SALT} - self.options}
         path = "/v1/chat/completions" if self.request.chat else "/v1/completions"
         async with self.session.post(f"{self.base}{path}", json=body) as reply:
             if reply.status == 200:
                 return await _read(reply, answer)
             words = await reply.text(errors="replace")
-        if counting and reply.status in (400, 422) and "stream_options" in words:
-            self.counts_tokens = False
-            return await self._ask(prompt, seed, answer)
+        refused = {name for name in (COUNTING, SALT) if name in body and name in words}
+        if reply.status in (400, 422) and refused:
+            self.options -= refused
+            return await self._ask(body, answer)
         raise Fault(f"HTTP {reply.status}: {_words(words)}{REMEDIES.get(reply.status, '')}")
 
 

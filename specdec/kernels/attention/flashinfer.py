@@ -1,13 +1,13 @@
 """FlashInfer's XQA behind our call: decode and verify windows, straight from our pages.
 
 It reads tables, lengths and masks from the device and plans nothing on the host, so that a captured graph may
-hold it. nvcc compiles it at first use for each width of a window, so a graph must be warmed up before it is
-captured. Prompts are left to Triton, as is all that `supports` refuses: FlashInfer's kernels for long chunks
-plan on the host.
+hold it. nvcc compiles it at first use for each width of a window, a minute or two each, so a graph must be
+warmed up before it is captured. Prompts are left to Triton, as is all that `supports` refuses: they come in
+any width, and FlashInfer's kernels for long chunks plan on the host.
 """
 
 import math
-from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
-from specdec.kernels.variants import Variant
 
 NODES = 64
 """The widest window that is handed over."""
@@ -26,8 +25,24 @@ SCRATCH, SEMAPHORES = 128 << 20, 1 << 18
 """Bytes for the parts of rows that it splits, some 16 KiB for 32 queries and a processor; and counters."""
 
 
+class Scratch(NamedTuple):
+    """What XQA works in; it leaves the counters at zero again. Calls that may overlap need one each."""
+
+    workspace: Tensor
+    semaphores: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Scratch":
+        workspace = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+        semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=device)
+        return cls(workspace, semaphores.view(torch.uint32))
+
+
 def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
-    """Say whether XQA takes a group's windows; it counts strides in whole heads."""
+    """Say whether XQA takes a group's windows: those of one token, and those that may be taken back.
+
+    Others come in any width, those of prompts among them. It counts strides in whole heads.
+    """
     _, _, page, heads, dim = pages_NPXJD.shape
     return (
         pages_NPXJD.dtype in (torch.bfloat16, torch.float16)
@@ -35,13 +50,13 @@ def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
         and dim % 16 == 0
         and dim <= 256
         and layer.heads // heads <= SHARING
-        and group.width <= NODES
+        and (group.width == 1 or (group.tentative and group.width <= NODES))
         and pages_NPXJD.stride(0) % dim == 0
         and pages_NPXJD.stride()[1:] == (page * heads * dim, heads * dim, dim, 1)
     )
 
 
-def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, scratch: Scratch) -> Tensor:
     """Let each node see its row's committed tokens, its ancestors and itself.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
@@ -51,12 +66,11 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     _, heads, dim = q_THD.shape
     key_NXJD, value_NXJD = pages_NPXJD.unbind(1)
     table_BN, length_B, mask_BMW = pack(group)
-    workspace, semaphores = _buffers(q_THD.device)
     window = (group.rows, 1, heads, dim) if group.width == 1 else (group.rows, 1, group.width, heads, dim)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     xqa(
         *(q_THD.contiguous().view(window), key_NXJD, value_NXJD),
-        *(table_BN, length_B[:, None], out_THD.view(window), workspace, semaphores),
+        *(table_BN, length_B[:, None], out_THD.view(window), *scratch),
         num_kv_heads=pages_NPXJD.shape[3],
         page_size=pages_NPXJD.shape[2],
         q_scale=scale * math.sqrt(dim),  # it divides by the root of D itself
@@ -86,14 +100,7 @@ def pack(group: Group) -> tuple[Tensor, Tensor, Tensor]:
     return table_BN, length_B.view(torch.uint32), mask_BMW
 
 
-@cache
-def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Keep what XQA works in, for all layers and graphs of a device: it leaves its counters at zero again."""
-    workspace = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-    return workspace, torch.zeros(SEMAPHORES, dtype=torch.int32, device=device).view(torch.uint32)
-
-
-@triton.jit(do_not_specialize=["width", "columns", "tables"])
+@triton.jit(do_not_specialize=["width", "columns", "tables"], do_not_specialize_on_alignment=["length"])
 def _pack(
     table, length, ancestors, table_out, length_out, mask_out, width, columns, tables,
     BLOCK: tl.constexpr, WORDS: tl.constexpr
@@ -116,14 +123,3 @@ def _pack(
             seen = tl.load(seen_at, mask=mask, other=0).to(tl.int64)
         bits = tl.sum(seen << bit[None, :].to(tl.int64), axis=1)
         tl.store(mask_out + (row * width + node) * WORDS + word, bits.to(tl.int32), mask=node < width)
-
-
-_PACKED = dict.fromkeys(("table", "length"), "*i64") | {"ancestors": "*u8"}
-_PACKED |= dict.fromkeys(("table_out", "length_out", "mask_out"), "*i32")
-_PACKED |= dict.fromkeys(("width", "columns", "tables"), "i32")
-
-VARIANTS = [
-    Variant(_pack, _PACKED, {"BLOCK": 8, "WORDS": 1}),
-    Variant(_pack, _PACKED, {"BLOCK": 64, "WORDS": 2}),
-    Variant(_pack, _PACKED, {"BLOCK": 4, "WORDS": 1, "ancestors": None}),
-]

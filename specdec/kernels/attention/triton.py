@@ -9,7 +9,6 @@ computes for nobody, is left to the CPU's form.
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu
 from specdec.kernels.group import Group
-from specdec.kernels.variants import Variant
 
 TREE_NODES = 64
 """Nodes of a tree at most: a node's ancestors are the bits of one number."""
@@ -67,7 +65,7 @@ def attend_gated(
     tokens, heads, dim = q_THD.shape
     _, _, page, kv_heads, _ = pages_NPXJD.shape
     shared = group.width * (heads // kv_heads)
-    tile = _tile(shared, dim, tree=group.ancestors_BMM is not None)
+    tile = _tile(shared, dim, q_THD.itemsize, tree=group.ancestors_BMM is not None)
     blocks = triton.cdiv(shared, tile["QUERIES"])
     programs, longest = group.rows * kv_heads * blocks, group.max_length + group.width
     splits = choose_splits(programs, longest, tile["QUERIES"], q_THD.device)
@@ -93,7 +91,7 @@ def attend_gated(
     if splits > 1:
         _merge[(tokens, heads)](
             *(part_STHD, peak_STH, sum_STH, gate_THD, out_THD, tokens, splits),
-            **{"H": heads, "D": dim, "SPLITS": triton.next_power_of_2(splits)},
+            **{"H": heads, "D": dim, "SPLITS": MOST_SPLITS},
             **gated,
             BLOCK=triton.next_power_of_2(dim),
             num_warps=4,
@@ -141,13 +139,15 @@ def processors(device: torch.device) -> int:
     return count
 
 
-def _tile(shared: int, dim: int, *, tree: bool) -> dict[str, int]:
+def _tile(shared: int, dim: int, itemsize: int, *, tree: bool) -> dict[str, int]:
     """Choose how many queries and keys meet in a program: what an H100's registers hold without a spill.
 
-    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64.
+    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16.
     """
     block = max(triton.next_power_of_2(dim), 16)
     large = block > 128
+    if large and itemsize > 2:
+        return {"QUERIES": 16, "KEYS": 32, "BLOCK": block, "num_warps": 8, "num_stages": 2}
     queries = min(max(triton.next_power_of_2(shared), 16), 64 if large else 128)
     few_keys = large and (queries == 16 or (queries == 64 and tree))
     return {
@@ -175,7 +175,7 @@ def quantise(value, kind: tl.constexpr):
     return value.to(kind)
 
 
-@triton.jit(do_not_specialize=["width", "tables", "block_stride"])
+@triton.jit(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _append(
     k, v, pages, table, length, width, tables, block_stride, k_by_token, v_by_token,
     SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
@@ -191,7 +191,10 @@ def _append(
     tl.store(pages + place + part * PAGE * SIZE + at, value, mask=at < SIZE)
 
 
-@triton.jit(do_not_specialize=["width", "tables", "block_stride", "tokens", "splits"])
+@triton.jit(
+    do_not_specialize=["width", "tables", "block_stride", "tokens", "splits"],
+    do_not_specialize_on_alignment=["length"],
+)
 def _attend(
     q, pages, table, length, ancestors, gate, out, part, peaks, sums,
     width, tables, block_stride, tokens, splits, scale,
@@ -248,7 +251,7 @@ def _attend(
         # By way of float32, since a GPU is slow to turn 8 bits, which it reads as float16, into bfloat16.
         key = tl.load(key_at, mask=mask, other=0.0).to(tl.float32).to(kind)
         value = tl.load(key_at + PAGE * J * D, mask=mask, other=0.0).to(tl.float32).to(kind)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.dot(query, tl.trans(key), input_precision="tf32x3") * scale
         own = position - committed
         if ancestors is None:
             visible = own[None, :] <= node[:, None]
@@ -265,7 +268,7 @@ def _attend(
         total = total * shrink + tl.sum(weight, axis=1)
         # The values meet rounded weights; what they are divided by is the sum of the weights as they were.
         result = result * shrink[:, None]
-        result = tl.dot(weight.to(kind), value, result, input_precision="ieee")
+        result = tl.dot(weight.to(kind), value, result, input_precision="tf32x3")
         peak = higher
     mask = store[:, None] & (at < D)[None, :]
     if SPLIT:
@@ -341,47 +344,3 @@ def _move(
     # Other threads may hold what these are about to overwrite.
     tl.debug_barrier()
     tl.store(pages + target[:, None] + entry[None, :], value, mask=mask)
-
-
-def _variant(
-    heads: tuple[int, int, int], width: int, *, split: bool, tree: bool, pages: str = "*bf16"
-) -> Variant:
-    """Describe a launch of `_attend` for H and J heads of D entries; heads of 256 are gated."""
-    (h, j, d), tile = heads, _tile(width * heads[0] // heads[1], heads[2], tree=tree)
-    gated = d == 256
-    types = dict.fromkeys(("q", "gate", "out"), "*bf16") | {"pages": pages, "ancestors": "*u8"}
-    types |= dict.fromkeys(("part", "peaks", "sums"), "*fp32" if split else "*bf16")
-    types |= _PLACED | {"tokens": "i32", "splits": "i32", "scale": "fp32"}
-    constants: dict[str, Any] = {name: tile[name] for name in ("QUERIES", "KEYS", "BLOCK")}
-    constants |= {"H": h, "J": j, "D": d, "PAGE": 16, "SPLIT": split, "LEAST": LEAST}
-    constants |= {"BY_TOKEN": 2 * gated * (h + j) * d, "BY_HEAD": 2 * gated * d}
-    constants |= dict.fromkeys(([] if tree else ["ancestors"]) + ([] if gated else ["gate"]))
-    return Variant(_attend, types, constants, tile["num_warps"], tile["num_stages"])
-
-
-_PLACED = {"table": "*i64", "length": "*i64", "width": "i32", "tables": "i32", "block_stride": "i32"}
-_APPENDED = dict.fromkeys(("k", "v", "pages"), "*bf16") | {"k_by_token": "i32", "v_by_token": "i32"} | _PLACED
-_MERGED = {"part": "*fp32", "peaks": "*fp32", "sums": "*fp32", "gate": "*bf16", "out": "*bf16"}
-_MERGED |= {"tokens": "i32", "splits": "i32"}
-_MERGE = {"H": 16, "D": 256, "SPLITS": 64, "BY_TOKEN": 9216, "BY_HEAD": 512, "BLOCK": 256}
-_MOVED = dict.fromkeys(("table", "source", "target"), "*i64")
-_MOVED |= {"pages": "*bf16", "tables": "i32", "block_stride": "i32", "moves": "i32"}
-_MOVE = {"SIZE": 512, "PAGE": 16, "CHUNK": CHUNK}
-
-QWEN, NEMOTRON = ((16, 2, 256), (24, 4, 256), (8, 2, 256)), (32, 8, 128)
-
-VARIANTS = [
-    *(
-        _variant(heads, width, split=split, tree=width > 1)
-        for heads, widths in zip(QWEN, ((1, 4, 8), (1, 4, 8), (4, 8, 16)), strict=True)
-        for width in widths
-        for split in (True, False)
-    ),
-    *(_variant(QWEN[0], width, split=split, tree=False) for width in (4, 4096) for split in (True, False)),
-    *(_variant(NEMOTRON, width, split=width < 4096, tree=1 < width < 65) for width in (1, 8, 16, 64, 4096)),
-    *(_variant(QWEN[0], width, split=True, tree=width > 1, pages="*fp8e4nv") for width in (1, 4, 8)),
-    _variant(QWEN[0], 4096, split=False, tree=False, pages="*fp8e4nv"),
-    Variant(_merge, _MERGED, _MERGE),
-    Variant(_append, _APPENDED, {"SIZE": 512, "PAGE": 16, "BLOCK": 512}, warps=1),
-    *(Variant(_move, _MOVED, {**_MOVE, "MOVES": moves}, stages=3) for moves in (4, 64)),
-]

@@ -1,7 +1,5 @@
 """The causal convolution through parents: a program has some channels of one row, and tokens by the tile."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +7,6 @@ from torch import Tensor
 
 from specdec.kernels.conv import cpu
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.variants import Variant
 
 CHANNELS, TOKENS = 128, 8
 """Of a tile."""
@@ -247,7 +244,7 @@ def move_window(
             tl.store(record + at[:, None] + c[None, :], own, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "KEPT", "M"])
 def _causal_conv(
     x, x_by_token, weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab,
     path_place, path_length, P, record_slab, record_place, snapshots, taps, kept_index, kept_slot, KEPT, M,
@@ -284,7 +281,7 @@ def _causal_conv(
                     c, in_c, C, TAPS, BM)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "KEPT", "M"])
 def _move(
     x, x_by_token, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
     path_length, P, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M, C: tl.constexpr,
@@ -304,7 +301,7 @@ def _move(
                 KEPT, M, c, c < C, C, TAPS, BM)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _path_conv(
     weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
     path_length, P, start, WIDTH: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -316,39 +313,3 @@ def _path_conv(
     convolve_path(out + b * P * WIDTH, window, record, by_slab, by_place, path_slab + b * P,
                   path_place + b * P, tl.load(path_length + b), weight, bias, start, own_c, own_c < WIDTH,
                   WIDTH, C, TAPS, BM, BLOCK)  # fmt: skip
-
-
-CONV_TYPES = {"x": "*bf16", "x_by_token": "i64", "window": "*bf16", "window_by_slot": "i64", "slots": "*i64"}
-CONV_TYPES |= {"record": "*bf16", "by_slab": "i64", "by_place": "i64", "P": "i32", "KEPT": "i32", "M": "i32"}
-_PATH = dict.fromkeys(("path_slab", "path_place", "path_length"), "*i64")
-_RECORD = dict.fromkeys(("record_slab", "record_place"), "*i64")
-_REST = dict.fromkeys(("snapshots", "taps", "kept_index", "kept_slot"), "*i64")
-
-
-def conv_variant(kernel: Any, types: dict[str, str], constants: dict[str, Any], *there: str) -> Variant:
-    """List what a kernel is launched with where only some of the optional tensors are there."""
-    optional = {name: kind for name, kind in (_PATH | _RECORD | _REST).items() if name in kernel.arg_names}
-    given = {name: kind for name, kind in optional.items() if name in there}
-    constants = _TILE | {"SPAN": SPAN} | constants
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = CONV_TYPES | types
-    known = {name: types[name] for name in kernel.arg_names if name in types and name not in constants}
-    return Variant(kernel, known | given, constants | dict.fromkeys(optional.keys() - given.keys()))
-
-
-_OUTPUTS = {"weight": "*fp32", "out": "*bf16"}
-_DELTA = {"C": 8192, "TAPS": 4}
-_MAMBA = {"C": 10240, "TAPS": 4}
-
-VARIANTS = [
-    conv_variant(
-        _causal_conv, {**_OUTPUTS, "bias": "*bf16"}, {**_MAMBA, "MOVES": True}, *_PATH, *_RECORD, "taps"
-    ),
-    conv_variant(_causal_conv, {**_OUTPUTS, "bias": "*bf16"}, {**_MAMBA, "MOVES": True, "M": 1}, *_PATH),
-    conv_variant(_causal_conv, {**_OUTPUTS, "bias": "*bf16"}, {**_MAMBA, "MOVES": True}, "snapshots", "taps"),
-    conv_variant(_causal_conv, _OUTPUTS, {**_DELTA, "MOVES": False, "bias": None}, *_PATH),
-    conv_variant(_move, {}, _DELTA, *_PATH, "kept_index", "kept_slot"),
-    conv_variant(
-        _path_conv, {**_OUTPUTS, "bias": "*bf16", "start": "i32"}, {**_MAMBA, "WIDTH": 1024}, *_PATH
-    ),
-]

@@ -9,7 +9,6 @@ from specdec.kernels.conv.triton import (
     SPAN,
     TOKENS,
     arena,
-    conv_variant,
     convolve,
     finish,
     move,
@@ -22,7 +21,6 @@ from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.norm.triton import gated_norm
 from specdec.kernels.recurrence.triton import recur
-from specdec.kernels.variants import Variant
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
@@ -110,7 +108,7 @@ def _store_path_keys(
         tl.store(to, _unit(total, record.dtype.element_ty), mask=(m < length)[:, None] & in_c[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _path_keys(
     weight, keys, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
     path_length, P, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr,
@@ -124,7 +122,7 @@ def _path_keys(
                      BLOCK)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "KEPT", "M"])
 def _inputs(
     x, x_by_token, weight, A_log, dt_bias, q, k, v, decay, beta, keys, window, window_by_slot, slots, record,
     by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place, snapshots, taps,
@@ -185,31 +183,3 @@ def _inputs(
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
                     path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M,
                     c, in_c, C, TAPS, BM)  # fmt: skip
-
-
-_TYPES = {"weight": "*fp32", "A_log": "*fp32", "dt_bias": "*fp32", "q": "*fp32", "k": "*fp32", "v": "*bf16"}
-_TYPES |= {"decay": "*fp32", "beta": "*fp32"}
-_PATH = ("path_slab", "path_place", "path_length")
-_RECORD = ("record_slab", "record_place")
-
-
-def _variant(heads: int, *there: str, moves: bool = True, **constants: int) -> Variant:
-    constants |= {"G": 16, "H": heads, "K": 128, "W": 128, "C": 4096 + 128 * heads, "TAPS": 4, "BLOCK": 128}
-    keys = {"keys": "*fp32"} if "path_slab" in there else {}
-    absent = {} if keys else {"keys": None}
-    return conv_variant(_inputs, _TYPES | keys, {**constants, "MOVES": moves, **absent}, *there)
-
-
-VARIANTS = [
-    _variant(32, *_PATH, *_RECORD, "taps"),
-    _variant(48, *_PATH, *_RECORD),
-    _variant(32, "snapshots", "taps"),
-    _variant(32, *_PATH, *_RECORD, M=1),
-    _variant(32, *_PATH, moves=False),
-    conv_variant(
-        _path_keys,
-        {"weight": "*fp32", "keys": "*fp32"},
-        {"G": 16, "K": 128, "C": 8192, "TAPS": 4, "BLOCK": 128},
-        *_PATH,
-    ),
-]

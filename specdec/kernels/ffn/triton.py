@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.variants import Variant
-
 BLOCK = 1024
 
 
@@ -68,20 +66,3 @@ def _add_gated(y, x, gate, gate_by_token, out, WIDTH: tl.constexpr, BLOCK: tl.co
     total = tl.load(y + token * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
     total += value.to(kind).to(tl.float32)
     tl.store(out + token * WIDTH + at, total.to(kind), mask=mask)
-
-
-VARIANTS = [
-    *(
-        Variant(
-            _activation,
-            {"x": "*bf16", "out": "*bf16", "x_by_token": "i64"},
-            {"WIDTH": width, "GATED": gated, "BLOCK": BLOCK},
-        )
-        for width, gated in ((512, True), (17408, True), (21504, False))
-    ),
-    Variant(
-        _add_gated,
-        {"y": "*bf16", "x": "*bf16", "gate": "*bf16", "gate_by_token": "i64", "out": "*bf16"},
-        {"WIDTH": 2048, "BLOCK": BLOCK},
-    ),
-]

@@ -35,12 +35,6 @@ def _can_block(weight_ND: Tensor) -> bool:
     )
 
 
-def describe(dtype: torch.dtype, device: torch.device) -> str:
-    """Say in words which form weights of this kind run in."""
-    probe_ND = torch.empty(1, BLOCKED_FROM, dtype=dtype, device=device)
-    return "oneDNN blocked weights" if _can_block(probe_ND) else "F.linear"
-
-
 def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
     """Lay the weight out for the CPU's matrix units where there are any; one row decides the layout.
 

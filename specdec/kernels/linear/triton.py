@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix
-from specdec.kernels.variants import Variant
 
 NARROW_WINDOW = 16
 """Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""
@@ -130,7 +129,7 @@ def _multiply(x_TD: Tensor, part: Part, out_TN: Tensor) -> None:
         )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "out_by_part"])
 def _linear(
     x, weight, scale, bias, out, tokens, out_by_token, out_by_part,
     N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
@@ -184,37 +183,3 @@ def _add_parts(
     if bias is not None:
         total += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + token * out_by_token + at, total.to(out.dtype.element_ty), mask=mask)
-
-
-_SUMS = {"x": "*bf16", "tokens": "i32", "out_by_token": "i64", "out_by_part": "i64"}
-
-
-def _variant(tokens: int, rows: int, columns: int, weight: str) -> Variant:
-    """Say how a product of this size is compiled."""
-    own = tiling(tokens, rows, columns)
-    types = _SUMS | {"weight": f"*{weight}", "out": "*bf16" if own.split == 1 else "*fp32"}
-    types |= {"scale": "*fp32"} if weight == "fp8e4nv" else {}
-    constants = {"bias": None, "N": rows, "D": columns, "SPLIT": own.split, "BLOCK_D": BLOCK, "SIDE": BLOCK}
-    constants |= {"BLOCK_T": own.tokens, "BLOCK_N": own.rows} | ({} if "scale" in types else {"scale": None})
-    return Variant(_linear, types, constants, own.warps, own.stages)
-
-
-VARIANTS = [
-    # Qwen3-Next-80B-A3B: qkv|z, out, the shared expert's down, b|a, lm_head.
-    _variant(1, 12288, 2048, "fp8e4nv"),
-    _variant(1, 2048, 4096, "fp8e4nv"),
-    _variant(1, 2048, 512, "fp8e4nv"),
-    _variant(1, 64, 2048, "bf16"),
-    _variant(1, 151936, 2048, "bf16"),
-    # Qwen3.5-27B: gate|up, down; Nemotron-H-8B: up.
-    _variant(1, 34816, 5120, "fp8e4nv"),
-    _variant(1, 5120, 17408, "fp8e4nv"),
-    _variant(1, 21504, 4096, "fp8e4nv"),
-    # Wider windows, and prompts.
-    *(_variant(tokens, 12288, 2048, "fp8e4nv") for tokens in (32, 64, 512)),
-    Variant(
-        _add_parts,
-        {"parts": "*fp32", "out": "*bf16", "tokens": "i32", "out_by_token": "i64"},
-        {"bias": None, "N": 2048, "SPLIT": 4, "BLOCK": 1024},
-    ),
-]

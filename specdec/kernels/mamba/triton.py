@@ -11,7 +11,6 @@ from specdec.kernels.conv.triton import (
     SPAN,
     TOKENS,
     arena,
-    conv_variant,
     convolve,
     convolve_path,
     finish,
@@ -25,7 +24,6 @@ from specdec.kernels.mamba import cpu
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.pending.triton import inside
 from specdec.kernels.recurrence.triton import recur
-from specdec.kernels.variants import Variant
 
 CHANNELS = 64
 """Of a tile: half of the convolution's own, for what is made beside its sums wants registers too."""
@@ -98,7 +96,7 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "KEPT", "M"])
 def _inputs(
     x, x_by_token, weight, bias, A, dt_bias, low, high, q, k, v, decay, skip, keys, window, window_by_slot,
     slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
@@ -188,32 +186,3 @@ def _skip_and_norm(
     value *= 1.0 / tl.sqrt(tl.sum(value * value) / SIZE + eps)
     value *= tl.load(weight + entry, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + program * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
-
-
-_TYPES = dict.fromkeys(("weight", "A", "dt_bias", "q", "k", "v", "decay"), "*fp32")
-_TYPES |= dict.fromkeys(("bias", "skip", "keys"), "*bf16") | {"low": "fp32", "high": "fp32"}
-_SIZES = {"H": 128, "W": 64, "SHARED": 1024, "TAPS": 4}
-_PATH = ("path_slab", "path_place", "path_length")
-_RECORD = ("record_slab", "record_place")
-
-
-def _variant(*there: str, moves: bool = True, limited: bool = True, **constants: int) -> Variant:
-    absent = {} if "path_slab" in there else {"keys": None}
-    constants |= {**_SIZES, "LIMITED": limited, "MOVES": moves}
-    return conv_variant(_inputs, _TYPES, {**constants, **absent, "BLOCK": CHANNELS}, *there)
-
-
-_NORM = {"o": "*fp32", "x": "*bf16", "D": "*fp32", "gate": "*bf16", "gate_by_token": "i64", "eps": "fp32"}
-_NORM |= {"weight": "*bf16", "out": "*bf16"}
-
-VARIANTS = [
-    _variant(*_PATH, M=1),
-    _variant(*_PATH, *_RECORD, M=1),
-    _variant(*_PATH, *_RECORD),
-    _variant(*_PATH, *_RECORD, "taps"),
-    _variant(*_PATH, *_RECORD, "taps", limited=False),
-    _variant("snapshots", "taps"),
-    _variant(*_PATH, "kept_index", "kept_slot"),
-    _variant(*_PATH, moves=False),
-    Variant(_skip_and_norm, _NORM, {"RUNS": 8, "SIZE": 1024, "W": 64, "BLOCK": 1024}, warps=_warps(1024)),
-]

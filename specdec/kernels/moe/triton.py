@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix
 from specdec.kernels.linear.triton import depth
-from specdec.kernels.variants import Variant
 
 NARROW_WINDOW = 16
 """Tokens that one tile holds."""
@@ -258,59 +257,3 @@ def _weigh(answer, weight, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: 
             value = value.to(kind).to(tl.float32)
         total += value
     tl.store(out + token * SIZE + at, total.to(kind), mask=mask)
-
-
-def _variant(
-    tokens: int, experts: int, top_k: int, rows: int, columns: int, activation: str, weight: str
-) -> Variant:
-    """Say how a layer of this size is compiled."""
-    height = NARROW_WINDOW if tokens <= NARROW_WINDOW else _height(tokens * top_k, experts)
-    own = tiling(height, gated=activation == "swiglu")
-    types = {"x": "*bf16", "weight": f"*{weight}", "out": "*bf16", "index": "*i64", "tokens": "i32"}
-    absent: dict[str, None] = {}
-    lists = {"pair_ET": "*i32", "count_E": "*i32", "block_BF": "*i32"}
-    if tokens > NARROW_WINDOW:
-        types |= lists
-    else:
-        absent |= dict.fromkeys(lists)
-    if weight == "fp8e4nv":
-        types["scale"] = "*fp32"
-    else:
-        absent["scale"] = None
-    constants: dict[str, object] = {
-        "N": rows,
-        "D": columns,
-        "TOP_K": top_k,
-        "SHARE": 1 if activation == "none" else top_k,
-    }
-    constants |= {"ACTIVATION": activation, "BLOCK_A": triton.next_power_of_2(top_k), "BLOCK_T": height}
-    constants |= {"BLOCK_N": own.rows, "BLOCK_D": BLOCK, "SIDE": BLOCK}
-    return Variant(_experts, types, absent | constants, own.warps, own.stages)
-
-
-VARIANTS = [
-    # Qwen3-Next-80B-A3B, decoding and reading prompts; a prompt that brings each expert more tokens.
-    *(
-        _variant(tokens, 512, 10, *sizes, weight)
-        for tokens, weight in ((1, "fp8e4nv"), (1, "bf16"), (512, "fp8e4nv"), (4096, "fp8e4nv"))
-        for sizes in ((512, 2048, "swiglu"), (2048, 512, "none"))
-    ),
-    _variant(8192, 128, 8, 768, 2048, "swiglu", "fp8e4nv"),
-    # Nemotron-H's experts.
-    _variant(1, 128, 6, 1856, 2688, "relu2", "bf16"),
-    Variant(
-        _list,
-        {"index": "*i64", "pair_ET": "*i32", "count_E": "*i32", "tokens": "i32", "pairs": "i32"},
-        {"BLOCK": 1024},
-    ),
-    Variant(
-        _cut,
-        {"count_E": "*i32", "block_BF": "*i32", "experts": "i32", "blocks": "i32"},
-        {"HEIGHT": 16, "BLOCK": 512},
-    ),
-    Variant(
-        _weigh,
-        {"answer": "*bf16", "weight": "*bf16", "out": "*bf16"},
-        {"SIZE": 2048, "TOP_K": 10, "BLOCK": 1024},
-    ),
-]

@@ -9,19 +9,22 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.kernels.native.signatures import replayer
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("narrow.c", "narrow.inc", "matrix.inc", "sampling.inc")
+SOURCES = ("narrow.c", "vectors.inc", "narrow.inc", "matrix.inc", "sampling.inc")
 MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 RANKED = 64
 """The longest ranking that is kept in order by insertion."""
+TARGET = "SPECDEC_MARCH"
+"""The environment variable that names another processor than this one to compile for, as for -march."""
 FLAGS = (
-    *("-O3", "-march=native", "-fPIC", "-std=gnu11"),
+    *("-O3", "-fPIC", "-std=gnu11"),
     *(f"-DMOST={MOST}", f"-DRANKED={RANKED}"),
     # Sums may be reordered, as the vector units need; infinities and NaN keep their meaning.
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -42,7 +45,7 @@ def compiled() -> ctypes.CDLL | None:
         return None
     for threads in THREADS:
         try:
-            loaded = ctypes.CDLL(str(_compiled(compiler, threads)))
+            loaded = ctypes.CDLL(str(_compiled(compiler, _flags(threads))))
         except (OSError, subprocess.SubprocessError) as error:
             failure = error
         else:
@@ -57,30 +60,34 @@ def compiled() -> ctypes.CDLL | None:
     return None
 
 
-def _compiled(compiler: str, threads: str) -> Path:
+def _flags(threads: str) -> tuple[str, ...]:
+    return (*FLAGS, threads, f"-march={os.environ.get(TARGET) or 'native'}")
+
+
+def _compiled(compiler: str, flags: Sequence[str]) -> Path:
     """Find the library in the user's cache or make it there; without one, in a folder of this process."""
     folder = Path(__file__).parent
     text = b"".join((folder / name).read_bytes() for name in SOURCES) + replayer().encode()
-    recipe = "\n".join((compiler, *FLAGS, threads, platform.machine(), _processor())).encode()
+    recipe = "\n".join((compiler, *flags, platform.machine(), _processor())).encode()
     name = f"{hashlib.sha256(recipe + text).hexdigest()[:20]}.so"
     try:
         target = _cache_folder() / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() or os.access(target.parent, os.W_OK):
-            return target if target.exists() else _compile(compiler, threads, target)
+            return target if target.exists() else _compile(compiler, flags, target)
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
         logger.info("the C forms cannot be kept for the next start: %s", error)
-    return _compile(compiler, threads, Path(tempfile.mkdtemp(prefix="specdec-")) / name)
+    return _compile(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name)
 
 
-def _compile(compiler: str, threads: str, target: Path) -> Path:
+def _compile(compiler: str, flags: Sequence[str], target: Path) -> Path:
     """Compile for OpenMP, but link none: what is missing is found in the one that torch brought along."""
     forms = Path(__file__).parent / SOURCES[0]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as folder:
         # Made beside its place and moved there whole, so that processes starting together see no half of it.
         source, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
         Path(source).write_text(f'#include "{forms}"\n{replayer()}')
-        steps = ([*FLAGS, threads, "-c", source, "-o", part], ["-shared", part, "-o", whole, "-lm"])
+        steps = ([*flags, "-c", source, "-o", part], ["-shared", part, "-o", whole, "-lm"])
         for step in steps:
             command = [*compiler.split(), *step]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)

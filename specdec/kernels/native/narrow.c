@@ -6,6 +6,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "vectors.inc"
+
 typedef long ix;
 
 #ifdef _OPENMP
@@ -279,25 +281,53 @@ void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char
 
 #include "sampling.inc"
 
+// Of products: outputs that are laid out together, and panels that a thread takes at once.
+#define PANEL 16
+#define PANELS 4
+#define PARTS (PANEL / LANES)
+#define WIDEST (PANELS * PARTS)
+// Rows of a tile, and panels of one with so many rows: as many as leave registers for weights and a row.
+#if LANES == 16
+#define ROWS 6
+#define BESIDE(rows) 4
+#else
+#define ROWS 4
+#define BESIDE(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#endif
+// How long a thread takes to read a byte of weights, and to multiply one with a row.
+#define READ_NS 0.01
+#define MULTIPLY_NS (PAIRED ? 0.0105 : 0.34 / LANES)
+
 #define NAME(op) op##_float32
 #define real float
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define EXP(x) exp_(x)
+#define WEIGHTS(panel, part, second) load((panel) + (second) * PANEL + (part) * LANES)
+#define PAIRED 0
+#define operand float
 #include "narrow.inc"
+#include "matrix.inc"
 #undef NAME
 #undef real
 #undef LOAD
 #undef STORE
 #undef EXP
+#undef WEIGHTS
+#undef PAIRED
+#undef operand
 
 #define NAME(op) op##_bfloat16
 #define real uint16_t
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #define EXP(x) exp_rough(x)
-#include "narrow.inc"
-
-#ifdef __AVX512BF16__
-#include "matrix.inc"
+#define WEIGHTS(panel, part, second) load_half((panel) + 2 * (part) * LANES, second)
+#define PAIRED UNITS
+#if PAIRED
+#define operand uint16_t
+#else
+#define operand float
 #endif
+#include "narrow.inc"
+#include "matrix.inc"

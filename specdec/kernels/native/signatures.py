@@ -9,7 +9,7 @@ SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 ARGUMENTS = {
-    "linear": "p nnn pp p n",
+    "linear": "p nnn ppp p n",
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
     "top": "p nnn pp",
@@ -30,10 +30,8 @@ ARGUMENTS = {
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
-UNTYPED = ("linear", "gather", "gumbel", "top", "recur")
+UNTYPED = ("gather", "gumbel", "top", "recur")
 """One form serves all types."""
-CONDITION = {"linear": "__AVX512BF16__"}
-"""What a processor must have, as the compiler names it."""
 
 FORMS = {
     full: arguments.replace(" ", "")
@@ -52,9 +50,7 @@ def replayer() -> str:
     cases = []
     for name, arguments in FORMS.items():
         values = ", ".join(_CASTS[kind].format(i) for i, kind in enumerate(arguments))
-        case = f"case {NUMBERS[name]}: {name}({values}); a += {len(arguments)}; break;"
-        condition = CONDITION.get(name)
-        cases.append(f"#ifdef {condition}\n{case}\n#endif" if condition else case)
+        cases.append(f"case {NUMBERS[name]}: {name}({values}); a += {len(arguments)}; break;")
     body = "\n".join(cases)
     return (
         "void replay(const ix *a, const ix *end) {\n"

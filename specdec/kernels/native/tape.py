@@ -79,6 +79,11 @@ class Tape:
 class _Watch(TorchDispatchMode):
     """Tells a tape of all that torch does."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave torch's compiler out: skipped by it, each call is slower, and the first imports it."""
+        return False
+
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 
 SOFT = 1
@@ -26,3 +27,7 @@ def _pause() -> Callable[[int], int] | None:
     except (AttributeError, OSError, TypeError):
         return None
     return found
+
+
+# A process that is forked has none of them, and would wait for them in its first shared work.
+os.register_at_fork(before=dismiss_helpers)

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.variants import Variant
-
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
@@ -123,25 +121,3 @@ def _gated_norm(
     else:
         value = (value.to(kind).to(tl.float32) * weigh).to(kind).to(tl.float32) * silu
     tl.store(out + program * size + at, value.to(kind), mask=mask)
-
-
-_NORM = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "heads": "i32", "by_token": "i64", "by_head": "i64"}
-_NORM |= {"size": "i32", "eps": "fp32"}
-_GATED = {"x": "*fp32", "gate": "*bf16", "weight": "*bf16", "out": "*bf16", "runs": "i32", "size": "i32"}
-_GATED |= {"x_by_token": "i64", "gate_by_token": "i64", "weights": "i32", "eps": "fp32"}
-
-VARIANTS = [
-    *(
-        Variant(
-            _rms_norm, {**_NORM, "weight": "*bf16" if own else "*fp32"},
-            {"OWN": own, "ADD": add, "BLOCK": block}, warps=max(block // 512, 1),
-        )
-        for block in (128, 2048, 8192)
-        for own in (True, False)
-        for add in (True, False)
-    ),
-    *(
-        Variant(_gated_norm, _GATED, {"GATE_FIRST": first, "BLOCK": block}, warps=max(block // 512, 1))
-        for first, block in ((False, 128), (True, 1024))
-    ),
-]  # fmt: skip

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from specdec.kernels.conv.triton import record_ids
 from specdec.kernels.group import RecordIds, RecurrentMemory
-from specdec.kernels.variants import Variant
 
 COLUMNS = 16
 
@@ -82,7 +81,7 @@ def fold_path(
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _fold_state(
     state, state_by_slot, slots, keys, path_slab, path_place, path_length, P, update, update_by_slab,
     update_by_place, decays, decay_by_slab, decay_by_place, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
@@ -101,18 +100,3 @@ def _fold_state(
                       length, update + h * W + first, update_by_slab, update_by_place, decays + h,
                       decay_by_slab, decay_by_place, i, w, in_k, in_w, G * K)  # fmt: skip
         tl.store(at, s, mask=mask)
-
-
-PATH_TYPES = {"keys": "*fp32", "path_slab": "*i64", "path_place": "*i64", "path_length": "*i64", "P": "i32"}
-PATH_TYPES |= {"update": "*fp32", "update_by_slab": "i64", "update_by_place": "i64"}
-PATH_TYPES |= {"decays": "*fp32", "decay_by_slab": "i64", "decay_by_place": "i64"}
-MAMBA_TYPES = {"keys": "*bf16", "v": "*fp32"}
-"""Mamba-2's keys are what the convolution gives, its values that times a step."""
-
-VARIANTS = [
-    Variant(
-        _fold_state, {"state": "*fp32", "state_by_slot": "i64", "slots": "*i64", **PATH_TYPES, "keys": keys},
-        {"G": groups, "H": heads, "K": 128, "W": columns, "BK": 128, "BW": COLUMNS}, warps=1,
-    )
-    for groups, heads, columns, keys in ((16, 32, 128, "*fp32"), (8, 128, 64, MAMBA_TYPES["keys"]))
-]  # fmt: skip

@@ -1,7 +1,7 @@
 """The recurrence over a narrow window in one kernel, the pending path folded in on the way.
 
 A program has one head of one row and some columns of its state, which it loads once; every node reads it
-with sums in float32. What is wider than WALK, or leaves states on its way, is swept.
+with sums in float32. What is wider, or leaves states on its way, is swept.
 """
 
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor
 from specdec.kernels.conv.triton import fold_window, record_ids
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.pending.triton import (
-    MAMBA_TYPES,
-    PATH_TYPES,
     fold_path,
     fold_state,
     inside,
@@ -21,9 +19,9 @@ from specdec.kernels.pending.triton import (
 )
 from specdec.kernels.recurrence import cpu
 from specdec.kernels.sweep.triton import sweep
-from specdec.kernels.variants import Variant
 
-WALK = 8
+WALK, CERTAIN = 8, 4
+"""The widest windows of one kernel: those that leave records, and those that leave the state itself."""
 SLICE = tl.constexpr(32)
 """Of keys and queries, whose products are summed slice by slice: few lanes share a sum."""
 COLUMNS = 16
@@ -52,7 +50,8 @@ def recur(
         return cpu.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     q_TGK, k_TGK, v_THW = _dense(q_TGK), _dense(k_TGK), _dense(v_THW)
     decay_TH, beta_TH = decay_TH.contiguous(), None if beta_TH is None else beta_TH.contiguous()
-    if group.snapshot_BM is None and (group.width > WALK or group.kept is not None):
+    walked = CERTAIN if group.record is None else WALK
+    if group.snapshot_BM is None and (group.width > walked or group.kept is not None):
         return sweep(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
     out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=q_TGK.device)
@@ -61,9 +60,12 @@ def recur(
         *(q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), v_THW, v_THW.stride(0)),
         *(decay_TH, beta_TH, out_THW, state, state.stride(0), group.state_B),
     )
-    grid = (triton.cdiv(columns, COLUMNS), heads, group.rows)
+    # Where the registers hold more than a state's 16 columns, a program has 8: else it would spill them.
+    is_full = (v_THW.itemsize > 2 and beta_TH is not None) or (group.width > CERTAIN and group.path is None)
+    block = COLUMNS // 2 if is_full else COLUMNS
+    grid = (triton.cdiv(columns, block), heads, group.rows)
     sizes = {"G": groups, "H": heads, "K": size, "W": columns}
-    sizes |= {"BK": triton.next_power_of_2(size), "BW": COLUMNS}
+    sizes |= {"BK": triton.next_power_of_2(size), "BW": block}
     if group.snapshot_BM is not None:
         _snapshots[grid](*inputs, group.snapshot_BM, above, group.width, **sizes, num_warps=1)
         return out_THW
@@ -99,7 +101,7 @@ def _dense(x_TGK: Tensor) -> Tensor:
     return x_TGK if x_TGK.stride()[1:] == (x_TGK.shape[2], 1) else x_TGK.contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _window(
     q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots,
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place,
@@ -205,7 +207,7 @@ def _window(
         tl.store(home, s, mask=in_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _snapshots(
     q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots, snapshots,
     above, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
@@ -242,35 +244,3 @@ def _snapshots(
             s += k_n[:, None] * u[None, :]
             tl.store(at_out, tl.sum(q_n[:, None] * s, 0).to(out.dtype.element_ty), mask=in_w)
             tl.store(state + tl.load(snapshots + token) * state_by_slot, s, mask=in_state)
-
-
-_TYPES = dict.fromkeys(("q", "k", "decay", "out", "state"), "*fp32") | {"v": "*bf16", "slots": "*i64"}
-_TYPES |= dict.fromkeys(("q_by_token", "k_by_token", "v_by_token", "state_by_slot"), "i64") | {"M": "i32"}
-_DELTA = {"G": 16, "H": 32, "K": 128, "W": 128, "BK": 128, "BW": COLUMNS}
-_MAMBA = {"G": 8, "H": 128, "K": 128, "W": 64, "BK": 128, "BW": COLUMNS}
-_PATH = ("keys", "path_slab", "path_place", "path_length")
-
-
-def _variant(width: int, *, delta: bool, fold: bool, record: bool, tree: bool) -> Variant:
-    optional = {"beta": ("*fp32", delta), "above": ("*u8", tree)}
-    optional |= {name: (PATH_TYPES[name], fold) for name in _PATH}
-    optional |= {name: ("*i64", record) for name in ("record_slab", "record_place")}
-    types = _TYPES | PATH_TYPES | {name: kind for name, (kind, there) in optional.items() if there}
-    absent: dict[str, int | None] = {name: None for name, (_, there) in optional.items() if not there}
-    if width == 1:  # A launch makes constants of ones.
-        absent["M"] = 1
-    types |= {} if delta else MAMBA_TYPES
-    types = {name: kind for name, kind in types.items() if name not in absent}
-    return Variant(_window, types, {**(_DELTA if delta else _MAMBA), "BM": width, **absent}, warps=1)
-
-
-VARIANTS = [
-    *(
-        _variant(width, delta=delta, fold=True, record=record, tree=tree)
-        for width, record, tree in ((1, False, False), (1, True, False), (4, True, False), (8, True, True))
-        for delta in (True, False)
-    ),
-    _variant(8, delta=True, fold=False, record=True, tree=False),
-    _variant(8, delta=True, fold=True, record=False, tree=False),
-    Variant(_snapshots, {**_TYPES, "beta": "*fp32", "above": "*u8", "snapshots": "*i64"}, _DELTA, warps=1),
-]

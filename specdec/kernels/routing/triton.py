@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.variants import Variant
-
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
@@ -140,28 +138,3 @@ def _sigmoid(
         weight_A = weight_A / (tl.sum(weight_A, 0) + 1e-20)
     tl.store(index + token * TOP_K + at_A, index_A.to(tl.int64), mask=at_A < TOP_K)
     tl.store(weight + token * TOP_K + at_A, weight_A * factor, mask=at_A < TOP_K)
-
-
-_SIZES = {"E": 512, "TOP_K": 10, "BLOCK": 512, "BLOCK_A": 16}
-
-VARIANTS = [
-    Variant(
-        _softmax,
-        {"logits": "*bf16", "by_token": "i64", "index": "*i64", "weight": "*bf16"},
-        {"RENORMALISE": True, **_SIZES},
-        warps=2,
-    ),
-    Variant(
-        _sigmoid,
-        {
-            "logits": "*fp32",
-            "by_token": "i64",
-            "bias": "*fp32",
-            "index": "*i64",
-            "weight": "*fp32",
-            "factor": "fp32",
-        },
-        {"GROUPS": 8, "TOP_GROUPS": 4, "RENORMALISE": True, "BLOCK_G": 8, **_SIZES},
-        warps=2,
-    ),
-]

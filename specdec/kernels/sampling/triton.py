@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specdec.kernels.sampling import cpu
 from specdec.kernels.sampling.rules import Rules
-from specdec.kernels.variants import Variant
 
 PART = 2048
 """Tokens of a vocabulary that one program compares."""
@@ -90,18 +89,21 @@ def _limits(logits_NV: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | No
     filters = rules.top_k_N, rules.top_p_N, rules.min_p_N
     if all(column_N is None for column_N in filters):
         return None, None
-    rows, vocab = logits_NV.shape
-    least_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
-    last_N = torch.empty(rows, dtype=torch.int32, device=logits_NV.device)
+    (rows, vocab), device = logits_NV.shape, logits_NV.device
+    least_N = torch.empty(rows, dtype=torch.float32, device=device)
+    last_N = torch.empty(rows, dtype=torch.int32, device=device)
+    # One kernel serves all filters: what a row leaves out is off, or each request might bring a compilation.
+    off = zip(filters, (0, 1.0, 0.0), (torch.int64, torch.float32, torch.float32), strict=True)
+    columns = (torch.full((rows,), no, dtype=kind, device=device) if x is None else x for x, no, kind in off)
     _cut[(rows,)](
-        *(logits_NV, rules.temperature_N, *filters, least_N, last_N, logits_NV.stride(0), vocab),
+        *(logits_NV, rules.temperature_N, *columns, least_N, last_N, logits_NV.stride(0), vocab),
         BLOCK=ROW,
         num_warps=16,
     )
     return least_N, last_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "position"])
 def _part(
     logits, temperature, seed, position, least, last, key, total, stride, vocab, parts,
     COUNT: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
@@ -170,14 +172,8 @@ def _cut(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     heat = tl.load(temperature + row)
-    room, share, lowest = vocab, tl.cast(1.0, tl.float32), tl.cast(0.0, tl.float32)
-    if top_k is not None:
-        given = tl.load(top_k + row)
-        room = tl.where((given > 0) & (given < vocab), given, vocab).to(tl.int32)
-    if top_p is not None:
-        share = tl.load(top_p + row)
-    if min_p is not None:
-        lowest = tl.load(min_p + row)
+    given, share, lowest = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    room = tl.where((given > 0) & (given < vocab), given, vocab).to(tl.int32)
     bound, end = tl.cast(-float("inf"), tl.float32), vocab
     if (heat > 0) & ((room < vocab) | (share < 1) | (lowest > 0)):
         highest = _highest(logits, heat, vocab, BLOCK)
@@ -323,32 +319,3 @@ def _noise(h):
     rest = 1.0 - w
     lost = (rest - 1.0) + w
     return -tl.log(lost / rest - tl.log(rest))
-
-
-_ROWS = {"temperature": "*fp32", "stride": "i64", "vocab": "i32", "least": "*fp32", "last": "*i32"}
-_PART = {**_ROWS, "logits": "*fp32", "seed": "*i64", "position": "*i64", "key": "*i64", "total": "*fp32"}
-_PART |= {"parts": "i32"}
-_MERGE = {"key": "*i64", "total": "*fp32", "token": "*i64", "share": "*fp32", "parts": "i32"}
-_CUT = {**_ROWS, "logits": "*fp32", "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32"}
-
-VARIANTS = [
-    *(
-        Variant(_part, {**_PART, "logits": kind}, {"COUNT": count, "RANKS": ranks, "BLOCK": PART}, warps=8)
-        for kind, count, ranks in (
-            *(("*fp32", 1, False), ("*fp32", 4, True), ("*fp32", 8, True)),
-            *(("*bf16", 1, False), ("*bf16", 1, True)),
-        )
-    ),
-    Variant(_part, _PART, {"least": None, "last": None, "COUNT": 1, "RANKS": False, "BLOCK": PART}, warps=8),
-    *(
-        Variant(
-            _merge,
-            _MERGE,
-            {"COUNT": count, "RANKS": ranks, "PARTS": parts, "KEYS": parts * count},
-            warps=4,
-        )
-        for parts in (64, 128)
-        for count, ranks in ((1, False), (1, True), (4, True), (8, True))
-    ),
-    Variant(_cut, _CUT, {"BLOCK": ROW}, warps=16),
-]

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention.flashinfer import attend, supports
+from specdec.kernels.attention.flashinfer import Scratch, attend, supports
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention import triton
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
@@ -14,20 +14,33 @@ from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 logger = logging.getLogger(__name__)
 
 
-def self_attention(
-    projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
-) -> Tensor:
-    """Run everything between the projections; mutates `pages` as the append does."""
-    taken = supports(group, layer, pages)
-    _tell(group.width, pages.dtype, layer.heads, layer.kv_heads, layer.head_dim, taken)
-    if not taken:
-        return triton.self_attention(projected_TN, layer, rotation, pages, group)
-    q_THD = triton.ready(projected_TN, layer, rotation, pages, group)
-    o_THD = attend(q_THD, pages, group, layer.scale)
-    gate_THD = triton.gate_of(projected_TN, layer)
-    if gate_THD is not None:
-        o_THD *= torch.sigmoid(gate_THD)
-    return o_THD.view(len(projected_TN), -1)
+class Attention:
+    """Attends for one engine, whose steps run one after the other: another one's may run at the same time."""
+
+    def __init__(self) -> None:
+        self._scratch: Scratch | None = None
+        """Made on the device of the first window, which is there before any graph is captured."""
+
+    def self_attention(
+        self,
+        projected_TN: Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None,
+        pages: Tensor,
+        group: Group,
+    ) -> Tensor:
+        """Run everything between the projections; mutates `pages` as the append does."""
+        taken = supports(group, layer, pages)
+        _tell(group.width, pages.dtype, layer.heads, layer.kv_heads, layer.head_dim, taken)
+        if not taken:
+            return triton.self_attention(projected_TN, layer, rotation, pages, group)
+        self._scratch = self._scratch or Scratch.on(pages.device)
+        q_THD = triton.ready(projected_TN, layer, rotation, pages, group)
+        o_THD = attend(q_THD, pages, group, layer.scale, self._scratch)
+        gate_THD = triton.gate_of(projected_TN, layer)
+        if gate_THD is not None:
+            o_THD *= torch.sigmoid(gate_THD)
+        return o_THD.view(len(projected_TN), -1)
 
 
 @cache

@@ -1,7 +1,5 @@
 """An attention layer on a GPU: one kernel readies queries, keys and values, and one or two attend."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,6 @@ from specdec.kernels.attention.triton import attend_gated, block_stride, locate,
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention import cpu
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
-from specdec.kernels.variants import Variant
 
 
 def self_attention(
@@ -59,7 +56,7 @@ def ready(
     return q_THD
 
 
-@triton.jit(do_not_specialize=["width", "tables", "block_stride"])
+@triton.jit(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _ready(
     projected, q_weight, k_weight, cos, sin, q, pages, table, length, width, tables, block_stride, eps,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
@@ -105,32 +102,3 @@ def _weigh(value, weight, mask, OWN: tl.constexpr, kind: tl.constexpr):
     if OWN:
         value = value.to(kind).to(tl.float32)
     return (value * tl.load(weight, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-
-
-_TYPES = {
-    "projected": "*bf16",
-    "cos": "*fp32",
-    "sin": "*fp32",
-    "q": "*bf16",
-    "table": "*i64",
-    "length": "*i64",
-}
-_TYPES |= {"width": "i32", "tables": "i32", "block_stride": "i32", "eps": "fp32"}
-
-
-def _variant(
-    heads: tuple[int, int, int], rotated: int, norm: str | None, *, gated: bool, pages: str = "*bf16"
-) -> Variant:
-    absent = dict.fromkeys((() if norm else ("q_weight", "k_weight")) + (() if rotated else ("cos", "sin")))
-    types = {**_TYPES, "pages": pages, "q_weight": norm or "", "k_weight": norm or ""}
-    constants: dict[str, Any] = {"H": heads[0], "J": heads[1], "D": heads[2], "R": rotated, "GATED": gated}
-    constants |= {"OWN": norm == "*bf16", "PAGE": 16, "BLOCK": heads[2], **absent}
-    return Variant(_ready, types, constants, warps=1)
-
-
-VARIANTS = [
-    *(_variant((16, 2, 256), 32, "*fp32", gated=True, pages=pages) for pages in ("*bf16", "*fp8e4nv")),
-    _variant((32, 8, 128), 0, None, gated=False),
-    _variant((32, 8, 128), 64, "*bf16", gated=False),
-]
-"""Qwen3-Next and Qwen3.5, Nemotron-H, Qwen3."""

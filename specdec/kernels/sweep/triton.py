@@ -12,8 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.conv.triton import record_ids
 from specdec.kernels.group import Group, RecurrentMemory
-from specdec.kernels.pending.triton import MAMBA_TYPES, PATH_TYPES, fold_path, inside, path_arguments
-from specdec.kernels.variants import Variant
+from specdec.kernels.pending.triton import fold_path, inside, path_arguments
 
 PART = 16
 """What a matrix product takes at least."""
@@ -52,12 +51,12 @@ def sweep(
         "H": heads,
         "K": size,
         "PART": PART,
-        "num_warps": 4,
     }
     sizes |= {"BK": max(triton.next_power_of_2(size), 16)}
     sizes |= {"PRECISION": NARROW if memory.input_SRC.itemsize == 2 else WIDE}
     inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
-    _prepare[(parts, heads, group.rows)](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes)
+    grid = (parts, heads, group.rows)
+    _prepare[grid](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes, num_warps=4)
     block = max(16, min(COLUMNS, triton.next_power_of_2(columns)))
     _sweep[(triton.cdiv(columns, block), heads, group.rows)](
         *(*inputs, v_THW, v_THW.stride(0), matrix_BHL, scale_BHL, out_THW),
@@ -71,6 +70,7 @@ def sweep(
         TREE=above is not None,
         BW=block,
         **sizes,
+        num_warps=4 if memory.input_SRC.itemsize == 2 else 8,
     )
     return out_THW
 
@@ -84,7 +84,7 @@ def _over(above, b, M, to, by, TREE: tl.constexpr):
     return (to[:, None] >= by[None, :]) & there
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _prepare(
     q, q_by_token, k, k_by_token, decay, beta, slots, above, matrix, scale, M,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
@@ -155,7 +155,7 @@ def _until(own, n, end):
     return tl.where(n <= end, weight, 0.0), tl.exp(tl.sum(tl.where(n <= end, own, 0.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "KEPT", "M"])
 def _sweep(
     q, q_by_token, k, k_by_token, decay, beta, v, v_by_token, matrix, scale, out, state, state_by_slot, slots,
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place, decays,
@@ -253,43 +253,3 @@ def _sweep(
             s = s * total + tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=PRECISION)
     if record_slab is None:
         tl.store(home, s, mask=in_state)
-
-
-_TYPES = dict.fromkeys(("q", "k", "decay", "matrix", "scale", "out", "state"), "*fp32") | {"v": "*bf16"}
-_TYPES |= dict.fromkeys(("q_by_token", "k_by_token", "v_by_token", "state_by_slot"), "i64")
-_TYPES |= {"slots": "*i64", "M": "i32", "KEPT": "i32"}
-_PATH = ("keys", "path_slab", "path_place", "path_length")
-_DELTA = {"G": 16, "H": 32, "K": 128, "BK": 128, "PART": PART, "PRECISION": NARROW}
-_MAMBA = {**_DELTA, "G": 8, "H": 128}
-
-
-def _prepared(*, delta: bool, tree: bool) -> Variant:
-    there = {"beta": "*fp32"} if delta else {}
-    there |= {"above": "*u8"} if tree else {}
-    absent = dict.fromkeys({"beta", "above"} - there.keys())
-    types = {name: _TYPES[name] for name in _TYPES if name in _prepare.arg_names}
-    return Variant(_prepare, types | there, {**(_DELTA if delta else _MAMBA), **absent})
-
-
-def _swept(*, delta: bool, fold: bool, record: bool, tree: bool, kept: bool = False) -> Variant:
-    optional = {"beta": ("*fp32", delta)}
-    optional |= {name: (PATH_TYPES[name], fold) for name in _PATH}
-    optional |= {name: ("*i64", record) for name in ("record_slab", "record_place")}
-    optional |= {name: ("*i64", kept) for name in ("kept_index", "kept_slot")}
-    absent = {name: None for name, (_, there) in optional.items() if not there}
-    types = _TYPES | PATH_TYPES | {name: kind for name, (kind, there) in optional.items() if there}
-    types |= {} if delta else MAMBA_TYPES
-    types = {name: kind for name, kind in types.items() if name not in absent}
-    sizes = {"W": 128 if delta else 64, "TREE": tree, "BW": COLUMNS}
-    return Variant(_sweep, types, {**(_DELTA if delta else _MAMBA), **sizes, **absent})
-
-
-VARIANTS = [
-    *(_prepared(delta=delta, tree=tree) for delta in (True, False) for tree in (True, False)),
-    *(
-        _swept(delta=delta, fold=True, record=record, tree=tree, kept=not record)
-        for delta in (True, False)
-        for record, tree in ((False, False), (True, False), (True, True))
-    ),
-    _swept(delta=True, fold=False, record=False, tree=False),
-]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.triton import splitmix64
-from specdec.kernels.variants import Variant
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +158,7 @@ def _whole(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -183,7 +182,7 @@ def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: 
         node = tl.load(parent + node, mask=inside & (node >= 0), other=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depths", "width"])
 def _walk(
     chosen, token, parent, rate, seed, position, node, count, emitted, depths, width,
     BLOCK: tl.constexpr
@@ -232,7 +231,7 @@ def _child(tokens, parents, at, own, rate, seed, position, row, last, length, de
     return tl.min(tl.where(is_child, at, BLOCK), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "records", "by_row"])
 def _promote(
     node, count, slab, index, path_slab, path_index, path_length, length, width, records, by_row,
     BLOCK: tl.constexpr
@@ -250,7 +249,7 @@ def _promote(
         tl.store(length + row, before + kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "depth", "depths", "known"])
 def _children(
     share, score, table, out, nodes, depth, depths, known,
     RANKS: tl.constexpr, BLOCK: tl.constexpr
@@ -281,7 +280,7 @@ def _chance(share, table, rank, depth, depths, known, bound, inside):
     return tl.minimum(bound, tl.minimum(chance, tl.load(gain + 2 * depths * known)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "count"])
 def _frontier(score, index, nodes, count, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -289,7 +288,7 @@ def _frontier(score, index, nodes, count, BLOCK: tl.constexpr):
     tl.store(index + row * count + rank, at.to(tl.int64), mask=(at < nodes) & (rank < count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "count"])
 def _prune(
     token, parent, score, belief, kept_token, kept_parent, kept_score, kept_belief, nodes, count,
     BLOCK: tl.constexpr
@@ -317,28 +316,3 @@ def _rank(score, nodes, at):
         value = tl.load(score + other)
         rank += ((value > own) | ((value == own) & (other < at))).to(tl.int32)
     return rank
-
-
-_TREE = {"chosen": "*i64", "token": "*i64", "parent": "*i64", "node": "*i64", "count": "*i64", "width": "i32"}
-_WALK = {**_TREE, "depths": "i32"}
-_BY_RATE = {**_WALK, "rate": "*fp64", "seed": "*i64", "position": "*i64", "emitted": "*i64"}
-_BY_TOKEN = dict.fromkeys(("rate", "seed", "position", "emitted"))
-_RELATIONS = {"parent": "*i64", "depth": "*i64", "ancestors": "*i1", "tap": "*i64", "width": "i32"}
-_PROMOTE = dict.fromkeys(("node", "count", "slab", "index", "path_slab", "path_index"), "*i64")
-_PROMOTE |= {"path_length": "*i64", "length": "*i64", "width": "i32", "records": "i32", "by_row": "i32"}
-_CHILDREN = {"share": "*fp32", "score": "*fp64", "table": "*fp64", "out": "*fp64"}
-_CHILDREN |= dict.fromkeys(("nodes", "depth", "depths", "known"), "i32")
-_FRONTIER = {"score": "*fp64", "index": "*i64", "nodes": "i32", "count": "i32"}
-_PRUNE = dict.fromkeys(("token", "parent", "kept_token", "kept_parent"), "*i64")
-_PRUNE |= dict.fromkeys(("score", "belief", "kept_score", "kept_belief"), "*fp64")
-_PRUNE |= {"nodes": "i32", "count": "i32"}
-
-VARIANTS = [
-    *(Variant(_relations, _RELATIONS, {"TAPS": 4, "BLOCK": width}) for width in (4, 8, 16, 64)),
-    *(Variant(_walk, _WALK, {**_BY_TOKEN, "BLOCK": width}, warps=1) for width in (4, 8, 16, 64)),
-    Variant(_walk, _BY_RATE, {"BLOCK": 8}, warps=1),
-    *(Variant(_promote, _PROMOTE, {"BLOCK": width}, warps=1) for width in (8, 64)),
-    *(Variant(_children, _CHILDREN, {"RANKS": ranks, "BLOCK": ranks}, warps=1) for ranks in (1, 4, 8)),
-    *(Variant(_frontier, _FRONTIER, {"BLOCK": nodes}, warps=1) for nodes in (16, 64)),
-    *(Variant(_prune, _PRUNE, {"BLOCK": nodes}, warps=1 if nodes <= 64 else 4) for nodes in (64, 256)),
-]

@@ -51,11 +51,25 @@ def format_of(name: str, template: ChatTemplate) -> CallFormat | None:
     return FORMATS.get(name)
 
 
+def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:
+    """Name the fields of which a model never hears that is told of no tools, where it may answer anyway."""
+    if told or not tools or choice not in (None, "auto"):
+        return []
+    return ["tools", *(["tool_choice"] if choice else [])]
+
+
 def make_offer(
-    tools: list[Tool] | None, choice: Choice | None, *, parallel: bool, form: CallFormat | None
+    tools: list[Tool] | None,
+    choice: Choice | None,
+    *,
+    parallel: bool,
+    form: CallFormat | None,
+    told: bool = True,
 ) -> Offer | None:
-    """Say what a chat may call; None: nothing."""
+    """Say what a chat may call; None: nothing. A model that is told of no tools answers without them."""
     _check_names(tools or [])
+    if untold(tools, choice, told=told):
+        return None
     if choice == "none" or (not tools and choice in (None, "auto")):
         return None
     if not tools:

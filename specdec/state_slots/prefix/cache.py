@@ -9,9 +9,11 @@ from torch import Tensor
 
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.integrity import IntegrityError
+from specdec.state_slots.pinned import sent
 from specdec.state_slots.prefix.rates import Rates
 from specdec.state_slots.prefix.score import Score
 from specdec.state_slots.prefix.tree import Ids, Node, Tree
+from specdec.tenant import SOLE, Tenant
 
 MOVING = "moving"
 """Owns, in the lower tier, what comes from the upper one."""
@@ -22,7 +24,7 @@ Tokens = Sequence[int] | Ids
 class Lease:
     """One request's place in the tree, from its admission to its end."""
 
-    salt: str
+    tenant: Tenant
     tip: Node
     """The node that it goes on from, as far as blocks can be shared."""
     shared: int
@@ -95,27 +97,27 @@ class PrefixCache:
         """Who gives way next, the first of them last, and when each had last been used."""
         arena.make_room, arena.pinned = self.make_room, self.pinned
 
-    def lease(self, tokens: Tokens, salt: str = "", marks: Iterable[int] = ()) -> Lease:
+    def lease(self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = ()) -> Lease:
         """Find what is known of a prompt, and keep it from giving way until `lend` or `leave`.
 
         The last token must be read in any case: what follows it is asked for.
         """
         ids = as_ids(tokens[:-1])
-        self.tree.root(salt)
-        deepest, known = self.tree.walk(salt, ids)
+        self.tree.root(tenant)
+        deepest, known = self.tree.walk(tenant, ids)
         found, length = self.usable(deepest, known)
         store, tip = self, found
-        if self.lower and (below := self.lower.below(salt, ids, length, self.rates)):
+        if self.lower and (below := self.lower.below(tenant, ids, length, self.rates)):
             store, tip, (found, length) = self.lower, deepest, below
         self.tree.pinned.append(tip)
         store.tree.pinned.append(found)
         private = max(min(length - (self.has_head and self._states), known - self.has_head), 0)
         stops = {mark for mark in marks if length < mark <= len(tokens)}
-        parting = max(known, self.lower.tree.walk(salt, ids)[1] if self.lower else 0)
+        parting = max(known, self.lower.tree.walk(tenant, ids)[1] if self.lower else 0)
         if self._states and length < parting:
             stops.add(parting)
         shared = private // self.tree.size if self.tree.pages else 0
-        return Lease(salt, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens))
+        return Lease(tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens))
 
     def usable(self, node: Node, known: int) -> tuple[Node, int]:
         """Return the deepest prefix that can be gone on from, on the way to a node."""
@@ -129,9 +131,9 @@ class PrefixCache:
             node = node.parent
         return node, node.end
 
-    def below(self, salt: str, ids: Ids, length: int, rates: "Rates") -> tuple[Node, int] | None:
+    def below(self, tenant: Tenant, ids: Ids, length: int, rates: "Rates") -> tuple[Node, int] | None:
         """Return what this tier knows beyond a length, if to copy it takes less time than to read it."""
-        found, deeper = self.usable(*self.tree.walk(salt, ids))
+        found, deeper = self.usable(*self.tree.walk(tenant, ids))
         if deeper <= length:
             return None
         layout, work = self.arena.layout, self.score.work
@@ -163,9 +165,7 @@ class PrefixCache:
         fetched = store is not self
         self.counts.fetched += length * fetched
         store._touch(lease.found)
-        hidden_1D = lease.found.hidden_1D if self._states else None
-        if hidden_1D is not None:
-            hidden_1D = hidden_1D.to(self.arena.data.device)
+        hidden_1D = sent(lease.found.hidden_1D, self.arena.data.device) if self._states else None
         return Hit(length, [*shared, *copies], hidden_1D, fetched)
 
     def leave(self, lease: Lease) -> None:
@@ -180,21 +180,21 @@ class PrefixCache:
     def cut(self, lease: Lease, since: int) -> None:
         """Forget what a request has read beyond a length, and all that has come to stand on it."""
         if self.tree.holds(lease.tip):  # else it went with another's
-            self._cut(lease.salt, self.tree.spelled(lease.tip), since)
+            self._cut(lease.tenant, self.tree.spelled(lease.tip), since)
 
-    def _cut(self, salt: str, ids: Ids, since: int) -> None:
-        deepest, _ = self.tree.walk(salt, ids)
+    def _cut(self, tenant: Tenant, ids: Ids, since: int) -> None:
+        deepest, _ = self.tree.walk(tenant, ids)
         node = next((node for node in deepest.path() if node.end > since), None)
         if node:
             if node.start < since:
                 self.tree.reach(node, since)
             self.tree.cut(node)
         if self.lower:
-            self.lower._cut(salt, ids, since)
+            self.lower._cut(tenant, ids, since)
 
     def note(self, lease: Lease, tokens: Tokens, table: Sequence[int]) -> Node:
         """Learn what a request has read so far; its blocks are the tree's as well from now on."""
-        node, known = self._insert(lease.salt, as_ids(tokens), list(table))
+        node, known = self._insert(lease.tenant, as_ids(tokens), list(table))
         if known < len(tokens) and lease.own is None:
             lease.own = max(known, lease.length)
         lease.tip.locks -= 1
@@ -202,10 +202,10 @@ class PrefixCache:
         lease.tip = node
         return node
 
-    def _insert(self, salt: str, ids: Ids, table: list[int]) -> tuple[Node, int]:
+    def _insert(self, tenant: Tenant, ids: Ids, table: list[int]) -> tuple[Node, int]:
         """Return the node that stands for a prefix, and how much of it was known before."""
-        self.tree.root(salt)
-        node, at = self.tree.walk(salt, ids)
+        self.tree.root(tenant)
+        node, at = self.tree.walk(tenant, ids)
         node = self.tree.reach(node, at)
         if at < len(ids):
             node = self.tree.grow(node, ids, table)
@@ -248,8 +248,8 @@ class PrefixCache:
 
     def take_over(self, upper: "PrefixCache", node: Node) -> None:
         """Keep what the tier above gives up at a node, as far as there is room."""
-        salt, ids = node.salt, upper.tree.spelled(node)
-        deepest, known = self.tree.walk(salt, ids)
+        tenant, ids = node.tenant, upper.tree.spelled(node)
+        deepest, known = self.tree.walk(tenant, ids)
         self.tree.pinned.append(deepest)
         first = self.tree.first(known) if self.tree.pages else 0
         sources = upper.tree.table(node, node.end)[first:]
@@ -257,10 +257,10 @@ class PrefixCache:
         if blocks is not None:
             table = [*self.tree.table(deepest, known)[:first], *blocks]
             self._copy_down(upper, sources, blocks)
-            own, _ = self._insert(salt, ids, table)
+            own, _ = self._insert(tenant, ids, table)
             self.arena.release_owner(MOVING)
             if node.state is not None and own.state is None:
-                hidden_1D = None if node.hidden_1D is None else node.hidden_1D.to(self.arena.data.device)
+                hidden_1D = sent(node.hidden_1D, self.arena.data.device)
                 self._copy_in(own, upper, node.state, hidden_1D)
         self.tree.pinned.remove(deepest)
         self.tree.prune(deepest)
@@ -285,7 +285,8 @@ class PrefixCache:
         What one gives up changes little for the others, and who has been used since would stand behind them.
         """
         if anew:
-            order = self.score.order([node for node in self.tree.nodes() if self._may_go(node)])
+            kept = list(self.tree.nodes())
+            order = self.score.order(self.score.of_largest([n for n in kept if self._may_go(n)], kept))
             self._order = [(node, node.used) for node in order[len(order) // 8 :: -1]]
         while self._order:
             node, used = self._order.pop()
@@ -293,12 +294,15 @@ class PrefixCache:
                 return node
         return None
 
-    def flush(self) -> None:
-        """Give up all that nobody goes on from."""
+    def flush(self, caller: str | None = None) -> None:
+        """Evict all that no request goes on from; where a caller is named, only what its requests left."""
         if self.lower:
-            self.lower.flush()
+            self.lower.flush(caller)
         lower, self.lower = self.lower, None
-        self.make_room(lambda: False)
+        while going := [node for node in self.tree.nodes() if self._may_go(node, caller)]:
+            for node in going:
+                if self._may_go(node, caller) and self.tree.holds(node):
+                    self._give_up(node)
         self.lower = lower
 
     def forget(self) -> None:
@@ -310,8 +314,10 @@ class PrefixCache:
             self.lower.arena.forget()
             self.lower.forget()
 
-    def _may_go(self, node: Node) -> bool:
+    def _may_go(self, node: Node, caller: str | None = None) -> bool:
         """Tell whether a node would give anything: its state, or all of it, if nothing hangs on it."""
+        if caller is not None and node.tenant.caller != caller:
+            return False
         if node.is_root or len(node.children) > 1 or node in self.tree.pinned:
             return False
         return node.state is not None or not (node.children or node.locks)

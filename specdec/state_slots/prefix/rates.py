@@ -2,7 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -11,22 +13,87 @@ from specdec.state_slots.arena import Arena
 
 RECENT = 0.2
 """Weight of the newest measurement."""
+UNREAD = 64
+"""Copies whose times are waited for at most; older ones are left out."""
+
+
+class Mark(Protocol):
+    """A moment in the order of a device's work, which may be still to come."""
+
+    def passed(self) -> bool: ...
+
+    def seconds_since(self, earlier: Self) -> float: ...
+
+
+class HostMark:
+    """The present: what the host does is done when it goes on."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def passed(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: Self) -> float:
+        return self._at_s - earlier._at_s
+
+
+class DeviceMark:
+    """A place in a GPU's stream: what stood in it before is in no time between two of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: Self) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+def mark(*arenas: Arena) -> Mark:
+    """Mark the present place in the work of the device that copies between these arenas."""
+    device = next((arena.data.device for arena in arenas if arena.data.is_cuda), None)
+    return DeviceMark(device) if device else HostMark()
+
+
+class Copied(NamedTuple):
+    """A copy between two tiers that was begun, and may be under way."""
+
+    start: Mark
+    end: Mark
+    num_bytes: int
 
 
 class Rates:
-    """Measured on the way, of copies in either direction and of steps that read prompts alone."""
+    """Measured on the way, of copies in either direction and of steps that read prompts alone.
 
-    def __init__(self) -> None:
-        self.copied_s: float | None = None
-        """Seconds for a byte."""
+    A copy is begun and not waited for: all that touches the memory of either tier is work of one stream, in
+    order. Its time is read when it is over.
+    """
+
+    def __init__(self, mark: Callable[..., Mark] = mark) -> None:
+        self._mark = mark
+        self._begun: deque[Copied] = deque(maxlen=UNREAD)
+        self._copied_s: float | None = None
         self.read_s: float | None = None
         """Seconds for an operation of the model while it reads prompts."""
 
+    @property
+    def copied_s(self) -> float | None:
+        """Seconds for a byte, by the copies that are over."""
+        while self._begun and self._begun[0].end.passed():
+            start, end, num_bytes = self._begun.popleft()
+            self._copied_s = _mean(self._copied_s, end.seconds_since(start) / num_bytes)
+        return self._copied_s
+
     def pays(self, copied_bytes: int, work: float) -> bool:
         """Tell whether to copy takes less time than to read; until both were measured it is tried."""
-        if self.copied_s is None or self.read_s is None:
+        copied_s = self.copied_s
+        if copied_s is None or self.read_s is None:
             return True
-        return copied_bytes * self.copied_s < work * self.read_s
+        return copied_bytes * copied_s < work * self.read_s
 
     def observe_reading(self, work: float, seconds: float) -> None:
         """Hear of a step that did nothing but read prompts."""
@@ -38,23 +105,12 @@ class Rates:
         """Copy the pairs that are collected in here; between two tiers the time is taken."""
         pairs: list[tuple[Tensor, Tensor]] = []
         yield pairs
-        is_timed = source is not to and bool(pairs)
-        if is_timed:
-            _wait(source, to)  # for what was under way before
-        start_s = time.perf_counter()
+        start = self._mark(source, to) if source is not to and pairs else None
         for own_X, other_X in pairs:
             other_X.copy_(own_X, non_blocking=True)
-        if not is_timed:
-            return
-        _wait(source, to)
-        copied = sum(own_X.numel() for own_X, _ in pairs)
-        self.copied_s = _mean(self.copied_s, (time.perf_counter() - start_s) / copied)
-
-
-def _wait(*arenas: Arena) -> None:
-    for arena in arenas:
-        if arena.data.is_cuda:
-            torch.cuda.synchronize(arena.data.device)
+        if start:
+            copied = sum(own_X.numel() for own_X, _ in pairs)
+            self._begun.append(Copied(start, self._mark(source, to), copied))
 
 
 def _mean(before: float | None, now: float) -> float:

@@ -9,6 +9,7 @@ from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.cache import Lease, PrefixCache
 from specdec.state_slots.prefix.score import Score, Work
 from specdec.state_slots.prefix.tree import Ids
+from specdec.tenant import SOLE, Tenant
 
 
 @dataclass(slots=True)
@@ -37,10 +38,10 @@ class Replay:
         self.cache = PrefixCache(self.arena, self.score, has_head=has_head)
         self._admitted = 0
 
-    def admit(self, prompt: Ids, output: int, salt: str = "") -> Live | None:
+    def admit(self, prompt: Ids, output: int, tenant: Tenant = SOLE) -> Live | None:
         """Begin a request that will write so many tokens; None: there is no memory for all of it now."""
         arena, cache = self.arena, self.cache
-        lease = cache.lease(prompt, salt)
+        lease = cache.lease(prompt, tenant)
         blocks = arena.layout.blocks_for(len(prompt) + output)
         states = arena.layout.states_per_slab
         if not arena.can_take(blocks=blocks - lease.shared, states=states):
@@ -69,9 +70,9 @@ class Replay:
         self.arena.release_owner(live.number)
         self.cache.leave(live.lease)
 
-    def serve(self, prompt: Ids, whole: Ids, salt: str = "") -> int:
+    def serve(self, prompt: Ids, whole: Ids, tenant: Tenant = SOLE) -> int:
         """Let a request live with no other beside it; return the tokens that it need not read."""
-        live = self.admit(prompt, len(whole) - len(prompt), salt)
+        live = self.admit(prompt, len(whole) - len(prompt), tenant)
         if live is None:
             return 0
         self.read(live, prompt)

@@ -1,6 +1,6 @@
 """Whose prefix gives way first: the one that was used longest ago, or saves least for its bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,11 @@ class Score:
     def __init__(self, layout: Layout, work: Work, alpha: float = 0.0) -> None:
         self.layout, self.work, self.alpha = layout, work, alpha
 
+    def held(self, node: Node) -> int:
+        """Return the bytes that a node holds."""
+        state = self.layout.slab_bytes if node.state is not None else 0
+        return len(node.blocks) * self.layout.block_bytes + state
+
     def gain(self, node: Node) -> Gain:
         held = len(node.blocks) * self.layout.block_bytes if not node.children else 0
         if node.state is None and self.layout.states:
@@ -43,6 +48,23 @@ class Score:
             above = above.parent
         state = self.layout.slab_bytes if node.state is not None else 0
         return Gain(self.work(node.end) - self.work(above.end if above else 0), held + state)
+
+    def of_largest(self, nodes: list[Node], kept: Iterable[Node]) -> list[Node]:
+        """Return the nodes of the caller that has most of all that is kept: no other loses its fair part.
+
+        Of callers that have as much as each other it is the one whose node was used longest ago.
+        """
+        oldest = dict[str, int]()
+        for node in nodes:
+            oldest[node.tenant.caller] = min(node.used, oldest.get(node.tenant.caller, node.used))
+        if len(oldest) < 2:
+            return nodes
+        held = dict.fromkeys(oldest, 0)
+        for node in kept:
+            if node.tenant.caller in held:
+                held[node.tenant.caller] += self.held(node)
+        largest = max(held, key=lambda caller: (held[caller], -oldest[caller]))
+        return [node for node in nodes if node.tenant.caller == largest]
 
     def order(self, nodes: Sequence[Node]) -> list[Node]:
         """Return them with the first to give way first."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.slots import Kept, Owner
+from specdec.tenant import Tenant
 
 Ids = NDArray[np.int32]
 NO_IDS: Ids = np.zeros(0, np.int32)
@@ -24,7 +25,7 @@ NO_IDS: Ids = np.zeros(0, np.int32)
 class Node(Kept):
     """One prefix. In the arena it owns what it holds in its own name."""
 
-    salt: str
+    tenant: Tenant
     parent: "Node | None"
     edge: Ids
     end: int
@@ -70,36 +71,36 @@ class Node(Kept):
 
 
 class Tree:
-    """Keeps the prefixes of each salt apart, and the arena's books right whenever a node changes."""
+    """Keeps the prefixes of each tenant apart, and the arena's books right whenever a node changes."""
 
     def __init__(self, arena: Arena, *, has_head: bool = False) -> None:
         self.arena, self.size, self.before = arena, arena.layout.block_tokens, int(has_head)
         self.pages = bool(arena.layout.kv)
-        self.roots: dict[str, Node] = {}
+        self.roots: dict[Tenant, Node] = {}
         self.pinned: list[Node] = []
         """Whose blocks and states somebody is about to copy: once for each who is."""
 
-    def root(self, salt: str) -> Node:
-        """Return the root of a salt's tree, which begins here if there is none."""
-        return self.roots.setdefault(salt, Node(salt, None, NO_IDS, 0))
+    def root(self, tenant: Tenant) -> Node:
+        """Return the root of a tenant's tree, which begins here if there is none."""
+        return self.roots.setdefault(tenant, Node(tenant, None, NO_IDS, 0))
 
     def prune(self, node: Node) -> None:
-        """Forget a salt of which nothing is left, and from whose root nobody goes on."""
+        """Forget a tenant of which nothing is left, and from whose root no request goes on."""
         is_used = node.children or node.locks or node in self.pinned
-        if self.roots.get(node.salt) is node and not is_used:
-            del self.roots[node.salt]
+        if self.roots.get(node.tenant) is node and not is_used:
+            del self.roots[node.tenant]
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node but the roots."""
         for root in self.roots.values():
             yield from (node for node in root.below() if not node.is_root)
 
-    def walk(self, salt: str, ids: Ids) -> tuple[Node, int]:
+    def walk(self, tenant: Tenant, ids: Ids) -> tuple[Node, int]:
         """Return the node on whose edge the last known one of these tokens lies, and how many are known.
 
-        Of a salt that nobody has used it is a root that stands in no list.
+        Of a tenant that has left nothing it is a root that stands in no list.
         """
-        node, at = self.roots.get(salt) or Node(salt, None, NO_IDS, 0), 0
+        node, at = self.roots.get(tenant) or Node(tenant, None, NO_IDS, 0), 0
         while at < len(ids) and (child := node.children.get(int(ids[at]))):
             node = child
             known = common(child.edge, ids[at:])
@@ -141,7 +142,7 @@ class Tree:
             node.blocks += new
             node.edge, node.end = np.concatenate([node.edge, edge]), end
             return node
-        child = Node(node.salt, node, edge.copy(), end)
+        child = Node(node.tenant, node, edge.copy(), end)
         child.blocks = blocks
         self._hold(child, blocks)
         node.children[int(edge[0])] = child
@@ -192,7 +193,7 @@ class Tree:
         parent = node.parent
         assert parent and node.start < at < node.end
         count = at - node.start
-        upper = Node(node.salt, parent, node.edge[:count].copy(), at)
+        upper = Node(node.tenant, parent, node.edge[:count].copy(), at)
         first = self.first(node.start)
         if self.pages:
             upper.blocks = node.blocks[: (at - 1) // self.size + 1 - first]

@@ -19,6 +19,7 @@ from specdec.state_slots.prefix.cache import Tokens
 from specdec.state_slots.prefix.replay import Replay
 from specdec.state_slots.prefix.score import Work
 from specdec.state_slots.prefix.tree import Ids
+from specdec.tenant import SOLE, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +74,13 @@ class Tuner:
         self.trials = [
             Trial(alpha, Replay(own, num_bytes, work, alpha=alpha, has_head=has_head)) for alpha in grid
         ]
-        self._waiting: deque[tuple[Ids, Ids, str]] = deque()
+        self._waiting: deque[tuple[Ids, Ids, Tenant]] = deque()
         self._tokens = 0
         self._changed = threading.Condition()
         self._ends = False
         self._thread: threading.Thread | None = None
 
-    def observe(self, prompt: Tokens, output: Tokens, salt: str = "") -> None:
+    def observe(self, prompt: Tokens, output: Tokens, tenant: Tenant = SOLE) -> None:
         """Take note of a request that has ended. This copies its tokens, and does nothing else."""
         own = np.array(prompt, np.int32)
         whole = np.concatenate([own, np.asarray(output, np.int32)])
@@ -87,7 +88,7 @@ class Tuner:
             if self._ends or self._tokens + len(whole) > MOST_TOKENS:
                 self.left_out += 1
                 return
-            self._waiting.append((own, whole, salt))
+            self._waiting.append((own, whole, tenant))
             self._tokens += len(whole)
             if len(self._waiting) >= EVERY:
                 self._changed.notify()

@@ -84,6 +84,9 @@ class FakeServer:
     async def _answer(self, request: web.Request, body: dict[str, Any], fault: str) -> web.StreamResponse:
         if self.dialect == "bare" and "stream_options" in body:
             return web.json_response({"detail": "unknown field stream_options"}, status=422)
+        if self.dialect == "strict" and "cache_salt" in body:
+            words = "Unrecognized request argument supplied: cache_salt"
+            return web.json_response({"error": {"message": words}}, status=400)
         if fault == "busy":
             return web.json_response({"error": {"message": "too  busy", "code": 503}}, status=503)
         if fault == "locked":

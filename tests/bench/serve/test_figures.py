@@ -184,7 +184,7 @@ class SlowServer(Server):
     async def metrics(self) -> str | None:
         return None
 
-    async def complete(self, prompt: Prompt, seed: int, due_s: float | None = None) -> Outcome:
+    async def complete(self, prompt: Prompt, seed: int, sending: int, due_s: float | None = None) -> Outcome:
         self.there += 1
         self.most = max(self.most, self.there)
         start_s = time.perf_counter() if due_s is None else due_s

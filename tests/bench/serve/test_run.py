@@ -203,8 +203,33 @@ def test_token_ids_are_sent_as_such_and_are_no_chat(
     assert [body["prompt"] for body in server.bodies] == [[5, 6]] * 2
     assert all(body["ignore_eos"] for body in server.bodies)
     assert report["levels"][0]["repeated_prompts"] == 1
-    assert "1 prompts had been sent before" in report["shown"]
+    assert "1 prompts had been sent before, each time under another cache_salt" in report["shown"]
     assert "is token ids, and a chat takes text" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_sent_again_is_salted_anew(bench: Bench, tmp_path: Path) -> None:
+    """Two of the three are equal, though they stand apart in the file."""
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(f'{{"prompt": "{text}", "id": {i}}}\n' for i, text in enumerate("aba")), "utf-8")
+    few = ("--prompts", str(path), "--concurrency", "1,2", "--requests", "4", "--warmup", "1")
+    with serving(FakeServer("vllm")) as server:
+        report = bench(server, *few)
+        bench(server, *few)
+    sent = [(body["prompt"], body["cache_salt"]) for body in server.bodies]
+    assert len(sent) == len(set(sent)) == 20, "no prompt has a salt twice"
+    assert {salt for text, salt in sent if text == "a"} & {salt for text, salt in sent if text == "b"}
+    assert report["takes_salts"] and report["levels"][1]["repeated_prompts"] == 4
+
+
+def test_a_server_that_refuses_salts_is_asked_without_and_that_is_said(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("once", "utf-8")
+    few = ("--prompts", str(path), "--concurrency", "1", "--requests", "3", "--warmup", "0")
+    with serving(FakeServer("strict")) as server:
+        report = bench(server, *few)
+    assert ["cache_salt" in body for body in server.bodies] == [True, False, False, False]
+    assert (report["levels"][0]["completed"], report["takes_salts"]) == (3, False)
+    assert "2 prompts had been sent before; THE SERVER REFUSES cache_salt" in report["shown"]
 
 
 def test_key_comes_from_the_environment_and_is_not_shown(

@@ -8,7 +8,10 @@ from numpy.typing import NDArray
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
+from specdec.tenant import SOLE, Tenant
 
+TENANTS = (*[SOLE] * 10, Tenant(salt="other"), Tenant("another"))
+"""Other texts are never found, whether a salt is different or a caller."""
 Views = Sequence[NDArray[np.float32]]
 
 
@@ -33,10 +36,10 @@ def whole_of(node: Node) -> list[int]:
     return [token for own in node.path() for token in own.edge.tolist()]
 
 
-def salt_of(cache: PrefixCache, node: Node) -> str:
+def tenant_of(cache: PrefixCache, node: Node) -> Tenant:
     while node.parent:
         node = node.parent
-    return next(salt for salt, root in cache.tree.roots.items() if root is node)
+    return next(tenant for tenant, root in cache.tree.roots.items() if root is node)
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:

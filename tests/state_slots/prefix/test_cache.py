@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.state_slots.prefix import tree as tree_module
 from specdec.state_slots.prefix.cache import Hit, Lease
 from specdec.state_slots.prefix.tree import Ids, Node
+from specdec.tenant import SOLE
 from tests.state_slots.prefix.trial import Trial, make
 
 SEEDS = {
@@ -240,9 +241,9 @@ def _what_is_fetched_is_kept_at_once(trial: Trial, patch: pytest.MonkeyPatch) ->
     cache.lend = lend  # type: ignore[method-assign]
 
 
-def _salts_are_one(trial: Trial, patch: pytest.MonkeyPatch) -> None:
+def _tenants_are_one(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     tree, right = trial.cache.tree, trial.cache.tree.root
-    tree.root = lambda salt: right("")  # type: ignore[method-assign]
+    tree.root = lambda tenant: right(SOLE)  # type: ignore[method-assign]
 
 
 def _two_tokens_pass_for_one(trial: Trial, patch: pytest.MonkeyPatch) -> None:
@@ -271,7 +272,7 @@ MUTANTS: Sequence[tuple[Mutate, str]] = (
     (_a_lock_stays_where_it_was, "attention"),
     (_what_is_given_up_keeps_its_state, "hybrid"),
     (_what_is_fetched_is_kept_at_once, "two tiers"),
-    (_salts_are_one, "attention"),
+    (_tenants_are_one, "attention"),
     (_two_tokens_pass_for_one, "attention"),
 )
 

@@ -10,6 +10,7 @@ from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.replay import Replay
 from specdec.state_slots.prefix.tree import Ids
+from specdec.tenant import SOLE, Tenant
 
 LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
 AMPLE = 4000 * LAYOUT.slab_bytes
@@ -111,7 +112,7 @@ def test_the_one_used_longest_ago_gives_way_first(seed: int) -> None:
         replay.serve(text[:3], text)
     while used:
         for first in draw.sample(used, min(draw.randrange(3), len(used))):
-            replay.cache._touch(replay.cache.tree.walk("", texts[first])[0])
+            replay.cache._touch(replay.cache.tree.walk(SOLE, texts[first])[0])
             used.append(used.pop(used.index(first)))
         most = len(used) - 1
         assert replay.cache.make_room(lambda most=most: len(kept()) <= most)  # type: ignore[misc]
@@ -138,5 +139,6 @@ def test_nobody_gives_way_for_what_cannot_fit_beside_what_is_about_to_be_lent() 
 def test_tenants_share_nothing() -> None:
     replay = Replay(LAYOUT, AMPLE, float)
     whole = ids(list(range(40)))
-    hits = [replay.serve(whole[:35], whole, salt) for salt in ("a", "a", "a", "b")]
-    assert hits == [0, 0, 34, 0]
+    first, salted, other = Tenant("a"), Tenant("a", "a"), Tenant("b", "a")
+    hits = [replay.serve(whole[:35], whole, own) for own in (first, first, first, salted, other, SOLE)]
+    assert hits == [0, 0, 34, 0, 0, 0]

@@ -9,22 +9,24 @@ import torch
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
 from specdec.state_slots.prefix.tree import Ids, Node, Tree
+from specdec.tenant import SOLE, Tenant
 from tests.state_slots.prefix.naming import common, whole_of
 
 SIZE = 4
 LAYOUT = Layout((KVShape(1, 2),), (), torch.float32, block_tokens=SIZE)
+OTHER = Tenant("bob", "own")
 
 
 def ids(tokens: list[int]) -> Ids:
     return np.asarray(tokens, np.int32)
 
 
-def plant(tree: Tree, writer: str, text: list[int], salt: str = "") -> tuple[Node, list[int]]:
+def plant(tree: Tree, writer: str, text: list[int], tenant: Tenant = SOLE) -> tuple[Node, list[int]]:
     """Put a text into a tree with the blocks of who has read all of it."""
     table = tree.arena.take_blocks(writer, -(-len(text) // SIZE))
     assert table is not None
-    tree.root(salt)
-    node, at = tree.walk(salt, ids(text))
+    tree.root(tenant)
+    node, at = tree.walk(tenant, ids(text))
     node = tree.reach(node, at)
     return (tree.grow(node, ids(text), table) if at < len(text) else node), table
 
@@ -47,8 +49,8 @@ def test_texts_may_part_anywhere(tree: Tree, length: int, cut: int) -> None:
     assert tree.table(a, length) == table
     full = cut // SIZE
     assert tree.table(b, len(second)) == [*table[:full], *other[full:]]
-    assert tree.walk("", ids([*second, 7])) == (b, len(second))
-    assert tree.walk("", ids(first[:cut]))[1] == cut
+    assert tree.walk(SOLE, ids([*second, 7])) == (b, len(second))
+    assert tree.walk(SOLE, ids(first[:cut]))[1] == cut
     for count in range(1, length + 1):
         assert tree.table(a, count) == table[: -(-count // SIZE)]
     tree.drop(b)
@@ -63,7 +65,7 @@ def test_a_text_grows_where_it_ended(tree: Tree) -> None:
     table = tree.arena.take_blocks("a", 3)
     assert table is not None
     text = list(range(10))
-    node = tree.grow(tree.root(""), ids(text[:5]), table)
+    node = tree.grow(tree.root(SOLE), ids(text[:5]), table)
     assert tree.grow(node, ids(text[:8]), table) is node and node.end == 8
     assert tree.grow(node, ids(text), table) is node and node.blocks == table
     child, other = plant(tree, "b", [*text, 1, 2, 3])
@@ -74,36 +76,36 @@ def test_a_text_grows_where_it_ended(tree: Tree) -> None:
 def test_what_keeps_a_state_does_not_grow(tree: Tree) -> None:
     table = tree.arena.take_blocks("a", 2)
     assert table is not None
-    node = tree.grow(tree.root(""), ids([1, 2, 3]), table)
+    node = tree.grow(tree.root(SOLE), ids([1, 2, 3]), table)
     node.state = 1
     child = tree.grow(node, ids([1, 2, 3, 4, 5]), table)
     assert child.parent is node and (node.end, child.end) == (3, 5)
 
 
 def test_random_texts_are_found_as_far_as_anybody_told_them(tree: Tree) -> None:
-    random, known = Random(0), {salt: list[list[int]]() for salt in ("", "x")}
+    random, known = Random(0), {tenant: list[list[int]]() for tenant in (SOLE, OTHER)}
     for turn in range(400):
-        salt = random.choice(["", "", "x"])
-        texts = known[salt]
+        tenant = random.choice([SOLE, SOLE, OTHER])
+        texts = known[tenant]
         stem = random.choice(texts) if texts and random.random() < 0.8 else []
         cut = random.randrange(len(stem) + 1)
         text = [*stem[:cut], *(random.randrange(3) for _ in range(random.randrange(1, 9)))][:30]
         expected = max((common(text, each) for each in texts), default=0)
-        assert tree.walk(salt, ids(text))[1] == expected
+        assert tree.walk(tenant, ids(text))[1] == expected
         if random.random() < 0.7:
-            node, _ = plant(tree, f"writer {turn}", text, salt)
-            assert whole_of(node) == text and tree.walk(salt, ids(text)) == (node, len(text))
+            node, _ = plant(tree, f"writer {turn}", text, tenant)
+            assert whole_of(node) == text and tree.walk(tenant, ids(text)) == (node, len(text))
             texts.append(text)
         tree.arena.release_owner(f"writer {turn}")
     tree.arena.check_owners(node for node in tree.nodes())
 
 
-def test_a_salt_is_forgotten_with_the_last_of_its_texts(tree: Tree) -> None:
-    tree.walk("asked for once", ids([1]))
+def test_a_tenant_is_forgotten_with_the_last_of_its_texts(tree: Tree) -> None:
+    tree.walk(Tenant(salt="asked for once"), ids([1]))
     assert not tree.roots
-    node, _ = plant(tree, "a", [1, 2, 3], salt="own")
-    other, _ = plant(tree, "b", [4], salt="own")
+    node, _ = plant(tree, "a", [1, 2, 3], tenant=OTHER)
+    other, _ = plant(tree, "b", [4], tenant=OTHER)
     tree.drop(node)
-    assert list(tree.roots) == ["own"]
+    assert list(tree.roots) == [OTHER]
     tree.drop(other)
     assert not tree.roots

@@ -19,7 +19,8 @@ from specdec.state_slots.prefix.cache import Lease, PrefixCache
 from specdec.state_slots.prefix.score import Score
 from specdec.state_slots.prefix.tree import Node, move_blocks
 from specdec.state_slots.slots import Owner
-from tests.state_slots.prefix.naming import Views, common, names, salt_of, views, whole_of
+from specdec.tenant import Tenant
+from tests.state_slots.prefix.naming import TENANTS, Views, common, names, tenant_of, views, whole_of
 
 LETTERS = 3
 """Few, so that texts meet and part again all the time."""
@@ -43,7 +44,7 @@ class Reader:
     """A request: its text, how much of it was read, and what it holds."""
 
     number: int
-    salt: str
+    tenant: Tenant
     text: list[int]
     lease: Lease
     state: int | None
@@ -68,9 +69,9 @@ class Trial:
     """Of a second tier."""
     roomy: bool = False
     """Nothing has to give way: all that was read is found again."""
-    seen: set[tuple[str, Prefix]] = field(default_factory=set)
+    seen: set[tuple[Tenant, Prefix]] = field(default_factory=set)
     """Every prefix that anybody has read."""
-    kept: set[tuple[str, Prefix]] = field(default_factory=set)
+    kept: set[tuple[Tenant, Prefix]] = field(default_factory=set)
     """Prefixes at whose end a state was kept, whether or not it has been given up since."""
     readers: list[Reader] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
@@ -123,10 +124,10 @@ class Trial:
         """Let a request in as the scheduler does, if there is memory for all of its prompt."""
         if len(self.readers) >= 4:
             return
-        salt, text = self.random.choice(["", "", "", "other"]), self._prompt()
+        tenant, text = self.random.choice(TENANTS), self._prompt()
         marks = [self.random.randrange(1, LONGEST)] if self.random.random() < 0.2 else []
-        lease = self.cache.lease(text, salt, marks)
-        self._judge(lease, salt, text, marks)
+        lease = self.cache.lease(text, tenant, marks)
+        self._judge(lease, tenant, text, marks)
         missing = self.layout.blocks_for(len(text)) - lease.shared
         if not self.arena.can_take(blocks=missing, states=len(self.layout.states)):
             self.cache.leave(lease)
@@ -138,11 +139,11 @@ class Trial:
         table = list(hit.blocks)
         again = self.head and bool(self.layout.states and hit.length)
         heard = hit.length - again
-        own = Reader(self._number, salt, text, lease, state, table, hit.length, heard, len(text))
+        own = Reader(self._number, tenant, text, lease, state, table, hit.length, heard, len(text))
         self.did["hits"] += hit.length > 0
         self.did["tokens"] += hit.length
         if self.layout.states:
-            assert hit.length == 0 or (salt, tuple(text[: hit.length])) in self.kept
+            assert hit.length == 0 or (tenant, tuple(text[: hit.length])) in self.kept
             self._check_state(state, text[: hit.length])
             if self.head and hit.length:
                 assert hit.hidden_1D is not None
@@ -159,20 +160,20 @@ class Trial:
             self.cache.keep_copy(node, state, hit.hidden_1D)
             self.did["fetched"] += hit.length
 
-    def _judge(self, lease: Lease, salt: str, text: Sequence[int], marks: Sequence[int]) -> None:
+    def _judge(self, lease: Lease, tenant: Tenant, text: Sequence[int], marks: Sequence[int]) -> None:
         """Compare what was found with what the tree holds, prefix by prefix, its search left aside."""
         most = text[:-1]
-        known, held = self._longest(self.cache, salt, most)
+        known, held = self._longest(self.cache, tenant, most)
         if self.cache.lower:
-            deeper, kept = self._longest(self.cache.lower, salt, most)
+            deeper, kept = self._longest(self.cache.lower, tenant, most)
             held = max(held, kept)
             at_most = max(known, deeper)
         else:
             at_most = known
         if self.roomy:
             own = [tuple(most[:end]) for end in range(1, len(most) + 1)]
-            assert held == max((len(each) for each in own if (salt, each) in self.kept), default=0)
-            assert known == max((len(each) for each in own if (salt, each) in self.seen), default=0)
+            assert held == max((len(each) for each in own if (tenant, each) in self.kept), default=0)
+            assert known == max((len(each) for each in own if (tenant, each) in self.seen), default=0)
         if self.layout.states:
             assert lease.length == held
             wanted = {at_most, *(mark for mark in marks if mark <= len(text))}
@@ -180,12 +181,12 @@ class Trial:
         else:
             assert lease.length == max(at_most - self.head, 0)
 
-    def _longest(self, cache: PrefixCache, salt: str, text: Sequence[int]) -> tuple[int, int]:
+    def _longest(self, cache: PrefixCache, tenant: Tenant, text: Sequence[int]) -> tuple[int, int]:
         """Return how much of a text a tree knows, and where the last state on the way is kept."""
         known = held = 0
         for node in cache.tree.nodes():
             whole = whole_of(node)
-            if salt_of(cache, node) == salt:
+            if tenant_of(cache, node) == tenant:
                 known = max(known, common(whole, text))
                 if node.state is not None and whole == text[: node.end]:
                     held = max(held, node.end)
@@ -218,14 +219,14 @@ class Trial:
     def _note(self, own: Reader, length: int) -> Node:
         node = self.cache.note(own.lease, own.text[:length], own.table)
         for end in range(1, length + 1):
-            self.seen.add((own.salt, tuple(own.text[:end])))
+            self.seen.add((own.tenant, tuple(own.text[:end])))
         assert whole_of(node) == own.text[:length] and node is own.lease.tip
-        assert self.cache.tree.walk(own.salt, np.asarray(own.text[:length], np.int32)) == (node, length)
+        assert self.cache.tree.walk(own.tenant, np.asarray(own.text[:length], np.int32)) == (node, length)
         return node
 
     def _remember(self, own: Reader, length: int, node: Node) -> None:
         if node.state is not None:
-            self.kept.add((own.salt, tuple(own.text[:length])))
+            self.kept.add((own.tenant, tuple(own.text[:length])))
             self.did["kept"] += 1
 
     def end(self) -> None:
@@ -258,7 +259,7 @@ class Trial:
             self.cache.cut(own.lease, since)
             for tier in (self.cache, self.cache.lower):
                 told = np.asarray(own.text[:end], np.int32)
-                assert tier is None or tier.tree.walk(own.salt, told)[1] <= since
+                assert tier is None or tier.tree.walk(own.tenant, told)[1] <= since
             self.did["cut"] += 1
         self._leave(own)
 
@@ -316,11 +317,11 @@ class Trial:
 
     def _prove_tier(self, cache: PrefixCache, pages: Views, states: Views) -> None:
         for node in cache.tree.nodes():
-            whole, salt = whole_of(node), salt_of(cache, node)
-            assert (salt, tuple(whole)) in self.seen, "nobody has read this"
+            whole, tenant = whole_of(node), tenant_of(cache, node)
+            assert (tenant, tuple(whole)) in self.seen, "nobody has read this"
             self._check_blocks(cache.tree.table(node, node.end), whole, whole, pages)
             if node.state is not None:
-                assert (salt, tuple(whole)) in self.kept
+                assert (tenant, tuple(whole)) in self.kept
                 self._check_state(node.state, whole, states)
 
     def drain(self) -> None:

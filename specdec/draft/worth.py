@@ -1,0 +1,58 @@
+"""Whether drafting has paid of late, by what steps really gave; and what may be spent where it has not.
+
+Both count in plain steps: the time that the same rows take without any draft. So a machine that gets slower,
+or a larger batch, changes neither.
+"""
+
+import math
+from dataclasses import dataclass
+
+MOST = 4.0
+"""What drafts can have earned at most: so much is lost before it shows that they pay no more."""
+START, EACH = 6.0, 0.5
+"""What an engine lends its first drafts, and each new request's: its text may be another kind."""
+PROVEN = 1.0
+"""What drafts must have earned on their budget before they are made without one."""
+
+
+@dataclass(slots=True)
+class Worth:
+    """Trust in planning, earned and lost by what planned steps came to."""
+
+    trust: float = START
+    awake: bool = True
+    """Plans are made for every step; else only as a budget allows."""
+
+    def note(self, net: float) -> None:
+        """Hear how many plain steps a planned one has saved, or cost."""
+        self.trust = max(min(self.trust + net, max(self.trust, MOST)), 0.0)
+        self.awake = self.trust >= PROVEN if not self.awake else self.trust > 0
+
+    def greet(self) -> None:
+        """Trust a batch that has changed, a little."""
+        self.trust, self.awake = max(self.trust, EACH), True
+
+
+@dataclass(slots=True)
+class Purse:
+    """A share of the time, which may go into what is not expected to pay."""
+
+    share: float
+    owed: float = 0.0
+    """Spent, and not made up for by the steps since."""
+
+    def earn(self, steps: int) -> None:
+        """Hear that so many steps were made; what is saved up is one at most."""
+        self.owed = max(self.owed - self.share * steps, -1.0)
+
+    def pay(self, steps: float) -> None:
+        """Spend as much time as so many plain steps take."""
+        self.owed += steps
+
+    @property
+    def is_open(self) -> bool:
+        return self.owed < 0
+
+    def wait(self) -> int:
+        """Say in how many steps something can be spent again."""
+        return math.floor(max(self.owed, 0.0) / self.share) + 1

@@ -1,0 +1,69 @@
+"""Which forms of a CPU's operations run here: what the C forms were compiled for, and what torch may use."""
+
+import ctypes
+import functools
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from specdec.kernels.native.compiled import TARGET, compiled
+
+LIBRARY = "ONEDNN_MAX_CPU_ISA"
+"""oneDNN's own variable for what it may use of a processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """What the C forms multiply with."""
+
+    target: str
+    """What the compiler was told to compile for."""
+    vectors: str
+    pairs: bool
+    """Whether units multiply pairs of bfloat16; without, they are multiplied in float32, to the same bits."""
+    tiles: bool
+    """Whether there are matrix units, with which oneDNN multiplies large matrices in bfloat16."""
+
+
+@functools.cache
+def forms() -> Forms | None:
+    """Ask the C forms what they were compiled for; None where there are none."""
+    loaded = compiled()
+    if loaded is None:
+        return None
+    loaded.vectors.restype = ctypes.c_char_p
+    return Forms(
+        target=os.environ.get(TARGET) or "native",
+        vectors=loaded.vectors().decode(),
+        pairs=bool(loaded.multiplies_pairs()),
+        tiles=bool(loaded.multiplies_tiles()) and torch.cpu._is_amx_tile_supported() and may_use_tiles(),
+    )
+
+
+def may_use_tiles() -> bool:
+    """Tell whether oneDNN is left the matrix units: each name of fewer instructions lacks AMX.
+
+    Like oneDNN it takes names in either case, and whatever is none as no limit.
+    """
+    return not re.match(r"(?!.*amx)(sse|avx)", os.environ.get(LIBRARY, "").lower())
+
+
+def describe() -> str:
+    """Say in words which forms run here."""
+    found = forms()
+    in_c = "no C forms"
+    if found:
+        units = " and matrix" if found.tiles else ""
+        bfloat16 = f"with bfloat16{units} units" if found.pairs else "without bfloat16 units"
+        in_c = f"C forms for {found.vectors} {bfloat16} (-march={found.target})"
+    library = "with" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "without"
+    limit = os.environ.get(LIBRARY)
+    at_most = f" up to {limit}" if limit else ""
+    return f"{in_c}; torch for {torch.backends.cpu.get_cpu_capability()}, oneDNN{at_most} {library} bfloat16"
+
+
+def describe_kernels(name: str) -> str:
+    """Name what an engine computes with; the C forms are as good as what they were compiled for."""
+    return f"{name}: {describe()}" if name == "native" else name

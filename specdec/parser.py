@@ -1,0 +1,108 @@
+"""The command's parser: light until a command is chosen, and helpful where a word is wrong."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+USER_ERROR = 2
+"""Exit code of what a user gets wrong."""
+
+
+class Help(str):
+    """What an option does, at length; `brief` is the line that --help shows, empty where it shows none."""
+
+    brief: str
+
+    def __new__(cls, whole: str, brief: str) -> Self:
+        """Keep the short form beside the text."""
+        text = super().__new__(cls, whole)
+        text.brief = brief
+        return text
+
+
+class HelpAll(argparse.Action):
+    """Print the help with every option, and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Show what --help leaves out."""
+        assert isinstance(parser, Parser)
+        print(parser.format_all(), end="")
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """Say what is wrong in one line, and take options by their whole name only.
+
+    Every command's is one, so that what all of them take may stand before a command or after it. `fill` adds
+    a command's own options once it is chosen: what they are made of is imported for that command alone.
+    """
+
+    def __init__(self, *, fill: "Callable[[Parser], None] | None" = None, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+        self._fill = fill
+        says = "log what the engine chooses and does"
+        # Without a default: that of a command would hide what stands before it.
+        self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=says)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Add the command's own options, then read; an option that it has not is an error here."""
+        fill, self._fill = self._fill, None
+        if fill:
+            fill(self)
+            if any(isinstance(action.help, Help) for action in self._actions):
+                says = "show every option"
+                self.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=says)
+        found, unknown = super().parse_known_args(args, namespace)
+        options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        if options:
+            self.error(
+                f"{options[0]} is no option of {self.prog}{near(options[0], self._option_string_actions)}"
+            )
+        return found, unknown
+
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
+        """Let output that cannot be written fail, which argparse drops in silence."""
+        if file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
+    def format_help(self) -> str:
+        """Show an option that has a short form in that, and leave those out whose short form is empty."""
+        whole = {action: action.help for action in self._actions if isinstance(action.help, Help)}
+        if not whole:
+            return self.format_all()
+        names = [str(action.metavar) for action in self._actions if not action.option_strings]
+        self.usage = " ".join(["%(prog)s [options]", *names])
+        for action, text in whole.items():
+            action.help = text.brief or argparse.SUPPRESS
+        try:
+            return self.format_all()
+        finally:
+            self.usage = None
+            for action, text in whole.items():
+                action.help = text
+
+    def format_all(self) -> str:
+        """Show every option at length."""
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the message, a near word where there is one, and where to read more."""
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            message += near(found[1], re.findall(r"[\w.-]+", found[2]))
+        self.exit(USER_ERROR, f"specdec: {message}; see {self.prog} --help\n")
+
+
+def near(word: str, known: "Sequence[str] | dict[str, Any]") -> str:
+    """Suggest what may have been meant, if anything is like it."""
+    close = difflib.get_close_matches(word.replace("_", "-"), list(known), n=2)
+    return f", did you mean {' or '.join(close)}?" if close else ""

@@ -1,0 +1,76 @@
+"""Which pages of other origins may read the answers: what browsers ask for in the words of CORS."""
+
+import re
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from specdec.errors import ConfigError
+from specdec.server.fields import IGNORED
+
+ANY = "*"
+ORIGIN = re.compile(r"([a-z][a-z0-9+.\-]*)://[^\s/?#@,]+")
+PORTS = {"http": ":80", "https": ":443"}
+"""What browsers leave out."""
+EXPOSED = f"X-Request-ID, Retry-After, {IGNORED}"
+"""Headers of answers that a page may read beside those that it always may."""
+NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
+METHODS = "GET, HEAD, POST"
+KEPT_S = "600"
+"""For which a browser need not ask again."""
+
+
+class Origins:
+    """What an operator has allowed. A wrong word is a `ConfigError`."""
+
+    def __init__(self, allowed: Sequence[str] | None) -> None:
+        self._allowed = frozenset(map(_read, allowed or ()))
+
+    @property
+    def takes_any(self) -> bool:
+        """Tell whether a page may be from anywhere."""
+        return ANY in self._allowed
+
+    def allow(self, origin: str) -> bool:
+        return self.takes_any or origin.lower() in self._allowed
+
+    def headers(self, origin: str | None) -> dict[str, str]:
+        """Return what lets a page of this origin read an answer, if it may."""
+        if not self._allowed:
+            return {}
+        if self.takes_any:
+            return {"Access-Control-Allow-Origin": ANY, "Access-Control-Expose-Headers": EXPOSED}
+        own = {"Vary": "Origin"}  # caches must not show one origin's answer to another
+        if origin is not None and self.allow(origin):
+            own |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
+        return own
+
+
+def is_preflight(request: web.Request) -> bool:
+    """Tell whether a browser asks, without any key, if a page's request may be sent at all."""
+    asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+    return request.method == "OPTIONS" and asks
+
+
+def let_through(request: web.Request) -> web.Response:
+    """Answer a preflight: the request may come, with the headers that it names."""
+    own = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": KEPT_S}
+    names = request.headers.get("Access-Control-Request-Headers", "")
+    if NAMES.fullmatch(names):  # clients send many of their own; what they may do, the key says
+        own["Access-Control-Allow-Headers"] = names
+    if request.headers.get("Access-Control-Request-Private-Network") == "true":
+        own["Access-Control-Allow-Private-Network"] = "true"
+    return web.Response(status=204, headers=own)
+
+
+def _read(given: str) -> str:
+    """Read an origin as browsers write it."""
+    origin = given.strip().lower()
+    found = ORIGIN.fullmatch(origin)
+    if origin != ANY and not found:
+        raise ConfigError(
+            f"allowed_origins: {given!r:.80} is no origin; give scheme, host and port such as "
+            "https://app.example:8443, without a path, or * for all.",
+            field="allowed_origins",
+        )
+    return origin.removesuffix(PORTS.get(found[1], "\0")) if found else origin

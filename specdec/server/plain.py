@@ -1,0 +1,46 @@
+"""What the small addresses read: texts to tokens and back."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from specdec.server.bodies import Ids, Message
+from specdec.server.failures import misfit
+from specdec.server.fields import given_fields, unknown
+from specdec.server.tools.bodies import Tool
+
+
+class PlainBody(BaseModel):
+    """What the small addresses share."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        return unknown(self.model_extra or {})
+
+
+class TokenizeBody(PlainBody):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(PlainBody):
+    tokens: Ids
+
+
+P = TypeVar("P", bound=PlainBody)
+
+
+def read_plain(kind: type[P], data: bytes) -> P:
+    """Read a small body. Null counts as not given."""
+    try:
+        return kind.model_validate(given_fields(data))
+    except ValidationError as error:
+        raise misfit(error) from None

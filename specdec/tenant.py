@@ -1,0 +1,20 @@
+"""Whose texts are whose: the one notion by which all that outlives a request is kept apart."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Finds what earlier requests of an equal tenant have left, and nothing else.
+
+    The server's access check says who calls, the request's parameters which salt; every store that outlives
+    a request is asked with both. No log shows either.
+    """
+
+    caller: str = field(default="", repr=False)
+    """What the access check calls the holder of an API key, never the key; empty where none is asked for."""
+    salt: str = field(default="", repr=False)
+
+
+SOLE = Tenant()
+"""The only one there is, as long as a process asks for no keys and no request brings a salt."""

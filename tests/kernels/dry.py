@@ -1,0 +1,220 @@
+"""Engines of real shapes on the CPU whose kernels are not run, but noted with what Triton would compile.
+
+A process of its own: under the interpreter that the other tests use, there is nothing to compile. Weights are
+zeros that take no memory until they are written, which they never are. What steers the host (tokens, walks,
+trees) is computed by the CPU's forms, so that requests run as they do on a GPU, to their ends.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, compute_cache_key
+
+from specdec import build
+from specdec.build import Model, build_random
+from specdec.config import EngineConfig
+from specdec.kernels.linear import fp8
+from specdec.kernels.linear.fp8 import Matrix
+from specdec.kernels.table import OPERATIONS, Kernels, load_kernels
+from specdec.models.families import network
+from specdec.models.weights import Scoped, Weights
+from specdec.outputs import Delta
+from specdec.precompile import precompile
+from specdec.request import Request
+from specdec.sampling import SamplingParams
+from specdec.streak.graphs import Graphs
+from specdec.verify.choose import Chooser
+
+TARGET = GPUTarget("cuda", 90, 32)
+STEERING = {*OPERATIONS["tree"], "pick", "best"} - {"hang"}
+"""What decides which tokens and trees come next."""
+
+
+LARGE = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel as the JIT would compile it."""
+
+    kernel: JITFunction
+    signature: Mapping[str, str]
+    constants: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], Any]
+    options: Any
+
+    def __str__(self) -> str:
+        """Name the kernel and what it is compiled for."""
+        names = self.kernel.arg_names
+        known = " ".join(f"{names[at]}={value}" for (at, *_), value in self.constants.items())
+        types = " ".join(f"{name}:{kind}" for name, kind in self.signature.items() if kind != "constexpr")
+        where = f"{self.kernel.__module__}.{self.kernel.__name__}"
+        return f"{where} {known} {types} warps={self.options.num_warps}"
+
+
+class _Driver:
+    """Stands in for an H100's."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Launches:
+    """Notes every launch instead of making it."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[tuple[str, str, str], Compiled] = {}
+        self.count = 0
+
+    def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        self.count += 1
+        named = {"debug": False, "instrumentation_mode": "", **named}
+        _, keys, _, backend, binder = kernel.device_caches[0]
+        bound, specialization, options = binder(*args, **named)
+        key = (kernel.__module__, kernel.__name__, compute_cache_key(keys, specialization, options))
+        if key not in self.compiled:
+            options, signature, constants, attributes = kernel._pack_args(
+                backend, named, bound, specialization, options
+            )
+            self.compiled[key] = Compiled(kernel, signature, constants, attributes, options)
+
+    @contextlib.contextmanager
+    def new(self) -> Iterator[list[Compiled]]:
+        """Give what is compiled for the first time meanwhile."""
+        before, found = len(self.compiled), list[Compiled]()
+        yield found
+        found += list(self.compiled.values())[before:]
+
+
+def install() -> Launches:
+    """Note launches from now on, and let nothing large be computed or drawn."""
+    load_kernels("triton")  # before they would be made for the interpreter
+    os.environ["TRITON_INTERPRET"] = "1"  # what Triton's kernels need on a CPU
+    driver.set_active(_Driver())
+    launches = Launches()
+    JITFunction.run = lambda self, *args, **named: launches.run(self, *args, **named)
+    F.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
+    torch.empty = _blank
+    torch.empty_like = lambda x, **_: torch.zeros_like(x)
+    build.RandomWeights = Blank
+    build.load_kernels = _steered
+    return launches
+
+
+def make(shape: Mapping[str, Any], config: EngineConfig, *, ready: bool = True) -> Model:
+    """Build an engine of a shape; `ready`: launch beforehand what one on a GPU does."""
+    model = build_random(network(shape), config, stored=torch.bfloat16, stored_bytes=1, seed=0)
+    if ready:
+        precompile(model.loop, model.settings.max_model_len)
+        runner = model.loop.runner
+        assert runner
+        streak = runner.streak
+        graphs = Graphs(streak.step, streak.rows, lambda: streak.rows)
+        with torch.inference_mode():
+            for size, form in itertools.product(graphs.sizes, runner.forms()):
+                graphs.warm(streak.rows, form, size)
+        streak.rows.clear()
+    return model
+
+
+def serve(model: Model, prompts: Sequence[int], params: Sequence[SamplingParams]) -> None:
+    """Run requests to their ends: each prompt alone, then all kinds of request at once, coming one by one."""
+    loop, numbers = model.loop, itertools.count(1)
+    for length in prompts:
+        _submit(model, next(numbers), length, params[0])
+        while loop.scheduler.has_work:
+            loop.step()
+    for own in params:
+        _submit(model, next(numbers), 40, own)
+        for _ in range(3):
+            loop.step()
+    while loop.scheduler.has_work:
+        loop.step()
+
+
+def _submit(model: Model, number: int, length: int, params: SamplingParams) -> None:
+    prompt, vocab = [number] * length, model.network.spec.vocab
+
+    def emit(said: Delta | Exception) -> None:
+        if isinstance(said, Exception):
+            raise said
+
+    model.loop.scheduler.submit(
+        Request(
+            *(number, prompt, params),
+            chooser=Chooser(params, seed=number, prompt=prompt, vocab=vocab),
+            text=None,
+            stop_ids={},
+            max_length=model.settings.max_model_len,
+            emit=emit,
+        )
+    )
+
+
+_empty = torch.empty
+
+
+def _blank(*size: Any, **named: Any) -> Tensor:
+    """Make zeros; what is large comes fresh from the system, as zeros that take no memory until written."""
+    made = _empty(*size, **named)
+    return made.zero_() if made.device.type == "cpu" and made.nbytes < LARGE else made
+
+
+class Blank:
+    """Weights that are never written, and so take no memory."""
+
+    def __init__(
+        self, seed: int, dtype: torch.dtype, device: torch.device, *, norm_offset: float, quantize: bool
+    ) -> None:
+        self.dtype, self.device, self.quantize = dtype, device, quantize
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> Matrix:
+        return fp8.empty(shape, self.dtype, self.device) if self.quantize else self.take(name, shape)
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def within(self, prefix: str) -> Weights:
+        return Scoped(self, prefix)
+
+    def finish(self) -> None: ...
+
+
+def _alike(noted: Any, computed: Any) -> Any:
+    """Return what was computed in the types of what was noted: the CPU's forms are wider in places."""
+    if isinstance(computed, Tensor):
+        return computed.to(noted.dtype)
+    return computed and tuple(map(_alike, noted, computed))
+
+
+def _steered(name: str) -> Kernels:
+    """Let what steers the host be computed too; what Triton's form would leave to the CPU's own is there."""
+    kernels, cpu = load_kernels(name), load_kernels("cpu")
+
+    def both(field: str) -> Callable[..., Any]:
+        noted, computed = getattr(kernels, field), getattr(cpu, field)
+
+        def run(*args: Any, **named: Any) -> Any:
+            return _alike(noted(*args, **named), computed(*args, **named))
+
+        return run
+
+    return replace(kernels, **{own.name: both(own.name) for own in fields(kernels) if own.name in STEERING})

@@ -1,0 +1,33 @@
+"""`specdec` with one tenant for all, whatever keys and salts say: `python -m tests.server.sharing serve …`.
+
+A mutant, so that attacks on what is kept apart are seen to succeed where it is not.
+"""
+
+import sys
+from typing import Any
+
+from aiohttp import web
+
+from specdec import engine
+from specdec.cli import main
+from specdec.server.access import Access
+from specdec.tenant import SOLE, Tenant
+
+
+def share() -> None:
+    """Let whatever a request leaves serve everybody: keys are asked for, then all have the same name."""
+    named: Any = engine
+    named.Tenant = lambda caller, salt: Tenant(caller)
+    admit = Access.admit
+
+    def admit_as_one(access: Access, request: web.Request) -> str:
+        admit(access, request)
+        return SOLE.caller
+
+    checked: Any = Access
+    checked.admit = admit_as_one
+
+
+if __name__ == "__main__":
+    share()
+    sys.exit(main())

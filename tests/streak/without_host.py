@@ -1,0 +1,95 @@
+"""The step that a GPU captures, over tensors without values: what it asks of the host is an error.
+
+All memory of the engine is on the meta device, kernels are launched and not run. So whatever else a tensor
+lies on is the host's, and whatever asks what a tensor holds is refused there.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+
+from specdec import build
+from specdec.build import Model, build_random
+from specdec.config import EngineConfig
+from specdec.models.families import network
+from specdec.resolve import Resolved
+from tests.kernels.dry import Blank
+
+META = torch.device("meta")
+
+
+class AsksTheHostError(AssertionError):
+    """A step does what cannot be captured."""
+
+
+class WithoutHost(TorchDispatchMode):
+    """Ends what meets a tensor of the host or asks what one of the device holds; counts what ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators, self.kernels = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # what is made of other operators comes again as those
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        _refuse_host(str(func), (args, kwargs))
+        try:
+            result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            raise AsksTheHostError(f"{func}: {error}") from error
+        _refuse_host(str(func), result)
+        self.operators[str(func)] += 1
+        return result
+
+    def launch(self, kernel: Any, *args: Any, **named: Any) -> None:
+        """Note a kernel instead of running it."""
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        _refuse_host(name, (args, named))
+        self.kernels[name.removeprefix("specdec.kernels.")] += 1
+
+
+def _refuse_host(what: str, given: Any) -> None:
+    for value in tree_leaves(given):
+        if isinstance(value, Tensor) and value.device != META:
+            raise AsksTheHostError(f"{what} meets a tensor of {value.device}, {tuple(value.shape)}")
+
+
+@contextmanager
+def watched(patch: pytest.MonkeyPatch) -> Iterator[WithoutHost]:
+    """Watch what runs meanwhile."""
+    watch = WithoutHost()
+    with patch.context() as own, torch.inference_mode(), watch:
+        own.setattr(interpreter.GridExecutor, "__call__", lambda *args, **named: watch.launch(*args, **named))
+        yield watch
+
+
+def make(
+    patch: pytest.MonkeyPatch,
+    shape: Mapping[str, Any],
+    change: Callable[[Resolved], Resolved] = lambda settings: settings,
+    **settings: Any,
+) -> Model:
+    """Build an engine of a shape whose memory is nowhere; its steps are the GPU's."""
+    resolve = build.resolve
+
+    def on_meta(*args: Any) -> Resolved:
+        return change(replace(resolve(*args), device=META))
+
+    patch.setattr(build, "resolve", on_meta)
+    patch.setattr(build, "RandomWeights", Blank)
+    fixed = {"device": "cpu", "kernels": "triton", "graphs": True, "adaptive": False, "prefix_cache": False}
+    sizes = {"memory_bytes": 1 << 30, "max_running": 4, "max_model_len": 4096}
+    config = EngineConfig(**{"dtype": "bfloat16", **fixed, **sizes, **settings})
+    return build_random(network(shape), config, stored=torch.bfloat16, stored_bytes=1, seed=0)
