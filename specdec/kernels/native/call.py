@@ -27,9 +27,9 @@ class Records(ctypes.Structure):
 
 
 class Recorder(Protocol):
-    """Hears of every call in this thread, before it is made."""
+    """Hears of every call in this thread, and makes it."""
 
-    def note(self, name: str, arguments: Sequence[int | float | None]) -> None: ...
+    def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None: ...
 
 
 class _Listening(threading.local):
@@ -40,16 +40,12 @@ listening = _Listening()
 
 
 def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """Return a C form; while somebody records, one that tells of its calls."""
+    """Return a C form; while somebody records, one that leaves its calls to the recorder."""
     found, recorder = _function(name, dtype), listening.recorder
     if recorder is None:
         return found
 
-    def told(*arguments: Any) -> Any:
-        recorder.note(full_name(name, dtype), arguments)
-        return found(*arguments)
-
-    return told
+    return lambda *arguments: recorder.call(full_name(name, dtype), found, arguments)
 
 
 def full_name(name: str, dtype: torch.dtype | None) -> str:

@@ -7,7 +7,7 @@ they read must be put where it lay. Anything else that computes cannot be played
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -51,8 +51,13 @@ class Tape:
         """What is kept to be computed in again."""
         return sum(x.nbytes for x in self._kept)
 
-    def note(self, name: str, arguments: Sequence[int | float | None]) -> None:
-        """Take a call down as its function's number and its arguments, eight bytes each."""
+    def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Take a call down, and make it."""
+        self._note(name, arguments)
+        function(*arguments)
+
+    def _note(self, name: str, arguments: Sequence[int | float | None]) -> None:
+        """Write a call as its function's number and its arguments, eight bytes each."""
         kinds = FORMS.get(name)
         if kinds is None:
             self.refused = name
