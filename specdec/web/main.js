@@ -87,8 +87,11 @@ async function ask(options) {
     // Who has begun the next message while this was answered keeps it.
     if (field("prompt").value === messages.at(-1).content) field("prompt").value = "";
   }
-  const now = await get("server_info", key()).catch(() => served);
-  tell(summary(tally, { speculate, drafters: served?.drafters, outlook: now?.speculation }));
+  const asked = { speculate, drafters: served?.drafters };
+  tell(summary(tally, asked));
+  // What the server has decided on is worth a second question, but the answer's end does not wait for it.
+  const now = await get("server_info", key(), options.signal).catch(() => null);
+  if (now) tell(summary(tally, { ...asked, outlook: now.speculation }));
 }
 
 /** Write one text twice, in turn so that neither takes the other's time, each under a salt of its own: what was
