@@ -104,23 +104,34 @@ class Speculation:
 
         Slots are borrowed from the backing, if `lend` has none.
         """
+        self._asked.clear()
+        self._gained = 0
+        if self._rests(shares):
+            if not self.policy.is_idle:
+                self._catch_up(shares)
+                self._mark_s = self.clock()
+            return [None] * len(shares)
         start_s = self.clock()
         drafts = self._draft(shares, lend)
         self._mark_s = self.clock()
         self._took_s = self._mark_s - start_s
         return drafts
 
+    def _rests(self, shares: Sequence[Share]) -> bool:
+        """Tell whether nothing is planned, as in most steps while nothing pays: they cost next to nothing."""
+        if self._distrusted or not all(share.request.decodes for share in shares):
+            self.policy.stir()
+            return False
+        if self.policy.listens and self._looks:
+            for own in (share.request for share in shares):
+                # Where a text repeats itself, a look-up would find what follows.
+                if self._echoes.setdefault(own.number, Echo()).hears(own.tokens):
+                    self.policy.hint()
+        return self.policy.rests()
+
     def _draft(self, shares: Sequence[Share], lend: Lend | None) -> list[Draft | None]:
-        self._asked.clear()
-        self._gained = 0
         drafts: list[Draft | None] = [None] * len(shares)
         decoding = [i for i, share in enumerate(shares) if share.request.decodes]
-        if len(decoding) < len(shares) or self._distrusted:
-            self.policy.stir()
-        elif not self._hears(shares) and self.policy.rests():
-            # Nothing else is done in most steps while nothing pays, so that it costs nothing.
-            self._catch_up(shares)
-            return drafts
         if not self.drafters or not decoding:
             self._catch_up(shares)
             return drafts
@@ -152,17 +163,6 @@ class Speculation:
             if self.synthetic and drafts[i] is None:
                 self._asked.pop(request.number, None)  # it was not put to the test
         return drafts
-
-    def _hears(self, shares: Sequence[Share]) -> bool:
-        """Tell whether steps are planned anyway, or a text repeats itself, which a look-up would find."""
-        if self.policy.worth.awake or not self._looks:
-            return self.policy.worth.awake
-        heard = [
-            self._echoes.setdefault(own.request.number, Echo()).hears(own.request.tokens) for own in shares
-        ]
-        if any(heard):
-            self.policy.hint()
-        return False
 
     def _room(self, request: Request) -> int:
         """Say how deep a draft for a request may go."""

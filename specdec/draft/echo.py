@@ -11,14 +11,17 @@ class Echo:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        self._heard = LENGTH - 1
+        self._heard = 0
+        """Tokens that were taken in."""
 
     def hears(self, tokens: Sequence[int]) -> bool:
         """Take in what a text has gained; tell whether it now ends in what it said before."""
-        seen, is_known = self._seen, False
-        for end in range(self._heard + 1, len(tokens) + 1):
-            ngram = hash(tuple(tokens[end - LENGTH : end]))
-            is_known = ngram in seen
-            seen.add(ngram)
-        self._heard = max(self._heard, len(tokens))
+        new = tokens[max(self._heard - LENGTH + 1, 0) :]
+        if len(new) < LENGTH or len(tokens) == self._heard:
+            return False
+        *others, last = map(hash, zip(*(new[i:] for i in range(LENGTH)), strict=False))
+        self._seen.update(others)
+        is_known = last in self._seen
+        self._seen.add(last)
+        self._heard = len(tokens)
         return is_known

@@ -18,7 +18,7 @@ from specdec.draft.outlook import Outlook
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.worth import Purse, Worth
 
-PROBE_SHARE, LOOK_SHARE = 0.004, 0.006
+PROBE_SHARE, LOOK_SHARE = 0.003, 0.004
 """Part of the time that may go into drafts that are not expected to pay, to learn whether they would; and
 into plans and look-ups, where these have not paid of late."""
 MARGIN = 1.02
@@ -32,6 +32,8 @@ HICCUP = 3.0
 """How many times as long as expected anything may take before the rest counts as none of its doing."""
 JUDGED = 64
 """Steps without a draft that say what these take on average."""
+LISTENED = 8
+"""Of the steps that are not planned, one in so many is preceded by listening for what repeats itself."""
 SAMPLED = 16
 """Of the steps that are not planned, one in so many is measured: to know the machine's pace is enough."""
 
@@ -126,6 +128,11 @@ class Policy:
         self._slept += 1
         self._settle()
         return True
+
+    @property
+    def listens(self) -> bool:
+        """Tell whether it is of interest now that a text may repeat itself."""
+        return not self.worth.awake and self._slept % LISTENED == 0
 
     @property
     def is_idle(self) -> bool:
