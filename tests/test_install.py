@@ -37,8 +37,9 @@ def site(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(site / ran.stdout.split()[-1]) as wheel:
         wheel.extractall(site)
     (site / "sitecustomize.py").write_text(
-        f"import site, sys; sys.path[:] = [own for own in sys.path if own != {str(ROOT)!r}]; "
-        f"site.addsitedir({str(site)!r})"
+        "import os, site, sys\n"
+        "sys.path[:] = [own for own in sys.path if not os.path.exists(own + '/specdec/__init__.py')]\n"
+        f"site.addsitedir({str(site)!r})\n"
     )
     return site
 

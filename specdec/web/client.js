@@ -12,8 +12,8 @@ export class Trouble extends Error {
 const GONE = "The server cannot be reached. Does it still run?";
 const BROKEN = "The connection broke off in the middle of the answer. What came until then is shown.";
 
-export async function get(path, key, signal) {
-  const response = await reach(path, { headers: headers(key), signal });
+export async function get(path, key) {
+  const response = await reach(path, { headers: headers(key) });
   if (!response.ok) throw await refusal(response);
   return response.json();
 }

@@ -88,10 +88,12 @@ async function ask(options) {
     if (field("prompt").value === messages.at(-1).content) field("prompt").value = "";
   }
   const asked = { speculate, drafters: served?.drafters };
-  tell(summary(tally, asked));
-  // What the server has decided on is worth a second question, but the answer's end does not wait for it.
-  const now = await get("server_info", key(), options.signal).catch(() => null);
-  if (now) tell(summary(tally, { ...asked, outlook: now.speculation }));
+  const done = summary(tally, asked);
+  tell(done);
+  // What the server has decided on is told where it is still of interest: the run's end does not wait for it.
+  get("server_info", key()).then(({ speculation }) => {
+    if (find("status").textContent === done) tell(summary(tally, { ...asked, outlook: speculation }));
+  }, () => {});
 }
 
 /** Write one text twice, in turn so that neither takes the other's time, each under a salt of its own: what was

@@ -93,6 +93,16 @@ def test_a_server_without_drafters_says_so(browser: Tab, hybrid: Path) -> None:
         assert "times as fast" not in verdict and "looked" not in verdict
 
 
+def test_what_the_server_has_decided_on_is_told_behind_the_end(browser: Tab) -> None:
+    with Live() as live:
+        browser.open(f"{live.url}/")
+        send(browser, "import os", max_tokens=48)
+        browser.wait(f"{DONE} && document.getElementById('status').textContent.includes(' Now ')")
+        assert said(browser, "status").endswith(
+            f" Now {live.ask('/server_info').json['speculation']['reason']}."
+        )
+
+
 def test_steps_without_a_draft_are_explained_where_there_were_any(tab: Tab) -> None:
     """Two tokens are one step, which has no room for a draft; one comes of the prompt."""
     send(tab, "import os", max_tokens=2)
