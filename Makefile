@@ -10,7 +10,7 @@ SERVE ?=
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.specdec-installed
-workers := -n auto --maxprocesses 8 --dist loadfile
+workers := -n auto --maxprocesses 8 --dist worksteal
 
 # What a recipe begins with that runs PYTHON itself.
 define new_python
