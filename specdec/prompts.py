@@ -61,10 +61,9 @@ def broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     each = list(params) if isinstance(params, Sequence) else [params]
-    wrong = next((own for own in each if not isinstance(own, SamplingParams)), None)
-    if wrong is not None:
+    if wrong := [own for own in each if not isinstance(own, SamplingParams)]:
         raise RequestError(
-            f"params: {reprlib.repr(wrong)} is not SamplingParams; write SamplingParams(max_tokens=…).",
+            f"params: {reprlib.repr(wrong[0])} is not SamplingParams; write SamplingParams(max_tokens=…).",
             field="params",
         )
     if len(each) != count:

@@ -216,6 +216,11 @@ def test_many_threads_and_tasks_share_an_engine(engine: SpecEngine) -> None:
     assert asyncio.run(gather()) == list(expected.values())
 
 
+def test_parameters_that_are_none_of_a_list_are_refused(engine: SpecEngine) -> None:
+    with pytest.raises(RequestError, match="params: None is not SamplingParams"):
+        engine.generate([[1], [2]], [GREEDY, None])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
