@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.errors import CheckpointError, RequestError
+from specdec.models.checkpoint import has_file
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class ChatTemplate:
             self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
             self.takes_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
             """Whether a model hears of tools."""
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); mend or remove it",
                 field="chat_template",
@@ -84,10 +85,10 @@ def load_template(folder: Path) -> ChatTemplate:
     config = _config(folder / "tokenizer_config.json")
     special = {name: text for name in SPECIAL if (text := _token(config.get(name))) is not None}
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if has_file(path):
         try:
             tool_use = path.parent / "additional_chat_templates" / "tool_use.jinja"
-            other = tool_use.read_text("utf-8") if tool_use.is_file() else None
+            other = tool_use.read_text("utf-8") if has_file(tool_use) else None
             return ChatTemplate(path.read_text("utf-8"), special, where=path, tool_use=other)
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is no UTF-8; download it again", field=path.name) from error
@@ -112,11 +113,11 @@ def render(folder: Path, messages: Sequence[Message]) -> str:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not has_file(path):
         return {}
     try:
         config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON ({error}); download it again", field=path.name) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is no JSON object; download it again", field=path.name)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import tokenizers
 
 from specdec.errors import CheckpointError
-from specdec.models.checkpoint import anew
+from specdec.models.checkpoint import anew, has_file
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What decoding shows for bytes that are no character, or not yet."""
@@ -92,7 +92,7 @@ class Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Read `tokenizer.json`; a folder without one serves token ids only."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not has_file(path):
         return None
     try:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))

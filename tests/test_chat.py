@@ -135,7 +135,22 @@ def test_template_that_does_not_parse_names_its_file(write: Write) -> None:
         load_template(write("", file="{{"))
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize(
+    "template", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% for i in m %}" * 25 + "{% endfor %}" * 25]
+)
+def test_template_that_is_nested_too_deeply_names_its_file(template: str, write: Write) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json has a chat template that does not"):
+        load_template(write(template))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_to_nothing_is_not_read_as_absent(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to("gone")
+    with pytest.raises(CheckpointError, match=rf"{name} is no file"):
+        load_template(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
 def test_config_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no JSON"):

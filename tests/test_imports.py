@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": {"settings", "structure"},
     "structure": {"settings", "forms"},
     "forms": set(),
-    "chat": set(),
+    "chat": {"models"},
     PACKAGE: CORE,
     "bench": PARTS | CORE | PUBLIC | {"charts"},
     # Training needs nothing that serves but the settings of devices and shapes.

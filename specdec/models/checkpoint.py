@@ -54,6 +54,17 @@ def anew(folder: Path, otherwise: str = "download it again") -> str:
     return otherwise
 
 
+def has_file(path: Path) -> bool:
+    """Tell whether a model's folder has a file; a folder of that name, or a link to nothing, is an error."""
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} is no file, or a link to one that is not there; {anew(path.parent)}", field=path.name
+        )
+    return False
+
+
 class TensorInfo(NamedTuple):
     """What a file's header says of one tensor."""
 
@@ -76,16 +87,16 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         self._infos: dict[str, TensorInfo] = {}
-        if (self.folder / _SINGLE).is_file():
+        if has_file(self.folder / _SINGLE):
             self._open(_SINGLE)
-        elif (self.folder / _INDEX).is_file():
+        elif has_file(self.folder / _INDEX):
             self._open_shards()
         else:
             self._explain_absence()
 
     def _json(self, name: str, *, required: bool) -> dict[str, Any]:
         path = self.folder / name
-        if not path.is_file():
+        if not has_file(path):
             if not required:
                 return {}
             raise CheckpointError(

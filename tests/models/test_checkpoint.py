@@ -115,6 +115,18 @@ def test_truncated_shard_is_named(sharded: Path) -> None:
         Checkpoint(sharded)
 
 
+@pytest.mark.parametrize("name", [SINGLE, "config.json", "generation_config.json"])
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("gone")], ids=["folder", "link"])
+def test_a_name_that_is_no_file_is_not_read_as_absent(
+    name: str, make: Callable[[Path], None], single: Path
+) -> None:
+    (single / name).unlink(missing_ok=True)
+    make(single / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is no file, or a link to one that is not") as caught:
+        Checkpoint(single)
+    assert caught.value.field == name
+
+
 def test_shards_without_index_are_refused(sharded: Path) -> None:
     (sharded / INDEX).unlink()
     with pytest.raises(
