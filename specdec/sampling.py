@@ -35,11 +35,10 @@ def _refuse_surrogates(value: object) -> object:
 
 
 def _distinct(value: object) -> object:
-    """Drop what is given more than once."""
-    try:
-        return list(dict.fromkeys(value)) if isinstance(value, list) else value
-    except TypeError:
-        return value  # such as is no number
+    """Drop what is given more than once; numbers that no token has may be chosen to have one hash."""
+    if isinstance(value, list) and all(type(own) is int and own.bit_length() <= 32 for own in value):
+        return list(dict.fromkeys(value))
+    return value
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -26,7 +26,12 @@ from specdec.server.tools.offer import Choice, Offer, make_offer
 from specdec.server.tools.parser import CallFormat
 from specdec.structure import Structure
 
-Ids = list[StrictInt]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""Its first mistake is told: to collect those of millions would keep all others waiting."""
+Ids = Many[StrictInt]
+BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]
+"""Larger ones may be chosen so that their hashes are alike."""
 B = TypeVar("B", bound="Body")
 
 
@@ -38,7 +43,7 @@ class Structured(BaseModel):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = Field(None, description="in EBNF; its first rule is root")
     structural_tag: dict[str, Any] | str | None = Field(None, description="as xgrammar describes them")
 
@@ -87,19 +92,19 @@ class Body(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: str | list[str] | None = Field(None, description="texts that end the output before them")
+    stop: str | Many[str] | None = Field(None, description="texts that end the output before them")
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = Field(None, description="end the text behind what stops it")
     skip_special_tokens: bool | None = Field(None, description="false spells special tokens out")
     allowed_token_ids: Ids | None = Field(None, description="choose among these tokens alone")
-    bad_words: list[str] | None = Field(None, description="words that are not written")
+    bad_words: Many[str] | None = Field(None, description="words that are not written")
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, description="tokens before any that may end the output")
     response_format: ResponseFormat | None = Field(None, description="the form of the output")
     structured_outputs: Structured | None = Field(None, description="the form of the output, in vLLM's words")
     prompt_logprobs: int | None = Field(None, description="alternatives beside each of the prompt's tokens")
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[BiasedId, float] | None = None
     cache_salt: SkipValidation[str | None] = Field(
         None, description="share what was read and written with requests of this key and salt alone"
     )
@@ -189,7 +194,7 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    prompt: str | Ids | list[str] | list[Ids] = Field(description="a text, token ids, or a list of either")
+    prompt: str | Ids | Many[str] | Many[Ids] = Field(description="a text, token ids, or a list of either")
     logprobs: int | None = Field(None, description="alternatives beside each chosen token")
     echo: bool = Field(False, description="repeat the prompt before the text, with its log-probabilities too")
 
@@ -252,7 +257,7 @@ class Part(BaseModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[Part], Tag("list")],
+    Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")],
     # Errors are those of the kind that was given, with their place in it.
     Discriminator(_kind),
 ]
@@ -263,7 +268,7 @@ class Message(BaseModel):
 
     role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
     content: Content | None = Field(None, description="a text, or parts of type text")
-    tool_calls: list[Called] | None = Field(None, description="what an assistant has called")
+    tool_calls: Many[Called] | None = Field(None, description="what an assistant has called")
     cache_control: CacheControl | None = None
 
     def plain(self, index: int) -> dict[str, Any]:
@@ -285,7 +290,7 @@ class Message(BaseModel):
 
 
 class ChatBody(Body):
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(
         None, ge=1, description="tokens to write at most; before max_tokens"
     )
@@ -297,7 +302,7 @@ class ChatBody(Body):
     add_special_tokens: Literal[False] = Field(False, description="the chat template has written them")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     reasoning_effort: str | None = Field(None, description="the template's variable of this name")
-    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tools: Many[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: Choice | None = Field(None, description="auto, none, required, or one of the tools")
     parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
 

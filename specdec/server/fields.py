@@ -18,6 +18,8 @@ MOST_NAMES, LONGEST_NAME = 16, 64
 MOST_LOGGED = 256
 MOST_LEVELS = 128
 """Of objects and lists within each other: twice those of a schema that is served."""
+MOST_PARTS = 1 << 16
+"""Objects, their fields, and lists of a body, all told: each is looked at while all others wait."""
 
 HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -105,18 +107,25 @@ def given_fields(data: bytes) -> dict[str, Any]:
         raise Failure(400, "the body is no JSON; send one object, as UTF-8.") from None
     if not isinstance(given, dict):
         raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
-    if _nests(given, MOST_LEVELS):
-        raise Failure(400, f"the body nests more than {MOST_LEVELS} levels; send fewer.")
+    _check_shape(given)
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _nests(given: Any, most: int) -> bool:
-    """Tell whether something has more levels. What reads a body calls itself for each of them."""
-    level, levels = [given], 0
-    while level and levels <= most:
+def _check_shape(given: dict[str, Any]) -> None:
+    """Refuse a body that nests too deep, since what reads it calls itself for each level, or has too much."""
+    level: list[Any] = [given]
+    levels = parts = 0
+    while level:
+        levels += 1
+        parts += sum(1 + len(own) if type(own) is dict else 1 for own in level)
+        if levels > MOST_LEVELS:
+            raise Failure(400, f"the body nests more than {MOST_LEVELS} levels; send fewer.")
+        if parts > MOST_PARTS:
+            raise Failure(
+                400, f"the body has more than {MOST_PARTS:,} objects, fields and lists; send fewer."
+            )
         inside = itertools.chain.from_iterable(own.values() if type(own) is dict else own for own in level)
-        level, levels = [own for own in inside if type(own) is dict or type(own) is list], levels + 1
-    return levels > most
+        level = [own for own in inside if type(own) is dict or type(own) is list]
 
 
 def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:

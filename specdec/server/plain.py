@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from specdec.server.bodies import Ids, Message
+from specdec.server.bodies import Ids, Many, Message
 from specdec.server.failures import misfit
 from specdec.server.fields import given_fields, unknown
 from specdec.server.tools.bodies import Tool
@@ -24,8 +24,8 @@ class PlainBody(BaseModel):
 
 class TokenizeBody(PlainBody):
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Message] | None = None
+    tools: Many[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from specdec.sampling import SamplingParams
+from specdec.errors import ConfigError
+from specdec.sampling import MAX_IDS, SamplingParams
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
-from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED
+from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, MOST_PARTS, REFUSED
 from specdec.server.state import LONG, State
 
 SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -59,6 +61,44 @@ def test_what_nests_too_deep_is_refused_wherever_it_stands(
         assert "levels" in str(failure) and "\n" not in str(failure)
     body = read(ChatBody, CHAT, **place(nested(MOST_LEVELS - 8)))
     assert body.plain and body.params()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        dict.fromkeys(map(str, range(MOST_PARTS))),
+        [{} for _ in range(MOST_PARTS)],
+        [[[] for _ in range(300)] for _ in range(MOST_PARTS // 300)],
+    ],
+)
+def test_what_has_too_many_parts_is_refused(value: object) -> None:
+    assert "objects, fields and lists" in str(refusal(ChatBody, CHAT, unheard_of=value))
+    assert read(ChatBody, CHAT, unheard_of=[0] * 2 * MOST_PARTS).plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({"prompt": [1.5] * 1000}, 4),
+        ({"prompt": [["a"]] * 1000}, 4),
+        ({"prompt": "a", "stop": [0] * 1000}, 2),
+        ({"prompt": "a", "stop_token_ids": ["a"] * 1000}, 1),
+        ({"prompt": "a", "messages": [0] * 1000}, 1),
+        ({"prompt": "a", "messages": [{"role": "user", "content": [0] * 1000}]}, 1),
+    ],
+)
+def test_of_many_mistakes_of_a_kind_the_first_is_told(fields: dict[str, Any], kinds: int) -> None:
+    with pytest.raises(ValidationError) as raised:
+        (ChatBody if "messages" in fields else CompletionBody).model_validate(fields)
+    assert raised.value.error_count() <= kinds
+
+
+def test_numbers_that_no_token_has_are_put_into_no_table() -> None:
+    """They may be chosen so that each is compared with all before it."""
+    SamplingParams(stop_token_ids=[1] * (MAX_IDS + 1))
+    with pytest.raises(ConfigError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=[1 << 61] * (MAX_IDS + 1))
+    assert refusal(CompletionBody, {"prompt": "a"}, logit_bias={str(1 << 61): 0}).param == "logit_bias"
 
 
 @pytest.mark.parametrize(
