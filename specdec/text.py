@@ -128,6 +128,7 @@ class TextStream:
         self._held = ""
         self._passed = 0
         """Characters of what is held that no stop string may end within."""
+        self._begun = [Begun(stop) for stop in self._stops]
         self.length = 0
         """Characters of the text so far, those that are held back for a stop string included."""
         self.stopped = False
@@ -170,8 +171,8 @@ class TextStream:
     def _release(self, new: str, *, may_stop: bool = True, last: bool = False) -> str:
         if self.stopped:
             return ""
-        text, self._held = self._held + new, ""
-        passed = self._passed if may_stop else len(text)
+        text, searched, self._held = self._held + new, len(self._held), ""
+        passed = max(self._passed, searched) if may_stop else len(text)
         # The first to be complete, as if characters came one by one: how tokens cut the text must not matter.
         starts = [(stop, max(passed + 1 - len(stop), 0)) for stop in self._stops]
         ends = [(at + len(stop), at, stop) for stop, start in starts if (at := text.find(stop, start)) >= 0]
@@ -179,9 +180,38 @@ class TextStream:
             end, start, self.stop = min(ends)
             self.stopped = True
             return text[: end if self._keeps_stop else start]
-        keep = 0 if last else max((overlap(text, stop) for stop in self._stops), default=0)
+        keep = 0 if last else max((begun.push(new) for begun in self._begun), default=0)
         self._held, self._passed = text[len(text) - keep :], max(passed + keep - len(text), 0)
         return text[: len(text) - keep]
+
+
+class Begun:
+    """Tells how much of a stop string a growing text ends with, in a time that hangs on what is new alone."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._length = 0
+        self._borders: list[int] = []
+        """Of each beginning of it: how long the longest other beginning is with which that ends."""
+
+    def push(self, new: str) -> int:
+        """Take more of the text; return how many characters at its end may begin the stop string."""
+        stop, length = self._stop, self._length
+        if length or stop[0] in new:
+            for sign in new:
+                length = self._longer(length, sign)
+                if len(self._borders) < length:
+                    self._borders.append(self._longer(self._borders[-1], sign) if self._borders else 0)
+                if length == len(stop):
+                    length = self._borders[-1]
+        self._length = length
+        return length
+
+    def _longer(self, length: int, sign: str) -> int:
+        """Return how much of the stop string stands at the end once this sign follows so much of it."""
+        while length and self._stop[length] != sign:
+            length = self._borders[length - 1]
+        return length + (self._stop[length] == sign)
 
 
 class Piece(NamedTuple):

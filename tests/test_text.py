@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import SupportsIndex
 
 import pytest
 import tokenizers
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from specdec.errors import CheckpointError
-from specdec.text import CONTEXT, Cutter, Piece, TextStream, Tokenizer, load_tokenizer
+from specdec.text import CONTEXT, Begun, Cutter, Piece, TextStream, Tokenizer, load_tokenizer, overlap
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 SAMPLES = (
@@ -158,6 +159,36 @@ def test_pieces_end_before_the_stop_that_is_complete_first(data: st.DataObject) 
         assert cut(text, stops).startswith(seen)
     assert seen + stream.finish() == cut(text, stops)
     assert stream.stopped == any(stop in text for stop in stops)
+
+
+class Watched(str):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: SupportsIndex | slice) -> str:
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+def test_what_is_held_back_is_not_compared_anew_for_each_token() -> None:
+    """One stop string has much held back; another could begin anywhere in it and does nowhere."""
+    stops = [Watched("a" * 500 + "c"), Watched("b" + "a" * 500)]
+    stream, tokens = TextStream(TOKENIZER, stops), tokens_of(b"a" * 400, random.Random(1))
+    assert "".join(map(stream.push, tokens)) == ""
+    assert all(stop.looks < 10 * 400 for stop in stops)
+    assert stream.finish() == "a" * 400
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300)
+def test_what_may_begin_a_stop_string_is_its_longest_beginning(data: st.DataObject) -> None:
+    letters = st.sampled_from("ab")
+    stop, news = data.draw(st.text(letters, min_size=1, max_size=9)), data.draw(st.lists(st.text(letters)))
+    begun, text = Begun(stop), ""
+    for new in news:
+        text += new
+        assert begun.push(new) == overlap(text, stop)
 
 
 @given(st.text(max_size=40), st.randoms(use_true_random=False))
