@@ -31,6 +31,9 @@ DEEPEST = 64
 """Levels of a schema: the time to compile them grows with their cube."""
 COMPILE_BYTES, FOLLOW_BYTES = 512 << 20, 64 << 20
 """Of memory: to compile a form, and beyond what that left to follow its outputs."""
+TOKEN_BYTES, TOKENS_AHEAD = 4 << 10, 4096
+"""Of memory for each token of the outputs that are followed, and for how many it is allowed at once. A JSON
+object keeps 1.2 KB of each, since its end may hang on any of them."""
 FORM_BYTES = 128 << 20
 """What a compiled form may keep."""
 COMPILE_S, FOLLOW_S = 20.0, 0.05
@@ -95,7 +98,7 @@ def serve(engine: socket.socket, maker: Maker) -> None:
         follower = Follower(_compile(maker, kind, source), maker)
         place = follower.place(())
         _check(kind, place, maker)
-        _limit_memory(_checked_bytes(base) + FOLLOW_BYTES)
+        allowance = Allowance(_checked_bytes(base) + FOLLOW_BYTES)
     except EOFError:
         return
     except Exception as error:  # of many kinds, the C++ library's among them
@@ -109,6 +112,7 @@ def serve(engine: socket.socket, maker: Maker) -> None:
         except (EOFError, ConnectionError):
             return
         for job in unpack(frame):
+            allowance.cover(follower.num_tokens + len(job.taken or ()))
             if (answer := follower.answer(job)) is not None:
                 engine.sendall(framed(answer))
 
@@ -122,6 +126,8 @@ class Follower:
         self._compiled, self._maker = compiled, maker
         self._words_1W = xgrammar.allocate_token_bitmask(1, maker.vocab)
         self._outputs: dict[int, Walk] = {}
+        self.num_tokens = 0
+        """Of all outputs that are followed now."""
         self._is_hurried = True
         self._first = self._begin()
 
@@ -132,11 +138,13 @@ class Follower:
     def answer(self, job: Job) -> bytes | None:
         """Take what an output has taken, and say what may follow each path that it asks for."""
         if job.taken is None:
-            self._outputs.pop(job.output, None)
+            if over := self._outputs.pop(job.output, None):
+                self.num_tokens -= over.num_tokens
             return None
         if job.output not in self._outputs:
             self._outputs[job.output] = self._begin()
         walk = self._outputs[job.output]
+        self.num_tokens += len(job.taken)
         start_s = time.thread_time()
         for token in job.taken:
             with Alarm(FOLLOW_S):
@@ -174,11 +182,13 @@ class Walk:
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
+        self.num_tokens = 0
         self._path: list[int] = []
         self._is_dead = False
 
     def take(self, token: int) -> None:
         """Take an accepted token. It is one that the form allows unless that allowed none."""
+        self.num_tokens += 1
         if self._path[:1] == [token]:
             # The matcher has gone there already, and beyond.
             self.matcher.rollback(len(self._path) - 1)
@@ -203,6 +213,20 @@ class Walk:
                 return False
             self._path.append(token)
         return True
+
+
+class Allowance:
+    """Limits the process's memory by how long the outputs are that it follows."""
+
+    def __init__(self, base: int) -> None:
+        self._base, self._covered = base, 0
+        self.cover(1)
+
+    def cover(self, num_tokens: int) -> None:
+        """Allow what so many tokens may take. It is never lowered: freed memory stays the process's."""
+        if num_tokens > self._covered:
+            self._covered = num_tokens + TOKENS_AHEAD
+            _limit_memory(self._base + self._covered * TOKEN_BYTES)
 
 
 class Alarm:

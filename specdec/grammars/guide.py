@@ -17,7 +17,7 @@ from specdec.grammars.wire import COST, Job, Kind, Path, pack
 FAULTS = 1
 """Outputs that may end the process of a form; with the next the form is at fault, and all of them end."""
 GIVEN_UP_S = 10.0
-"""For a place of an output to be told."""
+"""Without a word from a process that was asked: a frame may hold many outputs, whose answers come in turn."""
 SLOW_S = 0.002
 """Of a processor, for a place: an output of which one takes longer is not waited for for a while."""
 BACKOFF = 16
@@ -86,7 +86,7 @@ class Form:
             if guide := asked.guide():
                 guide.learn(asked, frame)
             came = True
-        if self._under_way and time.monotonic() - self._sent_s > GIVEN_UP_S:
+        if self._under_way and time.monotonic() - max(self._sent_s, self.link.heard_s) > GIVEN_UP_S:
             self.link.close()
         if self.link.is_over:
             self._begin_again(0.0 if came else limit_s)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -18,7 +19,8 @@ START_S = 60.0
 SEND_S = 1.0
 """For a process that waits for work to take it in."""
 MOST = 32
-"""Forms that have a process at the same time, of at most `FORM_BYTES` and `FOLLOW_BYTES` each."""
+"""Forms that have a process at the same time, of at most `FORM_BYTES` and `FOLLOW_BYTES` each
+and what their outputs' tokens take."""
 READ_BYTES = 1 << 16
 
 
@@ -33,6 +35,8 @@ class Link:
         self._read = bytearray()
         self.is_over = False
         """Nothing will come any more."""
+        self.heard_s = 0.0
+        """When anything came last (`time.monotonic`)."""
 
     def send(self, data: bytes) -> bool:
         """Send a frame; tell whether anything is there to read it."""
@@ -52,6 +56,7 @@ class Link:
                 data = b""
             if not data:
                 self.close()
+            self.heard_s = time.monotonic()
             self._read += data
             while (frame := self._next()) is not None:
                 yield frame

@@ -1,0 +1,47 @@
+"""The memory and the time that the process of a form is given grow with what it is asked for."""
+
+import socket
+import time
+from concurrent.futures import Future
+
+from specdec.grammars.compiler import Grammars
+from specdec.grammars.guide import GIVEN_UP_S, Form, Guide, Place
+from specdec.grammars.template import Link
+from specdec.grammars.wire import COST, Kind, framed
+from specdec.models.folder import SHIPPED
+from specdec.text import load_tokenizer
+
+
+def test_many_long_outputs_of_one_form_are_followed() -> None:
+    """A matcher keeps much of what it has read: together more than the process has for the form alone."""
+    tokenizer = load_tokenizer(SHIPPED["tiny"])
+    assert tokenizer
+    grammars = Grammars(tokenizer, 4096, [0])
+    form = grammars.compile("json_object", "true")
+    record = '{"name": "hello world", "x": 123}'
+    ids = tokenizer.encode('{"a": [' + ", ".join([record] * 200) + "]")[:2048]
+    outputs = [grammars.guide(form) for _ in range(56)]
+    for output in outputs:
+        for token in ids:
+            output.observe(token)
+        output.ask([()])
+        output.wait(time.monotonic() + 60, always=True)
+    grammars.close()
+    assert len(ids) == 2048 and not any(output.fault for output in outputs)
+
+
+def test_a_form_that_goes_on_answering_is_not_given_up() -> None:
+    """The limit is on silence: many outputs that are asked for at once take longer together."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
+        first, *others = [Guide(form) for _ in range(3)]
+        for own in (first, *others):
+            own.observe(1)
+            own.ask([()])
+        theirs.sendall(framed(COST.pack(0.0) + bytes([Kind.FREE])))
+        first.wait(time.monotonic() + 60, always=True)
+        form._sent_s -= 2 * GIVEN_UP_S
+        theirs.sendall(framed(COST.pack(0.0) + bytes([Kind.FREE])))
+        form.take(60.0)
+        assert not form.link.is_over and others[0].knows(()) and not others[1].knows(())
