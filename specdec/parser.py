@@ -2,9 +2,10 @@
 
 import argparse
 import difflib
+import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 if TYPE_CHECKING:
@@ -60,13 +61,20 @@ class Parser(argparse.ArgumentParser):
             if any(isinstance(action.help, Help) for action in self._actions):
                 says = "show every option"
                 self.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=says)
-        found, unknown = super().parse_known_args(args, namespace)
-        options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        if options:
-            self.error(
-                f"{options[0]} is no option of {self.prog}{near(options[0], self._option_string_actions)}"
-            )
-        return found, unknown
+        words = sys.argv[1:] if args is None else list(args)
+        # Before argparse, to which what is missing counts first: a typo may be why.
+        for option in self._own_options(words):
+            if option not in self._option_string_actions:
+                self.error(f"{option} is no option of {self.prog}{near(option, self._option_string_actions)}")
+        return super().parse_known_args(words, namespace)
+
+    def _own_options(self, words: Sequence[str]) -> Iterator[str]:
+        """Yield the long options before a command; a word with a blank is a value, as argparse has it."""
+        chosen = [own.choices or () for own in self._actions if own.nargs == argparse.PARSER]
+        ends = {"--", *itertools.chain.from_iterable(chosen)}
+        for word in itertools.takewhile(lambda word: word not in ends, words):
+            if word.startswith("--") and " " not in word:
+                yield word.partition("=")[0]
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """Let output that cannot be written fail, which argparse drops in silence."""

@@ -217,6 +217,8 @@ def test_what_serves_does_not_import_transformers() -> None:
         (["serve", "tiny", "--prot", "1"], "--port"),
         (["generate", "tiny", "--prompt", "x", "--temprature", "1"], "--temperature"),
         (["bench", "serve", "http://x", "--concurency", "1"], "--concurrency"),
+        (["generate", "--pormpt", "x"], "--prompt"),
+        (["--verison"], "--version"),
         (["srve", "tiny"], "serve"),
         (["bench", "throughputs"], "throughput"),
     ],
@@ -227,6 +229,11 @@ def test_a_typo_is_answered_with_what_is_near(argv: list[str], near: str, capsys
     assert ended.value.code == 2
     line = capsys.readouterr().err
     assert f"did you mean {near}" in line and line.count("\n") == 1
+
+
+def test_a_value_may_look_like_an_option_where_it_has_a_blank(capsys: Capture) -> None:
+    assert main(["generate", "tiny", "--prompt", "--x=1 y", "--n", "0"]) == 2
+    assert "SamplingParams.n" in capsys.readouterr().err
 
 
 def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
