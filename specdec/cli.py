@@ -54,11 +54,17 @@ def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | No
             on_start()
         run()
     except SpecdecError as error:
-        print(f"specdec: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"specdec: {_line(str(error))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def _line(message: str) -> str:
+    """Put a message on one line; names in a checkpoint's files may hold what commands a terminal."""
+    line = "; ".join(message.splitlines())
+    return "".join(own if own.isprintable() else "\N{REPLACEMENT CHARACTER}" for own in line)
 
 
 def _parser() -> Parser:

@@ -259,6 +259,13 @@ def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: pytest.M
     assert named["--help"] < named["--help-all"] and "--help-all" in named["--help"]
 
 
+def test_names_in_an_error_do_not_command_the_terminal(capsys: Capture) -> None:
+    assert main(["info", "/no/\x1b[31m\x07red\x9b2J\n"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("specdec: /no/\ufffd[31m\ufffdred\ufffd2J is not a folder")
+    assert line.count("\n") == 1
+
+
 def test_a_bad_model_is_told_before_a_busy_port(capsys: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         assert main(["serve", "/no/such/folder", "--port", str(busy.getsockname()[1])]) == 2
