@@ -123,6 +123,8 @@ def _info(args: argparse.Namespace) -> Run:
 
 def _plain(name: str, value: Any) -> str:
     match value:
+        case dict() if name == "sequences":
+            return ", ".join(f"{count:,} of {length}" for length, count in value.items())
         case dict():
             return ", ".join(f"{count:,} {kind}" for kind, count in value.items())
         case float():

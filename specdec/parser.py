@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Add the command's own options, then read; an option that it has not is an error here."""
+        """Add the command's own options, then read; an option or a word that it has not is an error here."""
         fill, self._fill = self._fill, None
         if fill:
             fill(self)
@@ -66,7 +66,10 @@ class Parser(argparse.ArgumentParser):
         for option in self._own_options(words):
             if option not in self._option_string_actions:
                 self.error(f"{option} is no option of {self.prog}{near(option, self._option_string_actions)}")
-        return super().parse_known_args(words, namespace)
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(f"{self.prog} does not take {unknown[0]!r}")
+        return found, unknown
 
     def _own_options(self, words: Sequence[str]) -> Iterator[str]:
         """Yield the long options before a command; a word with a blank is a value, as argparse has it."""

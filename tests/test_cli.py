@@ -244,6 +244,17 @@ def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "argv", [["bench", "model", "tiny"], ["bench", "kernels", "-x"], ["info", "tiny", "tiny"]]
+)
+def test_a_word_too_many_is_answered_by_its_own_command(argv: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    command = " ".join(["specdec", *argv[: 2 if argv[0] == "bench" else 1]])
+    line = f"specdec: {command} does not take '{argv[-1]}'; see {command} --help\n"
+    assert ended.value.code == 2 and capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "info"])
 def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -313,7 +324,7 @@ def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
     assert main([*argv, "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert described["arena_bytes"] == 4 << 20
-    assert f"{described['sequences']['512 tokens']} 512 tokens" in text.replace(",", "")
+    assert f"{described['sequences']['512 tokens']} of 512 tokens" in text.replace(",", "")
 
 
 def test_training_into_a_folder_that_cannot_be_made_is_refused(capsys: Capture, tmp_path: Path) -> None:
