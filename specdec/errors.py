@@ -10,6 +10,8 @@ SpecdecError
 
 import copy
 
+CLOSED = "The engine is closed; create a new SpecEngine."
+
 TYPE_CHECKING = False  # as in specdec/__init__.py
 if TYPE_CHECKING:
     from collections.abc import Iterable

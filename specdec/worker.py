@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from specdec.build import Model
-from specdec.errors import EngineError
+from specdec.errors import CLOSED, EngineError
 from specdec.kernels.native.threads import dismiss_helpers
 from specdec.request import Request
 
@@ -138,7 +138,7 @@ class Worker:
         """
         if self.is_copy:
             return True
-        self._stop("The engine is closed; create a new SpecEngine.")
+        self._stop(CLOSED)
         self._inbox.put(_wake)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from specdec.errors import RequestError
+from specdec.errors import CLOSED, EngineError, RequestError
 from specdec.grammars.guide import Form, Guide, place_of
 from specdec.grammars.template import Template
 from specdec.grammars.wire import DONE, Kind
@@ -36,6 +36,7 @@ class Grammars:
         self._known: OrderedDict[tuple[str, str], Form] = OrderedDict()
         """Those asked for last stand last."""
         self.template: Template | None = None
+        self._is_closed = False
 
     def guide(self, form: Form) -> Guide:
         """Begin an output."""
@@ -66,8 +67,9 @@ class Grammars:
         return compiling
 
     def close(self) -> None:
-        """End all processes that no output needs."""
+        """End all processes that no output needs, and compile nothing any more."""
         with self._lock:
+            self._is_closed = True
             self._known.clear()
             if self.template:
                 self.template.close()
@@ -98,8 +100,8 @@ class Grammars:
             form = known or self._compile_now(template, kind, source)
         finally:
             self._places.release()
-        if shared:
-            with self._lock:
+        with self._lock:
+            if shared and not self._is_closed:
                 self._known[kind, source] = form
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
@@ -134,6 +136,8 @@ class Grammars:
     def _loaded(self) -> Template:
         """Return the template; the first call makes it, and it is started when a form is compiled."""
         with self._lock:
+            if self._is_closed:
+                raise EngineError(CLOSED)
             if self.template is None:
                 self.template = self._make_template()
                 weakref.finalize(self, self.template.close)

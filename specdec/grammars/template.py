@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import select
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from specdec.errors import RequestError
+from specdec.errors import CLOSED, EngineError, RequestError
 from specdec.grammars.wire import HEAD, framed
 
 START_S = 60.0
@@ -84,14 +85,20 @@ class Template:
         self._setup = json.dumps({"tokenizer": tokenizer, "vocab": vocab, "eos": eos}).encode()
         self.command = [sys.executable, "-m", "specdec.grammars.child"]
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(MOST)
+        self._places = queue.SimpleQueue[None]()
+        """Those left. It can be put into while it is read: the collector may forget a link at any line."""
+        for _ in range(MOST):
+            self._places.put(None)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self.is_closed = False
 
     def copy(self, limit_s: float) -> Link:
         """Return a link to a new process. It takes one of a few places until it is closed or forgotten."""
-        if not self._places.acquire(timeout=limit_s):
-            raise TimeoutError
+        try:
+            self._places.get(timeout=limit_s)
+        except queue.Empty:
+            raise TimeoutError from None
         try:
             with self._lock:
                 try:
@@ -101,7 +108,7 @@ class Template:
                     sock = self._fork()
             link = Link(sock)
         except BaseException as error:
-            self._places.release()
+            self._places.put(None)
             if isinstance(error, OSError):
                 raise RequestError(
                     "structured_outputs: the process that follows forms cannot be started; see that xgrammar "
@@ -113,15 +120,18 @@ class Template:
         return link
 
     def close(self) -> None:
-        """End the template; its copies end with their links."""
+        """End the template and start it no more; its copies end with their links."""
         with self._lock:
+            self.is_closed = True
             self._end()
 
     def _forget(self, sock: socket.socket) -> None:
         sock.close()
-        self._places.release()
+        self._places.put(None)
 
     def _fork(self) -> socket.socket:
+        if self.is_closed:
+            raise EngineError(CLOSED)
         control = self._control = self._control or self._start()
         control.sendall(b"+")
         _, fds, _, _ = socket.recv_fds(control, 1, 1)

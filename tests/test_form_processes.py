@@ -1,0 +1,97 @@
+"""The processes of forms go with the engine, and their places come back."""
+
+import gc
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from specdec import EngineError, SamplingParams, SpecEngine, Structure
+from specdec.grammars.template import MOST, Link, Template
+
+FORM = Structure(json_object=True)
+
+
+def children() -> set[str]:
+    """List this process's children that run forms."""
+    found = set()
+    for thread in Path("/proc/self/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            if b"specdec.grammars.child" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.add(child)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="there is no /proc")
+def test_a_closed_engine_starts_no_process() -> None:
+    before = children()
+    engine = SpecEngine("tiny", max_model_len=64)
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(["x"], SamplingParams(max_tokens=4, structured_outputs=FORM))
+    assert children() == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="there is no /proc")
+def test_a_form_that_is_compiled_while_the_engine_closes_leaves_no_process() -> None:
+    before = children()
+    engine = SpecEngine("tiny", max_model_len=64)
+    compiling = engine.begin_form(FORM)
+    until_s = time.monotonic() + 60
+    while engine._grammars.template is None and time.monotonic() < until_s:
+        time.sleep(0.001)
+    engine.close()
+    assert compiling.exception(60) is None or isinstance(compiling.exception(), EngineError)
+    assert not engine._grammars._known and children() == before
+
+
+def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector runs at any line, so that what is done for a forgotten link must not wait for a lock."""
+    ends: list[socket.socket] = []
+
+    def fork() -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return ours
+
+    def collect(frame: FrameType, event: str, arg: object) -> object:
+        if forgotten:
+            forgotten.pop()
+            gc.collect()
+        return collect
+
+    template, taken, forgotten = Template("", 0, []), list[Link](), list[object]()
+    monkeypatch.setattr(template, "_fork", fork)
+
+    def take() -> None:
+        for _ in range(MOST):
+            cycle: list[object] = [template.copy(1.0)]
+            cycle.append(cycle)
+            forgotten.append(cycle)
+        del cycle
+        sys.settrace(collect)
+        try:
+            taken.append(template.copy(1.0))
+        finally:
+            sys.settrace(None)
+
+    gc.disable()
+    gc.freeze()  # what was there before, so that each run is short
+    try:
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        thread.join(20)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    assert taken
+    for own in taken:
+        own.close()
+    for end in ends:
+        end.close()
