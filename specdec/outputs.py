@@ -171,6 +171,13 @@ class Delta:
     stop_reason: str | int | None = None
     """The stop string, or the token of `stop_token_ids`, that ended it; None where it ended otherwise."""
 
+    @property
+    def num_told(self) -> int:
+        """Count the tokens that it tells of: its own, those beside them, and those of drafts."""
+        ranked = [own for own in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if own]
+        drafted = sum(len(draft.tokens) for draft in self.drafts)
+        return len(self.token_ids) + drafted + sum(1 + len(own.top) for own in ranked)
+
     def decoded(self, tokenizer: Tokenizer | None) -> "Delta":
         """Return the same, with the texts of tokens whose log-probabilities were asked for."""
         if tokenizer is None or (self.logprobs is None and self.prompt_logprobs is None):

@@ -37,6 +37,7 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder().items()
         self.longest = max(map(len, inner.get_vocab()), default=1)
         """Characters that a token may stand for at most: one is spelled with at least as many signs."""
+        self._spelt: dict[int, str] = {}
         self._special = {i for i, token in added if token.special and token.content not in SPOKEN}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -56,7 +57,9 @@ class Tokenizer:
 
     def spell(self, token: int) -> str:
         """Return one token's text, special ones' too."""
-        text: str = self.inner.decode([token], skip_special_tokens=False)
+        text = self._spelt.get(token)
+        if text is None:
+            text = self._spelt[token] = self.inner.decode([token], skip_special_tokens=False)
         return text
 
     def bytes_of(self, token: int) -> bytes:

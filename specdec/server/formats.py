@@ -1,6 +1,7 @@
 """How choices are put into words: as completions or as chats, whole or in chunks."""
 
 import codecs
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -263,8 +264,10 @@ class Envelope:
     def chunk(self, choices: Sequence[Json]) -> Json:
         return {**self.head, "choices": list(choices)}
 
-    def whole(self, choices: Sequence[Json]) -> Json:
-        return {**self.head, "object": self.form.whole, "choices": list(choices)}
+    def written(self, choices: Sequence[str], beside: Json) -> str:
+        """Write the whole answer, with choices that are JSON: one by one, since encoding holds all others."""
+        head, rest = json.dumps({**self.head, "object": self.form.whole}), json.dumps(beside)
+        return f'{head[:-1]}, "choices": [{", ".join(choices)}], {rest[1:]}'
 
 
 def _tells(delta: Delta) -> bool:

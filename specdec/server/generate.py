@@ -1,5 +1,6 @@
 """Completions and chats: one request, its choices, whole or as they come."""
 
+import json
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -96,24 +97,24 @@ async def _answer(
             stream = EventStream(request, stall_s)
             return await _stream(answers, envelope, usage, watch, body, stream, names)
         whole = await _whole(answers, envelope, usage, watch, body)
-    return await send_whole(request, web.json_response(whole), stall_s)
+    return await send_whole(request, web.Response(text=whole, content_type="application/json"), stall_s)
 
 
-async def _whole(
-    answers: Answers, envelope: Envelope, usage: Usage, watch: Watch, body: Body
-) -> dict[str, Any]:
+async def _whole(answers: Answers, envelope: Envelope, usage: Usage, watch: Watch, body: Body) -> str:
     said: dict[int, list[Delta]] = {}
     async for own in answers:
         choice, delta, _ = own
         usage.add(choice, delta)
         watch.said(own)
         said.setdefault(choice, []).append(delta)
-    choices = [
-        envelope.form.said(choice, Delta.joined(said[choice])) | envelope.prompt_of(choice)
-        for choice in sorted(said)
-    ]
+
+    def write(choice: int) -> str:
+        return json.dumps(envelope.form.said(choice, Delta.joined(said[choice])) | envelope.prompt_of(choice))
+
+    spelt = sum(delta.num_told for deltas in said.values() for delta in deltas)
+    choices = await worked(spelt * SPELLING, lambda: [write(choice) for choice in sorted(said)])
     extra = {"metrics": usage.metrics()} if body.return_metrics else {}
-    return envelope.whole(choices) | {"usage": usage.as_json()} | extra
+    return envelope.written(choices, {"usage": usage.as_json()} | extra)
 
 
 async def _stream(
@@ -132,7 +133,7 @@ async def _stream(
             choice, delta, _ = own
             usage.add(choice, delta)
             watch.said(own)
-            parts = envelope.form.parts(choice, delta)
+            parts = await worked(delta.num_told * SPELLING, partial(envelope.form.parts, choice, delta))
             if choice not in opened:
                 opened.add(choice)
                 opening = envelope.form.first(choice)
