@@ -89,10 +89,19 @@ class EngineFigures(Collector):
             yield counter("vllm:prefix_cache_queries", "Tokens looked up.", {"": float(kept.asked)})
             yield counter("vllm:prefix_cache_hits", "Tokens that need not be read.", {"": float(kept.hit)})
             yield counter("specdec:prefix_fetched", "Of those, from the host.", {"": float(kept.fetched)})
-            yield gauge("specdec:prefix_bytes", "Of the arena: they give way to others.", kept.cached_bytes)
+            yield gauge(
+                "specdec:prefix_bytes",
+                "Bytes of the arena that kept prefixes hold; evicted on demand.",
+                kept.cached_bytes,
+            )
             yield gauge("specdec:prefix_alpha", "Weight of the work saved beside recency.", kept.alpha)
             evicted = {"state": float(kept.states_evicted), "kv": float(kept.blocks_evicted)}
-            yield counter("specdec:prefix_evicted", "States and blocks that gave way.", evicted, "kind")
+            yield counter(
+                "specdec:prefix_evicted",
+                "States and KV blocks that were evicted or flushed.",
+                evicted,
+                "kind",
+            )
         yield counter("specdec:steps", "Verify steps, each row's own.", {"": float(counts.steps)})
         yield counter("specdec:step_tokens", "Tokens that those steps wrote.", {"": float(counts.tokens)})
         yield counter("specdec:step_seconds", "Their time by phase.", dict(counts.seconds), "phase")

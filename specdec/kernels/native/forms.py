@@ -22,7 +22,8 @@ class Forms:
     """What the compiler was told to compile for."""
     vectors: str
     pairs: bool
-    """Whether units multiply pairs of bfloat16; without, they are multiplied in float32, to the same bits."""
+    """Whether units multiply pairs of bfloat16; without, they are multiplied in float32, to the same bits but
+    for numbers below 2^-126, which the units take for 0."""
     tiles: bool
     """Whether there are matrix units, with which oneDNN multiplies large matrices in bfloat16."""
 
