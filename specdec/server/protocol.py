@@ -45,10 +45,16 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer; one that aiohttp raises before any handler is asked is put into our words."""
+        """Send an answer; one that aiohttp raises before any handler is asked is put into our words.
+
+        The rest of a packed body that was refused is not waited for: it would be unpacked without a pause.
+        """
         if isinstance(resp, web.HTTPException):
             resp = failure_of(resp).response()
-        return await super().finish_response(request, resp, start_time)
+        finished = await super().finish_response(request, resp, start_time)
+        if request.headers.get("Content-Encoding") and not request.content.is_eof():
+            self.force_close()
+        return finished
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Log what went wrong inside; anybody can send what is no HTTP, and is told so in the answer."""
