@@ -22,7 +22,6 @@ from specdec.outputs import Completion, Delta, EngineStats, collect
 from specdec.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.request import Emit, Request
 from specdec.sampling import SamplingParams
-from specdec.structure import Structure
 from specdec.tenant import Tenant
 from specdec.terms import Prepared, Terms, check_ids, find_stops, make_limits
 from specdec.text import TextStream
@@ -121,11 +120,11 @@ class SpecEngine:
         check_ids(params, self.tokenizer, spec.vocab)
         check_request(params, synthetic=self.model.settings.synthetic is not None)
         stop_ids = find_stops(params, spec.eos)
-        form = params.structured_outputs
-        limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=form is not None)
-        if form and grammar is None:
-            grammar = self._grammars.compile(form.kind, form.source)
-        return Terms(params, grammar, Tenant(caller, params.cache_salt or ""), stop_ids, limits)
+        has_form = params.structured_outputs is not None
+        limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
+        if grammar is None and (compiling := self.begin_form(params, caller=caller)):
+            grammar = compiling.result()
+        return Terms(params, grammar, tenant_of(params, caller), stop_ids, limits)
 
     def read_prompt(self, prompt: Prompt, terms: Terms) -> Prepared:
         """Turn a prompt into token ids and refuse what the model cannot read."""
@@ -162,10 +161,11 @@ class SpecEngine:
             )
         return Prepared(tuple(ids), terms)
 
-    def begin_form(self, form: Structure) -> "Future[Form]":
-        """Have a form of output compiled meanwhile; what is wrong with it is raised by the result."""
+    def begin_form(self, params: SamplingParams, *, caller: str = "") -> "Future[Form] | None":
+        """Have the form of an output compiled meanwhile, if it has one; the result raises what is wrong."""
         self._worker.check_process()
-        return self._grammars.begin(form.kind, form.source)
+        form = params.structured_outputs
+        return self._grammars.begin(form.kind, form.source, tenant_of(params, caller)) if form else None
 
     def check_length(self, text: str) -> None:
         """Refuse a text that no tokenizer could make short enough, before it costs the time to read."""
@@ -347,3 +347,7 @@ class Ticket:
         for request in self.requests:
             if request.finish_reason is None:
                 self._worker.cancel(request)
+
+
+def tenant_of(params: SamplingParams, caller: str) -> Tenant:
+    return Tenant(caller, params.cache_salt or "")

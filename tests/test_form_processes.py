@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from specdec import EngineError, SamplingParams, SpecEngine, Structure
-from specdec.grammars.template import MOST, Link, Template
+from specdec.grammars.template import MOST_EACH, Link, Template
 
 FORM = Structure(json_object=True)
 
@@ -40,7 +40,8 @@ def test_a_closed_engine_starts_no_process() -> None:
 def test_a_form_that_is_compiled_while_the_engine_closes_leaves_no_process() -> None:
     before = children()
     engine = SpecEngine("tiny", max_model_len=64)
-    compiling = engine.begin_form(FORM)
+    compiling = engine.begin_form(SamplingParams(structured_outputs=FORM))
+    assert compiling
     until_s = time.monotonic() + 60
     while engine._grammars.template is None and time.monotonic() < until_s:
         time.sleep(0.001)
@@ -70,14 +71,14 @@ def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
     monkeypatch.setattr(template, "_fork", fork)
 
     def take() -> None:
-        for _ in range(MOST):
-            cycle: list[object] = [template.copy(1.0)]
+        for _ in range(MOST_EACH):
+            cycle: list[object] = [template.copy("", 1.0)]
             cycle.append(cycle)
             forgotten.append(cycle)
         del cycle
         sys.settrace(collect)
         try:
-            taken.append(template.copy(1.0))
+            taken.append(template.copy("", 1.0))
         finally:
             sys.settrace(None)
 

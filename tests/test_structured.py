@@ -13,11 +13,12 @@ import pytest
 
 from specdec import ConfigError, Delta, RequestError, SamplingParams, SpecdecError, SpecEngine, Structure
 from specdec.bench.random_model import write_random_checkpoint
-from specdec.grammars import compiler
+from specdec.grammars import compiler, template
 from specdec.grammars.child import receive
 from specdec.grammars.guide import Form, Guide, Place
 from specdec.grammars.template import Link
 from specdec.grammars.wire import COST, Kind, framed, unpack
+from specdec.tenant import Tenant
 from specdec.verify import choose
 from tests.conftest import HYBRID
 
@@ -301,6 +302,41 @@ def test_a_form_that_takes_long_to_compile_is_given_up_and_keeps_no_other_waitin
     assert engines[0].prepare("a", quick).grammar
     monkeypatch.setattr(compiler, "PATIENCE_S", 60.0)
     assert engines[0].prepare("a", slow[0]).grammar
+
+
+def test_a_form_serves_later_requests_of_its_tenant_alone(engines: list[SpecEngine]) -> None:
+    """How soon it is there would tell others what was asked for."""
+    plain, salted = (
+        SamplingParams(structured_outputs=Structure(regex="kept"), cache_salt=salt) for salt in (None, "own")
+    )
+
+    def compiled(params: SamplingParams, caller: str) -> Form | None:
+        return engines[0].prepare("a", params, caller=caller).grammar
+
+    first = compiled(plain, "alice")
+    assert first is compiled(plain, "alice")
+    others = [compiled(plain, "bob"), compiled(salted, "alice"), compiled(plain, "")]
+    assert len({first, *others}) == 4
+
+
+def test_forms_that_are_only_kept_make_room(
+    engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "MOST", 3)
+    monkeypatch.setattr(template, "MOST_EACH", 2)
+    spec = engines[0].model.network.spec
+    own = compiler.Grammars(engines[0].tokenizer, spec.vocab, spec.eos)
+    alice, bob = Tenant("alice"), Tenant("bob")
+    kept = own.begin("regex", "hers", alice).result()
+    for number in range(4):
+        own.begin("regex", f"{number}", bob).result()
+    assert own.begin("regex", "hers", alice).result() is kept
+    held = [own.begin("regex", f"held {number}", bob).result() for number in range(2)]
+    monkeypatch.setattr(compiler, "PATIENCE_S", 0.0)
+    with pytest.raises(RequestError, match="it was not compiled within 0 s"):
+        own.begin("regex", "one more", bob).result()
+    assert own.begin("regex", "hers", alice).result() is kept and len(held) == 2
+    own.close()
 
 
 @pytest.mark.parametrize("schema", [{"anyOf": []}, {"enum": []}])

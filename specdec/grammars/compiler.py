@@ -1,5 +1,6 @@
 """Grammars over a model's vocabulary: which forms of output are known, and how others come to be."""
 
+import contextlib
 import importlib.util
 import json
 import threading
@@ -12,16 +13,21 @@ from functools import partial
 
 from specdec.errors import CLOSED, EngineError, RequestError
 from specdec.grammars.guide import Form, Guide, place_of
-from specdec.grammars.template import Template
+from specdec.grammars.places import Places
+from specdec.grammars.template import Link, Template
 from specdec.grammars.wire import DONE, Kind
+from specdec.tenant import SOLE, Tenant
 from specdec.text import Tokenizer
 
 PATIENCE_S = 20.0
 """For a place to compile a form at, and for it to be compiled. Its process is ended after that."""
-PLACES = 2
-"""Forms that are compiled at once: each takes a processor."""
+PLACES, MOST_PLACES = 3, 2
+"""Forms that are compiled at once, each of which takes a processor, and those of one caller."""
 KEPT = 16
 """Forms that are kept for later requests, though no output follows them."""
+
+Wanted = tuple[Tenant, str, str]
+"""Whose form, its kind and its source: what one tenant has had compiled serves no other."""
 
 SMALLER = "give a smaller one, or ask for it again later"
 
@@ -31,9 +37,9 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
-        self._places = threading.BoundedSemaphore(PLACES)
+        self._places = Places(PLACES, MOST_PLACES)
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Form] = OrderedDict()
+        self._known: OrderedDict[Wanted, Form] = OrderedDict()
         """Those asked for last stand last."""
         self.template: Template | None = None
         self._is_closed = False
@@ -42,28 +48,25 @@ class Grammars:
         """Begin an output."""
         return Guide(form)
 
-    def compile(self, kind: str, source: str) -> Form:
-        """Return the grammar of a form. It is a request's mistake if there is none."""
-        return self.begin(kind, source).result()
-
-    def begin(self, kind: str, source: str) -> "Future[Form]":
+    def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[Form]":
         """Have a form compiled, in a thread that nothing waits for when the process ends."""
         compiling: Future[Form] = Future()
-        if known := self._find(kind, source):
+        wanted = tenant, kind, source
+        if known := self._find(wanted):
             compiling.set_result(known)
         else:
-            self._start(compiling, kind, source)
+            self._start(compiling, wanted)
         return compiling
 
-    def _start(self, compiling: "Future[Form]", kind: str, source: str, *, shared: bool = True) -> None:
+    def _start(self, compiling: "Future[Form]", wanted: Wanted, *, shared: bool = True) -> None:
         threading.Thread(
-            target=self._compile, args=(compiling, kind, source, shared), name="specdec-grammar", daemon=True
+            target=self._compile, args=(compiling, wanted, shared), name="specdec-grammar", daemon=True
         ).start()
 
-    def _again(self, kind: str, source: str) -> "Future[Form]":
+    def _again(self, wanted: Wanted) -> "Future[Form]":
         """Compile a form once more for outputs whose process has ended, and for them alone."""
         compiling: Future[Form] = Future()
-        self._start(compiling, kind, source, shared=False)
+        self._start(compiling, wanted, shared=False)
         return compiling
 
     def close(self) -> None:
@@ -74,43 +77,58 @@ class Grammars:
             if self.template:
                 self.template.close()
 
-    def _find(self, kind: str, source: str) -> Form | None:
+    def _find(self, wanted: Wanted) -> Form | None:
         with self._lock:
-            form = self._known.get((kind, source))
+            form = self._known.get(wanted)
             if form is None or form.link.is_over:
                 return None
-            self._known.move_to_end((kind, source))
+            self._known.move_to_end(wanted)
             return form
 
-    def _compile(self, compiling: "Future[Form]", kind: str, source: str, shared: bool) -> None:
+    def _compile(self, compiling: "Future[Form]", wanted: Wanted, shared: bool) -> None:
         """Compile a form when there is a place, unless its caller has gone."""
         try:
             if compiling.set_running_or_notify_cancel():
-                compiling.set_result(self._placed(kind, source, shared=shared))
+                compiling.set_result(self._placed(wanted, shared=shared))
         except BaseException as error:
             compiling.set_exception(error)
 
-    def _placed(self, kind: str, source: str, *, shared: bool) -> Form:
+    def _placed(self, wanted: Wanted, *, shared: bool) -> Form:
+        tenant, kind, _ = wanted
         template = self._loaded()
-        if not self._places.acquire(timeout=PATIENCE_S):
+        if not self._places.take(tenant.caller, PATIENCE_S):
             raise too_late(kind)
         try:
             # Another may have compiled it meanwhile.
-            known = self._find(kind, source) if shared else None
-            form = known or self._compile_now(template, kind, source)
+            known = self._find(wanted) if shared else None
+            form = known or self._compile_now(template, wanted)
         finally:
-            self._places.release()
+            self._places.give_back(tenant.caller)
         with self._lock:
             if shared and not self._is_closed:
-                self._known[kind, source] = form
+                self._known[wanted] = form
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
         return form
 
-    def _compile_now(self, template: Template, kind: str, source: str) -> Form:
+    def _copied(self, template: Template, tenant: Tenant) -> Link:
+        """Return a new process. Forms that are only kept make room for it, the caller's own first."""
+        with self._lock:
+            kept = sorted(self._known, key=lambda wanted: wanted[0].caller != tenant.caller)
+        for wanted in kept:
+            if wanted[0].caller != tenant.caller and not template.places.has_share(tenant.caller):
+                break  # what others keep would be of no use
+            with contextlib.suppress(TimeoutError):
+                return template.copy(tenant.caller, 0.0)
+            with self._lock:
+                self._known.pop(wanted, None)
+        return template.copy(tenant.caller, PATIENCE_S)
+
+    def _compile_now(self, template: Template, wanted: Wanted) -> Form:
+        tenant, kind, source = wanted
         until_s = time.monotonic() + PATIENCE_S
         try:
-            link = template.copy(PATIENCE_S)
+            link = self._copied(template, tenant)
         except TimeoutError:
             raise too_late(kind) from None
         link.send(json.dumps([kind, source]).encode())
@@ -129,9 +147,7 @@ class Grammars:
         if answer[:1] != DONE:
             raise _unfit(kind, answer[1:].decode(errors="replace"))
         first = place_of(Kind(answer[1]), answer[2:])
-        return Form(
-            link, first, width=-(-self._vocab // 32), compile_again=partial(self._again, kind, source)
-        )
+        return Form(link, first, width=-(-self._vocab // 32), compile_again=partial(self._again, wanted))
 
     def _loaded(self) -> Template:
         """Return the template; the first call makes it, and it is started when a form is compiled."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import queue
 import select
 import socket
 import subprocess
@@ -13,15 +12,16 @@ import weakref
 from collections.abc import Iterator
 
 from specdec.errors import CLOSED, EngineError, RequestError
+from specdec.grammars.places import Places
 from specdec.grammars.wire import HEAD, framed
 
 START_S = 60.0
 """For the template to be loaded, by a machine that has much else to do."""
 SEND_S = 1.0
 """For a process that waits for work to take it in."""
-MOST = 32
-"""Forms that have a process at the same time, of at most `FORM_BYTES` and `FOLLOW_BYTES` each
-and what their outputs' tokens take."""
+MOST, MOST_EACH = 32, 24
+"""Forms that have a process at the same time, of at most `FORM_BYTES` and `FOLLOW_BYTES` each and what their
+outputs' tokens take, and those of one caller."""
 READ_BYTES = 1 << 16
 
 
@@ -85,20 +85,15 @@ class Template:
         self._setup = json.dumps({"tokenizer": tokenizer, "vocab": vocab, "eos": eos}).encode()
         self.command = [sys.executable, "-m", "specdec.grammars.child"]
         self._lock = threading.Lock()
-        self._places = queue.SimpleQueue[None]()
-        """Those left. It can be put into while it is read: the collector may forget a link at any line."""
-        for _ in range(MOST):
-            self._places.put(None)
+        self.places = Places(MOST, MOST_EACH)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.is_closed = False
 
-    def copy(self, limit_s: float) -> Link:
+    def copy(self, caller: str, limit_s: float) -> Link:
         """Return a link to a new process. It takes one of a few places until it is closed or forgotten."""
-        try:
-            self._places.get(timeout=limit_s)
-        except queue.Empty:
-            raise TimeoutError from None
+        if not self.places.take(caller, limit_s):
+            raise TimeoutError
         try:
             with self._lock:
                 try:
@@ -108,7 +103,7 @@ class Template:
                     sock = self._fork()
             link = Link(sock)
         except BaseException as error:
-            self._places.put(None)
+            self.places.give_back(caller)
             if isinstance(error, OSError):
                 raise RequestError(
                     "structured_outputs: the process that follows forms cannot be started; see that xgrammar "
@@ -116,7 +111,7 @@ class Template:
                     field="structured_outputs",
                 ) from None
             raise
-        weakref.finalize(link, self._forget, sock)
+        weakref.finalize(link, self._forget, sock, caller)
         return link
 
     def close(self) -> None:
@@ -125,9 +120,9 @@ class Template:
             self.is_closed = True
             self._end()
 
-    def _forget(self, sock: socket.socket) -> None:
+    def _forget(self, sock: socket.socket, caller: str) -> None:
         sock.close()
-        self._places.put(None)
+        self.places.give_back(caller)
 
     def _fork(self) -> socket.socket:
         if self.is_closed:

@@ -125,10 +125,9 @@ class State:
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
 
-        form = params.structured_outputs
         grammar: Form | None = None
-        if form:
-            grammar = await asyncio.wrap_future(self.engine.begin_form(form))
+        if compiling := self.engine.begin_form(params, caller=caller):
+            grammar = await asyncio.wrap_future(compiling)
 
         def prepare() -> list[Prepared]:
             terms = self.engine.read_terms(params, grammar, caller=caller)

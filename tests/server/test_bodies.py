@@ -115,6 +115,7 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
 ) -> None:
     looked: list[threading.Thread] = []
     engine = SimpleNamespace(
+        begin_form=lambda _, caller: None,
         read_terms=lambda *_, caller: looked.append(threading.current_thread()),
         read_prompt=lambda prompt, terms: prompt,
     )
