@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,7 +151,7 @@ class State:
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
     ) -> list[int]:
         """Turn a chat into tokens as the model's template has it."""
-        text = self.template.render(messages, variables, answer=answer)
+        text = await apart(partial(self.template.render, messages, variables, answer=answer))
         self.engine.check_length(text)
         return await self.encode(text, special=self.template.is_plain)
 
@@ -188,3 +190,17 @@ def _size(params: SamplingParams) -> int:
 async def worked(size: int, work: Callable[[], T]) -> T:
     """Do work of such a size, in characters: what takes a while in a thread, so that others are served."""
     return await asyncio.to_thread(work) if size > LONG else work()
+
+
+async def apart(work: Callable[[], T]) -> T:
+    """Do work that may never end, in a thread that nothing waits for when the process ends."""
+    doing: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            doing.set_result(work())
+        except BaseException as error:
+            doing.set_exception(error)
+
+    threading.Thread(target=run, name="specdec-template", daemon=True).start()
+    return await asyncio.wrap_future(doing)
