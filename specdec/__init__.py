@@ -37,20 +37,20 @@ __all__ = [
 
 TYPE_CHECKING = False  # what type checkers take for true: `typing` costs more than all the rest
 if TYPE_CHECKING:
-    from specdec.config import EngineConfig
-    from specdec.engine import SpecEngine
-    from specdec.outputs import Completion, Delta, RequestStats
-    from specdec.sampling import SamplingParams
-    from specdec.structure import Structure
+    from specdec.config.engine import EngineConfig
+    from specdec.config.sampling import SamplingParams
+    from specdec.config.structured import Structure
+    from specdec.core.outputs import Completion, Delta, RequestStats
+    from specdec.engine.engine import SpecEngine
 else:
     _HOMES = {
-        "Completion": "outputs",
-        "Delta": "outputs",
-        "EngineConfig": "config",
-        "RequestStats": "outputs",
-        "SamplingParams": "sampling",
-        "SpecEngine": "engine",
-        "Structure": "structure",
+        "Completion": "core.outputs",
+        "Delta": "core.outputs",
+        "EngineConfig": "config.engine",
+        "RequestStats": "core.outputs",
+        "SamplingParams": "config.sampling",
+        "SpecEngine": "engine.engine",
+        "Structure": "config.structured",
     }
 
     def __getattr__(name):

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 from specdec import Completion, SamplingParams, SpecEngine, Structure
-from specdec.outputs import TokenLogprob
-from specdec.parts import Part
-from specdec.scheduler import StepPlan
+from specdec.core.batch import Part
+from specdec.core.outputs import TokenLogprob
+from specdec.core.scheduler import StepPlan
 from specdec.state_slots.layout import Layout
 from specdec.verify.walk import AcceptedPath
 from tests.agreeing import END, VOCAB

@@ -16,11 +16,11 @@ import torch
 
 from specdec.bench.acceptance.prompts import choose
 from specdec.bench.random_model import cached_checkpoint, shape_config
-from specdec.build import Model, assemble, build
-from specdec.config import EngineConfig
-from specdec.options import at_least
-from specdec.request import Request
-from specdec.sampling import SamplingParams
+from specdec.config.engine import EngineConfig
+from specdec.config.options import at_least
+from specdec.config.sampling import SamplingParams
+from specdec.core.request import Request
+from specdec.setup.build import Model, assemble, build
 from specdec.verify.choose import Chooser
 
 FIRST, TURN = 64, 16

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specdec import SamplingParams, SpecEngine
-from specdec.scheduler import BLOCKS, STATES
+from specdec.core.scheduler import BLOCKS, STATES
 
 
 @dataclass(frozen=True, slots=True)

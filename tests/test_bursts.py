@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SamplingParams, SpecEngine
-from specdec.scheduler import PREFIXES, WORTH_WAITING, Scheduler
+from specdec.core.scheduler import PREFIXES, WORTH_WAITING, Scheduler
 from tests.agreeing import END, write_agreeing
 from tests.test_prefixes import DRAFTS, SETTINGS, VOCAB, folder
 

@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
-from specdec.capabilities import AXES, NO_HEAD, Cell, cells, readme_table, refusal
 from specdec.errors import ConfigError, RequestError
 from specdec.models.families import supported
+from specdec.setup.capabilities import AXES, NO_HEAD, Cell, cells, readme_table, refusal
 from tests.agreeing import CONFIGS, write_agreeing
 from tests.lossless import FEATURES, SHAPES
 
@@ -19,7 +19,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_readme_shows_the_table() -> None:
     _, after = README.read_text("utf-8").split("<!-- capabilities -->\n")
     shown, _ = after.split("\n<!-- /capabilities -->")
-    assert shown == readme_table(), "put the output of specdec.capabilities.readme_table() there"
+    assert shown == readme_table(), "put the output of specdec.setup.capabilities.readme_table() there"
 
 
 def test_the_axes_are_what_there_is() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from specdec.bench.kernels import measure
 from specdec.bench.timing import Machine
-from specdec.loop import DecodeLoop
-from specdec.parts import Part
+from specdec.core.batch import Part
+from specdec.core.loop import DecodeLoop
 from specdec.verify.walk import AcceptedPath
 from tests.cases import LOADS, bench_of, problems
 from tests.cells import Family

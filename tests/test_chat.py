@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specdec.chat import load_template, render
 from specdec.errors import CheckpointError, RequestError
-from specdec.text import load_tokenizer
+from specdec.text.chat_template import load_template, render
+from specdec.text.tokenizer import load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be <brief> & kind."},

@@ -286,7 +286,7 @@ def test_a_bad_model_is_told_before_a_busy_port(capsys: Capture) -> None:
 def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert main(["info", str(hybrid), "--max-running", "7"]) == 0
-    lines = next(r.getMessage() for r in caplog.records if r.name == "specdec.resolve").splitlines()
+    lines = next(r.getMessage() for r in caplog.records if r.name == "specdec.setup.resolve").splitlines()
     assert lines[0] == "settings:" and "  max_running: 7" in lines and "  drafters: suffix" in lines
     assert max(map(len, lines)) < 250
 
@@ -347,7 +347,7 @@ def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.Mo
             opened.append(self)
             super().close()
 
-    monkeypatch.setattr("specdec.demo.SpecEngine", Watched)
+    monkeypatch.setattr("specdec.cli.demo.SpecEngine", Watched)
     assert main(["demo"]) == 0
     captured = capsys.readouterr()
     # Rounds write one text: nothing of it may be looked up.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec import Completion, Delta, EngineError, SamplingParams, SpecdecError, SpecEngine
-from specdec.request import Request
+from specdec.core.request import Request
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 IDS = [5, 9, 2]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.config import EngineConfig
+from specdec.config.base import Settings
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.config.structured import Structure
 from specdec.errors import ConfigError
-from specdec.sampling import SamplingParams
-from specdec.settings import Settings
-from specdec.structure import Structure
 
 NAN, INF = math.nan, math.inf
 

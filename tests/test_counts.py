@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.counts import PHASES, Clock, Counts
+from specdec.core.stats import PHASES, Clock, Counts
 
 steps = st.integers(0, 8).flatmap(
     lambda depth: st.tuples(st.just(depth), st.integers(0, depth), st.integers(depth, depth + 5))
@@ -76,7 +76,7 @@ def test_the_engines_counts_are_the_sum_of_its_requests(
 def test_a_clock_puts_all_of_a_step_down_to_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     laps = [("rest", 1.0), ("draft", 2.0), ("verify", 5.0), ("commit", 0.5), ("rest", 0.25)]
     times = accumulate((took_s for _, took_s in laps), initial=100.0)
-    monkeypatch.setattr("specdec.counts.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr("specdec.core.stats.time", SimpleNamespace(perf_counter=lambda: next(times)))
     clock = Clock()
     for phase, _ in laps:
         clock.lap(phase)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
-from specdec.request import Request
+from specdec.core.request import Request
 from tests.oracle import Oracle
 from tests.tolerances import DRIFT_FLOAT32
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from specdec import EngineConfig, SpecEngine
 from specdec.bench.random_eagle import write_random_eagle
 from specdec.errors import CheckpointError, ConfigError
-from specdec.footprint import describe_model
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle_head import EagleHead
 from specdec.models.families import read_network
 from specdec.models.shortlist import COUNTS, commonest
+from specdec.setup.footprint import describe_model
 from tests.agreeing import VOCAB, write_agreeing
 from tests.lossless import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.core.scheduler import StepPlan
 from specdec.errors import (
     CapacityError,
     CheckpointError,
@@ -16,7 +17,6 @@ from specdec.errors import (
     RequestError,
     SpecdecError,
 )
-from specdec.scheduler import StepPlan
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 

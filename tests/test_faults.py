@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from specdec import SamplingParams, SpecEngine
+from specdec.core.outputs import Delta, collect
 from specdec.errors import EngineError, SpecdecError
-from specdec.outputs import Delta, collect
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec.config import EngineConfig
-from specdec.footprint import describe_model, measure
+from specdec.config.engine import EngineConfig
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
+from specdec.setup.footprint import describe_model, measure
 
 MIXTURE = {
     **SHAPES["qwen3.5-35b-a3b"],

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from specdec import EngineError, SamplingParams, SpecEngine, Structure
-from specdec.grammars.template import MOST_EACH, Link, Template
+from specdec.text.grammar.template import MOST_EACH, Link, Template
 
 FORM = Structure(json_object=True)
 
@@ -21,7 +21,7 @@ def children() -> set[str]:
     found = set()
     for thread in Path("/proc/self/task").iterdir():
         for child in (thread / "children").read_text().split():
-            if b"specdec.grammars.child" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"specdec.text.grammar.child" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.add(child)
     return found
 

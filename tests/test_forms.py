@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as some
 
 from specdec import ConfigError, Structure
-from specdec.forms import BESIDE, FORMATS, HEADS, NEVER, UNREAD_FORMATS, unread
-from specdec.grammars.child import BLANKS
+from specdec.config.json_schema import BESIDE, FORMATS, HEADS, NEVER, UNREAD_FORMATS, unread
+from specdec.text.grammar.child import BLANKS
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 TWO = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}

@@ -10,49 +10,41 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "specdec"
 LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 
+LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
+"""The files beside the rooms."""
+
 PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
-CORE = {"engine", "worker", "loop", "scheduler", "request", "outputs", "text"}
-CORE |= {"build", "config", "resolve", "options", "footprint", "capabilities", "counts", "parts"}
-CORE |= {"asked", "records"}
-CORE |= {"speculation", "warmup", "streak", "chat", "settings", "structure", "forms", "grammars"}
-CORE |= {"prefixes", "precompile", "devices", "sampling", "prompts", "tenant", "terms"}
+BELOW_CORE = {"config", "text"} | PARTS
+BELOW_SETUP = BELOW_CORE | {"core"}
+BELOW_ENGINE = BELOW_SETUP | {"setup"}
+ENGINE = BELOW_ENGINE | {"engine"}
 PUBLIC = {PACKAGE}
 """The package itself: what `from specdec import SpecEngine` names."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "tenant": set(),
-    "charts": set(),
+    "config": set(),
+    "text": {"config"},
     "kernels": set(),
-    "state_slots": {"kernels", "tenant"},
-    "models": {"kernels", "state_slots"},
-    "draft": {"kernels", "state_slots", "tenant"},
-    # How a token is chosen is what a request's parameters say; sampling itself imports nothing that computes.
-    "verify": {"kernels", "state_slots", "sampling"},
-    **{name: PARTS | CORE for name in CORE},
-    "options": {"settings", "parser"},
-    "settings": set(),
-    "config": {"settings"},
-    "sampling": {"settings", "structure"},
-    "structure": {"settings", "forms"},
-    "forms": set(),
-    "chat": {"models"},
-    PACKAGE: CORE,
-    "bench": PARTS | CORE | PUBLIC | {"charts"},
-    # Training needs nothing that serves but the settings of devices and shapes.
-    "train": PARTS | CORE | PUBLIC | {"charts"},
-    "server": CORE | PUBLIC | {"models", "state_slots"},
+    "state_slots": {"config", "kernels"},
+    "models": {"config", "kernels", "state_slots"},
+    "draft": {"config", "kernels", "state_slots"},
+    # How a token is chosen is what a request's parameters say.
+    "verify": {"config", "kernels", "state_slots"},
+    "core": BELOW_CORE,
+    "setup": BELOW_SETUP,
+    "engine": BELOW_ENGINE,
+    PACKAGE: {"config", "core", "engine"},
+    "bench": ENGINE | PUBLIC,
+    # Training draws its curves as the benchmarks do.
+    "train": ENGINE | PUBLIC | {"bench"},
+    "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
     # The command line starts servers, benchmarks and training; nothing else may know them.
     # A command is imported once it is chosen, and all end where the process does.
-    "cli": PUBLIC | {"parser", "commands", "bench", "train", "server", "__main__"},
-    "commands": CORE | PUBLIC | {"parser", "models", "bench", "terminal", "demo", "top"},
-    "parser": set(),
-    "terminal": CORE | PUBLIC,
-    "demo": CORE | PUBLIC | {"terminal"},
-    "top": {"terminal"},
+    "cli": ENGINE - PARTS | PUBLIC | {"models", "bench", "train", "server", "__main__"},
     "__main__": {"cli"},
 }
-"""What each part may import beside itself and `errors`."""
+"""What each room may import beside itself and `errors`: the layers, from below."""
 
 
 def part_of(module: str) -> str:
@@ -112,6 +104,13 @@ def modules() -> list[tuple[str, Path]]:
     return found
 
 
+def test_the_package_is_rooms_and_nothing_else() -> None:
+    entries = [path for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"]
+    assert {path.name for path in entries if not path.is_dir()} == LOOSE
+    rooms = {path.name for path in entries if path.is_dir() and any(path.rglob("*.py"))}
+    assert rooms == MAY_IMPORT.keys() - {PACKAGE, "errors", "__main__"}
+
+
 @pytest.mark.parametrize(("module", "path"), [pytest.param(*m, id=m[0]) for m in modules()])
 def test_imports_stay_within_the_rule(module: str, path: Path) -> None:
     found = violations(path.read_text("utf-8"), module, is_package=path.name == "__init__.py")
@@ -123,28 +122,35 @@ def test_imports_stay_within_the_rule(module: str, path: Path) -> None:
     [
         ("specdec.kernels.conv.cpu", "from specdec.state_slots.tree import TokenTree"),
         ("specdec.kernels.conv.cpu", "import specdec.models.spec as spec"),
-        ("specdec.kernels.conv.cpu", "def f():\n    from specdec.engine import SpecEngine"),
+        ("specdec.kernels.conv.cpu", "def f():\n    from specdec.engine.engine import SpecEngine"),
         ("specdec.kernels.conv.cpu", "from ...models import spec"),
         ("specdec.kernels.conv.cpu", "from ... import models"),
         ("specdec.kernels.conv.cpu", "from specdec import SpecEngine"),
-        ("specdec.state_slots.arena", "if TYPE_CHECKING:\n    from specdec.request import Request"),
+        ("specdec.state_slots.arena", "if TYPE_CHECKING:\n    from specdec.core.request import Request"),
         ("specdec.state_slots.arena", "import specdec"),
         ("specdec.models.network", "from specdec import draft"),
         ("specdec.draft.mtp", "from specdec.models.network import Network"),
         ("specdec.verify.walk", "from specdec.draft.ngram import propose"),
         ("specdec.verify.walk", "import importlib\nimportlib.import_module('specdec.models.spec')"),
         ("specdec.verify.walk", "from importlib import import_module\nimport_module(f'specdec.models.{x}')"),
-        ("specdec.verify.choose", "from specdec.request import Request"),
-        ("specdec.config", "from specdec.kernels.table import load_kernels"),
-        ("specdec.engine", "from specdec.bench.report import table"),
-        ("specdec.engine", "from specdec import cli"),
+        ("specdec.verify.choose", "from specdec.core.request import Request"),
+        ("specdec.config.engine", "from specdec.kernels.table import load_kernels"),
+        ("specdec.engine.engine", "from specdec.bench.report import table"),
+        ("specdec.engine.engine", "from specdec import cli"),
         ("specdec.errors", "from specdec.kernels.group import Group"),
-        ("specdec.charts.lines", "from specdec.bench.report import table"),
+        ("specdec.config.base", "from specdec.text.tokenizer import Tokenizer"),
+        ("specdec.text.tokenizer", "from specdec.models.checkpoint import few"),
+        ("specdec.draft.policy", "from specdec.core.request import Request"),
+        ("specdec.core.loop", "from specdec.setup.resolve import Resolved"),
+        ("specdec.core.device.step", "from specdec.setup.build import build"),
+        ("specdec.setup.build", "from specdec.engine.thread import Worker"),
+        ("specdec.bench.charts.lines", "from specdec.train.card import write_card"),
+        ("specdec.server.app", "from specdec.bench.report import table"),
         ("specdec.bench.throughput", "from specdec.cli import main"),
-        ("specdec.engine", "from kernels.group import Group"),
-        ("specdec.engine", "import state_slots.arena"),
-        ("specdec.engine", "from specdec.terminal import visible"),
-        ("specdec.__main__", "from specdec.engine import SpecEngine"),
+        ("specdec.engine.engine", "from kernels.group import Group"),
+        ("specdec.engine.engine", "import state_slots.arena"),
+        ("specdec.engine.engine", "from specdec.cli.terminal import visible"),
+        ("specdec.__main__", "from specdec.engine.engine import SpecEngine"),
         ("specdec.novelty", "import json"),
     ],
 )
@@ -159,9 +165,11 @@ def test_imports_against_the_rule_are_caught(module: str, source: str) -> None:
         ("specdec.kernels.conv.cpu", "import torch\nfrom .reference import causal_conv"),
         ("specdec.state_slots.arena", "from specdec.errors import CapacityError"),
         ("specdec.models.network", "from specdec.state_slots.window import Window"),
-        ("specdec.loop", "from specdec.verify.choose import choose"),
-        ("specdec", "from specdec.engine import SpecEngine"),
-        ("specdec.commands", "from specdec import SpecEngine"),
+        ("specdec.core.loop", "from specdec.verify.choose import choose"),
+        ("specdec.text.tokenizer", "from specdec.config.folders import anew"),
+        ("specdec.train.card", "from specdec.bench.charts import Line"),
+        ("specdec", "from specdec.engine.engine import SpecEngine"),
+        ("specdec.cli.commands", "from specdec import SpecEngine"),
     ],
 )
 def test_imports_within_the_rule_pass(module: str, source: str) -> None:

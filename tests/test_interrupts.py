@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.build import Model
-from specdec.worker import Worker
+from specdec.engine.thread import Worker
+from specdec.setup.build import Model
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -58,13 +58,13 @@ def run(*argv: str, **more: str) -> "subprocess.CompletedProcess[str]":
         ("generate", "pydantic"),
         ("generate", "numpy"),
         ("generate", "torch.nn"),
-        ("generate", "specdec.engine"),
+        ("generate", "specdec.engine.engine"),
         ("serve", "aiohttp"),
         ("serve", "specdec.server.run"),
-        ("demo", "specdec.demo"),
+        ("demo", "specdec.cli.demo"),
         ("throughput", "transformers"),
         ("train", "specdec.train.run"),
-        ("top", "specdec.top.view"),
+        ("top", "specdec.cli.top.view"),
     ],
 )
 def test_it_ends_what_is_imported(command: str, module: str, tmp_path: Path) -> None:
@@ -108,16 +108,16 @@ specdec.__main__.main()
 @pytest.mark.parametrize(
     ("command", "stage", "delay", "times"),
     [
-        ("generate", "specdec.build.open_model", "0", 2),
-        ("generate", "specdec.build.load_tokenizer", "0.001", 1),
-        ("generate", "specdec.build.open_weights", "0.002", 2),
-        ("generate", "specdec.build.assemble", "0", 1),
-        ("generate", "specdec.build.warm_up", "0.02", 2),
-        ("generate", "specdec.build.warm_up", "0.05", 1),
-        ("generate", "specdec.build.warm_up", "0.2", 2),
-        ("serve", "specdec.build.warm_up", "0.01", 1),
-        ("demo", "specdec.build.warm_up", "0.1", 2),
-        ("throughput", "specdec.build.warm_up", "0.03", 1),
+        ("generate", "specdec.setup.build.open_model", "0", 2),
+        ("generate", "specdec.setup.build.load_tokenizer", "0.001", 1),
+        ("generate", "specdec.setup.build.open_weights", "0.002", 2),
+        ("generate", "specdec.setup.build.assemble", "0", 1),
+        ("generate", "specdec.setup.build.warm_up", "0.02", 2),
+        ("generate", "specdec.setup.build.warm_up", "0.05", 1),
+        ("generate", "specdec.setup.build.warm_up", "0.2", 2),
+        ("serve", "specdec.setup.build.warm_up", "0.01", 1),
+        ("demo", "specdec.setup.build.warm_up", "0.1", 2),
+        ("throughput", "specdec.setup.build.warm_up", "0.03", 1),
     ],
 )
 def test_it_ends_a_model_that_is_loaded(command: str, stage: str, delay: str, times: int) -> None:
@@ -168,20 +168,20 @@ def test_it_ends_at_any_time(seconds: float) -> None:
 SCRIPT = """
 import os, signal, threading, time
 from specdec import SpecEngine
-import specdec.build
+import specdec.setup.build
 
 def press():
     time.sleep({delay})
     os.kill(os.getpid(), signal.SIGINT)
 
-inner = specdec.build.warm_up
+inner = specdec.setup.build.warm_up
 
 def pressed(*values):
     threading.Thread(target=press, daemon=True).start()
     for _ in range(1000):
         inner(*values)
 
-specdec.build.warm_up = pressed
+specdec.setup.build.warm_up = pressed
 try:
     SpecEngine("tiny")
 except KeyboardInterrupt:

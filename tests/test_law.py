@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
+from specdec.core.batch import Part
+from specdec.core.loop import DecodeLoop
 from specdec.kernels.table import Kernels
-from specdec.loop import DecodeLoop
-from specdec.parts import Part
 from specdec.verify import choose as choosing
 from specdec.verify.choose import Choice, Logprob, Node
 from specdec.verify.walk import AcceptedPath
@@ -124,7 +124,7 @@ def test_accepting_the_second_best_is_rejected(
     folder: Path, law: Mapping[Outcome, float], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: a draft is accepted when it is merely among the target's two best."""
-    monkeypatch.setattr("specdec.loop.choose", choose_with_second)
+    monkeypatch.setattr("specdec.core.loop.choose", choose_with_second)
     monkeypatch.setattr(DecodeLoop, "_walk", walk_by_two)
     statistic, freedom = chi_square(draw(folder, SHAPES[shape]), law)
     print(f"{shape}: chi-square {statistic:.1f} of {freedom}, power {power(statistic, freedom):.6f}")

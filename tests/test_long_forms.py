@@ -4,12 +4,12 @@ import socket
 import time
 from concurrent.futures import Future
 
-from specdec.grammars.compiler import Grammars
-from specdec.grammars.guide import GIVEN_UP_S, Form, Guide, Place
-from specdec.grammars.template import Link
-from specdec.grammars.wire import COST, Kind, framed
 from specdec.models.folder import SHIPPED
-from specdec.text import load_tokenizer
+from specdec.text.grammar.compiler import Grammars
+from specdec.text.grammar.guide import GIVEN_UP_S, Form, Guide, Place
+from specdec.text.grammar.template import Link
+from specdec.text.grammar.wire import COST, Kind, framed
+from specdec.text.tokenizer import load_tokenizer
 
 
 def test_many_long_outputs_of_one_form_are_followed() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.capabilities import AXES, Cell, cells, refusal
-from specdec.grammars import compiler
-from specdec.grammars.template import Template
+from specdec.setup.capabilities import AXES, Cell, cells, refusal
+from specdec.text.grammar import compiler
+from specdec.text.grammar.template import Template
 from tests.agreeing import write_agreeing
 from tests.lossless import (
     FEW,

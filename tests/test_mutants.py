@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.core.batch import Part
 from specdec.errors import SpecdecError
 from specdec.kernels.table import Kernels
-from specdec.parts import Part
 from specdec.state_slots import backing as backings
 from specdec.state_slots import window as windows
 from specdec.state_slots.backing import Committed
@@ -101,7 +101,7 @@ def accepts_a_near_miss(patch: Patch) -> None:
         nodes = (*path.nodes, children[0])
         return AcceptedPath(nodes, (*path.emitted[:-1], tree.tokens[children[0]], chosen[children[0]]))
 
-    patch.setattr("specdec.loop.walk", wrong)
+    patch.setattr("specdec.core.loop.walk", wrong)
 
 
 def no_move(patch: Patch) -> None:
@@ -129,7 +129,7 @@ def folds_twice(patch: Patch) -> None:
         inner(arena, owner, before)
         return before
 
-    patch.setattr("specdec.loop.settle", wrong)
+    patch.setattr("specdec.core.loop.settle", wrong)
 
 
 def stale_record(patch: Patch) -> None:

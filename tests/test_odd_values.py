@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.config.base import Settings
+from specdec.config.structured import Structure
+from specdec.core.outputs import Delta
 from specdec.errors import ConfigError, SpecdecError
-from specdec.outputs import Delta
-from specdec.settings import Settings
-from specdec.structure import Structure
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 HEALTHY = [

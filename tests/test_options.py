@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from specdec.config import EngineConfig
+from specdec.config.base import Settings
+from specdec.config.engine import EngineConfig
+from specdec.config.options import add_settings, at_least, listed, settings_from, settings_table
+from specdec.config.sampling import SamplingParams
+from specdec.config.structured import Structure
 from specdec.errors import ConfigError
-from specdec.options import add_settings, at_least, listed, settings_from, settings_table
-from specdec.sampling import SamplingParams
 from specdec.server.settings import ServerConfig
-from specdec.settings import Settings
-from specdec.structure import Structure
 
 SETTINGS = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -128,7 +128,9 @@ def test_help_says_what_a_setting_does_and_how_a_list_is_written(
 def test_the_documentation_has_every_setting(settings: type[Settings]) -> None:
     _, after = SETTINGS.read_text("utf-8").split(f"<!-- {settings.__name__} -->\n")
     shown, _ = after.split(f"\n<!-- /{settings.__name__} -->")
-    assert shown == settings_table(settings), "put the output of specdec.options.settings_table() there"
+    assert shown == settings_table(settings), (
+        "put the output of specdec.config.options.settings_table() there"
+    )
     assert all(field.title and field.description for field in settings.model_fields.values())
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from specdec.grammars.places import Places
+from specdec.text.grammar.places import Places
 
 LONG_S = 30.0
 

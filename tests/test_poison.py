@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from specdec import SamplingParams, SpecEngine
+from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.proposal import Proposal
 from specdec.errors import EngineError
-from specdec.tenant import Tenant
 from tests.agreeing import CONFIGS, write_agreeing
 
 POISON = 62

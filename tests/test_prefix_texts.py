@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.capabilities import AXES, NO_HEAD, RULES
+from specdec.setup.capabilities import AXES, NO_HEAD, RULES
 from tests.agreeing import END, write_agreeing
 from tests.lossless import SHAPES, memory_for, preempt_each
 from tests.tolerances import FLOAT64_LOGITS

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.config import EngineConfig
-from specdec.footprint import describe_model
+from specdec.config.engine import EngineConfig
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.compiled import compiled
+from specdec.setup.footprint import describe_model
 from tests.agreeing import write_agreeing
 from tests.lossless import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec import resolve as resolution
-from specdec.config import MAX_WINDOW, EngineConfig
+from specdec.config.engine import MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.models import spec
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
-from specdec.resolve import Resolved, resolve
+from specdec.setup import resolve as resolution
+from specdec.setup.resolve import Resolved, resolve
 from specdec.state_slots.layout import KVShape
 
 SMALL = {
@@ -242,7 +242,7 @@ def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, object], field:
 def test_too_little_memory_names_what_helps(
     fields: dict[str, int], says: str, not_says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.resolve.free_memory", lambda device: 1000)
+    monkeypatch.setattr("specdec.setup.resolve.free_memory", lambda device: 1000)
     with pytest.raises(CapacityError) as caught:
         settle(**fields)
     assert caught.value.field == "memory_bytes"

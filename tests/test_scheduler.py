@@ -12,20 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.config.sampling import SamplingParams
+from specdec.core.outputs import Delta
+from specdec.core.request import Request, Said
+from specdec.core.scheduler import Scheduler
+from specdec.core.speculator import Speculation
 from specdec.draft.policy import Policy
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, SpecdecError
 from specdec.kernels.table import load_kernels
-from specdec.outputs import Delta
-from specdec.request import Request, Said
-from specdec.sampling import SamplingParams
-from specdec.scheduler import Scheduler
-from specdec.speculation import Speculation
+from specdec.setup.warmup import Filler
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS, settle
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.verify.choose import Chooser
-from specdec.warmup import Filler
 
 LAYOUT = Layout((KVShape(1, 16),), (StateShape(2, 8, 16, 3, 40),), torch.float32, block_tokens=4)
 LONGEST = 64
@@ -190,7 +190,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
 
 def test_a_request_is_queued_until_it_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(1.0)
-    monkeypatch.setattr("specdec.request.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("specdec.core.request.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     bench = Bench(max_running=1)
     first, second = (bench.submit(number, prompt=4, max_tokens=3) for number in (1, 2))
     while not first.finish_reason:

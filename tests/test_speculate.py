@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specdec import Completion, Delta, SamplingParams, SpecEngine
-from specdec.outputs import DraftTree
-from specdec.parts import Part
-from specdec.streak.runner import Runner
+from specdec.core.batch import Part
+from specdec.core.device.runner import Runner
+from specdec.core.outputs import DraftTree
 from specdec.verify.walk import AcceptedPath
 from tests.agreeing import END, write_agreeing
 from tests.lossless import SHAPES, drafting_engine, plain_cases

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.parts import Part
+from specdec.core.batch import Part
 from specdec.verify.walk import AcceptedPath
 from tests.agreeing import END, write_agreeing
 from tests.lossless import SHAPES, Case, drafting_engine, preempt_each

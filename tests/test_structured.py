@@ -13,12 +13,12 @@ import pytest
 
 from specdec import ConfigError, Delta, RequestError, SamplingParams, SpecdecError, SpecEngine, Structure
 from specdec.bench.random_model import write_random_checkpoint
-from specdec.grammars import compiler, template
-from specdec.grammars.child import receive
-from specdec.grammars.guide import Form, Guide, Place
-from specdec.grammars.template import Link
-from specdec.grammars.wire import COST, Kind, framed, unpack
-from specdec.tenant import Tenant
+from specdec.config.tenant import Tenant
+from specdec.text.grammar import compiler, template
+from specdec.text.grammar.child import receive
+from specdec.text.grammar.guide import Form, Guide, Place
+from specdec.text.grammar.template import Link
+from specdec.text.grammar.wire import COST, Kind, framed, unpack
 from specdec.verify import choose
 from tests.conftest import HYBRID
 

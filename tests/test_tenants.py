@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from specdec import SamplingParams, SpecdecError, SpecEngine
-from specdec import engine as engine_module
 from specdec.bench.random_model import write_random_checkpoint
-from specdec.outputs import Delta
-from specdec.tenant import SOLE, Tenant
+from specdec.config.tenant import SOLE, Tenant
+from specdec.core.outputs import Delta
+from specdec.engine import engine as engine_module
 from tests.conftest import HYBRID
 
 SETTINGS = {"dtype": "float32", "max_model_len": 256, "max_running": 4, "adaptive": False, "num_steps": 4}

@@ -12,7 +12,7 @@ import pytest
 
 from specdec import Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.cli import main
-from specdec.terminal import ACCEPTED, LEGEND, PLAIN, figures, print_choices, stream_text, visible
+from specdec.cli.terminal import ACCEPTED, LEGEND, PLAIN, figures, print_choices, stream_text, visible
 from tests.agreeing import write_agreeing
 
 PROMPT = "def f():"

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from specdec.errors import CheckpointError
-from specdec.text import CONTEXT, Begun, Cutter, Piece, TextStream, Tokenizer, load_tokenizer, overlap
+from specdec.text.tokenizer import (
+    CONTEXT,
+    Begun,
+    Cutter,
+    Piece,
+    TextStream,
+    Tokenizer,
+    load_tokenizer,
+    overlap,
+)
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 SAMPLES = (

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from specdec import SamplingParams, SpecEngine, worker
+from specdec import SamplingParams, SpecEngine
+from specdec.engine import thread
 
 ALONE = """
 import os, time
@@ -36,7 +37,7 @@ def test_helpers_go_and_come_again() -> None:
 
 def test_an_engine_dismisses_them_whenever_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = threading.Semaphore(0)
-    monkeypatch.setattr(worker, "dismiss_helpers", waits.release)
+    monkeypatch.setattr(thread, "dismiss_helpers", waits.release)
     with SpecEngine("tiny", draft="none", max_model_len=256) as engine:
         for _ in range(3):
             assert waits.acquire(timeout=60)

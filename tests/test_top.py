@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from specdec import __version__
 from specdec.cli import main
-from specdec.top.picture import WIDEST, Piece, picture, shown
-from specdec.top.reading import Growth, Reading, shares
-from specdec.top.screen import ENTER, LEAVE, Screen
-from specdec.top.view import Source, View
+from specdec.cli.top.picture import WIDEST, Piece, picture, shown
+from specdec.cli.top.reading import Growth, Reading, shares
+from specdec.cli.top.screen import ENTER, LEAVE, Screen
+from specdec.cli.top.view import Source, View
 from tests.server.live import Live, serving, total
 from tests.test_terminal import CODES, Terminal
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec import build as builder
+from specdec.config.tenant import SOLE
+from specdec.core.loop import DecodeLoop
 from specdec.draft.costs import Costs
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import WIDTHS, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.worth import Worth
-from specdec.loop import DecodeLoop
-from specdec.tenant import SOLE
-from specdec.warmup import ROUNDS, _tried
+from specdec.setup import build as builder
+from specdec.setup.warmup import ROUNDS, _tried
 from tests.agreeing import write_agreeing
 from tests.lossless import memory_for
 
@@ -101,7 +101,7 @@ def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: py
         return inner(self, wants)
 
     monkeypatch.setattr(HeadDrafter, "propose", propose)
-    monkeypatch.setattr("specdec.build.time", SimpleNamespace(thread_time=lambda: now_s[0]))
+    monkeypatch.setattr("specdec.setup.build.time", SimpleNamespace(thread_time=lambda: now_s[0]))
     with engine("mtp", num_steps=4, topk=3, num_draft_tokens=13) as warm:
         policy = warm.model.loop.speculation.policy
         found = {s: policy.drafts[s.topk].predict(1, s.num_steps) for s in policy.shapes}

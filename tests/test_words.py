@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from specdec import ConfigError, RequestError, SamplingParams, SpecEngine, Structure
-from specdec.sampling import MAX_IDS
+from specdec.config.sampling import MAX_IDS
 from specdec.verify.limits import Allowed, Banned
 from tests.agreeing import END, write_agreeing
 from tests.lossless import BAD_WORDS, SHAPES

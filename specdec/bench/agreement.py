@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.resolve import Resolved
+from specdec.setup.resolve import Resolved
 
 EXACT = (torch.float32, torch.float64)
 

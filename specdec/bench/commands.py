@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from specdec.bench.acceptance.prompts import choose
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.config.options import Run, at_least, listed
 from specdec.errors import ConfigError
-from specdec.options import Run, at_least, listed
 
 
 def add_random(parser: argparse.ArgumentParser) -> None:

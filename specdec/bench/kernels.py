@@ -15,12 +15,12 @@ from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.bench.random_model import quiet_transformers, shape_config
 from specdec.bench.report import environment, publish, table
 from specdec.bench.timing import Machine, measure_machine, time_calls
-from specdec.config import EngineConfig
-from specdec.devices import free_memory
+from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.kernels.table import Kernels
 from specdec.models import families, spec
-from specdec.resolve import resolve
+from specdec.setup.devices import free_memory
+from specdec.setup.resolve import resolve
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 """Of a row, as a norm: roundings of the type, and in float32 those of tensor cores. A wrong row is off by 0.1

@@ -7,12 +7,12 @@ import torch
 
 from specdec.bench.random_model import shape_config
 from specdec.bench.time_model import TimeModel
-from specdec.config import EngineConfig
-from specdec.devices import free_memory
+from specdec.config.engine import EngineConfig
+from specdec.core.device.extent import Extent
 from specdec.errors import CapacityError
 from specdec.models import families
-from specdec.resolve import Resolved, resolve
-from specdec.streak.extent import Extent
+from specdec.setup.devices import free_memory
+from specdec.setup.resolve import Resolved, resolve
 
 ARENA_SHARE = 0.8
 """Of what the weights leave; the rest is for activations, logits and graphs."""

@@ -21,13 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import logging as hf_logging
 
 from specdec.bench.random_head import add_random_head
-from specdec.devices import free_memory
+from specdec.config.folders import random_models
 from specdec.errors import CapacityError, ConfigError
-from specdec.footprint import measure
 from specdec.models import families
-from specdec.models.checkpoint import random_models
 from specdec.models.families import stored_dtype
 from specdec.models.shapes import SHAPES
+from specdec.setup.devices import free_memory
+from specdec.setup.footprint import measure
 
 DRAFT = f"draft-{platform.node()}-"
 """What the names of folders begin with, before the process, that are still being written."""

@@ -17,10 +17,10 @@ from specdec.bench.throughput import WINDOW_ROUNDS, Case, Options, legend, longe
 from specdec.bench.time_model import Work
 from specdec.bench.timing import Machine, measure_machine
 from specdec.bench.windows import window_costs, window_table
-from specdec.build import build_random
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
-from specdec.resolve import DEFAULT_STEPS
+from specdec.setup.build import build_random
+from specdec.setup.resolve import DEFAULT_STEPS
 
 
 @dataclass(frozen=True, slots=True)

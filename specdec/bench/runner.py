@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.peers import Sample
-from specdec.build import Model, assemble, build
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.core.outputs import Delta
+from specdec.core.request import Request
 from specdec.errors import ConfigError
-from specdec.outputs import Delta
-from specdec.request import Request
-from specdec.sampling import SamplingParams
+from specdec.setup.build import Model, assemble, build
 from specdec.verify.choose import Chooser
 
 ENGINE = "specdec"

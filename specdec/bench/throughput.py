@@ -18,11 +18,11 @@ from specdec.bench.random_model import cached_checkpoint, quiet_transformers, sh
 from specdec.bench.report import Summary, environment, publish, summarise, table
 from specdec.bench.runner import ENGINE, EngineRunner
 from specdec.bench.windows import PROMPT, window_costs, window_table
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
-from specdec.footprint import Footprint, measure
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import is_narrow
+from specdec.setup.footprint import Footprint, measure
 
 WINDOW_ROUNDS = 30
 EXCUSED_GAP = 1e-4

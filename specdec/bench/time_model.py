@@ -8,9 +8,9 @@ import torch
 
 from specdec.bench.report import table
 from specdec.errors import ConfigError
-from specdec.footprint import Footprint, Parameter, measure
 from specdec.models import spec
 from specdec.models.network import memory_layout
+from specdec.setup.footprint import Footprint, Parameter, measure
 from specdec.state_slots.layout import Layout
 
 NARROW = ("in_a", "in_b", "conv", "router", "shared_gate", "norm", "q_norm", "k_norm")

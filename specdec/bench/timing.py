@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.bench.report import Summary, summarise
-from specdec.streak.capture import Capturer
+from specdec.core.device.capture import Capturer
 
 Call = Callable[[], object]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.report import Summary, summarise, table
-from specdec.build import Model
 from specdec.errors import EngineError
+from specdec.setup.build import Model
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS, Committed
 from specdec.state_slots.layout import Layout

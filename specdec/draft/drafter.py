@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.proposal import Proposal, Shape
-from specdec.tenant import SOLE, Tenant
 
 
 @dataclass(frozen=True, slots=True)

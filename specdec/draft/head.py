@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.grow import ROOT, Grower
@@ -19,7 +20,6 @@ from specdec.kernels.sampling.rules import Rules
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
-from specdec.tenant import Tenant
 
 MOST_UNREAD = 4 << 20
 """Bytes of hidden states kept of a sequence that drafts nothing; beyond, the head reads them to free them."""

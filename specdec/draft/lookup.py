@@ -3,10 +3,10 @@
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
+from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.proposal import Proposal, Shape
-from specdec.tenant import Tenant
 
 
 class TextIndex(Protocol):

@@ -2,11 +2,11 @@
 
 from collections.abc import Hashable, Sequence
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
 from specdec.draft.history import History
 from specdec.draft.proposal import Proposal, Shape
-from specdec.tenant import SOLE, Tenant
 
 MAX_PLACES = 16
 """How many earlier places a tree may be made of, the latest first."""

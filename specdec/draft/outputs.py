@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.history import END, History
-from specdec.tenant import SOLE, Tenant
 
 MAX_TENANTS = 1024
 """An index takes 40 KB before its first token, and salts may be as many as requests."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Hashable, Sequence
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
 from specdec.draft.history import History
 from specdec.draft.outputs import Outputs
 from specdec.draft.proposal import Proposal, Shape
-from specdec.tenant import SOLE, Tenant
 
 NGRAMS = (1, 2, 4, 8, 16)
 """The lengths that are indexed; a match may have any length."""

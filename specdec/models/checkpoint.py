@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specdec.config.folders import anew, has_file
 from specdec.errors import CheckpointError
 from specdec.models.folder import find_folder, short
 
@@ -39,30 +40,6 @@ _DTYPES = {
 
 # json leaves Infinity to Python's own spelling; exporters that avoid it write a tagged object.
 _TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
-
-
-def random_models() -> Path:
-    """Return where random checkpoints are kept: `$XDG_CACHE_HOME/specdec/random`, or under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "specdec" / "random"
-
-
-def anew(folder: Path, otherwise: str = "download it again") -> str:
-    """Say how a damaged model comes back whole: one that we wrote is written again."""
-    if folder.resolve().parent == random_models().resolve():
-        return f"delete {folder}: it is a random model, which the benchmarks write anew"
-    return otherwise
-
-
-def has_file(path: Path) -> bool:
-    """Tell whether a model's folder has a file; a folder of that name, or a link to nothing, is an error."""
-    if path.is_file():
-        return True
-    if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path} is no file, or a link to one that is not there; {anew(path.parent)}", field=path.name
-        )
-    return False
 
 
 class TensorInfo(NamedTuple):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from specdec.config.folders import anew
 from specdec.errors import CheckpointError
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Fp8, Matrix
-from specdec.models.checkpoint import Checkpoint, TensorInfo, anew, few
+from specdec.models.checkpoint import Checkpoint, TensorInfo, few
 from specdec.models.layouts import Layout, Shape
 from specdec.models.sizes import fields_behind
 

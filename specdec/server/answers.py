@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Self
 
-from specdec.engine import SpecEngine
+from specdec.core.outputs import Delta
+from specdec.core.terms import Prepared
+from specdec.engine.engine import SpecEngine
 from specdec.errors import SpecdecError
-from specdec.outputs import Delta
 from specdec.server.failures import Failure
-from specdec.terms import Prepared
 
 SHARE = 0.03
 """Of the time, what the event loop may work while it streams: the engine waits for as much of it."""

@@ -14,8 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from specdec import __version__
-from specdec.outputs import EngineStats
-from specdec.resolve import Resolved
+from specdec.core.outputs import EngineStats
 from specdec.server.answers import Deadline
 from specdec.server.connections import expect_later, read_body
 from specdec.server.failures import Failure, failure_of
@@ -28,6 +27,7 @@ from specdec.server.protocol import SERVER
 from specdec.server.state import State, worked
 from specdec.server.streams import send_whole
 from specdec.server.tools.offer import make_offer, untold
+from specdec.setup.resolve import Resolved
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from specdec.config.sampling import SamplingParams
+from specdec.config.structured import Structure
 from specdec.errors import ConfigError
-from specdec.sampling import SamplingParams
 from specdec.server.failures import Failure, misfit
 from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.tools.bodies import Called, Tool
 from specdec.server.tools.offer import Choice, Offer, make_offer
 from specdec.server.tools.parser import CallFormat
-from specdec.structure import Structure
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]

@@ -4,9 +4,9 @@ import argparse
 import logging
 from functools import partial
 
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.config.options import Run, add_settings, settings_from
 from specdec.models.folder import find_folder
-from specdec.options import Run, add_settings, settings_from
 from specdec.server.logs import FORMATTERS
 from specdec.server.settings import ServerConfig
 

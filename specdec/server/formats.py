@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from specdec.outputs import Delta, DraftTree, RequestStats, TokenLogprob
-from specdec.prompts import Prompt
+from specdec.core.outputs import Delta, DraftTree, RequestStats, TokenLogprob
+from specdec.core.terms import Prepared
+from specdec.engine.prompts import Prompt
 from specdec.server.tools.answer import CallingAnswer
 from specdec.server.tools.offer import Offer
-from specdec.terms import Prepared
-from specdec.text import Tokenizer
+from specdec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 UTF8 = codecs.getincrementaldecoder("utf-8")

@@ -8,7 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.outputs import Delta
+from specdec.core.outputs import Delta
+from specdec.core.terms import Prepared
 from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure, Names, naming, renamed
@@ -17,7 +18,6 @@ from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
 from specdec.server.tools.offer import untold
-from specdec.terms import Prepared
 
 logger = logging.getLogger(__name__)
 

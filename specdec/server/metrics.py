@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
-from specdec.engine import SpecEngine
+from specdec.core.outputs import RequestStats
+from specdec.core.terms import Prepared
+from specdec.engine.engine import SpecEngine
 from specdec.errors import RequestError
-from specdec.outputs import RequestStats
 from specdec.server.answers import Said
 from specdec.server.engine_figures import EngineFigures, renamed
 from specdec.server.failures import Failure
-from specdec.terms import Prepared
 
 FIRST = (
     0.001,

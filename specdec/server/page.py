@@ -1,4 +1,4 @@
-"""The playground at `/`: the files of `specdec/web`, as they ship, and what browsers may do with them."""
+"""The playground at `/`: the files of `web/`, as they ship, and what browsers may do with them."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,7 +29,7 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 def playground() -> Mapping[str, Answer]:
     """Read the files once; return what answers at which address."""
     answers = {}
-    for file in files("specdec").joinpath("web").iterdir():
+    for file in files("specdec.server").joinpath("web").iterdir():
         path = "/" if file.name == "index.html" else FOLDER + file.name
         answers[path] = _answering(file.read_bytes(), KINDS[PurePath(file.name).suffix])
     return answers

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from specdec.config import EngineConfig
-from specdec.engine import SpecEngine
+from specdec.config.engine import EngineConfig
+from specdec.engine.engine import SpecEngine
 from specdec.errors import ConfigError
 from specdec.models.folder import SHIPPED
 from specdec.server.access import Access

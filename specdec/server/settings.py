@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from specdec.sampling import MOST_TOKENS
-from specdec.settings import Settings
+from specdec.config.base import Settings
+from specdec.config.sampling import MOST_TOKENS
 
 
 class ServerConfig(Settings):

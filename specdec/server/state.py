@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.chat import Message, load_template, longest_answer
-from specdec.engine import SpecEngine
+from specdec.config.sampling import SamplingParams
+from specdec.core.terms import Prepared
+from specdec.engine.engine import SpecEngine
+from specdec.engine.prompts import Prompt
 from specdec.errors import RequestError
-from specdec.grammars.guide import Form
 from specdec.models.folder import SHIPPED
-from specdec.prompts import Prompt
-from specdec.sampling import SamplingParams
 from specdec.server.access import Access
 from specdec.server.answers import Bell, Deadline
 from specdec.server.connections import Connections
@@ -25,7 +24,8 @@ from specdec.server.fields import Ignored
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
 from specdec.server.tools.offer import format_of
-from specdec.terms import Prepared
+from specdec.text.chat_template import Message, load_template, longest_answer
+from specdec.text.grammar.guide import Form
 
 logger = logging.getLogger(__name__)
 

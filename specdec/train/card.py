@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from specdec.charts import Line, line_chart
+from specdec.bench.charts import Line, line_chart
 from specdec.train.corpus import HELD_OUT, HELD_OUT_LICENCES
 from specdec.train.recipe import Recipe
 

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from specdec.config.options import Run
 from specdec.errors import ConfigError
-from specdec.options import Run
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +24,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> Run:
-    from specdec.config import EngineConfig
-    from specdec.devices import pick_device
+    from specdec.config.engine import EngineConfig
+    from specdec.setup.devices import pick_device
     from specdec.train.recipe import recipe
     from specdec.train.run import train
 

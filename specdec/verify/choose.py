@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.config.sampling import SamplingParams
 from specdec.kernels.sampling.cpu import best_of
 from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Mask, Penalties, Rules
 from specdec.kernels.table import Kernels
-from specdec.sampling import SamplingParams
 from specdec.verify.limits import Limit, bounded_words
 
 WAIT_S = 0.005

@@ -14,12 +14,12 @@ from specdec.bench.random_fit import fit, fitting
 from specdec.bench.random_model import shape_config
 from specdec.bench.runner import EngineRunner
 from specdec.bench.timing import Machine
-from specdec.build import build_random
 from specdec.cli import main
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.models.shapes import SHAPES
+from specdec.setup.build import build_random
 
 SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
 """A named size that is drawn in no time."""

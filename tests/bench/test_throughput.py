@@ -16,7 +16,7 @@ from specdec.bench.runner import EngineRunner
 from specdec.bench.throughput import EXCUSED_GAP
 from specdec.bench.windows import Probe
 from specdec.cli import main
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 
 SIZES = ["--batch", "1,3", "--prompt-tokens", "5,33", "--new-tokens", "4"]

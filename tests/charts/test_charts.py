@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specdec.charts import Bars, Histogram, Line, bar_chart, histogram_chart, line_chart
-from specdec.charts.lines import COLUMNS
-from specdec.charts.style import label
+from specdec.bench.charts import Bars, Histogram, Line, bar_chart, histogram_chart, line_chart
+from specdec.bench.charts.lines import COLUMNS
+from specdec.bench.charts.style import label
 from tests.browser import dom
 
 SVG = "{http://www.w3.org/2000/svg}"

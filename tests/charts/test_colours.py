@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import specdec
-from specdec.charts.style import COLOURS, DARK, GROUND, LIGHT
+from specdec.bench.charts.style import COLOURS, DARK, GROUND, LIGHT
 
 SIGHTS = {
     "whole": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -61,7 +61,7 @@ def test_colours_are_told_apart_by_every_sight(theme: int) -> None:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_the_playgrounds_depths_are_a_scale_for_every_sight(theme: int) -> None:
     """Deeper is stronger, no depth looks like the verifier's own, and the text on each can be read."""
-    text = (Path(specdec.__file__).parent / "web" / "theme.css").read_text("utf-8")
+    text = (Path(specdec.__file__).parent / "server" / "web" / "theme.css").read_text("utf-8")
     least, span = map(int, re.findall(r"calc\((\d+)% \+ (\d+)% \* var\(--share\)\)", text)[theme])
     shares = [float(share) for share in re.findall(r"--share: ([\d.]+); }", text)]
     paper, ink, draft, own = (COLOURS[name][theme] for name in ("paper", "ink", "c0", "c1"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.charts.scale import fit, linear_ticks, number, percent, spaced, times
+from specdec.bench.charts.scale import fit, linear_ticks, number, percent, spaced, times
 
 values = st.floats(-1e9, 1e9, allow_nan=False)
 positive = st.floats(1e-9, 1e9)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.config.tenant import SOLE
 from specdec.draft import head as heads
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter, Place
@@ -17,7 +18,6 @@ from specdec.models.network import MTPHead
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
-from specdec.tenant import SOLE
 from tests.agreeing import VOCAB, write_agreeing
 from tests.models.runner import CPU, Runner, Sequence_
 

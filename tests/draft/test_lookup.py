@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.lookup import Lookup, TextIndex
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.suffix import SuffixDrafter
-from specdec.tenant import Tenant
 from tests.draft.naive import tokens
 
 SHAPE = Shape(3, 2, 6)

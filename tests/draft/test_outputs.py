@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.draft import outputs as outputs_module
 from specdec.draft.history import END
 from specdec.draft.outputs import Outputs
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.suffix import NGRAMS, SuffixDrafter
-from specdec.tenant import SOLE, Tenant
 from tests.draft.naive import tokens
 
 ALICE, BOB, SALTED = Tenant("alice"), Tenant("bob"), Tenant("alice", "salt")

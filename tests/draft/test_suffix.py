@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.config.tenant import SOLE
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.suffix import NGRAMS, SuffixDrafter, believe_the_counts
-from specdec.tenant import SOLE
 from tests.draft.naive import END, Candidate, continuation, full_tree, longest_match, paths, shapes, tokens
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.capabilities import AXES
+from specdec.setup.capabilities import AXES
 from tests.cells import Family
 from tests.tolerances import EXCUSED_TEXTS, TENSOR_CORE_GAP
 

@@ -19,19 +19,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from specdec import build
-from specdec.build import Model, build_random
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.core.device.graphs import Graphs
+from specdec.core.outputs import Delta
+from specdec.core.request import Request
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Matrix
 from specdec.kernels.table import OPERATIONS, Kernels, load_kernels
 from specdec.models.families import network
 from specdec.models.weights import Scoped, Weights
-from specdec.outputs import Delta
-from specdec.precompile import precompile
-from specdec.request import Request
-from specdec.sampling import SamplingParams
-from specdec.streak.graphs import Graphs
+from specdec.setup import build
+from specdec.setup.build import Model, build_random
+from specdec.setup.precompile import precompile
 from specdec.verify.choose import Chooser
 
 TARGET = GPUTarget("cuda", 90, 32)

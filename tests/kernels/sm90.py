@@ -16,10 +16,10 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
 from specdec.kernels.attention import flashinfer
 from specdec.models.shapes import SHAPES
-from specdec.sampling import SamplingParams
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from tests.kernels import dry

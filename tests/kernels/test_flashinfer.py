@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from specdec.build import Model
+from specdec.core.device.form import Form
 from specdec.kernels.attention import flashinfer, reference
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.group import Group
@@ -19,9 +19,9 @@ from specdec.kernels.self_attention import flashinfer as layer_flashinfer
 from specdec.kernels.self_attention import reference as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.models.shapes import SHAPES
-from specdec.precompile import precompile
-from specdec.resolve import Resolved
-from specdec.streak.form import Form
+from specdec.setup.build import Model
+from specdec.setup.precompile import precompile
+from specdec.setup.resolve import Resolved
 from tests.kernels.test_attention import SCALE, Heads, assert_close, copy_of, make_case, random_tree
 from tests.kernels.test_attention_triton import make_layer
 from tests.streak import without_host

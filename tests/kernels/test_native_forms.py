@@ -9,7 +9,7 @@ import torch
 
 from specdec import EngineConfig
 from specdec.kernels.native import compiled, forms
-from specdec.resolve import CACHED_WEIGHTS, _dtype
+from specdec.setup.resolve import CACHED_WEIGHTS, _dtype
 from tests import processors
 
 
@@ -106,7 +106,7 @@ def test_bfloat16_stays_where_something_multiplies_it_well(
     in_c: bool, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The C forms need no units for it; torch's attention to a prompt needs the library."""
-    monkeypatch.setattr("specdec.resolve.compiled", lambda: object() if in_c else None)
+    monkeypatch.setattr("specdec.setup.resolve.compiled", lambda: object() if in_c else None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: library)
     cpu, config = torch.device("cpu"), EngineConfig()
     small, large = (_dtype(config, cpu, torch.bfloat16, CACHED_WEIGHTS + more) for more in (0, 1))

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.errors import CheckpointError
-from specdec.footprint import describe_model
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Fp8, Matrix
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.weights import RandomWeights, Weights
+from specdec.setup.footprint import describe_model
 from tests.models.canonical import canonical
 from tests.models.fp8_checkpoints import announce, edit, odd_sample, sample, write
 from tests.models.random_checkpoints import Sample, edit_config, read_tensors

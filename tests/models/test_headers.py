@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from specdec import SpecEngine
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.errors import CheckpointError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network
 from specdec.models.fields import LARGEST
 from specdec.models.headers import check_headers
-from specdec.resolve import open_model
+from specdec.setup.resolve import open_model
 from tests.agreeing import write_agreeing
 from tests.models.fp8_checkpoints import sample, write
 from tests.models.random_checkpoints import FAMILIES, Sample, draw, edit_config, save

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from specdec.cli import main
+from specdec.core.loop import DecodeLoop
+from specdec.core.scheduler import Scheduler
+from specdec.core.speculator import Speculation
 from specdec.draft.lookup import Lookup
-from specdec.grammars.template import Template
-from specdec.loop import DecodeLoop
 from specdec.models.network import Block
-from specdec.scheduler import Scheduler
-from specdec.speculation import Speculation
 from specdec.state_slots.backing import RecordBacking
 from specdec.state_slots.slots import SlotPool
+from specdec.text.grammar.template import Template
 
 PLACES: dict[str, tuple[type, str]] = {
     "planned": (Scheduler, "plan"),

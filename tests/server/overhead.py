@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from specdec import SamplingParams, SpecEngine
-from specdec.engine import Prepared
-from specdec.options import at_least
+from specdec.config.options import at_least
+from specdec.engine.engine import Prepared
 from tests.server.live import Live
 
 OPTIONS = ("--draft", "none", "--no-prefix-cache")

@@ -8,10 +8,10 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec import engine
 from specdec.cli import main
+from specdec.config.tenant import SOLE, Tenant
+from specdec.engine import engine
 from specdec.server.access import Access
-from specdec.tenant import SOLE, Tenant
 
 
 def share() -> None:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specdec.grammars import child
+from specdec.text.grammar import child
 from tests.server.faulty import FILE, told
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from specdec.config.tenant import Tenant
 from specdec.errors import ConfigError
 from specdec.server.access import VARIABLE, Access
 from specdec.server.failures import Failure
 from specdec.server.settings import ServerConfig
-from specdec.tenant import Tenant
 
 LOCAL = {"Host": "127.0.0.1:8000"}
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from specdec import SamplingParams
-from specdec.engine import Prepared
+from specdec.core.outputs import Delta
+from specdec.core.terms import Terms
+from specdec.engine.engine import Prepared
 from specdec.errors import EngineError, SpecdecError
-from specdec.outputs import Delta
 from specdec.server import answers as module
 from specdec.server.answers import Answers, Bell, Deadline, Said
-from specdec.terms import Terms
 
 Emit = Callable[[int, Delta | SpecdecError], None]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from specdec.config.sampling import MAX_IDS, SamplingParams
 from specdec.errors import ConfigError
-from specdec.sampling import MAX_IDS, SamplingParams
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
 from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, MOST_PARTS, REFUSED

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
-from specdec.engine import Prepared
+from specdec.core.outputs import Delta, RequestStats
+from specdec.core.terms import Terms
+from specdec.engine.engine import Prepared
 from specdec.errors import CapacityError, EngineError
 from specdec.models.folder import SHIPPED
-from specdec.outputs import Delta, RequestStats
-from specdec.resolve import Resolved, open_model
 from specdec.server.answers import Said
 from specdec.server.failures import Failure
 from specdec.server.metrics import REASONS, Metrics
-from specdec.terms import Terms
+from specdec.setup.resolve import Resolved, open_model
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
 from tests.server.test_guards import LONG, PLAIN, open_stream, running, wait_for

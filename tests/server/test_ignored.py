@@ -8,10 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from specdec.chat import longest_answer
 from specdec.errors import ConfigError
 from specdec.server.fields import IGNORED, LONGEST_NAME, MOST_NAMES
 from specdec.server.settings import ServerConfig
+from specdec.text.chat_template import longest_answer
 from tests.server.live import Live, serving
 from tests.server.test_guards import PLAIN
 from tests.server.tools.scripted import write_scripted

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.charts.style import COLOURS
+from specdec.bench.charts.style import COLOURS
 from specdec.server.page import playground
 from tests.server.live import Live, serving
 
-WEB = Path(__file__).parents[2] / "specdec" / "web"
+WEB = Path(__file__).parents[2] / "specdec" / "server" / "web"
 
 
 @pytest.fixture(scope="module")

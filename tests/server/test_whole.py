@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.outputs import Delta, TokenLogprob
+from specdec.core.outputs import Delta, TokenLogprob
 from specdec.server import generate
 from specdec.server.answers import Said
 from specdec.server.formats import Completions, Envelope, Shown, Usage

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from specdec.core.device.capture import Capturer
+from specdec.core.device.extent import Extent
+from specdec.core.device.form import Form
+from specdec.core.device.graphs import SIZES, Graphs
+from specdec.core.device.rows import Rows
 from specdec.draft.proposal import Shape
-from specdec.streak.capture import Capturer
-from specdec.streak.extent import Extent
-from specdec.streak.form import Form
-from specdec.streak.graphs import SIZES, Graphs
-from specdec.streak.rows import Rows
 
 EXTENT = Extent(rows=20, nodes=4, path=3, drafts=4)
 FORMS = [Form.drafting(shape, greedy=False) for shape in (None, Shape(2, 1, 3))]

@@ -5,6 +5,9 @@ from random import Random
 import pytest
 import torch
 
+from specdec.core.device.extent import Extent
+from specdec.core.device.pack import Packer, spread
+from specdec.core.device.rows import Rows
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
 from specdec.kernels.table import load_kernels
@@ -12,9 +15,6 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import build_window
-from specdec.streak.extent import Extent
-from specdec.streak.pack import Packer, spread
-from specdec.streak.rows import Rows
 
 CPU = torch.device("cpu")
 LONGEST, ROWS = 256, 3

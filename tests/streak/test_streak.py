@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import SamplingParams, SpecEngine
+from specdec.core.device.form import Form
+from specdec.core.device.runner import Pipeline
+from specdec.core.device.streak import Uncaptured
 from specdec.errors import EngineError
-from specdec.streak.form import Form
-from specdec.streak.runner import Pipeline
-from specdec.streak.streak import Uncaptured
 from tests.agreeing import write_agreeing
 from tests.lossless import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from specdec import Completion, SamplingParams, SpecEngine
+from specdec.core.device import streak as streaks
+from specdec.core.device.drafting import DeviceDrafter
+from specdec.core.device.streak import Streak
 from specdec.errors import EngineError
-from specdec.streak import streak as streaks
-from specdec.streak.drafting import DeviceDrafter
-from specdec.streak.streak import Streak
 from tests.agreeing import write_agreeing
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.streak import pack, step
-from specdec.streak.rows import Rows
-from specdec.streak.step import DeviceStep
-from specdec.streak.streak import Streak
+from specdec.core.device import pack, step
+from specdec.core.device.rows import Rows
+from specdec.core.device.step import DeviceStep
+from specdec.core.device.streak import Streak
 from tests.agreeing import write_agreeing
 from tests.lossless import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.build import Model
+from specdec.core.device.form import Form
+from specdec.core.device.step import DeviceStep
 from specdec.draft.proposal import Shape
-from specdec.streak.form import Form
-from specdec.streak.step import DeviceStep
+from specdec.setup.build import Model
 from tests.kernels.sm90 import CASES
 from tests.streak.without_host import AsksTheHostError, make, watched
 

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from specdec import build
-from specdec.build import Model, build_random
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.models.families import network
-from specdec.resolve import Resolved
+from specdec.setup import build
+from specdec.setup.build import Model, build_random
+from specdec.setup.resolve import Resolved
 from tests.kernels.dry import Blank
 
 META = torch.device("meta")

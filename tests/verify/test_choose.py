@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.config.sampling import SamplingParams
 from specdec.kernels.sampling import reference
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.kernels.table import load_kernels
-from specdec.sampling import SamplingParams
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.choose import Chooser, Node, choice_seed, choose
 from specdec.verify.walk import walk

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import SamplingParams
+from specdec.core.terms import Terms
 from specdec.kernels.sampling.cpu import unpack
 from specdec.kernels.table import load_kernels
-from specdec.terms import Terms
 from specdec.verify.choose import Chooser, Node, choose
 from specdec.verify.limits import Allowed, Banned, Limit, NotYet, bounded_words
 

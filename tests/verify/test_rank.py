@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.config.sampling import SamplingParams
 from specdec.kernels.table import load_kernels
-from specdec.sampling import SamplingParams
 from specdec.verify.choose import Chooser, Node, choose, perturb
 from specdec.verify.rank import rank
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
+from specdec.config.sampling import SamplingParams
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
-from specdec.options import Run, add_settings, at_least, listed, one_of, settings_from
-from specdec.sampling import SamplingParams
 
 DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
 DEFAULT_TREE = 16

@@ -6,9 +6,9 @@ import torch
 
 from specdec.bench.acceptance.measure import Answer, Asked
 from specdec.bench.throughput import EXCUSED_GAP
-from specdec.build import Model
+from specdec.config.sampling import SamplingParams
 from specdec.errors import EngineError
-from specdec.sampling import SamplingParams
+from specdec.setup.build import Model
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from specdec.verify.choose import Chooser, Node, perturb

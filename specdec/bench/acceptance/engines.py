@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specdec.bench.acceptance.settings import HEADS, NONE, TRANSFORMERS, Drafting, widest
-from specdec.build import Model, assemble, build
-from specdec.config import EngineConfig
-from specdec.devices import free_memory
+from specdec.config.engine import EngineConfig
 from specdec.draft.head import Head
 from specdec.errors import ConfigError
 from specdec.models.network import Network
-from specdec.resolve import Resolved
-from specdec.text import Tokenizer
+from specdec.setup.build import Model, assemble, build
+from specdec.setup.devices import free_memory
+from specdec.setup.resolve import Resolved
+from specdec.text.tokenizer import Tokenizer
 
 SHARE = 0.5
 """Part of the free memory that engines may hold beside the weights, where nothing says how much."""

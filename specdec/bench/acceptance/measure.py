@@ -9,13 +9,13 @@ from typing import Any, Self
 from specdec.bench.acceptance.looping import loops
 from specdec.bench.acceptance.settings import Group
 from specdec.bench.peers import TransformersPeer
-from specdec.build import Model
-from specdec.counts import PHASES
+from specdec.config.sampling import SamplingParams
+from specdec.core.outputs import Delta
+from specdec.core.request import Request
+from specdec.core.stats import PHASES
 from specdec.errors import SpecdecError
-from specdec.outputs import Delta
-from specdec.request import Request
-from specdec.sampling import SamplingParams
-from specdec.text import Cutter, TextStream, Tokenizer
+from specdec.setup.build import Model
+from specdec.text.tokenizer import Cutter, TextStream, Tokenizer
 from specdec.verify.choose import Chooser
 
 

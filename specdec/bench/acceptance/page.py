@@ -14,8 +14,8 @@ from string import Template
 from typing import Any
 
 from specdec.bench.acceptance.pictures import PICTURES, Record, field, plain
-from specdec.charts import STYLE, times
-from specdec.counts import PHASES
+from specdec.bench.charts import STYLE, times
+from specdec.core.stats import PHASES
 
 NARROW = 380
 """The width of the pictures that a phone is shown."""

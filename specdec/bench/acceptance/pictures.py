@@ -4,7 +4,16 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from specdec.charts import NUM_COLOURS, Bars, Histogram, Line, bar_chart, histogram_chart, line_chart, times
+from specdec.bench.charts import (
+    NUM_COLOURS,
+    Bars,
+    Histogram,
+    Line,
+    bar_chart,
+    histogram_chart,
+    line_chart,
+    times,
+)
 
 Record = dict[str, Any]
 Draw = Callable[..., str]

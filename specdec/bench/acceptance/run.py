@@ -32,13 +32,13 @@ from specdec.bench.kept import is_cut_short
 from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
 from specdec.bench.report import environment, json_line, publish
-from specdec.chat import render as render_chat
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.core.records import Experience
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import is_narrow, read_network
-from specdec.records import Experience
-from specdec.text import Tokenizer, load_tokenizer
+from specdec.text.chat_template import render as render_chat
+from specdec.text.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
-from specdec.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_of
+from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_of
 
 NONE, TRANSFORMERS = "none", "transformers"
 HEADS = ("auto", "mtp", "eagle")

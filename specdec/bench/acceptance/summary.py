@@ -9,7 +9,7 @@ from specdec.bench.acceptance.differing import differ
 from specdec.bench.acceptance.measure import Answer, Measurement
 from specdec.bench.acceptance.settings import TRANSFORMERS, Setting
 from specdec.bench.report import Summary, percentile, summarise
-from specdec.counts import PHASES
+from specdec.core.stats import PHASES
 
 ALL = "all"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from specdec.bench.prefix.generate import KINDS, generate
 from specdec.bench.prefix.traces import Trace, read_trace, write_trace
-from specdec.config import EngineConfig
+from specdec.config.base import MAX_BYTES, parse_bytes
+from specdec.config.engine import EngineConfig
+from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
-from specdec.options import Run, add_settings, at_least, listed, one_of, settings_from
-from specdec.settings import MAX_BYTES, parse_bytes
 
 ABOUT = """\
 Without --engine, no model is run: traces of requests are played to caches of several sizes, and what each

@@ -16,7 +16,7 @@ from specdec.bench.prefix.generate import KINDS, LONGEST, generate
 from specdec.bench.prefix.traces import Trace, Turn
 from specdec.bench.report import environment, percentile, publish, table
 from specdec.bench.throughput import EXCUSED_GAP
-from specdec.config import PREFIX_FIELDS
+from specdec.config.engine import PREFIX_FIELDS
 from specdec.errors import ConfigError, EngineError
 
 RESULT = "prefix-engine.json"

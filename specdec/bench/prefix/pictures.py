@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from specdec.bench.charts import Bars, Line, bar_chart, line_chart
 from specdec.bench.prefix.figures import EDGES, Record, bin_name
-from specdec.charts import Bars, Line, bar_chart, line_chart
 
 
 def write_pictures(records: Sequence[Record], folder: Path) -> None:

@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from specdec.outputs import Delta
+from specdec.core.outputs import Delta
 from specdec.server.tools.offer import Offer
 from specdec.server.tools.source import Arguments, Begin, Event, Text
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specdec.chat import ChatTemplate
-from specdec.forms import unread
+from specdec.config.json_schema import unread
+from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
 from specdec.server.tools.bodies import NamedTool, Tool
 from specdec.server.tools.hermes import Hermes
 from specdec.server.tools.parser import CallFormat, Parser
 from specdec.server.tools.qwen3_coder import Qwen3Coder
-from specdec.structure import LONGEST, Structure
+from specdec.text.chat_template import ChatTemplate
 
 FORMATS: Mapping[str, CallFormat] = {"qwen3_coder": Qwen3Coder(), "hermes": Hermes()}
 """The first whose sign is in a chat template is its model's."""

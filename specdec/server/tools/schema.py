@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.forms import TYPES, referred
+from specdec.config.json_schema import TYPES, referred
 
 NULLS, BOOLEANS = ("null", "None"), {"true": "true", "false": "false"}
 

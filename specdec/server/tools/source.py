@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
-from specdec.text import overlap
+from specdec.text.tokenizer import overlap
 
 R = TypeVar("R")
 LONGEST_NAME = 256

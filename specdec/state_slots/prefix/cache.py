@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.integrity import IntegrityError
 from specdec.state_slots.pinned import sent
 from specdec.state_slots.prefix.rates import Rates
 from specdec.state_slots.prefix.score import Score
 from specdec.state_slots.prefix.tree import Ids, Node, Tree
-from specdec.tenant import SOLE, Tenant
 
 MOVING = "moving"
 """Owns, in the lower tier, what comes from the upper one."""

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.cache import Lease, PrefixCache
 from specdec.state_slots.prefix.score import Score, Work
 from specdec.state_slots.prefix.tree import Ids
-from specdec.tenant import SOLE, Tenant
 
 
 @dataclass(slots=True)

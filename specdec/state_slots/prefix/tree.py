@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.slots import Kept, Owner
-from specdec.tenant import Tenant
 
 Ids = NDArray[np.int32]
 NO_IDS: Ids = np.zeros(0, np.int32)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.cache import Tokens
 from specdec.state_slots.prefix.replay import Replay
 from specdec.state_slots.prefix.score import Work
 from specdec.state_slots.prefix.tree import Ids
-from specdec.tenant import SOLE, Tenant
 
 logger = logging.getLogger(__name__)
 

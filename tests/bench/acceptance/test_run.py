@@ -13,11 +13,11 @@ from specdec.bench.acceptance import differing, run
 from specdec.bench.acceptance.engines import Engines
 from specdec.bench.acceptance.measure import Asked, Length, Measurement, measure, params_for
 from specdec.bench.acceptance.settings import Drafting, Group
-from specdec.build import Model
 from specdec.cli import main
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
+from specdec.core.speculator import Speculation
 from specdec.draft.proposal import Shape
-from specdec.speculation import Speculation
+from specdec.setup.build import Model
 from tests.agreeing import VOCAB
 
 CHAIN, TREE = Drafting("mtp", Shape(4, 1, 5)), Drafting("mtp", Shape(4, 4, 16))

@@ -7,7 +7,7 @@ import pytest
 from specdec.bench.acceptance.measure import Answer, Measurement, pieces
 from specdec.bench.acceptance.settings import Drafting, Group, Setting
 from specdec.bench.acceptance.summary import Pair, records
-from specdec.counts import PHASES
+from specdec.core.stats import PHASES
 from specdec.draft.proposal import Shape
 
 ROUND = (*range(4), *[7] * 6)

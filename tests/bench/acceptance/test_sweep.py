@@ -3,9 +3,9 @@
 import pytest
 
 from specdec.bench.acceptance.settings import Drafting, Group, Setting, Sweep, widest
-from specdec.config import EngineConfig
+from specdec.config.engine import EngineConfig
 from specdec.draft.proposal import Shape
-from specdec.resolve import bounds_of
+from specdec.setup.resolve import bounds_of
 
 CHAIN, TREE, BOUNDS = Shape(4, 1, 5), Shape(4, 4, 16), Shape(5, 4, 8)
 

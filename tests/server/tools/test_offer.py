@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from specdec.chat import ChatTemplate
-from specdec.outputs import Delta
+from specdec.core.outputs import Delta
 from specdec.server.failures import Failure
 from specdec.server.tools.answer import CallingAnswer
 from specdec.server.tools.bodies import Called, NamedFunction, NamedTool, Tool
 from specdec.server.tools.hermes import Hermes
 from specdec.server.tools.offer import FORMATS, Offer, format_of, make_offer
+from specdec.text.chat_template import ChatTemplate
 from tests.server.tools.test_parser import call, element, read
 
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"default": None}}})

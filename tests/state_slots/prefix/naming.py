@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
-from specdec.tenant import SOLE, Tenant
 
 TENANTS = (*[SOLE] * 10, Tenant(salt="other"), Tenant("another"))
 """Other texts are never found, whether a salt is different or a caller."""

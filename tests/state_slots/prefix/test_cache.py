@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from specdec.config.tenant import SOLE
 from specdec.state_slots.prefix import tree as tree_module
 from specdec.state_slots.prefix.cache import Hit, Lease
 from specdec.state_slots.prefix.tree import Ids, Node
-from specdec.tenant import SOLE
 from tests.state_slots.prefix.trial import Trial, make
 
 SEEDS = {

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.prefix.replay import Replay
 from specdec.state_slots.prefix.score import Score
-from specdec.tenant import SOLE, Tenant
 from tests.state_slots.prefix.test_replay import AMPLE, LAYOUT, ids
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.replay import Replay
 from specdec.state_slots.prefix.tree import Ids
-from specdec.tenant import SOLE, Tenant
 
 LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
 AMPLE = 4000 * LAYOUT.slab_bytes

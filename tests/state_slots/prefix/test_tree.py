@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
 from specdec.state_slots.prefix.tree import Ids, Node, Tree
-from specdec.tenant import SOLE, Tenant
 from tests.state_slots.prefix.naming import common, whole_of
 
 SIZE = 4

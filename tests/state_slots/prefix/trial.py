@@ -13,13 +13,13 @@ from random import Random
 import numpy as np
 import torch
 
+from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.cache import Lease, PrefixCache
 from specdec.state_slots.prefix.score import Score
 from specdec.state_slots.prefix.tree import Node, move_blocks
 from specdec.state_slots.slots import Owner
-from specdec.tenant import Tenant
 from tests.state_slots.prefix.naming import TENANTS, Views, common, names, tenant_of, views, whole_of
 
 LETTERS = 3

@@ -1,0 +1,92 @@
+"""The `specdec` command. What a user gets wrong is one line and exit code 2."""
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from specdec import __version__
+from specdec.config.parser import USER_ERROR, Parser
+from specdec.errors import SpecdecError
+
+INTERRUPTED = 130
+
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "generate": ("complete a prompt, streamed to the terminal", "cli.commands:add_generate"),
+        "info": ("what a model is made of and what memory it needs", "cli.commands:add_info"),
+        "bench": ("measure", "cli:add_benchmarks"),
+        "train": ("train the small checkpoint that ships, heads included", "train.commands:add_train"),
+        "serve": ("an HTTP server that clients of OpenAI's API speak to", "server.command:add_server"),
+        "top": ("watch a running server: its memory, requests and drafts", "cli.commands:add_top"),
+        "demo": ("stream completions of the model that ships, drafts in colour", "cli.commands:add_demo"),
+    }
+)
+"""What each does, and what adds its options: a command is imported once it is chosen."""
+
+BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "throughput": ("prefill and decode speed, beside other engines", "cli.commands:add_throughput"),
+        "acceptance": (
+            "how much of drafts is accepted, and what that earns",
+            "bench.acceptance.command:add_acceptance",
+        ),
+        "kernels": ("each operation: checked, then timed beside its bytes", "bench.commands:add_kernels"),
+        "model": ("the bytes of a step and the speed they allow, computed", "bench.commands:add_model"),
+        "prefix": ("what prefixes that are kept save, simulated or timed", "bench.prefix.command:add_prefix"),
+        "serve": ("a running server: latencies, speed, what its drafts earn", "bench.commands:add_serve"),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | None = None) -> int:
+    """Run one command and return its exit code; `on_start` is called when all that it needs is imported."""
+    args = _parser().parse_args(argv)
+    level = logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    command: Callable[[argparse.Namespace], Callable[[], None]] = args.command
+    try:
+        run = command(args)
+        if on_start:
+            on_start()
+        run()
+    except SpecdecError as error:
+        print(f"specdec: {_line(str(error))}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _line(message: str) -> str:
+    """Put a message on one line; names in a checkpoint's files may hold what commands a terminal."""
+    line = "; ".join(message.splitlines())
+    return "".join(own if own.isprintable() else "\N{REPLACEMENT CHARACTER}" for own in line)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="specdec", description="Run hybrid language models, decoded speculatively.")
+    parser.set_defaults(verbose=False)
+    parser.add_argument("--version", action="version", version=f"specdec {__version__}")
+    _add(parser, COMMANDS, "COMMAND")
+    return parser
+
+
+def add_benchmarks(parser: Parser) -> None:
+    """Add the benchmarks below `bench`."""
+    _add(parser, BENCHMARKS, "BENCHMARK")
+
+
+def _add(parser: Parser, commands: Mapping[str, tuple[str, str]], metavar: str) -> None:
+    chosen = parser.add_subparsers(title=f"{metavar.lower()}s", required=True, metavar=metavar)
+    for name, (says, home) in commands.items():
+        chosen.add_parser(name, help=says, fill=partial(_fill, home))
+
+
+def _fill(home: str, parser: Parser) -> None:
+    """Import a command's options, `module:function`, and add them."""
+    module, _, function = home.partition(":")
+    getattr(importlib.import_module(f"specdec.{module}"), function)(parser)

@@ -1,0 +1,238 @@
+"""The commands that have no room of their own.
+
+Each says what is wrong, then imports what it runs and returns it: from there on Ctrl-C is an exception.
+"""
+
+import argparse
+import json
+import re
+import reprlib
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specdec.bench.commands import above_0, add_out, add_random, out_file, secret
+from specdec.config.engine import EngineConfig
+from specdec.config.options import Run, add_settings, at_least, listed, settings_from
+from specdec.config.parser import Parser
+from specdec.config.sampling import SamplingParams
+from specdec.errors import ConfigError, RequestError
+from specdec.models.folder import find_folder, short
+
+COLOURS = ("auto", "always", "never")
+SYNTHETIC = (
+    "SYNTHETIC ACCEPTANCE: drafts are taken at given rates, whatever they say; this text is no model's"
+)
+
+
+def add_generate(parser: Parser) -> None:
+    """Add the options of `specdec generate`."""
+    parser.set_defaults(command=_generate)
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    add = prompt.add_argument
+    add("--prompt", metavar="TEXT")
+    add("--prompt-file", metavar="FILE", help="a file with the prompt; - is standard input")
+    add("--prompt-ids", metavar="IDS", help='token ids, as in "12 7 9"; - reads them from standard input')
+    parser.add_argument("--json", action="store_true", help="print one JSON object per completion instead")
+    parser.add_argument(
+        "--colour",
+        choices=COLOURS,
+        default="auto",
+        help="tokens accepted from the draft; auto: on a terminal, unless NO_COLOR is set (default: auto)",
+    )
+    add_settings(parser, SamplingParams, title="sampling")
+    add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
+
+
+def _generate(args: argparse.Namespace) -> Run:
+    prompt, params = _prompt(args), settings_from(args, SamplingParams)
+    config = settings_from(args, EngineConfig)
+    if config.synthetic_acceptance is not None:
+        print(SYNTHETIC, file=sys.stderr)
+    find_folder(args.model)
+    from specdec.cli.terminal import generate
+
+    whole = params.n > 1 or args.json
+    return partial(
+        generate, args.model, config, prompt, params, whole=whole, as_json=args.json, colour=args.colour
+    )
+
+
+def _prompt(args: argparse.Namespace) -> str | list[int]:
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.prompt_file is not None:
+        return _read(None if args.prompt_file == "-" else Path(args.prompt_file), "--prompt-file")
+    ids = _read(None, "--prompt-ids") if args.prompt_ids == "-" else args.prompt_ids
+    words = ids.replace(",", " ").split()
+    if wrong := [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]:
+        raise RequestError(
+            f'--prompt-ids: {reprlib.repr(wrong[0])} is no token id; give whole numbers, as in "12 7 9"',
+            field="prompt",
+        )
+    return [int(word) for word in words]
+
+
+def _read(path: Path | None, option: str) -> str:
+    """Read a file, or standard input, as UTF-8 whatever the terminal's own encoding is."""
+    source = short(path) if path else "standard input"
+    try:
+        return (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
+    except OSError as error:
+        reason = f"{source} cannot be read: {error.strerror}"
+    except UnicodeDecodeError as error:
+        reason = f"{source} is not UTF-8 text from byte {error.start} on; convert it first"
+    except ValueError as error:  # a name that no file can have
+        reason = f"{source} cannot be read: {error}"
+    raise RequestError(f"{option}: {reason}", field="prompt")
+
+
+def add_info(parser: Parser) -> None:
+    """Add the options of `specdec info`."""
+    parser.set_defaults(command=_info)
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    parser.add_argument(
+        "--length",
+        metavar="TOKENS",
+        type=listed(at_least(1)),
+        default=[1024, 8192, 32768],
+        help="say how many sequences of these lengths fit (default: 1024,8192,32768)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_settings(parser, EngineConfig, title="engine")
+
+
+def _info(args: argparse.Namespace) -> Run:
+    config = settings_from(args, EngineConfig)
+    find_folder(args.model)
+    from specdec.setup.footprint import describe_model
+
+    def show() -> None:
+        described = describe_model(args.model, config, args.length)
+        if args.json:
+            print(json.dumps(described))
+            return
+        width = max(map(len, described))
+        for name, value in described.items():
+            print(f"{name.replace('_', ' ').ljust(width)}  {_plain(name, value)}")
+
+    return show
+
+
+def _plain(name: str, value: Any) -> str:
+    match value:
+        case dict() if name == "sequences":
+            return ", ".join(f"{count:,} of {length}" for length, count in value.items())
+        case dict():
+            return ", ".join(f"{count:,} {kind}" for kind, count in value.items())
+        case float():
+            return f"{value:.2%}"
+        case int() if "bytes" in name:
+            from specdec.cli.terminal import binary
+
+            return f"{value:,} ({binary(value)})" if value >= 1024 else str(value)
+        case int():
+            return f"{value:,}"
+        case _:
+            return str(value)
+
+
+def add_throughput(parser: Parser) -> None:
+    """Add the options of `specdec bench throughput`."""
+    parser.set_defaults(command=_throughput)
+    add, counts = parser.add_argument, listed(at_least(1))
+    add("model", metavar="MODEL", nargs="?", type=Path, help="folder of a Hugging Face checkpoint")
+    add("--shape", metavar="NAME", help="without MODEL: random weights of a named size (default: tiny)")
+    add("--batch", metavar="ROWS", type=counts, default=[1, 4, 16], help="with commas (default: 1,4,16)")
+    add(
+        "--prompt-tokens",
+        metavar="TOKENS",
+        type=counts,
+        default=[32, 512],
+        help="with commas (default: 32,512)",
+    )
+    add("--new-tokens", metavar="TOKENS", type=at_least(1), default=32, help="decode steps (default: 32)")
+    add(
+        "--window",
+        metavar="TOKENS",
+        type=counts,
+        default=[],
+        help="also time windows of these widths, as in 4,8",
+    )
+    add(
+        "--peers",
+        metavar="PEER",
+        type=listed(str),
+        default=[],
+        help="transformers, URLs of servers, or both, with commas",
+    )
+    add("--repeats", metavar="TIMES", type=at_least(1), default=5, help="counted runs (default: 5)")
+    add("--warmup", metavar="TIMES", type=at_least(0), default=1, help="uncounted runs (default: 1)")
+    add_out(parser)
+    add_random(parser)
+    add_settings(parser, EngineConfig, title="engine")
+
+
+def _throughput(args: argparse.Namespace) -> Run:
+    if args.profile and not args.random:
+        raise ConfigError("profile: it belongs to --random; give it too", field="random")
+    if args.model is not None and args.shape is not None:
+        raise ConfigError("shape: a model is named too; measure either of them", field="shape")
+    config = settings_from(args, EngineConfig)
+    if args.fp8:
+        config = EngineConfig.of(config, {"quantize": "fp8"})
+    out = out_file(args)
+    if args.model is not None:
+        find_folder(args.model)
+    # Imported here, for it brings `transformers` along, which nothing else needs.
+    from specdec.bench.random_run import run_random
+    from specdec.bench.throughput import Options, run
+
+    options = Options(
+        model=args.model,
+        shape=args.shape or "tiny",
+        batches=args.batch,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        peers=args.peers,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        seed=config.seed or 0,
+        windows=args.window,
+    )
+    if args.random:
+        return partial(run_random, options, config, out, profile=args.profile)
+    return partial(run, options, config, out)
+
+
+def add_top(parser: Parser) -> None:
+    """Add the options of `specdec top`."""
+    parser.set_defaults(command=_top)
+    add, url = parser.add_argument, "http://127.0.0.1:8000"
+    add("url", metavar="URL", nargs="?", default=url, help=f"a specdec server (default: {url})")
+    add("--interval", metavar="SECONDS", type=above_0, default=1.0, help="between two looks (default: 1)")
+    add("--once", action="store_true", help="print one picture, of two looks, and end")
+    add("--api-key-env", metavar="NAME", help="the environment variable that holds the key")
+
+
+def _top(args: argparse.Namespace) -> Run:
+    # Imported here, for no other command but a benchmark needs an HTTP client.
+    from specdec.bench.client import check_url, reason
+    from specdec.cli.top.view import Options, run
+
+    url, key = check_url(args.url if "://" in args.url else f"http://{args.url}"), secret(args.api_key_env)
+    options = Options(url=url, api_key=key, interval_s=args.interval, once=args.once, reason=reason)
+    return partial(run, options)
+
+
+def add_demo(parser: Parser) -> None:
+    """Add nothing: the demo is always the same."""
+    parser.set_defaults(command=_demo)
+
+
+def _demo(_: argparse.Namespace) -> Run:
+    from specdec.cli.demo import demo
+
+    return demo

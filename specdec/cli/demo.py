@@ -1,0 +1,68 @@
+"""What a newcomer sees first: the shipped model writes, drafts in colour, and what they earned."""
+
+import asyncio
+import statistics
+import sys
+import time
+
+from specdec.cli.terminal import stream_text
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.engine.engine import SpecEngine
+
+PROMPT = '''class Parser:
+    """Read a file of settings."""
+
+    def __init__(self, path):
+'''
+TOKENS, ROUNDS, SKIPPED = 192, 7, 64
+"""Tokens of a text, how often it is written to compare, and its first tokens, which are not timed: what pays
+is learnt by them."""
+MEMORY = 256 << 20
+"""Of each engine: two stand side by side, and neither may take most of what there is."""
+
+
+def demo() -> None:
+    """Stream a text greedily and one at temperature 1, each beside the same engine without drafts."""
+    print("specdec's own small model, which knows Python's syntax and little else:\n", file=sys.stderr)
+    config = EngineConfig(memory_bytes=MEMORY, max_model_len=1024)
+    with SpecEngine("tiny", config) as engine, SpecEngine("tiny", config, draft="none") as plain:
+        for each in (engine, plain):
+            each.model.loop.keep_apart()  # the rounds write one text: to look it up would be no speculation
+        for temperature, title in ((0.0, "greedily"), (1.0, "at temperature 1, with a seed")):
+            params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
+            print(f"--- {title}", file=sys.stderr, flush=True)
+            print(PROMPT, end="", flush=True)
+            stream_text(engine, PROMPT, params)
+            print(f"{_compared(engine, plain, params)}\n", file=sys.stderr, flush=True)
+    print("More: specdec generate tiny --prompt TEXT; specdec bench acceptance tiny", file=sys.stderr)
+
+
+def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> str:
+    """Let both write the same text in turn; say how much faster drafts made it, how sure that is, and why."""
+    ratios, texts = [], set[tuple[int, ...]]()
+    for number in range(ROUNDS):
+        seconds = {}
+        for each in (engine, plain) if number % 2 else (plain, engine):
+            written, seconds[each] = asyncio.run(_timed(each, params))
+            texts.add(written)
+        ratios.append(seconds[plain] / seconds[engine])
+    same = "the same text" if len(texts) == 1 else "another text, by bfloat16's rounding"
+    outlook = engine.stats().speculation
+    return (
+        f"{statistics.median(ratios):.2f} x as fast as without drafts after the first {SKIPPED} tokens "
+        f"(median of {ROUNDS} rounds in turn, {min(ratios):.2f} to {max(ratios):.2f}): {same}\n"
+        f"{outlook.reason if outlook else 'nothing was drafted'}"
+    )
+
+
+async def _timed(engine: SpecEngine, params: SamplingParams) -> tuple[tuple[int, ...], float]:
+    """Write the text; return its tokens, and the seconds of one of those that are timed."""
+    tokens: list[int] = []
+    marks: list[tuple[int, float]] = []
+    async for delta in engine.stream(PROMPT, params):
+        tokens += delta.token_ids
+        if len(tokens) >= SKIPPED:
+            marks.append((len(tokens), time.perf_counter()))
+    (first, start_s), (last, end_s) = marks[0], marks[-1]
+    return tuple(tokens), (end_s - start_s) / (last - first)

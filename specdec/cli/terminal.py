@@ -1,0 +1,194 @@
+"""What `generate` shows: text as it comes, drafted tokens in colour, figures at its end.
+
+Interrupted, it shows what was said until then.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.core.outputs import Completion, Delta, RequestStats
+from specdec.engine.engine import SpecEngine
+from specdec.text.tokenizer import Piece
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey instead of showing it: all but the tab and the end of a line."""
+
+ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
+"""What makes a terminal write what a draft got right, and all else."""
+LEGEND = f"{ACCEPTED}In this colour{PLAIN}: accepted from the draft. The rest is the verifier's own choice."
+
+Prompt = str | list[int]
+
+
+def generate(
+    model: str,
+    config: EngineConfig,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    whole: bool,
+    as_json: bool,
+    colour: str,
+) -> None:
+    """Complete a prompt: streamed, or with `whole` each choice once all have ended."""
+    with SpecEngine(model, config) as engine:
+        if whole:
+            print_choices(engine, prompt, params, as_json=as_json, colour=colour)
+        else:
+            stream_text(engine, prompt, params, colour=colour)
+
+
+def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, colour: str = "auto") -> None:
+    """Print a completion as it comes, and its figures on stderr at the end."""
+    coloured = paints(colour)
+    stats = asyncio.run(_print_deltas(engine, prompt, params, coloured=coloured))
+    if stats is not None:
+        if coloured and stats.accepted:
+            print(f"\n{LEGEND}", end="", file=sys.stderr)
+        print(f"\n{figures(stats, engine.model.settings.drafters)}", file=sys.stderr)
+
+
+def print_choices(
+    engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, as_json: bool, colour: str = "auto"
+) -> None:
+    """Print every choice once all have ended; Ctrl-C prints what they had said by then."""
+    heard: list[list[Delta]] = [[] for _ in range(params.n)]
+    coloured = paints(colour)
+    try:
+        asyncio.run(_hear(engine, prompt, params, heard))
+    except KeyboardInterrupt:
+        _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
+        raise
+    _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
+
+
+def paints(colour: str) -> bool:
+    """Tell whether to write in colour: `auto` does on a terminal, unless NO_COLOR is set to something."""
+    if colour != "auto":
+        return colour == "always"
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
+    """Return pieces as a terminal may show them, those that a draft got right in a colour of their own."""
+    shown, accepted = [], False
+    for text, origin in pieces:
+        if coloured and accepted != (origin > 0):
+            accepted = origin > 0
+            shown.append(ACCEPTED if accepted else PLAIN)
+        shown.append(visible(text))
+    # No colour outlives its piece: whatever is printed next, and whoever stops here, begins plain.
+    return "".join([*shown, PLAIN] if accepted else shown)
+
+
+def visible(text: str) -> str:
+    """Return text as a terminal may show it: escape its control characters, unless it goes elsewhere."""
+    if not sys.stdout.isatty():
+        return text
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def binary(num_bytes: float) -> str:
+    """Write a number of bytes in the largest unit that it reaches."""
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while num_bytes >= 1024 and unit != "TiB":
+        num_bytes, unit = num_bytes / 1024, next(units)
+    return f"{num_bytes:.1f} {unit}"
+
+
+def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
+    """Say how fast a completion was written and what drafts earned."""
+    decode_s = stats.total_s - stats.first_token_s
+    rate = f"{(stats.output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
+    line = (
+        f"{stats.prompt_tokens} tokens read, {stats.output_tokens} written in {stats.total_s:.2f} s: "
+        f"first token after {stats.first_token_s * 1e3:.0f} ms, {rate}"
+    )
+    if stats.drafted:
+        return f"{line}\n{_earned(stats)}"
+    if drafters:
+        names = ", ".join(drafters)
+        return f"{line}\nnothing drafted in {stats.steps} steps by {names}: none was found, or none that pays"
+    return line
+
+
+def _earned(stats: RequestStats) -> str:
+    """Say what drafts gave and took."""
+    depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
+    spent = ", ".join(
+        f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
+    )
+    known = f", {stats.accepted_from_outputs} of them looked up in earlier outputs"
+    return (
+        f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
+        f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps"
+        f"{known if stats.accepted_from_outputs else ''}, by depth {depths}; "
+        f"ms a step: {spent}"
+    )
+
+
+async def _print_deltas(
+    engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, coloured: bool
+) -> RequestStats | None:
+    stats, began = None, False
+    try:
+        async for delta in engine.stream(prompt, params):
+            began = True
+            print(painted(_pieces(engine, delta), coloured=coloured), end="", flush=True)
+            stats = delta.stats
+    except asyncio.CancelledError:
+        began = True
+        raise
+    finally:
+        if began:  # what comes next, an error or the shell's prompt, has a line of its own
+            print(flush=True)
+    return stats
+
+
+async def _hear(engine: SpecEngine, prompt: Prompt, params: SamplingParams, heard: list[list[Delta]]) -> None:
+    """Collect what each choice says into `heard`."""
+    async for delta in engine.stream(prompt, params):
+        heard[delta.index].append(delta)
+
+
+def _print_heard(
+    engine: SpecEngine, prompt: Prompt, heard: list[list[Delta]], *, as_json: bool, coloured: bool
+) -> None:
+    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
+    for index, deltas in enumerate(heard):
+        if as_json:
+            print(_as_json(Completion.of([int(i) for i in ids], index, deltas), ended=_ended(deltas)))
+        else:
+            pieces = [piece for delta in deltas for piece in _pieces(engine, delta)]
+            print(f"[{index}] {painted(pieces, coloured=coloured)}")
+    sys.stdout.flush()
+
+
+def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[Piece]:
+    """Return what can be shown of a delta: without a tokenizer there is no text, but there are ids."""
+    if engine.tokenizer:
+        return delta.pieces
+    return [Piece(f"{token} ", origin) for token, origin in zip(delta.token_ids, delta.origins, strict=True)]
+
+
+def _ended(deltas: list[Delta]) -> bool:
+    """Tell whether a choice came to its end, where its statistics are."""
+    return bool(deltas) and deltas[-1].stats is not None
+
+
+def _as_json(completion: Completion, *, ended: bool) -> str:
+    """Write a completion as one line; one that was cut has no statistics, for they come with its end."""
+    fields = dataclasses.asdict(completion)
+    if ended:
+        fields["stats"]["acceptance_length"] = completion.stats.acceptance_length
+    else:
+        fields["stats"] = None
+    return json.dumps(fields, ensure_ascii=False)

@@ -1,0 +1,150 @@
+"""A server's reading as lines for a terminal of any size, in colours or without."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from specdec.cli.terminal import ACCEPTED, PLAIN, binary, visible
+from specdec.cli.top.reading import Growth, Prefixes, Reading, shares
+
+BOLD, ALARM, INVERSE = "\x1b[1m", "\x1b[31m", "\x1b[7m"
+CLASSES: Mapping[str, tuple[str, str]] = {
+    "KV blocks": ("K", "\x1b[36m"),
+    "states": ("S", "\x1b[34m"),
+    "drafts": ("D", ACCEPTED),
+    "prefixes": ("P", "\x1b[33m"),
+    "holes": ("H", ALARM),
+    "free": (".", ""),
+}
+"""Of the arena: the letter and the colour of each."""
+MARGIN, WIDEST = 11, 84
+"""Columns of the names at the left, and of all that a bar may end at."""
+NARROWEST = 8
+UNKNOWN = "-"
+"""What is not known yet, or a part of nothing."""
+
+
+class Piece(NamedTuple):
+    text: str
+    style: str = ""
+
+
+Line = Sequence[Piece]
+
+
+def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
+    """Show a server; without growth nothing is known of what happens now."""
+    drafters = ", ".join(reading.drafters) or "nobody"
+    lines: list[Line] = [
+        [Piece(f"specdec {reading.version} on {reading.runs}, drafts by {drafters}")],
+        [],
+        *_requests(reading, growth),
+        *_speculation(reading, growth),
+        [],
+        *_arena(reading.arena, width),
+        [],
+    ]
+    if reading.prefixes:
+        lines += _prefixes(reading.prefixes, reading.counts, growth)
+    else:
+        lines.append(_named("prefixes", "none are kept: the server runs with --no-prefix-cache"))
+    moved = f"{reading.counts['moved_blocks']:,} blocks, to leave whole slabs to others"
+    preempted, failed = reading.counts["preemptions"], reading.counts["failed_steps"]
+    trouble = f"{preempted:,} preemptions, {failed:,} failed steps"
+    return [*lines, _named("moved", moved), _named("trouble", trouble, ALARM if failed else "")]
+
+
+def heading(
+    model: str | None, url: str, watched_s: float, trouble: str | None, read_s: float | None = None
+) -> list[Line]:
+    """Say what is watched, and why it is away if it is; then how old what follows is."""
+    names = [Piece(f"{model} ", BOLD)] if model else []
+    lines: list[Line] = [[*names, Piece(f"at {url}, watched for {_clock(watched_s)}")]]
+    if trouble:
+        lines.append([Piece(trouble, ALARM)])
+        if read_s is not None:
+            lines.append([Piece(f"what follows it said {_clock(read_s)} ago", ALARM)])
+    return lines
+
+
+def shown(lines: Sequence[Line], *, width: int | None, coloured: bool) -> list[str]:
+    """Turn lines into what is written: nothing in them is obeyed by a terminal, none is wider than it."""
+    return [_shown(line, width, coloured=coloured) for line in lines]
+
+
+def _shown(line: Line, width: int | None, *, coloured: bool) -> str:
+    written = ""
+    for piece in line:
+        text = visible(piece.text.replace("\n", " ").replace("\t", " "))[:width]
+        width = None if width is None else width - len(text)
+        written += f"{piece.style}{text}{PLAIN}" if coloured and piece.style and text else text
+    return written
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _requests(reading: Reading, growth: Growth | None) -> list[Line]:
+    now = _counted(growth.limited_by) or "nothing" if growth else UNKNOWN
+    total = _counted(reading.limited_by) or "nothing"
+    running = f"{reading.running} running of at most {reading.max_running}, {reading.waiting} waiting"
+    return [_named("requests", running), _named("short of", f"{now} now, {total} overall (steps)")]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    often = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {count:,}" for name, count in often if count)
+
+
+def _speculation(reading: Reading, growth: Growth | None) -> list[Line]:
+    new, counts = growth.counts if growth else {}, reading.counts
+    speed = f"{new['tokens'] / growth.seconds:,.1f}" if growth else UNKNOWN
+    length = f"{new['tokens'] / new['steps']:.2f}" if new.get("steps") else UNKNOWN
+    overall = f"{reading.acceptance_length:.2f}" if counts["steps"] else UNKNOWN
+    taken, ever = _share(new, "accepted", "drafted"), _share(counts, "accepted", "drafted")
+    depths = " ".join(f"{share:.0%}" for share in reading.per_depth)
+    return [
+        _named("speed", f"{speed} tokens/s", ACCEPTED),
+        _named("accepted", f"{length} tokens a step now, {overall} overall"),
+        _named("", f"{taken} of drafted tokens now, {ever} overall"),
+        _named("by depth", f"{depths or UNKNOWN} overall"),
+    ]
+
+
+def _arena(arena: Mapping[str, int], width: int) -> list[Line]:
+    total = sum(arena.values())
+    room = max(min(width, WIDEST) - MARGIN, NARROWEST)
+    cells = zip(arena, shares(list(arena.values()), room), strict=True)
+    bar = [Piece(CLASSES[name][0] * count, _filled(CLASSES[name][1])) for name, count in cells]
+    lines: list[Line] = [[*_named("arena", ""), *bar]]
+    for name, count in arena.items():
+        letter, style = CLASSES[name]
+        share = f"{count / total:.0%}" if total else UNKNOWN
+        says = f" {name:<10} {binary(count):>11} {share:>5}"
+        lines.append([Piece(" " * MARGIN), Piece(letter, _filled(style)), Piece(says)])
+    return lines
+
+
+def _filled(style: str) -> str:
+    return style and style + INVERSE
+
+
+def _prefixes(prefixes: Prefixes, counts: Mapping[str, int], growth: Growth | None) -> list[Line]:
+    new = growth.counts if growth else {}
+    now, overall = _share(new, "hit", "asked"), _share(counts, "hit", "asked")
+    policy = "" if prefixes.alpha is None else f"; alpha {prefixes.alpha:g}"
+    return [
+        _named("prefixes", f"{now} of tokens found now, {overall} overall"),
+        _named("", f"{counts['fetched']:,} tokens fetched from the host's memory overall"),
+        _named("", f"states: {prefixes.states:,} held, {counts['states_evicted']:,} evicted overall"),
+        _named("", f"blocks: {prefixes.blocks:,} held, {counts['blocks_evicted']:,} evicted overall{policy}"),
+    ]
+
+
+def _named(name: str, says: str, style: str = "") -> Line:
+    return [Piece(name.ljust(MARGIN), BOLD if name else ""), Piece(says, style)]
+
+
+def _share(counts: Mapping[str, int], part: str, whole: str) -> str:
+    return f"{counts[part] / counts[whole]:.0%}" if counts.get(whole) else UNKNOWN

@@ -1,0 +1,158 @@
+"""`specdec top`: ask a server again and again, and show what it says until somebody has seen enough."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from specdec.cli.terminal import paints
+from specdec.cli.top.picture import WIDEST, Piece, heading, picture, shown
+from specdec.cli.top.reading import Growth, Reading
+from specdec.cli.top.screen import Screen, size
+from specdec.errors import EngineError
+
+ANSWER_S = 5.0
+"""How long an answer is waited for."""
+FAILURES = (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError, AttributeError)
+"""What a server that is away, or is none of ours, comes to."""
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Whom to ask, and how often."""
+
+    url: str
+    api_key: str | None
+    interval_s: float
+    once: bool
+    reason: Callable[[Exception], str]
+    """Says in words why a server gave no answer."""
+
+
+def run(options: Options) -> None:
+    """Show a server until told to end; once, where that is asked for or no terminal is there."""
+    # A terminal that calls itself dumb cannot be drawn over.
+    is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    asyncio.run(_once(options) if options.once or not is_drawn else _live(options))
+
+
+class Source:
+    """Asks one server, over one connection."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        self.session = aiohttp.ClientSession(headers=headers, timeout=timeout, raise_for_status=True)
+
+    async def read(self) -> Reading:
+        async with self.session.get(f"{self.options.url}/server_info") as reply:
+            return Reading.of(await reply.json(), time.monotonic())
+
+    def why(self, error: Exception) -> str:
+        """Say why there was no reading, and what helps."""
+        if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
+            return "it wants a key, or another one: --api-key-env names its variable"
+        return self.options.reason(error)
+
+
+async def _once(options: Options) -> None:
+    """Print one picture: of two readings, so that it has what happens between them."""
+    source = Source(options)
+    async with source.session:
+        try:
+            before = await source.read()
+            await asyncio.sleep(options.interval_s)
+            now = await source.read()
+        except FAILURES as error:
+            raise EngineError(f"url: {options.url}: {source.why(error)}", field="url") from error
+    width = size()[0] if sys.stdout.isatty() else None
+    lines = [
+        *heading(now.model, options.url, now.at_s - before.at_s, None),
+        *picture(now, Growth.between(before, now), width or WIDEST),
+    ]
+    print("\n".join(shown(lines, width=width, coloured=paints("auto"))))
+
+
+async def _live(options: Options) -> None:
+    loop, source = asyncio.get_running_loop(), Source(options)
+    async with source.session:
+        with Screen() as screen:
+            view = View(source, screen)
+            task = asyncio.create_task(view.watch())
+            for number in ENDS:
+                loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(signal.SIGTSTP, view.pause)
+            if screen.keys is not None:
+                loop.add_reader(screen.keys, _press, screen.keys, task)
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def _press(keys: int, task: asyncio.Task[None]) -> None:
+    """Take what was typed; a terminal that is gone types nothing any more."""
+    try:
+        typed = os.read(keys, 1024)
+    except OSError:
+        typed = b""
+    if not typed or b"q" in typed:
+        task.cancel()
+
+
+class View:
+    """Keeps what was read last, and shows it as long as nothing newer comes."""
+
+    def __init__(self, source: Source, screen: Screen) -> None:
+        self.source, self.screen = source, screen
+        self.begun_s = time.monotonic()
+        self.reading: Reading | None = None
+        self.growth: Growth | None = None
+        self.trouble: str | None = None
+
+    async def watch(self) -> None:
+        """Ask and draw until cancelled."""
+        self.draw()
+        while True:
+            asked_s = time.monotonic()
+            await self.look()
+            self.draw()
+            left_s = self.source.options.interval_s - (time.monotonic() - asked_s)
+            await asyncio.sleep(max(left_s, 0))
+
+    async def look(self) -> None:
+        """Read once more; what was read before a server was away is nothing to compare with."""
+        try:
+            now = await self.source.read()
+        except FAILURES as error:
+            self.growth, self.trouble = None, f"{self.source.why(error)}; trying again"
+            return
+        goes_on = self.reading is not None and self.trouble is None
+        self.growth = Growth.between(self.reading, now) if self.reading and goes_on else None
+        self.reading, self.trouble = now, None
+
+    def draw(self) -> None:
+        reading, width = self.reading, size()[0]
+        now_s, url = time.monotonic(), self.source.options.url
+        watched_s = now_s - self.begun_s
+        if reading is None:
+            lines = heading(None, url, watched_s, self.trouble)
+        else:
+            lines = heading(reading.model, url, watched_s, self.trouble, now_s - reading.at_s)
+            lines += picture(reading, self.growth, width)
+        ends = "Ctrl-C ends it" if self.screen.keys is None else "q or Ctrl-C ends it"
+        lines += [[], [Piece(ends)]]
+        self.screen.draw(shown(lines, width=width, coloured=paints("auto")))
+
+    def pause(self) -> None:
+        """Give the terminal back while the process is stopped."""
+        self.screen.leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.screen.enter()
+        self.draw()

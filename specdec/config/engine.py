@@ -1,0 +1,236 @@
+"""What a user may set of an engine."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from specdec.config.base import MAX_BYTES, Settings, contradiction, parse_bytes
+from specdec.errors import ConfigError
+
+MAX_WINDOW = 64
+"""The widest window that can be recorded."""
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+PREFIX_FIELDS = ("prefix_policy", "prefix_alpha", "host_cache_bytes")
+"""What only a cache of prefixes has a use for."""
+HEAD_FIELDS = ("draft_model", "draft_vocab", "draft_window")
+"""What only a head has a use for."""
+DRAFTERS = "auto, none, mtp, eagle, ngram or suffix"
+
+
+class EngineConfig(Settings):
+    """How an engine runs. None and "auto" leave the choice to the engine.
+
+    Contradictory: settings of drafting with `draft="none"`, a `draft_model` for a drafter that has none
+    of its own, and more `num_draft_tokens` than `num_steps` and `topk` can grow, the root counted.
+    """
+
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        title="where the model runs; auto: the GPU where torch finds one, else the CPU",
+        description="auto, cpu, cuda or cuda:<number>",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        "auto",
+        title="what is computed in; auto: as the checkpoint is stored, but on a CPU float32 for float16, for "
+        "bfloat16 without AVX-512, and for up to 64 MiB of weights where no C form multiplies "
+        "them",
+        description="auto, float32, bfloat16, float16 or float64",
+    )
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale, and in "
+        "bfloat16 the width of a window then changes a text more often",
+        description="auto or fp8",
+    )
+    quantize: Literal["fp8"] | None = Field(
+        None,
+        title="fp8: round large matrices to 8 bits as they are loaded, as published ones are; a GPU keeps "
+        "them so, a CPU widens them again and saves nothing",
+        description="fp8 or None",
+    )
+    draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
+        "auto",
+        title="who drafts; auto: the head of draft_model, or else the model's multi-token head, where it has "
+        "one, with suffixes on a CPU",
+        description=DRAFTERS,
+    )
+    draft_model: NonEmpty | None = Field(
+        None,
+        title="weights of an EAGLE head (1 to 3) in safetensors; None: for eagle the folder eagle3 or eagle "
+        "in the model's own",
+        description="the folder of a draft head, or None",
+    )
+    draft_vocab: int | None = Field(
+        None,
+        ge=1,
+        title="a head drafts only so many tokens, the commonest by token_counts.json in the model's folder; "
+        "fewer rows of its output are read",
+        description="a whole number of at least 1, or None for all",
+    )
+    draft_window: int | None = Field(
+        None,
+        ge=1,
+        title="a head's attention reads so many of the last tokens, and the rest of the block of 16 that the "
+        "first of them lies in",
+        description="a whole number of at least 1, or None for all",
+    )
+    num_steps: int | None = Field(
+        None,
+        ge=1,
+        title="how deep a draft is at most; None: 5, or what num_draft_tokens implies",
+        description="a whole number of at least 1, or None",
+    )
+    topk: int | None = Field(
+        None,
+        ge=1,
+        title="children of a drafted token at most; None: 4, but 1 where num_steps or num_draft_tokens are "
+        "given and leave no room for a tree",
+        description="a whole number of at least 1 (1 drafts a chain), or None",
+    )
+    num_draft_tokens: int | None = Field(
+        None,
+        ge=2,
+        le=MAX_WINDOW,
+        title="tokens verified in a step at most, the last certain one counted; None: 8, or num_steps + 1 "
+        "for a chain and for a deeper tree",
+        description=f"a whole number from 2 (the root and one draft) to {MAX_WINDOW}, or None",
+    )
+    adaptive: bool = Field(
+        True,
+        title="measure, and draft each step what pays, nothing included; False: always the largest draft",
+        description="True or False",
+    )
+    draft_noise: bool = Field(
+        True,
+        title="rank a head's guesses with the noise by which the target will choose; False: by its logits "
+        "alone, to measure what the noise is worth; it changes no text",
+        description="True or False",
+    )
+    slots: Literal["record", "snapshot"] = Field(
+        "record",
+        title="what a draft token keeps: the record of what it adds to the state, or the whole state",
+        description="record or snapshot",
+    )
+    memory_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
+        None,
+        ge=1,
+        le=MAX_BYTES,
+        title="memory for sequences and drafts, beside the weights; None: what max_running sequences of "
+        "max_model_len need, at most 40 % of what is free beside the weights, on a GPU 80 %",
+        description='a number of bytes such as 2147483648 or "2GiB", or None',
+    )
+    max_running: int = Field(
+        256,
+        ge=1,
+        title="sequences that take part in a step at most; others wait",
+        description="a whole number of at least 1",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        title="tokens of a sequence at most, prompt and output; None: the model's own limit, or what "
+        "memory_bytes holds where that is less",
+        description="a whole number of at least 2, or None",
+    )
+    chunk_tokens: int = Field(
+        512,
+        ge=1,
+        title="tokens of prompts that one step reads at most, beside the sequences that write",
+        description="a whole number of at least 1",
+    )
+    prefix_cache: bool = Field(
+        True,
+        title="keep what requests have read, in memory that nobody else wants, for those that begin alike",
+        description="True or False",
+    )
+    prefix_policy: Literal["tuned", "lru", "flops"] = Field(
+        "tuned",
+        title="which prefixes give way first: lru those used longest ago; flops weighs in, by prefix_alpha, "
+        "the work that they save for their bytes; tuned finds that weight by trying, beside the engine",
+        description="tuned, lru or flops",
+    )
+    prefix_alpha: float | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        title="weight of the work saved beside recency, for prefix_policy flops; None: 1",
+        description="a number from 0 to 1000, or None",
+    )
+    host_cache_bytes: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        0,
+        ge=0,
+        le=MAX_BYTES,
+        title="memory of the host for prefixes that have to give way, fetched again where that takes less "
+        "time than to read them; 0: they are forgotten",
+        description='a number of bytes such as 2147483648 or "2GiB"; 0 for none',
+    )
+    kernels: Literal["auto", "reference", "cpu", "native", "triton", "flashinfer"] = Field(
+        "auto",
+        title="how operations are computed; auto: on a CPU native (C) in float32 and bfloat16 where there is "
+        "a C compiler, on a GPU triton, else cpu (plain torch); flashinfer: triton's, but FlashInfer attends "
+        "where it can; reference is the slow specification",
+        description="auto, reference, cpu, native, triton or flashinfer",
+    )
+    graphs: bool | None = Field(
+        None,
+        title="let the device decide the steps in which every row decodes, captured as graphs on a GPU; "
+        "None: on a GPU",
+        description="True, False, or None",
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        title="what the seeds of requests that give none are drawn from; None: from the system",
+        description="a whole number of 64 bits, or None",
+    )
+    synthetic_acceptance: Annotated[float, Field(ge=1)] | list[Rate] | None = Field(
+        None,
+        title="for benchmarks on random weights: accept drafts at this length or these rates, whatever they "
+        "say; the text is then no model's",
+        description="an acceptance length of at least 1, a list of rates by depth from 0 to 1, or None",
+    )
+
+    @classmethod
+    def of(cls, config: "EngineConfig | None", fields: Mapping[str, object]) -> "EngineConfig":
+        """Return `config` with `fields` in place of its own; neither given, the defaults."""
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"config cannot be {config!r}; give an EngineConfig or None.", field="config")
+        given = {name: getattr(config, name) for name in config.model_fields_set} if config else {}
+        return cls.model_validate({**given, **fields})
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_draft()
+        self._check_tree()
+        return self
+
+    def _check_draft(self) -> None:
+        if self.draft == "none":
+            for field in (*HEAD_FIELDS, "num_steps", "topk", "num_draft_tokens", "synthetic_acceptance"):
+                if getattr(self, field) is not None:
+                    raise contradiction(
+                        field, 'it has no meaning with draft="none"; choose a drafter or leave it out.'
+                    )
+        elif self.draft_model is not None and self.draft not in ("auto", "eagle"):
+            raise contradiction(
+                "draft_model",
+                f"draft={self.draft!r} reads no weights of its own; leave it out or choose eagle.",
+            )
+
+    def _check_tree(self) -> None:
+        """Refuse more tokens than a chain or a tree of that depth and width has nodes."""
+        if self.num_draft_tokens is None or self.num_steps is None or self.topk is None:
+            return
+        most = 1 + self.topk + self.topk**2 * (self.num_steps - 1)
+        if self.num_draft_tokens > most:
+            raise contradiction(
+                "num_draft_tokens",
+                f"num_steps={self.num_steps} and topk={self.topk} grow at most {most} tokens, with the root, "
+                f"not {self.num_draft_tokens}; lower it or raise the other two.",
+            )

@@ -1,0 +1,175 @@
+"""Settings as command-line options: one `--dashed-name` for each field, made from the settings class."""
+
+import argparse
+import re
+import types
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from specdec.config.base import Settings
+from specdec.config.parser import Help
+
+S = TypeVar("S", bound=Settings)
+Run = Callable[[], None]
+"""What a command does once its options are read and what it needs is imported."""
+
+COMMON = frozenset(
+    {
+        *("device", "dtype", "draft", "num_steps", "topk", "num_draft_tokens"),
+        *("memory_bytes", "max_running", "max_model_len", "prefix_cache"),
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", "seed", "n"),
+        *("host", "port", "served_model_name", "api_key", "allowed_origins"),
+    }
+)
+"""The settings that --help shows, in a line or two each; --help-all shows all, at length."""
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, settings: type[Settings], *, title: str, without: Collection[str] = ()
+) -> None:
+    """Add an option for each field. Those not given leave no trace, so that the class keeps its defaults."""
+    group = parser.add_argument_group(title)
+    for name, field in settings.model_fields.items():
+        kinds = _kinds(field.annotation)
+        if name not in without and not any(issubclass(kind, dict | Settings) for kind in kinds):
+            _add_field(group, name, field)
+
+
+def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
+    """Build the settings from the options that were given; what they refuse is a ConfigError."""
+    given = {name: value for name, value in vars(args).items() if name in settings.model_fields}
+    # A list that was given once, as None, is not given.
+    return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
+
+
+def settings_table(settings: type[Settings]) -> str:
+    """Render the fields as docs/settings.md shows them."""
+    rows = [["field", "what it does", "values", "default"], ["---"] * 4]
+    for name, field in settings.model_fields.items():
+        rows.append([f"`{name}`", field.title or "", field.description or "", f"`{field.default!r}`"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
+
+
+def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    option, kinds = f"--{name.replace('_', '-')}", _kinds(field.annotation)
+    says = Help(_help(field), _brief(field) if name in COMMON else "")
+    absent = argparse.SUPPRESS
+    if bool in kinds:
+        switch = argparse.BooleanOptionalAction
+        group.add_argument(option, dest=name, action=switch, default=absent, help=says)
+        return
+    is_list = list in kinds and float not in kinds
+    group.add_argument(
+        option,
+        dest=name,
+        metavar=name.rsplit("_", 1)[-1].upper(),
+        type=_reader(kinds, texts=str in kinds | _listed_kinds(field.annotation)),
+        action="append" if is_list else "store",
+        default=absent,
+        help=says,
+    )
+
+
+def _help(field: FieldInfo) -> str:
+    kinds = _kinds(field.annotation)
+    notation = ""
+    if list in kinds:
+        notation = "; a list is written 0.9,0.5" if float in kinds else "; one each time, may be repeated"
+    return f"{field.title}: {field.description}{notation}{_default(field)}".replace("%", "%%")
+
+
+def _brief(field: FieldInfo) -> str:
+    """Return what a field does in its title's first words."""
+    return f"{(field.title or '').partition(';')[0]}{_default(field)}".replace("%", "%%")
+
+
+def _default(field: FieldInfo) -> str:
+    return "" if field.default is None else f" (default: {field.default})"
+
+
+def _reader(kinds: set[type], *, texts: bool) -> Callable[[str], object]:
+    """Choose how an option's text is read. `None` may be one of several texts, such as those that stop."""
+    may_be_none = types.NoneType in kinds and not {str, list} <= kinds
+
+    def read(value: str) -> object:
+        if may_be_none and value.lower() == "none":
+            return None
+        return value if texts else _number(value)
+
+    return read
+
+
+def _kinds(annotation: Any) -> set[type]:
+    """Return the types that a value may have: a list's or a mapping's own, not those of what is in it."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return set().union(*map(_kinds, get_args(annotation)))
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if origin is Literal:
+        return {type(value) for value in get_args(annotation)}
+    return {origin or annotation}
+
+
+def _listed_kinds(annotation: Any) -> set[type]:
+    """Return the types of what a list holds."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*map(_listed_kinds, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        return _listed_kinds(get_args(annotation)[0])
+    return _kinds(get_args(annotation)[0]) if get_origin(annotation) is list else set()
+
+
+def _number(value: str) -> object:
+    """Read a number or a list of them; the rest stays text, for the settings to refuse in their words."""
+    inner = value.strip().removeprefix("[").removesuffix("]")
+    if inner == value.strip() and "," not in inner:
+        return _decimal(inner)
+    numbers = [_decimal(part.strip()) for part in inner.split(",")]
+    return value if any(isinstance(number, str) for number in numbers) else numbers
+
+
+def _decimal(text: str) -> int | float | str:
+    """Read a number as people write it, .5 and 1. too; what is none stays text."""
+    if re.fullmatch(r"[+-]?\d{1,30}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """Make a type of option that reads a whole number and bounds it below."""
+
+    def read(value: str) -> int:
+        number = _decimal(value)
+        if not isinstance(number, int):
+            raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
+        if number < smallest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {smallest}")
+        return number
+
+    return read
+
+
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Make a type of option that reads values between commas."""
+
+    def read(value: str) -> list[Any]:
+        try:
+            return [parse(part.strip()) for part in value.split(",")]
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; write values between commas") from None
+
+    return read
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Make a type of option that takes one of some words."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return read

@@ -1,0 +1,236 @@
+"""What a user may set of a request: how its tokens are chosen and when it ends."""
+
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, InstanceOf, model_validator
+
+from specdec.config.base import Settings, contradiction
+from specdec.config.structured import Structure
+from specdec.errors import ConfigError
+
+GREEDY_BELOW = 1e-5
+"""A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
+MOST_TOKENS = 1 << 31
+MAX_STOPS = 64
+MAX_IDS = 1 << 18
+"""More than any vocabulary has."""
+MAX_BIASES = 1024
+"""Each is looked at for every token, while all others wait."""
+
+
+def _round_to_greedy(value: object) -> object:
+    return 0.0 if isinstance(value, int | float) and 0 <= value < GREEDY_BELOW else value
+
+
+def _refuse_surrogates(value: object) -> object:
+    try:
+        if isinstance(value, str):
+            value.encode()
+        return value
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "SamplingParams.cache_salt is no valid Unicode; give a text of 1 to 256 characters, or None.",
+            field="cache_salt",
+        ) from None
+
+
+def _distinct(value: object) -> object:
+    """Drop what is given more than once; numbers that no token has may be chosen to have one hash."""
+    if isinstance(value, list) and all(type(own) is int and own.bit_length() <= 32 for own in value):
+        return list(dict.fromkeys(value))
+    return value
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class SamplingParams(Settings):
+    """How one request's tokens are chosen and when it ends.
+
+    Contradictory: several choices (`n`) at temperature 0, which would all be the same text. Filters such as
+    `top_p` are allowed at temperature 0, where they change nothing, because clients send them always.
+    """
+
+    max_tokens: int = Field(
+        16,
+        ge=0,
+        le=MOST_TOKENS,
+        title="how many tokens are written at most; fewer where max_model_len ends the sequence",
+        description="a whole number from 1 to 2147483648, or 0 with prompt_logprobs",
+    )
+    temperature: Annotated[float, BeforeValidator(_round_to_greedy)] = Field(
+        1.0,
+        ge=0,
+        title="what logits are divided by before a token is drawn",
+        description="a number of at least 0; 0 always takes the likeliest token",
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        title="draw from the fewest likeliest tokens that have this probability together",
+        description="a number above 0 and at most 1; 1 switches it off",
+    )
+    top_k: int = Field(
+        0,
+        ge=-1,
+        title="draw from so many of the likeliest tokens",
+        description="a whole number of at least 1, or 0 or -1 to switch it off",
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        title="drop tokens less likely than this part of the likeliest one's probability",
+        description="a number from 0 to 1; 0 switches it off",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        title="positive logits of tokens in the prompt or output are divided by it, negative ones multiplied",
+        description="a number from 0.01 to 100; 1 switches it off",
+    )
+    presence_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        title="taken from the logit of each token that stands in the output",
+        description="a number from -2 to 2; 0 switches it off",
+    )
+    frequency_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        title="taken from a token's logit once for each time that it stands in the output",
+        description="a number from -2 to 2; 0 switches it off",
+    )
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
+        None,
+        title="texts that end the output; it ends before the first of them",
+        description=f"a string or a list of at most {MAX_STOPS} strings of 1 to 1024 characters",
+    )
+    stop_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
+        None,
+        title="tokens that end the output, beside the model's own end; they have no text",
+        description=f"a list of at most {MAX_IDS} token ids (whole numbers from 0)",
+    )
+    include_stop_str_in_output: bool = Field(
+        False,
+        title="end the text behind the stop string, or the text of the stop token, and not before it",
+        description="True or False",
+    )
+    skip_special_tokens: bool = Field(
+        True,
+        title="leave special tokens out of the text; False spells them out, but for an end that is left out",
+        description="True or False",
+    )
+    ignore_eos: bool = Field(
+        False,
+        title="write on past the model's own end tokens, up to max_tokens",
+        description="True or False",
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        title="the same seed draws the same text, with drafts and without; None draws one for the request",
+        description="a whole number of 64 bits, or None",
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        title="log-probabilities of the chosen token and of the likeliest, of the model's raw logits: before "
+        "bias, penalties, temperature and filters",
+        description="how many alternatives to show beside the chosen token, 0 to 20, or None",
+    )
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = Field(
+        None,
+        title="added to the logits of these tokens",
+        description=f"a mapping from at most {MAX_BIASES} token ids to numbers from -100 to 100",
+    )
+    allowed_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
+        None,
+        min_length=1,
+        title="choose among these tokens alone; the model's end is one that may be left out",
+        description=f"a list of at most {MAX_IDS} token ids (whole numbers from 0), or None",
+    )
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
+        None,
+        title="words that are not written: the last token of one, as the tokenizer spells it at a text's "
+        "beginning or after a blank, is not chosen behind the others; one that begins with a line break, a "
+        "tab or two blanks is spelled as it is",
+        description=f"a list of at most {MAX_STOPS} strings of 1 to 1024 characters and 128 tokens, or None",
+    )
+    n: int = Field(
+        1,
+        ge=1,
+        le=128,
+        title="how many choices are written, each with a seed of its own that follows from `seed`",
+        description="a whole number from 1 to 128",
+    )
+    min_tokens: int = Field(
+        0,
+        ge=0,
+        title="how many tokens are written before any may end the output; a stop string that is complete "
+        "within them is text, one that begins there and ends later is none",
+        description="a whole number from 0 to max_tokens",
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        title="log-probabilities, as `logprobs` has them, of the prompt's tokens; the first has none",
+        description="how many alternatives to show beside each, 0 to 20, or None",
+    )
+    cache_salt: Annotated[str | None, BeforeValidator(_refuse_surrogates)] = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        title="share prefixes and look-ups with requests of the same salt alone; no other can tell of them",
+        description="a text of 1 to 256 characters, or None",
+    )
+    cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None,
+        max_length=16,
+        title="lengths of the prompt, in tokens, that later ones will begin with, a system prompt's for one: "
+        "where it is read for the first time, its state is kept there too",
+        description="a list of at most 16 whole numbers of at least 1, or None",
+    )
+    structured_outputs: InstanceOf[Structure] | None = Field(
+        None,
+        title="the form that the output must have; drafts keep to it too",
+        description="a Structure (a JSON schema, a regular expression, ...), or None",
+    )
+    speculate: bool = Field(
+        True,
+        title="let drafts be made for the request; without them the text is the same by design, only slower",
+        description="True or False",
+    )
+    trees: bool = Field(
+        False,
+        title="give each verify step's draft, with what was accepted of it: drafts of deltas and completions",
+        description="True or False",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.n > 1 and self.temperature == 0:
+            raise contradiction(
+                "n",
+                f"{self.n} choices at temperature 0 would be one text; raise temperature or leave n at 1.",
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise contradiction(
+                "max_tokens", "0 writes nothing and tells nothing; give at least 1, or prompt_logprobs too."
+            )
+        if self.min_tokens > self.max_tokens:
+            raise contradiction(
+                "min_tokens",
+                f"{self.min_tokens} are more than max_tokens, {self.max_tokens}; lower it or raise that.",
+            )
+        return self

@@ -1,0 +1,93 @@
+"""What form a request's output must have."""
+
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from specdec.config.base import Settings, contradiction, plain
+from specdec.config.json_schema import unread_form
+
+LONGEST = 32 << 10
+"""Characters of a form: one of a thousand properties takes seconds to compile."""
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _own_json(value: object) -> object:
+    """Copy what will be written as JSON: its caller may change it later."""
+    try:
+        return json.loads(json.dumps(value, default=_as_json)) if isinstance(value, dict) else value
+    except (TypeError, ValueError, RecursionError) as error:
+        why = "it nests too deep" if isinstance(error, RecursionError) else f"{error}"
+        raise contradiction(
+            "structured_outputs", f"the form is not JSON ({why}); give numbers, texts, lists and mappings."
+        ) from None
+
+
+def _as_json(value: object) -> object:
+    own = plain(value)
+    if own is value:
+        raise TypeError(f"a {type(value).__name__} is in it")
+    return own
+
+
+Json = Annotated[dict[str, Any] | Text | None, BeforeValidator(_own_json)]
+
+
+class Structure(Settings):
+    """Exactly one of them: no token is chosen, and none drafted, that could not go on to such a text."""
+
+    json_schema: Json = Field(
+        None,
+        title="JSON that fits this schema",
+        description="a JSON schema, as a mapping or a text, or None",
+    )
+    json_object: bool = Field(False, title="any JSON object", description="True or False")
+    regex: Text | None = Field(
+        None, title="a text that matches this regular expression", description="a regular expression, or None"
+    )
+    choice: list[Text] | None = Field(
+        None, min_length=1, title="one of these texts", description="a list of texts, or None"
+    )
+    grammar: Text | None = Field(
+        None,
+        title="a text of this grammar, whose first rule is `root`",
+        description="a grammar in EBNF (root ::= …), or None",
+    )
+    structural_tag: Json = Field(
+        None,
+        title="texts and schemas between tags, as xgrammar describes them",
+        description="a structural tag, as a mapping or a text, or None",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = self._given
+        if len(given) != 1:
+            names = ", ".join(given or type(self).model_fields)
+            raise contradiction(
+                given[1] if given else "structured_outputs",
+                f"an output has one form, and {len(given)} are given; leave one of {names}.",
+            )
+        if len(self.source) > LONGEST:
+            size = len(self.source)
+            raise contradiction(self.kind, f"it has {size:,} characters and may have {LONGEST:,}.")
+        if found := unread_form(self.kind, getattr(self, self.kind)):
+            raise contradiction(self.kind, f"{found}.")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """Name the form that is given."""
+        return self._given[0]
+
+    @property
+    def _given(self) -> list[str]:
+        """An empty schema is one: it fits everything."""
+        return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
+
+    @property
+    def source(self) -> str:
+        """Return its text, by which equal forms are known."""
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,52 @@
+"""What drafters are asked for a request, and what is made of their answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specdec.core.request import Request
+from specdec.draft.drafter import Drafter, Want
+from specdec.draft.proposal import Proposal, Shape, merge
+
+Heard = tuple[Drafter, Proposal]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one row's drafters proposed, and what was made of it before it was cut."""
+
+    shape: Shape | None
+    """None: only look-ups were, which nothing was planned for."""
+    parts: tuple[Heard, ...]
+    merged: Proposal
+
+    def shared(self, tokens: Sequence[int]) -> list[bool]:
+        """Tell of the tokens of a text, as far as they were proposed, which only finished outputs had."""
+        told: list[bool] = []
+        for _, proposal in self.parts:
+            for depth, node in enumerate(proposal.follow(tokens)):
+                told += [True] * (depth == len(told))
+                told[depth] &= bool(proposal.shared) and proposal.shared[node]
+        return told
+
+
+def want_of(request: Request, shape: Shape | None) -> Want:
+    """Say what a drafter may know of a request: up to the token behind what the target has read."""
+    tokens = request.tokens if request.owed == 1 else request.tokens[: request.computed + 1]
+    return Want(request.number, request.prompt_length, tokens, request.table_N, shape, request.tenant)
+
+
+def merged(heard: Sequence[Heard], limit: int | None = None) -> Proposal:
+    """Make one proposal of several; that of one alone keeps its beliefs."""
+    proposals = [proposal for _, proposal in heard]
+    if len(proposals) == 1:
+        return proposals[0] if limit is None else proposals[0].best(limit)
+    return merge(proposals, sum(map(len, proposals)) if limit is None else limit)
+
+
+def widened(shape: Shape | None, found: Proposal) -> Shape | None:
+    """Make room in a shape for what was found beside it, or for that alone."""
+    if not len(found):
+        return shape
+    if shape is None:
+        return Shape(max(found.depths), 1, 1 + len(found))
+    return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, 1 + len(found)))

@@ -1,0 +1,141 @@
+"""Draft on the device: the head reads what was accepted, then grows every row's tree level by level.
+
+The same trees as the host's drafter and grower make, without asking what any of them holds.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.core.device.form import Form
+from specdec.core.device.pack import Packer, spread
+from specdec.core.device.rows import Rows
+from specdec.draft.head import Head
+from specdec.draft.proposal import Shape
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.table import Kernels
+from specdec.models.network import LOGITS
+from specdec.state_slots.arena import Arena
+
+Table = Sequence[Sequence[Sequence[float]]]
+
+
+class Read(NamedTuple):
+    """Nodes that the head has read: their tokens, their parents' places among them, and its inputs."""
+
+    token_BA: Tensor
+    parent_BA: Tensor
+    hidden_BAD: Tensor
+
+    def then(self, level: "Read") -> "Read":
+        """Put a level behind them."""
+        return Read(*(torch.cat(pair, dim=1) for pair in zip(self, level, strict=True)))
+
+
+class DeviceDrafter:
+    """Owns the table that makes the head's beliefs probabilities; all else that changes is in the rows."""
+
+    def __init__(
+        self,
+        head: Head,
+        kernels: Kernels,
+        arena: Arena,
+        pack: Packer,
+        table: Table,
+        *,
+        window: int | None,
+        noise: bool = True,
+    ) -> None:
+        """Let the head's attention read `window` tokens before what it reads at once; None: all."""
+        self.head, self.kernels, self.arena, self.pack = head, kernels, arena, pack
+        self.window, self.noise = window, noise
+        self.table_3DR = torch.tensor(table, dtype=torch.float64, device=arena.data.device)
+
+    def calibrate(self, table: Table) -> None:
+        """Take over what was learnt of the head's beliefs."""
+        self.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
+
+    @torch.inference_mode()
+    def draft(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor, most: int) -> None:
+        """Let the head read what it has yet to, from position `start` on, and grow the next windows.
+
+        `count` says how many hidden states are to be read, `most` how many that can be. Where it is none, as
+        in a row whose numbers were NaN, what is drafted is of no use and does no harm.
+        """
+        hidden_BAD, token_BA = rows.hidden_BPD[:, :most], rows.follows_BP[:, :most]
+        out_BAD = self._read(rows, token_BA, None, start_B, hidden_BAD)
+        last_B1D = (count_B - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden_BAD.shape[-1])
+        last_BD = hidden_BAD.gather(1, last_B1D)[:, 0]
+        rows.last_BD.copy_(torch.where(count_B[:, None] > 0, last_BD, rows.last_BD))
+        if form.shape is not None:
+            self._grow(rows, form, form.shape, out_BAD.gather(1, last_B1D))
+        rows.blank(form.nodes)
+
+    def _grow(self, rows: Rows, form: Form, shape: Shape, after_BFD: Tensor) -> None:
+        """Grow drafts from what the head wrote after the roots, and make windows of the best nodes."""
+        ops, root_B1 = self.kernels, rows.token_BM[:, :1]
+        node_BF, score_BF = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
+        tokens, parents, scores, beliefs = [], [], [], []
+        read = Read(root_B1, node_BF, rows.last_BD[:, None])
+        grown = 0
+        for depth in range(1, shape.num_steps + 1):
+            token_BFK, share_BFK = self._guess(after_BFD, rows, shape.topk, depth)
+            chance_BFK = ops.children(share_BFK, score_BF, depth, self.table_3DR)
+            _, f, k = token_BFK.shape
+            tokens.append(token_BFK.flatten(1))
+            parents.append(node_BF.repeat_interleave(k, dim=1))
+            scores.append(chance_BFK.flatten(1))
+            beliefs.append(share_BFK.double().clamp(max=1.0).flatten(1))
+            if depth == shape.num_steps:
+                break
+            best_BF = ops.frontier(scores[-1], min(shape.topk, f * k))
+            above_BF, grown = best_BF // k, grown + f * k
+            node_BF, score_BF = grown - f * k + best_BF, scores[-1].gather(1, best_BF)
+            place_BF = read.token_BA.shape[1] - f + above_BF
+            hidden_BFD = after_BFD.gather(1, above_BF[..., None].expand(-1, -1, after_BFD.shape[-1]))
+            level = Read(tokens[-1].gather(1, best_BF), place_BF, hidden_BFD)
+            after_BFD, read = self._follow(rows, shape, depth, read, level)
+        whole = (torch.cat(x, dim=1) for x in (tokens, parents, scores, beliefs))
+        token_BN, parent_BN, score_BN, belief_BN = ops.prune(*whole, form.nodes - 1)
+        m = form.nodes
+        rows.token_BM[:, :m], rows.parent_BM[:, :m] = ops.hang(root_B1[:, 0], token_BN, parent_BN)
+        rows.score_BM[:, 1:m], rows.belief_BM[:, 1:m] = score_BN, belief_BN
+
+    def _follow(self, rows: Rows, shape: Shape, depth: int, read: Read, level: Read) -> tuple[Tensor, Read]:
+        """Let the head read the frontier; return what it wrote there, and all that it has read of the draft.
+
+        A chain goes on where it ended; a tree is read again from its root.
+        """
+        start_B = rows.length_B - 1
+        if shape.topk == 1:
+            return self._read(rows, level.token_BA, None, start_B + depth, level.hidden_BAD), read
+        seen, read = read.token_BA.shape[1], read.then(level)
+        return self._read(rows, read.token_BA, read.parent_BA, start_B, read.hidden_BAD)[:, seen:], read
+
+    def _guess(self, after_BFD: Tensor, rows: Rows, count: int, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the best children of each node, by temperature and the noise of the place they would fill.
+
+        The target's filters are left out: they cost as much as the rest, and rarely change what is best.
+        """
+        b, f, _ = after_BFD.shape
+        tokens, shares = [], []
+        for start in range(0, b, some := max(1, LOGITS // f)):
+            part = rows.part(start, start + some)
+            logits_NV = self.head.logits(after_BFD[start : start + some].flatten(0, 1))
+            # A temperature orders nothing; what is asked for at none gets no noise.
+            own = Rules(spread(part.temperature_B if self.noise else 0 * part.temperature_B, f))
+            at_N = spread(part.seed_B, f), spread(part.length_B + depth, f)
+            token_NK, share_NK = self.kernels.best(logits_NV, own, *at_N, count)
+            tokens.append(token_NK.view(-1, f, token_NK.shape[1]))
+            shares.append(share_NK.view(-1, f, share_NK.shape[1]))
+        return torch.cat(tokens), torch.cat(shares)
+
+    def _read(
+        self, rows: Rows, token_BA: Tensor, parent_BA: Tensor | None, start_B: Tensor, hidden_BAD: Tensor
+    ) -> Tensor:
+        """Run the head over a window of each row; its KV lies where the row's tokens have theirs."""
+        window = self.pack(rows, token_BA, parent_BA, start_B.clamp(min=0), last=self.window)
+        hidden_TD = hidden_BAD.reshape(-1, hidden_BAD.shape[-1])
+        return self.head.forward(window, hidden_TD, self.arena).view_as(hidden_BAD)

@@ -1,0 +1,89 @@
+"""Steps captured once for a number of rows and a form, and replayed: no launches from the host, no gaps."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.core.device.capture import Capturer
+from specdec.core.device.form import Form
+from specdec.core.device.rows import Rows
+from specdec.core.device.step import DeviceStep
+
+logger = logging.getLogger(__name__)
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows that are captured; a batch runs as the next one up, filled with padding."""
+BUDGET = 0.1
+"""Part of the free memory that graphs may take."""
+
+
+class Graphs:
+    """Owns the captured graphs. What has none, since memory ran out, runs without."""
+
+    def __init__(self, step: DeviceStep, rows: Rows, make_rows: Callable[[], Rows]) -> None:
+        self.step, self.rows = step, rows
+        self.most = len(rows.length_B)
+        self.sizes = sorted({min(size, self.most) for size in SIZES} | {self.most})
+        self._make_rows = make_rows
+        self._graphs: dict[tuple[Form, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def size(self, count: int) -> int:
+        """Return the captured number of rows that so many run as."""
+        return next(size for size in self.sizes if size >= count)
+
+    def __call__(self, form: Form, size: int) -> Tensor:
+        """Run a step over the first `size` rows; a captured one writes its result where it always does."""
+        captured = self._graphs.get((form, size))
+        if captured is None:
+            return self.step(self.rows.part(0, size), form)
+        graph, result_BX = captured
+        graph.replay()
+        return result_BX
+
+    @torch.inference_mode()
+    def capture(self, forms: Sequence[Form]) -> None:
+        """Capture every form in every size, the smallest first: those are what launches weigh on most.
+
+        A form that fails ends itself alone. What is not captured is run all the same, so that nothing is
+        compiled while others wait.
+        """
+        device = self.rows.length_B.device
+        scratch, capturer = self._make_rows(), Capturer(device, torch.cuda.graph_pool_handle())
+        wanted = list(product(self.sizes, forms))
+        free, _ = torch.cuda.mem_get_info(device)
+        ended, is_full = set[Form](), False
+        for size, form in tqdm(wanted, desc="Capturing graphs", unit="graph", leave=False, disable=None):
+            left, _ = torch.cuda.mem_get_info(device)
+            if not is_full and free - left > BUDGET * free:
+                is_full = True
+                logger.warning(
+                    "steps of %d rows and more run uncaptured: graphs took %d MiB, a tenth of what was free",
+                    *(size, (free - left) >> 20),
+                )
+            try:
+                capturer.warm(partial(self.warm, scratch, form, size))
+                if not is_full and form not in ended:
+                    live = self.rows.part(0, size)
+                    self._graphs[form, size] = capturer(partial(self.step, live, form))
+            except RuntimeError as error:  # torch's for memory that ran out is one too
+                if form not in ended:
+                    logger.warning("%s of %d rows and more run uncaptured: %s", form, size, error)
+                ended.add(form)
+        left, _ = torch.cuda.mem_get_info(device)
+        taken = (free - left) >> 20
+        logger.info("captured %d of %d graphs in %d MiB", len(self._graphs), len(wanted), taken)
+
+    def warm(self, scratch: Rows, form: Form, size: int) -> None:
+        """Run a step over padding: nothing that counts changes.
+
+        What a head reads before a first step is run once, with the form that grows no draft from it.
+        """
+        rows = scratch.part(0, size)
+        self.step(rows, form)
+        if form.shape is None:
+            self.step.prime(rows, form, torch.zeros_like(rows.length_B), torch.zeros_like(rows.length_B))

@@ -1,0 +1,91 @@
+"""Put what the host knows of requests into the rows on the device, without waiting for what runs there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.core.device.extent import Extent
+from specdec.core.device.rows import Rows
+from specdec.core.request import Request
+from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.state_slots.backing import Committed
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import RecordSlot
+
+
+class Held:
+    """What one request lends to a streak."""
+
+    def __init__(
+        self, request: Request, sets: tuple[Sequence[RecordSlot], ...], snapshots: Sequence[int]
+    ) -> None:
+        self.request, self.sets, self.snapshots = request, sets, list(snapshots)
+        self.before = request.committed
+        """What it had committed when it came; its path's records are given back in the end."""
+        self.blocks = 0
+        """Blocks of its table that the device knows."""
+        self.gone = False
+        """Its row is padding by now."""
+
+
+def fill(x_B: Tensor, values: Sequence[Any]) -> None:
+    """Set the first rows of a tensor."""
+    x_B[: len(values)].copy_(_staged(values, x_B.dtype, x_B.device), non_blocking=True)
+
+
+def ids(values: Sequence[int], device: torch.device) -> Tensor:
+    """Make a tensor of numbers on the device."""
+    return _staged(values, torch.int64, device).to(device, non_blocking=True)
+
+
+def load(rows: Rows, extent: Extent, held: Sequence[Held]) -> None:
+    """Put every request's part into the rows."""
+    requests = [own.request for own in held]
+    committed = [r.committed or Committed(0) for r in requests]
+    fill(rows.length_B, [r.computed for r in requests])
+    fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
+    fill(rows.seed_B, [r.chooser.seed for r in requests])
+    fill(rows.temperature_B, [r.params.temperature for r in requests])
+    fill(rows.top_k_B, [min(max(r.params.top_k, 0), 2**31) for r in requests])
+    fill(rows.top_p_B, [r.params.top_p for r in requests])
+    fill(rows.min_p_B, [r.params.min_p for r in requests])
+    fill(rows.state_B, [own.state for own in committed])
+    fill(rows.path_length_B, [len(own.path) for own in committed])
+    unused = [(0, 0)] * extent.nodes
+    paths = [[*own.path, *unused[: extent.path - len(own.path)]] for own in committed]
+    sets = [own.sets or (unused, unused) for own in held]
+    for i, (path_BP, set_B2M) in enumerate(
+        ((rows.path_slab_BP, rows.slab_B2M), (rows.path_place_BP, rows.place_B2M))
+    ):
+        fill(path_BP, [[slot[i] for slot in path] for path in paths])
+        fill(set_B2M, [[[slot[i] for slot in part] for part in own] for own in sets])
+    fill(rows.snapshot_BM, [own.snapshots or [0] * extent.nodes for own in held])
+
+
+def load_blocks(rows: Rows, held: Sequence[Held]) -> None:
+    """Tell the device of the blocks that it does not know yet."""
+    width = rows.table_BN.shape[1]
+    places: list[int] = []
+    blocks: list[int] = []
+    for b, own in enumerate(held):
+        if not own.gone:
+            table = own.request.table_N[own.blocks :].tolist()
+            places += range(b * width + own.blocks, b * width + own.blocks + len(table))
+            blocks += table
+            own.blocks += len(table)
+    if places:
+        device = rows.table_BN.device
+        rows.table_BN.view(-1).index_copy_(0, ids(places, device), ids(blocks, device))
+
+
+def load_trees(rows: Rows, trees: Sequence[TokenTree], nodes: int) -> None:
+    """Make trees the next windows, filled up with chains of no tokens."""
+    fill(rows.token_BM[:, :nodes], [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for t in trees])
+    fill(rows.parent_BM[:, :nodes], [[*t.parents, *range(len(t) - 1, nodes - 1)] for t in trees])
+
+
+def _staged(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor on the host from which a GPU copies while the host goes on."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,0 +1,103 @@
+"""A window of every row on the device, as the network reads it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.core.device.rows import Rows
+from specdec.kernels.group import Group, RecordIds
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.table import Kernels
+from specdec.state_slots.window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What the nodes of a window start from and where they leave what they add; a head's need none."""
+
+    state_B: Tensor
+    path: RecordIds | None
+    path_length_B: Tensor | None
+    record: RecordIds | None
+    snapshot_BM: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Puts all rows into one group; their windows are equally wide."""
+
+    kernels: Kernels
+    conv_width: int
+    max_length: int
+    asks: bool
+    """Whether the kernels ask on the host for lengths; others are given the longest there can be."""
+    block_tokens: int
+
+    def __call__(
+        self,
+        rows: Rows,
+        token_BM: Tensor,
+        parent_BM: Tensor | None,
+        length_B: Tensor,
+        slots: Slots | None = None,
+        *,
+        last: int | None = None,
+    ) -> Window:
+        """Make a window behind so many tokens of each row; without parents it is a chain.
+
+        What lies beyond the model's length is thrown away: the texts end before they get there. `last` leaves
+        out the blocks of all but so many of the tokens before it.
+        """
+        b, m = token_BM.shape
+        ancestors_BMM = tap_BMC = None
+        depth_BM = torch.arange(m, device=token_BM.device).expand(b, m)
+        if parent_BM is not None:
+            depth_BM, ancestors_BMM, tap_BMC = self.kernels.relations(parent_BM, self.conv_width)
+        position_BM = (length_B[:, None] + depth_BM).clamp(max=self.max_length - 1)
+        table_BN, longest = rows.table_BN, self.max_length
+        if last is not None:
+            table_BN, length_B = self._near(table_BN, length_B, last, m)
+            longest = min(last + self.block_tokens - 1, longest)
+        group = Group(
+            start=0,
+            rows=b,
+            width=m,
+            state_B=slots.state_B if slots else torch.zeros_like(length_B),
+            path=slots.path if slots else None,
+            path_length_B=slots.path_length_B if slots else None,
+            record=slots.record if slots else None,
+            snapshot_BM=slots.snapshot_BM if slots else None,
+            ancestors_BMM=ancestors_BMM,
+            tap_BMC=tap_BMC,
+            table_BN=table_BN,
+            length_B=length_B,
+            max_length=int(length_B.max()) if self.asks else longest,
+        )
+        token_T = token_BM.clamp(min=0).reshape(-1)
+        return Window(token_T, position_BM.reshape(-1), (group,), tuple(range(0, b * m, m)))
+
+    def _near(self, table_BN: Tensor, length_B: Tensor, last: int, width: int) -> tuple[Tensor, Tensor]:
+        """Cut each row's table to the blocks of its last tokens and of its window; count those tokens."""
+        size, most = self.block_tokens, table_BN.shape[1]
+        first_B = (length_B - last).clamp(min=0) // size
+        count = min(-(-(last + size - 1 + width) // size), most)
+        at_BN = (first_B[:, None] + torch.arange(count, device=table_BN.device)).clamp(max=most - 1)
+        return table_BN.gather(1, at_BN), length_B - first_B * size
+
+
+def spread(x_B: Tensor, count: int) -> Tensor:
+    """Give each of a row's nodes what is the row's, in memory of its own: a kernel reads it entry by entry.
+
+    Of a single row a reshape would show one number under every index.
+    """
+    return x_B[:, None].expand(-1, count).contiguous().view(-1)
+
+
+def rules(rows: Rows, count: int, *, greedy: bool) -> Rules:
+    """Say how each of a row's nodes chooses; nothing is filtered where no row has a temperature."""
+    temperature_N = spread(rows.temperature_B, count)
+    if greedy:
+        return Rules(temperature_N)
+    top_k_N, top_p_N, min_p_N = (spread(x, count) for x in (rows.top_k_B, rows.top_p_B, rows.min_p_B))
+    return Rules(temperature_N, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N)

@@ -1,0 +1,68 @@
+"""What a step on the device tells the host: for every row what was verified, and what came of it."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.core.device.form import Form
+from specdec.draft.proposal import Proposal
+from specdec.state_slots.tree import TokenTree
+
+
+class Outcome(NamedTuple):
+    """One row's."""
+
+    tree: TokenTree
+    proposal: Proposal
+    nodes: tuple[int, ...]
+    """The nodes that were kept, the root first; none where the target's numbers were NaN at the root."""
+    emitted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A result on its way to the host."""
+
+    form: Form
+    as_drafted: bool
+    """The windows were drafted in this form's shape; else their nodes stand for another tree."""
+    packed_BX: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def send(cls, form: Form, result_BX: Tensor, *, as_drafted: bool) -> "Pending":
+        """Copy a result, which the next step may write over, to where the host can read it."""
+        if not result_BX.is_cuda:
+            return cls(form, as_drafted, result_BX, None)
+        packed_BX = torch.empty(result_BX.shape, dtype=result_BX.dtype, pin_memory=True)
+        packed_BX.copy_(result_BX, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return cls(form, as_drafted, packed_BX, arrived)
+
+    def wait(self) -> None:
+        """Return when the host may read it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+    def outcomes(self, rows: Iterable[int]) -> Iterator[Outcome]:
+        """Read some rows of it. A window that was filled up is read to its last token."""
+        m = self.form.nodes
+        counts, own_B6M = self.packed_BX[:, 0].tolist(), self.packed_BX[:, 1:].view(-1, 6, m)
+        nodes, emitted, tokens, parents = own_B6M[:, :4].transpose(0, 1).tolist()
+        scores, beliefs = own_B6M[:, 4:].transpose(0, 1).contiguous().view(torch.float64).tolist()
+        for b in rows:
+            width = next((i for i, token in enumerate(tokens[b]) if token < 0), m)
+            proposal = Proposal.EMPTY
+            if self.as_drafted:
+                proposal = Proposal(
+                    tokens=tuple(tokens[b][1:width]),
+                    parents=tuple(parent - 1 for parent in parents[b][1:width]),
+                    scores=tuple(scores[b][1:width]),
+                    beliefs=tuple(beliefs[b][1:width]),
+                )
+            tree = TokenTree(tuple(tokens[b][:width]), tuple(parents[b][:width]))
+            yield Outcome(tree, proposal, tuple(nodes[b][: counts[b]]), tuple(emitted[b][: counts[b]]))

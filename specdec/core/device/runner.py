@@ -1,0 +1,247 @@
+"""When steps are decided on the device, and what comes of them on the host."""
+
+import time
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec.core.batch import Part
+from specdec.core.device.form import Form
+from specdec.core.device.result import Outcome
+from specdec.core.device.streak import Streak
+from specdec.core.request import Request
+from specdec.core.scheduler import Scheduler, Share
+from specdec.core.speculator import Speculation
+from specdec.core.stats import Clock, Counts
+from specdec.draft.outlook import Outlook
+from specdec.draft.policy import WIDTHS
+from specdec.draft.proposal import Shape
+from specdec.draft.uniform import UniformPolicy
+from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.state_slots.backing import Committed, Draft
+from specdec.state_slots.tree import TokenTree
+from specdec.verify.walk import AcceptedPath
+
+Emit = Callable[[Part, AcceptedPath, dict[str, float]], None]
+"""Gives a request its tokens, after seconds by phase."""
+
+FEWEST = 0.5
+"""Part of the rows below which those that are left are loaded anew, as a smaller batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What of the loop a runner works with."""
+
+    scheduler: Scheduler
+    speculation: Speculation
+    counts: Counts
+    emit: Emit
+
+
+class Runner(ABC):
+    """Begins a streak when every running request decodes, and ends it when the host has a plan to make."""
+
+    def __init__(self, streak: Streak, host: Host) -> None:
+        self.streak, self.host = streak, host
+        self.steps = 0
+        """Steps that were read."""
+        self._waiting = 0
+        self._over = False
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """Which drafts run now and why, where that is decided for steps of the device."""
+        return None
+
+    @abstractmethod
+    def forms(self) -> list[Form]:
+        """List what steps may be made for, so that it can be captured."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Make the rows that were just loaded ready for a first step."""
+
+    @abstractmethod
+    def _advance(self) -> bool:
+        """Run a step; tell whether there was memory for it."""
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """Read what is still under way."""
+
+    def begin(self, shares: Sequence[Share]) -> bool:
+        """Take over a step that is the device's to decide; tell whether this was one."""
+        requests = [share.request for share in shares]
+        if len(requests) != len(self.host.scheduler.running) or not all(map(self._suits, requests)):
+            return False
+        self._waiting, self._over = len(self.host.scheduler.waiting), False
+        return self.streak.begin(requests) and self._run(first=True)
+
+    def go_on(self) -> bool:
+        """Advance the streak that is under way by a step; False: there is none, or no more."""
+        if not self.streak.held:
+            return False
+        self._over = self._over or self._is_interrupted()
+        return self._run()
+
+    def left_by(self, request: Request) -> tuple[Committed | None, int] | None:
+        """Return the state that a request leaves which ends here, and at which length; None: it does not."""
+        held = any(own.request is request for own in self.streak.held)
+        return self.streak.left_by(request) if held else None
+
+    def abandon(self) -> None:
+        """Forget the streak after a step that failed."""
+        self.streak.abandon()
+
+    def _run(self, *, first: bool = False) -> bool:
+        """Run a step, and end the streak after its last; tell whether a step was run."""
+        if first:
+            self._start()
+        advanced = not self._over and self._advance()
+        if self._over or not advanced or len(self.streak.requests) <= FEWEST * len(self.streak.held):
+            self._drain()
+            self.streak.end()
+        return advanced
+
+    def _suits(self, request: Request) -> bool:
+        distrusted = self.host.speculation.is_distrusted(request)
+        return request.decodes and request.chooser.is_static and not distrusted
+
+    def _is_interrupted(self) -> bool:
+        """Tell whether anybody comes who may be admitted, or leaves before the end."""
+        scheduler = self.host.scheduler
+        came = len(scheduler.waiting) != self._waiting and len(scheduler.running) < scheduler.max_running
+        return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
+
+    def _take(self, request: Request, outcome: Outcome, seconds: dict[str, float], form: Form) -> None:
+        """Give a request what a step made for it."""
+        path = AcceptedPath(outcome.nodes, outcome.emitted)
+        if not outcome.nodes and form.nodes > 1:
+            # Its numbers may be NaN for another node's sake: the token is tried again without any.
+            self.host.speculation.distrust(request)
+            self._over = True
+            return
+        if not outcome.nodes:
+            path = AcceptedPath((0,), (NO_TOKEN,))
+        draft = Draft(outcome.tree, ()) if len(outcome.tree) > 1 else None
+        self.host.emit(Part(request, outcome.tree, draft, True, ()), path, seconds)
+        # What it held may let somebody in.
+        self._over = self._over or (request.finish_reason is not None and bool(self.host.scheduler.waiting))
+
+
+class Pipeline(Runner):
+    """The device drafts too, if anybody does: a step is launched before the one before it has been read."""
+
+    def __init__(self, streak: Streak, host: Host, policy: UniformPolicy) -> None:
+        super().__init__(streak, host)
+        self.policy = policy
+        self._mark_s: float | None = None
+        """When the last result came; None: none has."""
+        self._shape: Shape | None = None
+        """That of the windows that are verified next."""
+        self._next: tuple[Shape | None] | None = None
+        """The shape of the first step, chosen before its windows were drafted."""
+
+    def begin(self, shares: Sequence[Share]) -> bool:
+        """Leave to the host what no one shape serves: rows that are drafted for beside rows that must not."""
+        drafts = {share.request.params.speculate for share in shares} if self.policy.bounds else ()
+        return len(drafts) < 2 and super().begin(shares)
+
+    def forms(self) -> list[Form]:
+        """List every shape that may be chosen, and none, which requests may ask for."""
+        shapes = dict.fromkeys((None, *self.policy.shapes))
+        return [Form.drafting(shape, greedy=self.streak.greedy) for shape in shapes]
+
+    @property
+    def outlook(self) -> Outlook | None:
+        return self.policy.outlook
+
+    def _start(self) -> None:
+        self._mark_s, self._shape = None, self._choose()
+        self._next = (self._shape,)
+        self.streak.prime(Form.drafting(self._shape, greedy=self.streak.greedy))
+
+    def _choose(self) -> Shape | None:
+        if not all(own.params.speculate for own in self.streak.requests):
+            return None
+        return self.policy.choose([self.host.speculation.records.of(own) for own in self.streak.requests])
+
+    def _advance(self) -> bool:
+        (shape,) = self._next or (self._choose(),)
+        self._next = None
+        form = Form.drafting(shape, greedy=self.streak.greedy)
+        launched = self.streak.launch(form, as_drafted=shape == self._shape)
+        self._shape = shape
+        if launched and self.streak.is_full:
+            self._read()
+        return launched
+
+    def _drain(self) -> None:
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        read = self.streak.read()
+        if read is None:
+            return False
+        now_s, before_s = time.perf_counter(), self._mark_s
+        self._mark_s = now_s
+        self.steps += 1
+        seconds = {"whole": 0.0 if before_s is None else now_s - before_s}
+        self.host.counts.spend(seconds)
+        self.host.counts.sizes[sum(len(outcome.nodes) for _, outcome in read.came)] += 1
+        if before_s is not None and read.as_drafted and read.came:
+            self.policy.observe(read.form.shape, len(read.came), seconds["whole"])
+        for request, outcome in read.came:
+            shape = read.form.shape if read.as_drafted else None
+            self.host.speculation.propose(request, shape, outcome.proposal)
+            self._take(request, outcome, seconds, read.form)
+        return True
+
+
+class Stepwise(Runner):
+    """The host looks drafts up, for which it must have read the step before."""
+
+    def __init__(self, streak: Streak, host: Host) -> None:
+        super().__init__(streak, host)
+        widest = streak.extent.nodes
+        self._sizes = sorted({1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest})
+
+    def forms(self) -> list[Form]:
+        """List windows of the widths that are tried."""
+        return [Form.given(nodes, greedy=self.streak.greedy) for nodes in self._sizes]
+
+    def _start(self) -> None:
+        """Have nothing to do: the windows come with each step."""
+
+    def _drain(self) -> None:
+        """Have nothing to read: every step was."""
+
+    def _advance(self) -> bool:
+        clock, speculation = Clock(), self.host.speculation
+        requests = self.streak.requests
+        shares = [Share(request, 1) for request in requests]
+        drafts = dict(zip(requests, speculation.draft(shares, lend=lambda *_: ()), strict=True))
+        trees = []
+        for request in (held.request for held in self.streak.held):
+            draft = drafts.get(request)
+            trees.append(draft.tree if draft else TokenTree((request.tokens[-1],), (-1,)))
+        clock.lap("draft")
+        form = Form.given(
+            self._sizes[bisect_left(self._sizes, max(map(len, trees)))], greedy=self.streak.greedy
+        )
+        if not self.streak.launch(form, trees=trees):
+            return False
+        read = self.streak.read()
+        assert read is not None
+        clock.lap("whole")
+        self.steps += 1
+        self.host.counts.spend(clock.seconds)
+        self.host.counts.sizes[sum(len(outcome.nodes) for _, outcome in read.came)] += 1
+        parts = [Part(r, outcome.tree, drafts[r], True, ()) for r, outcome in read.came]
+        for request, outcome in read.came:
+            self._take(request, outcome, clock.seconds, form)
+        speculation.observe_step(parts)
+        return True

@@ -1,0 +1,137 @@
+"""One step of a batch, wholly on the device: verify, walk, commit, draft. The host reads of it later."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.core.device.drafting import DeviceDrafter
+from specdec.core.device.form import Form
+from specdec.core.device.pack import Packer, Slots, rules, spread
+from specdec.core.device.rows import Rows
+from specdec.kernels.group import RecordIds
+from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.models.network import LOGITS, Network
+from specdec.state_slots.arena import Arena
+
+
+class DeviceStep:
+    """Owns nothing but the way: all that changes is in the rows and in the arena.
+
+    It never asks what a tensor holds, unless that lies on the host anyway, so that a GPU can capture it.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        drafter: DeviceDrafter | None,
+        arena: Arena,
+        pack: Packer,
+        *,
+        snapshots: bool,
+        rates: Sequence[float] | None,
+    ) -> None:
+        """Write states of their own for the nodes, or records; accept drafts at `rates`, or as is due."""
+        self.network, self.drafter, self.arena, self.pack = network, drafter, arena, pack
+        self.kernels, self.snapshots, self.has_states = network.kernels, snapshots, bool(arena.layout.states)
+        device = arena.data.device
+        self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
+
+    def __call__(self, rows: Rows, form: Form) -> Tensor:
+        """Advance every row; return what `Pending` reads, in one tensor of int64."""
+        m, before_B = form.nodes, rows.length_B.clone()
+        token_BM, parent_BM = rows.token_BM[:, :m].clone(), rows.parent_BM[:, :m].clone()
+        if not form.tree:
+            # What was drafted as a tree is tried as a chain: its tokens are guesses all the same.
+            parent_BM = torch.arange(-1, m - 1, device=token_BM.device).expand_as(token_BM)
+        slots = self._slots(rows, m)
+        window = self.pack(rows, token_BM, parent_BM if form.tree else None, before_B, slots)
+        taps = self.drafter.head.taps if self.drafter else ()
+        hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
+        chosen_BM = self._choose(hidden_TD, rows, form, window.position_T).view_as(token_BM)
+        node_BM, count_B, emitted_BM = self._walk(chosen_BM, token_BM, parent_BM, rows)
+        if form.tree:
+            to_BM = before_B[:, None] + torch.arange(m, device=count_B.device)
+            self.network.move(self.arena, rows.table_BN, before_B[:, None] + node_BM, to_BM)
+        self._commit(rows, slots, node_BM, count_B)
+        drafted = (rows.score_BM[:, :m].view(torch.int64), rows.belief_BM[:, :m].view(torch.int64))
+        result_BX = torch.cat([count_B[:, None], node_BM, emitted_BM, token_BM, parent_BM, *drafted], dim=1)
+        last_B1 = (count_B - 1).clamp(min=0)[:, None]
+        rows.token_BM[:, :1] = torch.where(
+            count_B[:, None] > 0, emitted_BM.gather(1, last_B1), token_BM[:, :1]
+        )
+        if self.drafter:
+            read = min(m, rows.follows_BP.shape[1])
+            hidden_BMD = self.drafter.head.condense(hidden_TD, tapped).view(*token_BM.shape, -1)
+            at_BRD = node_BM[:, :read, None].expand(-1, -1, hidden_BMD.shape[-1])
+            rows.hidden_BPD[:, :read] = hidden_BMD.gather(1, at_BRD)
+            rows.follows_BP[:, :read] = emitted_BM[:, :read]
+            self.drafter.draft(rows, form, before_B, count_B, read)
+        return result_BX
+
+    def prime(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor) -> None:
+        """Draft the first windows from what the head has yet to read: `count` hidden states from `start`."""
+        if self.drafter:
+            self.drafter.draft(rows, form, start_B, count_B, rows.follows_BP.shape[1])
+
+    def _slots(self, rows: Rows, nodes: int) -> Slots | None:
+        """Say where the windows start from; nodes that may be taken back leave records or states."""
+        if not self.has_states:
+            return None
+        if self.snapshots:
+            snapshot_BM = rows.snapshot_BM[:, :nodes].contiguous() if nodes > 1 else None
+            return Slots(rows.state_B, None, None, None, snapshot_BM)
+        record = None
+        if nodes > 1:
+            written = rows.slab_B2M[:, 0, :nodes], rows.place_B2M[:, 0, :nodes]
+            record = RecordIds(*(ids_BM.contiguous() for ids_BM in written))
+        return Slots(rows.state_B, rows.path, rows.path_length_B, record, None)
+
+    def _choose(self, hidden_TD: Tensor, rows: Rows, form: Form, position_T: Tensor) -> Tensor:
+        """Choose a token at every node, for the place behind the node's own."""
+        some = max(1, LOGITS // form.nodes)
+        hidden_BMD = hidden_TD.view(len(rows.length_B), form.nodes, -1)
+        position_BM = position_T.view(-1, form.nodes) + 1
+        chosen = []
+        for start in range(0, len(hidden_BMD), some):
+            part = rows.part(start, start + some)
+            logits_NV = self.network.project(hidden_BMD[start : start + some].flatten(0, 1))
+            at_N = position_BM[start : start + some].flatten()
+            own = rules(part, form.nodes, greedy=form.greedy)
+            chosen.append(self.kernels.pick(logits_NV, own, spread(part.seed_B, form.nodes), at_N))
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    def _walk(
+        self, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the kept nodes, how many they are, and the tokens gained; padding keeps nothing."""
+        if self.rate_N is None or token_BM.shape[1] == 1:
+            node_BM, count_B = self.kernels.walk(chosen_BM, token_BM, parent_BM)
+            emitted_BM = chosen_BM.gather(1, node_BM)
+        else:
+            node_BM, count_B, emitted_BM = self.kernels.synthetic_walk(
+                *(chosen_BM, token_BM, parent_BM, self.rate_N, rows.seed_B, rows.length_B + 1)
+            )
+        count_B = torch.where(rows.length_B > 0, count_B, 0)
+        beyond_BM = torch.arange(token_BM.shape[1], device=token_BM.device) >= count_B[:, None]
+        return node_BM, count_B, emitted_BM.masked_fill(beyond_BM, NO_TOKEN)
+
+    def _commit(self, rows: Rows, slots: Slots | None, node_BM: Tensor, count_B: Tensor) -> None:
+        """Promote each accepted path: its records become the path, or its last node's state the row's."""
+        if slots and slots.record:
+            most = min(node_BM.shape[1], rows.path_slab_BP.shape[1])
+            path = RecordIds(rows.path_slab_BP[:, :most], rows.path_place_BP[:, :most])
+            kept = node_BM[:, :most], count_B, slots.record, path
+            self.kernels.promote(*kept, rows.path_length_B, rows.length_B)
+            # The next window writes the other set, while it folds this path.
+            rows.slab_B2M.copy_(rows.slab_B2M.flip(1))
+            rows.place_B2M.copy_(rows.place_B2M.flip(1))
+            return
+        rows.path_length_B.zero_()
+        if slots and slots.snapshot_BM is not None:
+            gains_B1 = count_B[:, None] > 0
+            last_B1 = torch.where(gains_B1, node_BM.gather(1, (count_B - 1).clamp(min=0)[:, None]), 0)
+            before_B1, after_B1 = rows.state_B[:, None].clone(), slots.snapshot_BM.gather(1, last_B1)
+            rows.state_B.copy_(torch.where(gains_B1, after_B1, before_B1)[:, 0])
+            rows.snapshot_BM.scatter_(1, last_B1, torch.where(gains_B1, before_B1, after_B1))
+        rows.length_B.add_(count_B)

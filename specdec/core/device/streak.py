@@ -1,0 +1,241 @@
+"""A batch whose steps decide on the device: the host loads it, launches steps, reads what came, unloads it.
+
+While a step runs the host deals with the one before it. So a text ends one step late: what was computed for
+it meanwhile is thrown away. Its memory goes back at once all the same: whatever is put there is written by
+later operations of the same device, which take their turn.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from specdec.core.asked import want_of
+from specdec.core.device.extent import IN_FLIGHT, Extent
+from specdec.core.device.form import Form
+from specdec.core.device.loading import Held, ids, load, load_blocks, load_trees
+from specdec.core.device.result import Outcome, Pending
+from specdec.core.device.rows import Rows
+from specdec.core.device.step import DeviceStep
+from specdec.core.request import Request
+from specdec.core.scheduler import Scheduler
+from specdec.draft.head import HeadDrafter
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import Committed
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import RecordSlot
+
+
+class Run(Protocol):
+    """Runs steps over the first rows of a batch, captured or not."""
+
+    def size(self, count: int) -> int:
+        """Say how many rows run for so many."""
+        ...
+
+    def __call__(self, form: Form, size: int) -> Tensor: ...
+
+
+class Uncaptured:
+    """Runs every step as it stands."""
+
+    def __init__(self, step: DeviceStep, rows: Rows) -> None:
+        self.step, self.rows = step, rows
+
+    def size(self, count: int) -> int:
+        """Take no row more than there are."""
+        return count
+
+    def __call__(self, form: Form, size: int) -> Tensor:
+        return self.step(self.rows.part(0, size), form)
+
+
+class Came(NamedTuple):
+    """What a step gave to the requests that still wanted it."""
+
+    form: Form
+    as_drafted: bool
+    """Whether its windows had been drafted in its own shape."""
+    came: list[tuple[Request, Outcome]]
+
+
+class Streak:
+    """Owns the rows on the device while they decode. One at a time; between two of them it holds nothing."""
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        rows: Rows,
+        extent: Extent,
+        run: Run,
+        arena: Arena,
+        scheduler: Scheduler,
+        head: HeadDrafter | None,
+    ) -> None:
+        self.step, self.rows, self.extent, self.run = step, rows, extent, run
+        self.arena, self.scheduler, self.head = arena, scheduler, head
+        self.held: list[Held] = []
+        self.greedy = False
+        self._pending: deque[Pending] = deque()
+
+    @property
+    def requests(self) -> list[Request]:
+        """List those that still decode."""
+        return [held.request for held in self.held if held.request.finish_reason is None]
+
+    def begin(self, requests: Sequence[Request]) -> bool:
+        """Load requests that all decode; tell whether there was room, and the head is near enough."""
+        if self.head and not self.head.settle([want_of(r, None) for r in requests], most=self.extent.path):
+            return False
+        for request in requests:
+            held = self._borrow(request)
+            if held is None or not self._reserve(request):
+                self.scheduler.limited_by["slots of steps on the device"] += 1
+                for own in (*self.held, *filter(None, [held])):
+                    self._release(own, ())
+                self.held.clear()
+                return False
+            self.held.append(held)
+        # One graph serves every rule, and each row looks up its own; elsewhere no noise is made for nothing.
+        self.greedy = self.step.pack.asks and all(r.params.temperature == 0 for r in requests)
+        load(self.rows, self.extent, self.held)
+        load_blocks(self.rows, self.held)
+        if self.head and self.step.drafter:
+            self.step.drafter.calibrate(self.head.calibrator.table())
+        return True
+
+    def launch(self, form: Form, *, trees: Sequence[TokenTree] = (), as_drafted: bool = True) -> bool:
+        """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
+        self._drop_ended()
+        if not all(self._reserve(own.request) for own in self.held if not own.gone):
+            return False
+        load_blocks(self.rows, self.held)
+        if trees:
+            load_trees(self.rows, trees, form.nodes)
+        result_BX = self.run(form, self.run.size(len(self.held)))
+        self._pending.append(Pending.send(form, result_BX, as_drafted=as_drafted))
+        return True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a result should be read before another step is launched."""
+        return len(self._pending) >= IN_FLIGHT
+
+    def read(self) -> Came | None:
+        """Wait for the oldest step and note what its requests have committed; None: none is under way.
+
+        Requests that have ended before are left out.
+        """
+        if not self._pending:
+            return None
+        pending = self._pending.popleft()
+        pending.wait()
+        wanted = [b for b, own in enumerate(self.held) if own.request.finish_reason is None]
+        came = []
+        for b, outcome in zip(wanted, pending.outcomes(wanted), strict=True):
+            self._note(self.held[b], pending.form, outcome)
+            came.append((self.held[b].request, outcome))
+        return Came(pending.form, pending.as_drafted, came)
+
+    def left_by(self, request: Request) -> tuple[Committed | None, int]:
+        """Return what a request that has just ended leaves, and how far it has read, once all has run.
+
+        A step that was under way has folded its path in; one without drafts has read the last token too.
+        """
+        committed = request.committed
+        if not self._pending:
+            return committed, request.computed
+        alone = all(pending.form.nodes == 1 for pending in self._pending)
+        return committed and Committed(committed.state), request.computed + alone * len(self._pending)
+
+    def end(self) -> None:
+        """Hand every request back to the host as the last step left it; the results have been read."""
+        assert not self._pending
+        for i, held in enumerate(self.held):
+            if held.request.finish_reason is None:
+                self._unload(i, held)
+        self._forget()
+
+    def abandon(self) -> None:
+        """Forget everything after a step that failed: its requests end, and their memory goes with them."""
+        self._pending.clear()
+        self._forget()
+
+    def prime(self, form: Form) -> None:
+        """Draft the first windows: the head reads what it has yet to read of every request."""
+        if self.head is None or self.step.drafter is None:
+            return
+        rows = self.rows.part(0, self.run.size(len(self.held)))
+        starts, counts = [0] * len(rows.length_B), [0] * len(rows.length_B)
+        for b, held in enumerate(self.held):
+            request = held.request
+            starts[b], hidden_MD = self.head.hand_over(request.number)
+            counts[b] = len(hidden_MD)
+            assert starts[b] + counts[b] == request.computed
+            rows.hidden_BPD[b, : counts[b]] = hidden_MD
+            follows = request.tokens[starts[b] + 1 : request.computed + 1]
+            rows.follows_BP[b, : counts[b]].copy_(ids(follows, rows.follows_BP.device))
+        device = rows.length_B.device
+        self.step.prime(rows, form, ids(starts, device), ids(counts, device))
+
+    def _forget(self) -> None:
+        self.held.clear()
+        self.rows.clear()
+
+    def _reserve(self, request: Request) -> bool:
+        return self.scheduler.reserve(request, request.computed + self.extent.ahead)
+
+    def _drop_ended(self) -> None:
+        """Make padding of rows whose requests are over, before a step runs on memory that others may hold."""
+        over = [
+            b for b, own in enumerate(self.held) if not own.gone and own.request.finish_reason is not None
+        ]
+        if over:
+            self.rows.drop(ids(over, self.rows.length_B.device))
+        for b in over:
+            self.held[b].gone = True
+
+    def _note(self, held: Held, form: Form, outcome: Outcome) -> None:
+        """Follow on the host what the device did with a row's slots."""
+        request, nodes = held.request, outcome.nodes
+        request.computed += len(nodes)
+        if request.committed is None:
+            return
+        state, path = request.committed.state, tuple[RecordSlot, ...]()
+        if form.nodes > 1 and held.sets:
+            own = held.sets[0]
+            path = tuple(own[node] for node in nodes)
+            held.sets = held.sets[::-1]
+        elif form.nodes > 1 and nodes:
+            state, held.snapshots[nodes[-1]] = held.snapshots[nodes[-1]], state
+        request.committed = Committed(state, path)
+
+    def _borrow(self, request: Request) -> Held | None:
+        """Take the slots of two windows' records, or of one's states."""
+        nodes = self.extent.nodes
+        if request.committed is None or nodes == 1:
+            return Held(request, (), ())
+        if self.step.snapshots:
+            states = self.arena.take_snapshots(request.number, nodes)
+            return None if states is None else Held(request, (), states)
+        records = self.arena.take_records(request.number, 2 * nodes)
+        return None if records is None else Held(request, (records[:nodes], records[nodes:]), ())
+
+    def _release(self, held: Held, kept: Sequence[RecordSlot]) -> None:
+        number = held.request.number
+        lent = [slot for own in held.sets for slot in own if slot not in kept]
+        if lent:
+            self.arena.release_records(number, lent)
+        for state in held.snapshots:
+            self.arena.release_state(number, state)
+
+    def _unload(self, row: int, held: Held) -> None:
+        request = held.request
+        if request.committed is not None:
+            kept = request.committed.path
+            if held.before and held.before.path and held.before.path != kept:
+                self.arena.release_records(request.number, held.before.path)
+            self._release(held, kept)
+        if self.head:
+            self.head.resume(request.number, request.computed - 1, self.rows.last_BD[row : row + 1].clone())

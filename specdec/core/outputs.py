@@ -1,0 +1,300 @@
+"""What a request gives back: pieces while it runs, a completion at the end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from queue import SimpleQueue
+from typing import Literal, Self
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.draft.outlook import Outlook
+from specdec.errors import SpecdecError
+from specdec.state_slots.arena import ArenaUsage
+from specdec.text.tokenizer import Piece, Tokenizer
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""`abort`: it was cancelled; `error`: it failed, and what it had said until then is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A chosen token's log-probability under the model, and those of the likeliest tokens there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    decoded_token: str | None = None
+    """The token's text; None without a tokenizer."""
+    decoded_top: tuple[str, ...] = ()
+    """The texts of `top`."""
+
+    def decoded(self, spell: Callable[[int], str]) -> "TokenLogprob":
+        """Return the same with the tokens' texts."""
+        texts = tuple(spell(token) for token, _ in self.top)
+        return replace(self, decoded_token=spell(self.token_id), decoded_top=texts)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """What one request's steps did.
+
+    A verify step begins with the token chosen last and chooses what follows; the step that read the prompt's
+    end is none, nor is one that reads what a preemption took back.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    steps: int = 0
+    """Verify steps."""
+    verified_tokens: int = 0
+    """What they added to the output, the bonus tokens included."""
+    drafted: int = 0
+    accepted: int = 0
+    accepted_from_outputs: int = 0
+    """Those of them that were looked up in outputs of earlier requests, and found nowhere else."""
+    per_depth: tuple[float, ...] = ()
+    """The share accepted at each depth, of the drafts that reached it."""
+    histogram: dict[int, int] = field(default_factory=dict)
+    """Verify steps by the number of drafted tokens they accepted."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of its verify steps by phase: draft, verify, commit, rest; `whole` of those that the device
+    ran from end to end. Requests share steps."""
+    cached_tokens: int = 0
+    preemptions: int = 0
+    queued_s: float = 0.0
+    """From arrival until it first ran; what it waits after a preemption is none of it."""
+    first_token_s: float = 0.0
+    """From arrival to its first token."""
+    total_s: float = 0.0
+    synthetic: bool = False
+    """Drafts were accepted at given rates: the text is not the model's."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Output tokens per verify step, the bonus token included; 1 without drafts."""
+        return self.verified_tokens / self.steps if self.steps else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """What prefixes that are kept have saved, and what became of them."""
+
+    asked: int
+    """Tokens of requests that were looked up."""
+    hit: int
+    """Those of them that need not be read."""
+    fetched: int
+    """Those of these that had to be copied from the host's memory."""
+    states_kept: int
+    states_evicted: int
+    blocks_evicted: int
+    cached_bytes: int
+    """Of the arena, which give way to whoever is short of memory."""
+    alpha: float = 0.0
+    """What the work that a prefix saves counts beside how recently it was used."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine's steps have done since it started, and what it holds now.
+
+    `steps` counts each request's verify steps; requests that shared a step count it each.
+    """
+
+    steps: int
+    tokens: int
+    drafted: int
+    accepted: int
+    acceptance_length: float
+    per_depth: tuple[float, ...]
+    histogram: dict[int, int]
+    seconds: dict[str, float]
+    synthetic: bool
+    running: int
+    waiting: int
+    preemptions: int
+    limited_by: dict[str, int]
+    """How many steps something was short, by what it was."""
+    arena: ArenaUsage
+    failed_steps: int = 0
+    """Steps that raised something: those who took part were told, and the engine went on."""
+    clean_checks: int = 0
+    """How often nothing was left to do and the arena was proved empty and whole."""
+    moved_blocks: int = 0
+    """Moved together so that others could have their slab."""
+    prefixes: PrefixStats | None = None
+    """None: nothing is kept."""
+    speculation: Outlook | None = None
+    """Which drafts run now and why (`name`, `reason`), the tokens a step that they are expected to give and
+    what it costs; None: there are no drafters, or nothing was decided yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """What one verify step put before the target, and what the text took of it.
+
+    Node 0 is the token chosen last; where nothing was drafted it is the only one.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """Of each node; -1 is that of node 0, and any other stands before its children."""
+    accepted: tuple[int, ...]
+    """The nodes below node 0 that the text took, from above."""
+    bonus: int | None
+    """The target's own token after them; None: the text had ended before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to a request.
+
+    `text` may lag behind `token_ids`: half a character, or what may become a stop string, is held back. The
+    last delta of a choice carries its reason and its statistics.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    origins: tuple[int, ...] = ()
+    """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+    pieces: tuple[Piece, ...] = ()
+    """The text by the tokens that wrote it, each piece with its token's origin."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each of the prompt's tokens, None for the first; in a choice's first delta, if asked for."""
+    drafts: tuple[DraftTree, ...] = ()
+    """One for each verify step, if `SamplingParams.trees` asks for them."""
+    stop_reason: str | int | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended it; None where it ended otherwise."""
+
+    @property
+    def num_told(self) -> int:
+        """Count the tokens that it tells of: its own, those beside them, and those of drafts."""
+        ranked = [own for own in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if own]
+        drafted = sum(len(draft.tokens) for draft in self.drafts)
+        return len(self.token_ids) + drafted + sum(1 + len(own.top) for own in ranked)
+
+    def decoded(self, tokenizer: Tokenizer | None) -> "Delta":
+        """Return the same, with the texts of tokens whose log-probabilities were asked for."""
+        if tokenizer is None or (self.logprobs is None and self.prompt_logprobs is None):
+            return self
+        spell = cache(tokenizer.spell)  # a prompt's alternatives are a few tokens many times over
+        own, prompts = self.logprobs, self.prompt_logprobs
+        return replace(
+            self,
+            logprobs=None if own is None else tuple(each.decoded(spell) for each in own),
+            prompt_logprobs=None if prompts is None else tuple(x and x.decoded(spell) for x in prompts),
+        )
+
+    @classmethod
+    def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
+        """Put deltas of one choice, in their order, into one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        last = deltas[-1]
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            index=last.index,
+            logprobs=None if last.logprobs is None else tuple(x for d in deltas for x in d.logprobs or ()),
+            finish_reason=last.finish_reason,
+            stats=last.stats,
+            origins=tuple(origin for delta in deltas for origin in delta.origins),
+            pieces=tuple(piece for delta in deltas for piece in delta.pieces),
+            prompt_logprobs=deltas[0].prompt_logprobs,
+            drafts=tuple(draft for delta in deltas for draft in delta.drafts),
+            stop_reason=last.stop_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished choice. `index` counts the choices of a prompt when `n` asks for several."""
+
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: RequestStats
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    origins: tuple[int, ...] = field(default=(), repr=False)
+    """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = field(default=None, repr=False)
+    """One for each of the prompt's tokens, None for the first, where they were asked for."""
+    drafts: tuple[DraftTree, ...] = field(default=(), repr=False)
+    """One for each verify step, if `SamplingParams.trees` asks for them."""
+    stop_reason: str | int | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended it; None where it ended otherwise."""
+    error: SpecdecError | None = None
+    """Why it failed, where it did."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of its tokens' log-probabilities, where they were asked for."""
+        return None if self.logprobs is None else sum(own.logprob for own in self.logprobs)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Sequence[int],
+        index: int,
+        deltas: Sequence[Delta],
+        error: SpecdecError | None = None,
+    ) -> Self:
+        """Put a choice together from its deltas; one that was left before its end has counts alone."""
+        whole = Delta.joined(deltas or [Delta("", ())])
+        counts = RequestStats(prompt_tokens=len(prompt), output_tokens=len(whole.token_ids))
+        return cls(
+            prompt_token_ids=tuple(prompt),
+            text=whole.text,
+            token_ids=whole.token_ids,
+            finish_reason=whole.finish_reason or ("error" if error else "abort"),
+            stats=whole.stats or counts,
+            index=index,
+            logprobs=whole.logprobs,
+            origins=whole.origins,
+            prompt_logprobs=whole.prompt_logprobs,
+            drafts=whole.drafts,
+            stop_reason=whole.stop_reason,
+            error=None if whole.finish_reason else error,
+        )
+
+
+def collect(
+    asked: Sequence[tuple[Sequence[int], int]],
+    inbox: "SimpleQueue[tuple[int, Delta | SpecdecError]]",
+    tokenizer: Tokenizer | None,
+    *,
+    use_tqdm: bool,
+) -> list[Completion]:
+    """Read what the choices of some prompts say, each so many, until all have ended; then raise an error.
+
+    The error is the first prompt's that failed, and has all completions.
+    """
+    said: list[list[list[Delta]]] = [[[] for _ in range(choices)] for _, choices in asked]
+    errors: list[SpecdecError | None] = [None for _ in asked]
+    unfinished = sum(choices for _, choices in asked)
+    with tqdm(total=unfinished, desc="completions", unit="choice", disable=not use_tqdm) as bar:
+        while unfinished:
+            index, item = inbox.get()
+            if isinstance(item, SpecdecError):
+                errors[index] = item
+            else:
+                said[index][item.index].append(item.decoded(tokenizer))
+                if item.finish_reason is None:
+                    continue
+            unfinished -= 1
+            bar.update()
+    done = [
+        Completion.of(prompt, choice, deltas, error)
+        for (prompt, _), choices, error in zip(asked, said, errors, strict=True)
+        for choice, deltas in enumerate(choices)
+    ]
+    if failed := next(filter(None, errors), None):
+        raise failed.having(done)
+    return done

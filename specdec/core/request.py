@@ -1,0 +1,257 @@
+"""The life of one request: what it owes the model, what memory it holds, what it has said.
+
+A request always owes the tokens that it has and the model has not yet read: a prompt, what a preemption took
+back, or the one token that was chosen last. A step reads some of them; when none is left, the model's last
+logits choose the next token. Prefill, resumption and decoding are therefore one thing.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import SOLE, Tenant
+from specdec.core.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenLogprob
+from specdec.core.stats import Counts
+from specdec.errors import SpecdecError
+from specdec.state_slots.backing import Committed
+from specdec.state_slots.prefix.cache import Lease
+from specdec.text.tokenizer import Cutter, TextStream
+from specdec.verify.choose import Chooser
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[Delta | SpecdecError], None]
+
+
+class Said(NamedTuple):
+    """One token of a step."""
+
+    token: int
+    origin: int = 0
+    """0: the target's own choice; n: accepted from a draft, where it stood at depth n."""
+    logprob: TokenLogprob | None = None
+
+
+class Request:
+    """One choice of one prompt. Only the thread that owns the model changes it once it was submitted."""
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        chooser: Chooser,
+        text: TextStream | None,
+        stop_ids: Mapping[int, int | None],
+        max_length: int,
+        emit: Emit,
+        index: int = 0,
+        synthetic: bool = False,
+        tenant: Tenant = SOLE,
+    ) -> None:
+        self.number, self.tenant = number, tenant
+        self.params, self.chooser, self.text, self.emit, self.index = params, chooser, text, emit, index
+        self.stop_ids = stop_ids
+        """The tokens that end it, and the `stop_reason` of each."""
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.last_length = min(len(prompt) + params.max_tokens, max_length)
+        self.arrived_s = time.perf_counter()
+        self.queued_s = self.first_token_s = 0.0
+        self.preemptions = 0
+        self.counts = Counts()
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's tokens from the second on, as far as they were read, where they are asked for."""
+        self.synthetic = synthetic
+        """Its drafts are accepted at given rates, which its statistics must say."""
+        self.cancelled = False
+        """Set by any thread; acted upon between two steps."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        """What of the request's own ended it: a stop string, or a token of `stop_token_ids`."""
+        self._unsent_text = ""
+        self._unsent: list[Said] = []
+        self._has_sent = False
+        self._drafts: list[DraftTree] = []
+        self._cutter = Cutter()
+        self.cached_tokens = 0
+        """Of the prompt, which an earlier request had read."""
+        self.forget_memory()
+
+    def forget_memory(self) -> None:
+        """Note that the arena took everything back: the whole of `tokens` is owed again."""
+        self.computed = 0
+        self.table_N = torch.empty(0, dtype=torch.int64)
+        """The KV blocks of its tokens, in order."""
+        self.committed: Committed | None = None
+        """Its state; None without memory, and in a model that keeps none."""
+        self.lease: Lease | None = None
+        """Its place among the prefixes that are kept, if they are."""
+
+    def begin_at(self, length: int, blocks: Sequence[int], lease: Lease | None) -> None:
+        """Go on from what somebody else has read."""
+        self.computed, self.lease = length, lease
+        self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))
+        self.add_blocks(blocks)
+
+    def start(self) -> None:
+        """Note that it runs from now on; after a preemption that is no news."""
+        self.queued_s = self.queued_s or time.perf_counter() - self.arrived_s
+
+    def add_blocks(self, blocks: Sequence[int]) -> None:
+        """Put blocks behind those that it has."""
+        self.table_N = torch.cat([self.table_N, torch.tensor(blocks, dtype=torch.int64)])
+
+    def move_blocks(self, moved: Mapping[int, int]) -> None:
+        """Follow blocks that have moved."""
+        self.table_N = torch.tensor([moved.get(block, block) for block in self.table_N.tolist()])
+
+    @property
+    def next_count(self) -> int:
+        """How many of the owed tokens may be read in one step."""
+        stop = self.lease.until_stop(self.computed) if self.lease else None
+        return self.owed if stop is None else min(self.owed, stop)
+
+    @property
+    def owed(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Tell whether all that it owes is the token chosen last: the root of a tree that may be drafted."""
+        return self.owed == 1 and self.output_length > 0
+
+    @property
+    def room(self) -> int:
+        """How many tokens it may still say."""
+        return self.last_length - len(self.tokens)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def accept(self, chosen: Sequence[Said]) -> int:
+        """Append the tokens of one step up to the first that ends the request; return how many that were.
+
+        `take_delta` gives what is to be sent of them.
+        """
+        if not self.first_token_s:
+            self.first_token_s = time.perf_counter() - self.arrived_s
+        if not self.room:
+            # It was asked to read alone: what is chosen after its prompt is nobody's.
+            self.finish_reason = "length"
+            return 0
+        for said in chosen:
+            self.tokens.append(said.token)
+            self._unsent.append(said)
+            self.chooser.observe(said.token)
+            if self.chooser.fault:
+                break
+            if said.token in self.stop_ids:
+                self.finish_reason, self.stop_reason = "stop", self.stop_ids[said.token]
+                if self.params.include_stop_str_in_output:
+                    self._write(said, may_stop=False)
+            else:
+                self._write(said, may_stop=self.output_length > self.params.min_tokens)
+            if self.finish_reason is None and self.chooser.is_over:
+                self.finish_reason = "stop"
+            # Whether it ends there by itself may not be known yet: then `settle` tells.
+            if self.finish_reason is None and self.room <= 0 and self.chooser.knows():
+                self.finish_reason = "length"
+            if self.finish_reason or self.room <= 0:
+                break
+        return len(self._unsent)
+
+    def _write(self, said: Said, *, may_stop: bool) -> None:
+        """Put a token's text behind what is not sent yet; a stop string in it ends the request."""
+        if self.text is None:
+            return
+        self._unsent_text += self.text.push(said.token, may_stop=may_stop)
+        self._cutter.note(self.text.length, said.origin)
+        if self.text.stopped:
+            self.finish_reason, self.stop_reason = "stop", self.text.stop
+
+    def settle(self) -> bool:
+        """Note whether its output has ended, which its form tells later than it is chosen; tell if it has."""
+        if self.chooser.is_over:
+            self.finish_reason = "stop"
+        elif self.room <= 0 and self.output_length and self.chooser.knows():
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def show(self, draft: DraftTree) -> None:
+        """Put what a step verified into the next delta."""
+        self._drafts.append(draft)
+
+    def abort(self) -> None:
+        """End the request where it stands."""
+        self.finish_reason = "abort"
+        self.send(self.take_delta())
+
+    def fail(self, error: SpecdecError) -> None:
+        """End the request with an error that was not its own."""
+        self.finish_reason = "abort"
+        self.send(error)
+
+    def take_delta(self) -> Delta:
+        """Return what was accepted since the last delta; with the request's end its statistics."""
+        text, kept, self._unsent_text, self._unsent = self._unsent_text, self._unsent, "", []
+        drafts, self._drafts = self._drafts, []
+        stats = None
+        if self.finish_reason:
+            text += self.text.finish() if self.text else ""
+            stats = self._stats()
+        logprobs = tuple(said.logprob for said in kept if said.logprob)
+        return Delta(
+            text=text,
+            token_ids=tuple(said.token for said in kept),
+            index=self.index,
+            logprobs=logprobs if self.params.logprobs is not None else None,
+            prompt_logprobs=self._take_prompt_logprobs(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            stats=stats,
+            origins=tuple(said.origin for said in kept),
+            pieces=self._cutter.cut(text),
+            drafts=tuple(drafts),
+        )
+
+    def send(self, item: Delta | SpecdecError) -> None:
+        """Hand an item to the caller; a caller that cannot take it is gone, and nobody else's trouble."""
+        try:
+            self.emit(item)
+        except Exception as error:
+            logger.info("request %d: its caller is gone (%r)", self.number, error)
+            self.cancelled = True
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Return them with the first delta, one for each token: nothing comes before the first."""
+        if self.params.prompt_logprobs is None or self._has_sent:
+            return None
+        self._has_sent = True
+        return (None, *self.prompt_logprobs)
+
+    def _stats(self) -> RequestStats:
+        return RequestStats(
+            prompt_tokens=self.prompt_length,
+            output_tokens=self.output_length,
+            steps=self.counts.steps,
+            verified_tokens=self.counts.tokens,
+            drafted=self.counts.drafted,
+            accepted=self.counts.accepted,
+            accepted_from_outputs=self.counts.accepted_from_outputs,
+            per_depth=self.counts.per_depth,
+            histogram=dict(sorted(self.counts.histogram.items())),
+            seconds=dict(self.counts.seconds),
+            preemptions=self.preemptions,
+            synthetic=self.synthetic,
+            cached_tokens=self.cached_tokens,
+            queued_s=self.queued_s,
+            first_token_s=self.first_token_s,
+            total_s=time.perf_counter() - self.arrived_s,
+        )

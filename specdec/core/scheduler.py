@@ -1,0 +1,305 @@
+"""Which requests take part in a step, and whose memory gives way when there is too little.
+
+Running requests stand in the order of their admission. A step lets each of them grow, admits waiting ones
+while there is memory for all that they owe, and when one cannot grow, the last admitted gives back what it
+holds and waits at the front. The first therefore always advances; what could never fit was refused before.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdec.core.request import Request
+from specdec.errors import CapacityError
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import Committed
+from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache, as_ids
+from specdec.state_slots.prefix.tree import common
+
+logger = logging.getLogger(__name__)
+
+BLOCKS, STATES, PREFIXES = "KV blocks", "state slots", "prefixes"
+"""What of the arena a request may have to wait for; and what somebody else is about to have read."""
+WORTH_WAITING = 64
+"""So many tokens that another reads are better waited for than read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One request's part of a step: the model reads its next `count` owed tokens."""
+
+    request: Request
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    shares: tuple[Share, ...]
+
+
+def _ignore(_: Request) -> None:
+    """Hear of a request that concerns nobody else."""
+
+
+def _ignore_hit(_: Request, __: Hit) -> None:
+    """Hear of one of which nobody else has to read anything."""
+
+
+class Scheduler:
+    """Owns the waiting and the running requests and all that they hold of the arena."""
+
+    def __init__(self, arena: Arena, *, max_running: int, chunk_tokens: int) -> None:
+        self.arena, self.max_running, self.chunk_tokens = arena, max_running, chunk_tokens
+        self.cache: PrefixCache | None = None
+        """What earlier requests have read; None: nothing is kept."""
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.limited_by: Counter[str] = Counter()
+        """How many steps left a request waiting, by what it waited for."""
+        self.preemptions = 0
+        self._last_limit = ""
+        self.reclaim: Callable[[], bool] = lambda: False
+        """Gives back what drafts still hold; says whether that was anything."""
+        self.on_lose: Callable[[Request], None] = _ignore
+        """Told of a request whose memory was taken back."""
+        self.on_end: Callable[[Request], None] = _ignore
+        """Told of a request that is over."""
+        self.on_hit: Callable[[Request, Hit], None] = _ignore_hit
+        """Told of a request that need not read all of its tokens."""
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def plan(self) -> StepPlan:
+        """Choose the step's shares; every running request in them holds the memory that its share needs.
+
+        A request that decodes takes part unless it is not known yet what may be chosen; prompts share the
+        budget of `chunk_tokens` in order.
+        """
+        self._drop_cancelled()
+        at = 0
+        while at < len(self.running):
+            at += self._grow(self.running[at])
+        budget = self.chunk_tokens - sum(r.next_count for r in self.running if r.owed > 1)
+        while self._admit(budget):
+            budget -= self.running[-1].next_count
+        shares: list[Share] = []
+        budget = self.chunk_tokens
+        for request in self.running:
+            count = 1 if request.owed == 1 else min(request.next_count, budget)
+            budget -= count if request.owed > 1 else 0
+            if count and (count < request.owed or request.chooser.knows()):
+                shares.append(Share(request, count))
+        return StepPlan(tuple(shares))
+
+    def release(self, request: Request) -> None:
+        """Take back all that a request holds and forget it.
+
+        It leaves the lists last: where anything fails before, it is still known as one that must hear of it.
+        """
+        self.on_end(request)
+        if request.lease and self.cache and not request.first_token_s and request.lease.own is not None:
+            # What it was the first to read has never been seen to give numbers.
+            self.cache.cut(request.lease, request.lease.own)
+        self._take_back(request)
+
+    def give_up(self) -> list[Request]:
+        """Drop and return what a failed step may have spoilt, whose memory is taken back elsewhere.
+
+        That is all that run, or where none does the first that waits: whatever it is that keeps it out. The
+        others have no memory, and go on as they are.
+        """
+        spoilt, self.running = self.running, []
+        if not spoilt and self.waiting:
+            spoilt = [self.waiting.popleft()]
+        return spoilt
+
+    def reserve(self, request: Request, positions: int) -> bool:
+        """Get the blocks of so many positions for a draft, if they are free."""
+        missing = self.arena.layout.blocks_for(positions) - len(request.table_N)
+        if missing <= 0:
+            return True
+        blocks = self.arena.take_blocks(request.number, missing)
+        if blocks is None:
+            self.limited_by["draft blocks"] += 1
+            return False
+        request.add_blocks(blocks)
+        return True
+
+    def trim(self, request: Request) -> bool:
+        """Take back the blocks that a request got for a draft and does not need; tell whether it had any."""
+        needed = self.arena.layout.blocks_for(len(request.tokens))
+        surplus = request.table_N[needed:].tolist()
+        if surplus:
+            self.arena.release_blocks(request.number, surplus)
+            request.table_N = request.table_N[:needed]
+        return bool(surplus)
+
+    def _take_back(self, request: Request) -> None:
+        self.arena.release_owner(request.number)
+        if request.lease and self.cache:
+            self.cache.leave(request.lease)
+        request.forget_memory()
+        self.on_lose(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def _drop_cancelled(self) -> None:
+        for request in [r for r in (*self.running, *self.waiting) if r.cancelled]:
+            self.release(request)
+            request.abort()
+
+    def _blocks_missing(self, request: Request) -> int:
+        return self.arena.layout.blocks_for(len(request.tokens)) - len(request.table_N)
+
+    def _grow(self, request: Request) -> bool:
+        """Get blocks for every token that the request has, preempting the youngest until there are enough.
+
+        False: the request itself was the youngest.
+        """
+        while (missing := self._blocks_missing(request)) > 0:
+            blocks = self.arena.take_blocks(request.number, missing)
+            if blocks is not None:
+                request.add_blocks(blocks)
+                break
+            if self.reclaim():
+                continue
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        logger.info("preempted request %d: no KV block was free", request.number)
+        self._take_back(request)
+        self.waiting.appendleft(request)
+        request.preemptions += 1
+        self.preemptions += 1
+
+    def _admit(self, budget: int) -> bool:
+        """Move the first waiting request to the running ones if its state and all its tokens fit."""
+        if not self.waiting:
+            return False
+        lease, limit = self._room_for(self.waiting[0], budget)
+        if limit:
+            if self.running:
+                self._note_limit(limit)
+            else:
+                self._refuse(limit)
+            return False
+        self._last_limit = ""
+        request = self.waiting.popleft()
+        self.running.append(request)
+        request.start()
+        self._equip(request, lease)
+        return True
+
+    def _room_for(self, request: Request, budget: int) -> tuple[Lease | None, str]:
+        """Look up where a request may go on from, and name what keeps it out, if anything does."""
+        if len(self.running) >= self.max_running:
+            return None, "max_running"
+        lease = self._lease(request)
+        if lease and self._is_being_read(request, lease):
+            limit = PREFIXES
+        elif budget <= 0:
+            limit = "chunk_tokens"
+        else:
+            lease, limit = self._memory_for(request, lease)
+        if limit and self.cache and lease:
+            self.cache.leave(lease)
+        return lease, limit
+
+    def _is_being_read(self, request: Request, lease: Lease) -> bool:
+        """Tell whether somebody reads much of what this one would, and have its state kept where they part.
+
+        To wait for it costs nothing: prompts share a step's budget in order.
+        """
+        for other in self.running:
+            if not other.lease or other.lease.tenant != lease.tenant or other.owed == 1:
+                continue
+            if other.tokens[:WORTH_WAITING] != request.tokens[:WORTH_WAITING]:
+                continue
+            alike = min(common(as_ids(other.tokens), as_ids(request.tokens)), len(request.tokens) - 1)
+            if other.computed < alike and alike - lease.length >= WORTH_WAITING:
+                other.lease.stop_at(alike)
+                return True
+        return False
+
+    def _memory_for(self, request: Request, lease: Lease | None) -> tuple[Lease | None, str]:
+        """Name the memory that a request lacks, if any, when all has given way that will."""
+        limit = self._limit(request, lease)
+        if limit and self.reclaim():
+            limit = self._limit(request, lease)
+        if limit and self.cache and lease and not self.running:
+            # What it would go on from may be what stands in its way: it reads all of its tokens itself.
+            self.cache.leave(lease)
+            asked, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.tenant)
+            lease.asked = asked
+            limit = self._limit(request, lease)
+        return lease, limit
+
+    def _refuse(self, limit: str) -> None:
+        """Fail the first waiting request: nothing runs that will ever make room for it."""
+        request = self.waiting[0]
+        self.on_end(request)
+        self.waiting.popleft()
+        request.fail(
+            CapacityError(
+                f"memory_bytes: the arena has no room for this request, which needs {limit}; raise it.",
+                field="memory_bytes",
+            )
+        )
+
+    def _equip(self, request: Request, lease: Lease | None) -> None:
+        """Give a request a state and blocks for all of its tokens, and what its lease has found in them."""
+        state = None
+        if self.arena.layout.states:
+            state = self.arena.take_state(request.number)
+            assert state is not None
+            request.committed = Committed(state)
+        hit = self.cache.lend(request.number, lease, state) if self.cache and lease else None
+        if hit and lease:
+            request.begin_at(hit.length, hit.blocks, lease)
+            self.on_hit(request, hit)
+        blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
+        assert blocks is not None
+        request.add_blocks(blocks)
+        if self.cache and lease and hit and hit.fetched:
+            node = self.cache.note(lease, request.tokens[: hit.length], request.table_N.tolist())
+            self.cache.keep_copy(node, state, hit.hidden_1D)
+
+    def _lease(self, request: Request) -> Lease | None:
+        """Look up what is known of a request's tokens, unless each of them has to be read."""
+        if self.cache is None or request.params.prompt_logprobs is not None:
+            return None
+        return self.cache.lease(request.tokens, request.tenant, request.params.cache_marks or ())
+
+    def _limit(self, request: Request, lease: Lease | None) -> str:
+        """Name the memory that a request lacks beside what it shares.
+
+        One spare block per running request lets those grow.
+        """
+        states = int(bool(self.arena.layout.states))
+        spare = len(self.running) if self.arena.layout.kv else 0
+        blocks = self._blocks_missing(request) - (lease.shared if lease else 0) + spare
+        if self.arena.can_take(blocks=blocks, states=states):
+            return ""
+        return BLOCKS if self.arena.might_take(states=states) else STATES
+
+    def _note_limit(self, limit: str) -> None:
+        self.limited_by[limit] += 1
+        if limit != self._last_limit:
+            needed = self.arena.layout.sequence_bytes(len(self.waiting[0].tokens))
+            logger.info(
+                "%d requests wait for %s (the next needs %d bytes); %d run; %s",
+                *(len(self.waiting), limit, needed, len(self.running), self.arena.usage()),
+            )
+            self._last_limit = limit

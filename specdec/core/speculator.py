@@ -1,0 +1,399 @@
+"""What stands between the loop and those who draft: whom to ask, for what, and what came of it."""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.core.asked import Asked, Heard, merged, want_of, widened
+from specdec.core.batch import Part
+from specdec.core.records import Experience, Records
+from specdec.core.request import Request
+from specdec.core.scheduler import Scheduler, Share
+from specdec.draft.calibration import Assumed
+from specdec.draft.drafter import Drafter, Want
+from specdec.draft.echo import Echo
+from specdec.draft.head import HeadDrafter, Place
+from specdec.draft.lookup import Lookup
+from specdec.draft.policy import Batch, Policy
+from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.worth import Worth
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.table import Kernels
+from specdec.models.replay import Replays
+from specdec.state_slots.backing import Backing, Draft
+from specdec.state_slots.prefix.cache import Hit
+from specdec.verify.choose import Node, places
+from specdec.verify.rank import Ranked, rank
+
+logger = logging.getLogger(__name__)
+
+Lend = Callable[[Hashable, int], Sequence[Any] | None]
+"""Gives an owner so many slots, or None."""
+
+CLOSE = 64
+"""Tokens that drafters can catch up with while their time still is that of a draft."""
+
+
+class Speculation:
+    """Owns the drafters, the choice of shape, and every request's track record."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        backing: Backing,
+        scheduler: Scheduler,
+        kernels: Kernels,
+        *,
+        synthetic: Sequence[float] | None = None,
+        noise: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.policy, self.backing, self.scheduler, self.kernels = policy, backing, scheduler, kernels
+        self.drafters: list[Drafter] = []
+        self.head: HeadDrafter | None = None
+        """The drafter that reads the target's hidden states, if there is one."""
+        self.synthetic = synthetic
+        """Rates by depth at which drafts are accepted whatever they say."""
+        self.noise = noise
+        """Whether guesses are ranked with the noise by which the target will choose."""
+        self.clock = clock
+        """By which steps and drafts are compared, not by the time that callers wait."""
+        self._mark_s = 0.0
+        """When this step was drafted for."""
+        self._took_s = 0.0
+        """What that took."""
+        self.learns = True
+        """Whether the choice of shapes has a use for what steps take."""
+        self.records = Records()
+        self._requests: dict[int, Request] = {}
+        self._asked: dict[int, Asked] = {}
+        self._told: dict[int, int] = {}
+        """How many of a request's tokens its drafters have heard of."""
+        self._distrusted: set[int] = set()
+        self._echoes: dict[int, Echo] = {}
+        self._gained = 0
+        """Drafted tokens that this step's requests took."""
+
+    def enlist(self, drafter: Drafter) -> None:
+        """Ask this one too from now on."""
+        self.drafters.append(drafter)
+        if self.synthetic:
+            drafter.calibrator = Assumed(self.synthetic)
+        if isinstance(drafter, HeadDrafter):
+            self.head = drafter
+
+    @property
+    def _looks(self) -> bool:
+        """Tell whether anybody looks text up."""
+        return any(drafter is not self.head for drafter in self.drafters)
+
+    def flush(self, caller: str | None = None) -> None:
+        """Forget the texts of requests that have ended: all, or one caller's."""
+        for drafter in self.drafters:
+            if isinstance(drafter, Lookup):
+                drafter.index.flush(caller)
+
+    def draft(self, shares: Sequence[Share], *, lend: Lend | None = None) -> list[Draft | None]:
+        """Return each share's tree and its slots, or None where nothing was drafted that pays.
+
+        Slots are borrowed from the backing, if `lend` has none.
+        """
+        self._asked.clear()
+        self._gained = 0
+        if self._rests(shares):
+            if not self.policy.is_idle:
+                self._catch_up(shares)
+                self._mark_s = self.clock()
+            return [None] * len(shares)
+        start_s = self.clock()
+        drafts = self._draft(shares, lend)
+        self._mark_s = self.clock()
+        self._took_s = self._mark_s - start_s
+        return drafts
+
+    def _rests(self, shares: Sequence[Share]) -> bool:
+        """Tell whether nothing is planned, as in most steps while nothing pays: they cost next to nothing."""
+        if self._distrusted or not all(share.request.decodes for share in shares):
+            self.policy.stir()
+            return False
+        if self.policy.listens and self._looks:
+            for own in (share.request for share in shares):
+                # Where a text repeats itself, a look-up would find what follows.
+                if self._echoes.setdefault(own.number, Echo()).hears(own.tokens):
+                    self.policy.hint()
+        return self.policy.rests()
+
+    def _draft(self, shares: Sequence[Share], lend: Lend | None) -> list[Draft | None]:
+        drafts: list[Draft | None] = [None] * len(shares)
+        decoding = [i for i, share in enumerate(shares) if share.request.decodes]
+        if not self.drafters or not decoding:
+            self._catch_up(shares)
+            return drafts
+        requests = [shares[i].request for i in decoding]
+        batch = Batch(len(decoding), sum(share.count for share in shares))
+        tracks = [self.records.of(request) for request in requests]
+        rooms = [self._room(request) for request in requests]
+        self._distrusted.difference_update(request.number for request in requests)
+        heard: list[list[Heard]] = [[] for _ in requests]
+
+        def look_up() -> list[Proposal]:
+            self._look_up(requests, rooms, heard)
+            return [merged(own) for own in heard]
+
+        grows = self.head is not None
+        planned = self.policy.plan(batch, tracks, rooms, look_up if self._looks else None, grows=grows)
+        if not any(planned) and not any(len(proposal) for own in heard for _, proposal in own):
+            # As most steps are while nothing pays: what follows would take longer than the plan.
+            self._catch_up(shares)
+            self.policy.cut(batch, [])
+            return drafts
+        wanted = [widened(shape, merged(own)) for shape, own in zip(planned, heard, strict=True)]
+        shapes = self._fitting(requests, wanted, lends=lend is not None)
+        self._catch_up([share for share in shares if not share.request.decodes])
+        self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], heard)
+        wholes = self._merge(requests, planned, shapes, heard)
+        for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
+            drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
+            if self.synthetic and drafts[i] is None:
+                self._asked.pop(request.number, None)  # it was not put to the test
+        return drafts
+
+    def _room(self, request: Request) -> int:
+        """Say how deep a draft for a request may go."""
+        held = request.number in self._distrusted or request.chooser.is_slow
+        return 0 if held or not request.params.speculate else request.room - 1
+
+    def _look_up(
+        self, requests: Sequence[Request], rooms: Sequence[int], heard: Sequence[list[Heard]]
+    ) -> None:
+        """Ask those who look text up, as deep as can be verified: they take next to no time."""
+        tokens, topk = self.policy.bounds.num_draft_tokens, self.policy.bounds.topk
+        depths = [min(tokens - 1, room) for room in rooms]
+        wants = [
+            want_of(request, Shape(depth, topk, tokens) if depth > 0 else None)
+            for request, depth in zip(requests, depths, strict=True)
+        ]
+        for drafter in self.drafters:
+            if drafter is not self.head:
+                for own, proposal in zip(heard, drafter.propose(wants), strict=True):
+                    own.append((drafter, proposal))
+
+    def _ask(
+        self,
+        requests: Sequence[Request],
+        shapes: Sequence[Shape | None],
+        heard: Sequence[list[Heard]],
+    ) -> None:
+        """Ask the drafters that were not heard yet for drafts in these shapes."""
+        wanted = [i for i, shape in enumerate(shapes) if shape or self._is_full(requests[i])]
+        if not wanted:
+            return
+        wants = [want_of(requests[i], shapes[i]) for i in wanted]
+        self._requests = {request.number: request for request in requests}
+        lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
+        behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
+        self._told |= lengths
+        silent = [drafter for drafter in self.drafters if drafter is self.head or not any(heard)]
+        start_s, firsts = self.clock(), Replays.firsts
+        for drafter in silent:
+            for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
+                heard[i].append((drafter, proposal))
+        took_s = self.clock() - start_s
+        self._requests.clear()
+        asked = [shapes[i] for i in wanted]
+        alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
+        shape = asked[0] if alike and behind <= CLOSE and Replays.firsts == firsts else None
+        self.policy.observe_draft(shape, len(wanted), took_s)
+
+    def _merge(
+        self,
+        requests: Sequence[Request],
+        planned: Sequence[Shape | None],
+        shapes: Sequence[Shape | None],
+        heard: Sequence[list[Heard]],
+    ) -> list[Proposal]:
+        """Make one proposal of all that was heard for each request, as large as there is room for."""
+        wholes = []
+        for request, plan, shape, own in zip(requests, planned, shapes, heard, strict=True):
+            proposal = merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
+            if shape and own:
+                self._asked[request.number] = Asked(plan, tuple(own), proposal)
+            wholes.append(proposal)
+        return wholes
+
+    def _catch_up(self, shares: Sequence[Share]) -> None:
+        """Let the head read what it has of requests that draft nothing, before that grows too large."""
+        full = [share.request for share in shares if self._is_full(share.request)]
+        if self.head and full:
+            self.head.propose([want_of(request, None) for request in full])
+
+    def _is_full(self, request: Request) -> bool:
+        return self.head is not None and self.head.is_full(request.number)
+
+    def _fitting(
+        self, requests: Sequence[Request], shapes: Sequence[Shape | None], *, lends: bool
+    ) -> list[Shape | None]:
+        """Lower what is asked for to the memory there is, before anyone drafts for slots that nobody gets."""
+        fitting: list[Shape | None] = []
+        nodes = 0
+        for request, shape in zip(requests, shapes, strict=True):
+            while shape and not (lends or self.backing.has_room(nodes + shape.num_draft_tokens)):
+                self.scheduler.limited_by["draft slots"] += 1
+                shape = shape.within(shape.num_draft_tokens // 2)
+            fitting.append(shape if shape and self._reserve(request, shape) else None)
+            nodes += shape.num_draft_tokens if fitting[-1] and shape else 0
+        return fitting
+
+    def _reserve(self, request: Request, shape: Shape) -> bool:
+        """Get KV blocks for the window and for all that a head reads while it drafts."""
+        positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
+        return self.scheduler.reserve(request, request.computed + positions)
+
+    def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
+        """Take a slot for each node; where there are too few, shrink the draft before anyone must wait."""
+        while len(proposal):
+            slots = lend(request.number, 1 + len(proposal))
+            if slots is not None:
+                return Draft(proposal.tree(request.tokens[-1]), slots)
+            self.scheduler.limited_by["draft slots"] += 1
+            proposal = proposal.best(len(proposal) // 2)
+        return None
+
+    def rank(self, logits_NV: Tensor, places: Sequence[Place], count: int) -> list[Ranked]:
+        """Rank a head's guesses by the rule by which their request will choose, and its noise if asked to."""
+        nodes = [
+            Node(request.chooser, len(request.tokens) + len(place.path), place.path)
+            for place in places
+            if (request := self._requests[place.key])  # type: ignore[index]
+        ]
+        return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
+
+    def goes_straight(self, key: Hashable) -> bool:
+        """Tell whether a chain's guesses for a request can be ranked before it is known what they are.
+
+        Without the noise a guess's share is a probability by the request's whole rule, as it is in trees.
+        """
+        chooser = self._requests[key].chooser  # type: ignore[index]
+        return chooser.is_blind and (self.noise or chooser.is_plain)
+
+    def rules(self, keys: Sequence[Hashable], device: torch.device) -> tuple[Rules, Tensor]:
+        """Say by what requests choose whose guesses can be ranked so, and their seeds."""
+        own = [self._requests[key] for key in keys]  # type: ignore[index]
+        rules, seed_N, _ = places(device, [Node(request.chooser, len(request.tokens)) for request in own])
+        return rules, seed_N
+
+    def learn(self, request: Request, emitted: Sequence[int]) -> Sequence[bool]:
+        """Compare what was proposed, verified or not, with what came; tell what only finished outputs had."""
+        asked = self._asked.get(request.number)
+        self._gained += len(emitted) - 1
+        if asked is None:
+            return ()
+        for drafter, proposal in asked.parts:
+            judged = proposal.above(len(emitted))
+            drafter.calibrator.observe(judged, judged.follow(emitted))
+        if asked.shape:
+            # What was looked up may go deeper than was planned: that is no merit of a draft in this shape.
+            judged = asked.merged.above(min(asked.shape.num_steps, len(emitted)))
+            depth, followed = max(judged.depths, default=0), len(judged.follow(emitted))
+            self.records.of(request).observe(asked.shape, depth, followed)
+        return asked.shared(emitted)
+
+    def observe_step(self, parts: Sequence[Part]) -> None:
+        """Learn what a step in which anyone decodes has taken since it was drafted for."""
+        if not self.learns or self.policy.is_idle:
+            return
+        if rows := sum(part.decodes for part in parts):
+            tokens = sum(len(part.tree) for part in parts)
+            took_s = self.clock() - self._mark_s
+            self.policy.observe_step(rows, tokens, took_s, self._gained, self._took_s)
+
+    def forget_experience(self) -> None:
+        """Forget what was accepted so far, and of whom."""
+        self.policy.worth = Worth()
+        self.records.recall({})
+        self._requests.clear()
+        self._asked.clear()
+        for drafter in self.drafters:
+            drafter.calibrator.forget()
+
+    def forget_requests(self) -> None:
+        """Forget all requests, whatever was half done; those that go on are heard of anew."""
+        for known in (self._requests, self._asked, self._told, self._distrusted, self._echoes):
+            known.clear()
+        self.records.forget_requests()
+        for drafter in self.drafters:
+            drafter.forget()
+
+    def experience(self) -> Experience:
+        """Copy what was accepted so far."""
+        tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)
+        return Experience(self.records.kinds(), tallies, replace(self.policy.worth))
+
+    def recall(self, experience: Experience) -> None:
+        """Go on as after this experience, whatever has come since."""
+        self.forget_experience()
+        self.records.recall(experience.kinds)
+        self.policy.worth = replace(experience.worth)
+        for drafter, tallies in zip(self.drafters, experience.tallies, strict=True):
+            drafter.calibrator.tallies = deepcopy(tallies)
+
+    def distrust(self, request: Request) -> None:
+        """Let a request decode by itself in the next step: its last draft made the target's numbers NaN."""
+        self._distrusted.add(request.number)
+
+    def is_distrusted(self, request: Request) -> bool:
+        """Tell whether its next token is to be tried without a draft."""
+        return request.number in self._distrusted
+
+    def propose(self, request: Request, shape: Shape | None, proposal: Proposal) -> None:
+        """Hear what was drafted elsewhere for a request, and verified; None: nothing to learn from."""
+        self._asked.pop(request.number, None)
+        if shape and self.head:
+            self._asked[request.number] = Asked(shape, ((self.head, proposal),), proposal)
+
+    def resume(self, request: Request, hit: Hit) -> None:
+        """Hear of a request whose first tokens the target need not read: the head has read them too.
+
+        At the last of them it has to be told what follows, unless the target reads that one again.
+        """
+        if self.head and hit.length:
+            self.head.resume(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
+
+    def read_on(self, requests: Sequence[Request]) -> None:
+        """Have the head read what it has of some requests, up to what hangs on the next token."""
+        if self.head and requests:
+            while not self.head.settle([want_of(request, None) for request in requests], most=1):
+                pass
+
+    def last_hidden(self, request: Request, skipped: int = 0) -> Tensor | None:
+        """Have the head read what it has of a request, and return what it reads next.
+
+        It forgets the last `skipped` hidden states, of tokens that the request did not take.
+        """
+        if self.head is None:
+            return None
+        known = request.tokens[: request.computed + 1 - skipped]
+        want = Want(request.number, request.prompt_length, known, request.table_N, None)
+        return self.head.last(want, skipped)
+
+    def lose(self, request: Request) -> None:
+        """Hear that a request's memory went back to the arena."""
+        self._told.pop(request.number, None)
+        for drafter in self.drafters:
+            drafter.lose(request.number)
+
+    def end(self, request: Request, *, shared: bool = True) -> None:
+        """Hear that a request is over; what it said serves its tenant's later ones, unless none is to be."""
+        self.records.end(request)
+        self._told.pop(request.number, None)
+        self._distrusted.discard(request.number)
+        self._echoes.pop(request.number, None)
+        output = request.tokens[request.prompt_length :] if request.finish_reason and shared else None
+        for drafter in self.drafters:
+            drafter.end(request.number, request.tokens[: request.prompt_length], output, request.tenant)

@@ -1,0 +1,99 @@
+"""On which terms prompts are answered: parameters, looked at once for all that a request asks."""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import SOLE, Tenant
+from specdec.errors import RequestError
+from specdec.text.grammar.guide import Form
+from specdec.text.tokenizer import Tokenizer
+from specdec.verify.limits import Allowed, Banned, Limit, NotYet
+
+MAX_WORD_TOKENS = 128
+"""Of a word that is not written: the output's end is compared with each length of theirs, for every token."""
+
+
+class Terms(NamedTuple):
+    """What was found fit to be served. Prompts and their choices share it, and change nothing of it."""
+
+    params: SamplingParams
+    grammar: Form | None = None
+    """What the output's form came to, where it must have one."""
+    tenant: Tenant = SOLE
+    stop_ids: Mapping[int, int | None] = {}
+    """The tokens that end an output, and the `stop_reason` of each: the model's own have none."""
+    limits: tuple[Limit, ...] = ()
+    """As they are when an output begins; what they look up is shared."""
+
+    def begin_limits(self) -> list[Limit]:
+        """Return one choice's own."""
+        return [copy.copy(limit) for limit in self.limits]
+
+
+class Prepared(NamedTuple):
+    """A prompt that was found fit to be served, and how it is to be answered."""
+
+    ids: tuple[int, ...]
+    terms: Terms
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.terms.params
+
+    @property
+    def grammar(self) -> Form | None:
+        return self.terms.grammar
+
+
+def find_stops(params: SamplingParams, eos: Collection[int]) -> dict[int, int | None]:
+    """Return the tokens that end an output. Of one that is the model's own too no reason is told."""
+    asked = {token: token for token in params.stop_token_ids or ()}
+    return {**asked, **({} if params.ignore_eos else dict.fromkeys(eos))}
+
+
+def make_limits(
+    params: SamplingParams,
+    stop_ids: Collection[int],
+    tokenizer: Tokenizer | None,
+    vocab: int,
+    *,
+    has_form: bool,
+) -> tuple[Limit, ...]:
+    """Say what may not be chosen beside what the form allows; what comes first yields to nothing."""
+    limits: list[Limit] = []
+    if params.allowed_token_ids:
+        limits.append(Allowed(params.allowed_token_ids, vocab))
+    if banned := _spelled(params.bad_words or (), tokenizer, vocab):
+        limits.append(Banned(banned, vocab))
+    if params.min_tokens and stop_ids:
+        limits.append(NotYet(stop_ids, params.min_tokens, vocab, yields=has_form))
+    return tuple(limits)
+
+
+def check_ids(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -> None:
+    """Refuse tokens that the model does not have, and texts where it has none."""
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        tokens = getattr(params, field)
+        if tokens and not 0 <= (token := max(tokens)) < vocab:
+            raise RequestError(
+                f"{field}: token id {token} is outside the vocabulary; use 0 to {vocab - 1}.", field=field
+            )
+    for field, instead in (("stop", "use stop_token_ids"), ("bad_words", "use logit_bias")):
+        if getattr(params, field) and tokenizer is None:
+            raise RequestError(
+                f"{field}: the model's folder has no tokenizer.json to make text with; {instead}.",
+                field=field,
+            )
+
+
+def _spelled(words: Sequence[str], tokenizer: Tokenizer | None, vocab: int) -> frozenset[tuple[int, ...]]:
+    """Return the tokens of words, in each spelling that the model can write."""
+    found = {ids for word in words for ids in (tokenizer.spellings(word) if tokenizer else ())}
+    if (longest := max(map(len, found), default=0)) > MAX_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words: one has {longest} tokens and may have {MAX_WORD_TOKENS}; give shorter ones.",
+            field="bad_words",
+        )
+    return frozenset(ids for ids in found if max(ids) < vocab)

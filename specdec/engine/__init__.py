@@ -1,0 +1,1 @@
+"""What callers hold: SpecEngine, and the thread that owns the model."""

@@ -1,0 +1,353 @@
+"""SpecEngine: the synchronous and the asyncio face of one decode loop."""
+
+import asyncio
+import itertools
+import queue
+import random
+import weakref
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import Tenant
+from specdec.core.outputs import Completion, Delta, EngineStats, collect
+from specdec.core.request import Emit, Request
+from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limits
+from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
+from specdec.engine.thread import Worker
+from specdec.errors import RequestError, SpecdecError
+from specdec.setup.build import build
+from specdec.setup.capabilities import check_request
+from specdec.text.grammar.compiler import Grammars
+from specdec.text.grammar.guide import Form
+from specdec.text.tokenizer import TextStream
+from specdec.verify.choose import Chooser, choice_seed
+from specdec.verify.limits import Limit
+
+
+class SpecEngine:
+    """Serve one model. Any number of threads and tasks may call; one background thread owns the model.
+
+    Use it as a context manager, or call `close()`: both end what still runs.
+    """
+
+    def __init__(self, model: str | Path, config: EngineConfig | None = None, **fields: object) -> None:
+        self.config = EngineConfig.of(config, fields)
+        self._worker = Worker(partial(build, model, self.config))
+        self.model = self._worker.model
+        self.tokenizer = self.model.tokenizer
+        self._numbers = itertools.count(1)
+        self._seeds = random.Random(self.config.seed)
+        spec = self.model.network.spec
+        self._grammars = Grammars(self.tokenizer, spec.vocab, spec.eos)
+        # An engine that is dropped without being closed ends its thread, which would keep the model alive.
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[Completion]:
+        """Complete one or many prompts, in their order; the choices of one prompt stand together.
+
+        Where one fails while it runs the others are completed, then its error is raised, which holds them
+        all as `completions`. `use_tqdm` shows on stderr how many have ended.
+        """
+        batch = as_batch(prompts)
+        each = broadcast(params, len(batch))
+        known: dict[int, Terms] = {}
+        prepared = []
+        for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
+            try:
+                terms = known[id(own)] = known.get(id(own)) or self.read_terms(own)
+                prepared.append(self.read_prompt(prompt, terms))
+            except RequestError as error:
+                raise error if len(batch) == 1 else of_prompt(index, error) from None
+        inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
+        ticket = self.submit(prepared, lambda *said: inbox.put(said))
+        try:
+            asked = [(own.ids, own.params.n) for own in prepared]
+            return collect(asked, inbox, self.tokenizer, use_tqdm=use_tqdm)
+        finally:
+            ticket.cancel()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield what each step adds. Closing the iterator cancels the request."""
+        (params,) = broadcast(params, 1)
+        prepared = self.prepare(prompt, params)
+        event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
+
+        def emit(prompt: int, delta: Delta | SpecdecError) -> None:
+            event_loop.call_soon_threadsafe(inbox.put_nowait, delta)
+
+        ticket = self.submit([prepared], emit)
+        try:
+            unfinished = prepared.params.n
+            while unfinished:
+                delta = await inbox.get()
+                if isinstance(delta, SpecdecError):
+                    raise delta
+                unfinished -= delta.finish_reason is not None
+                # A prompt's log-probabilities take long to spell: other tasks of the loop go on meanwhile.
+                spells = delta.prompt_logprobs is not None
+                decode = partial(delta.decoded, self.tokenizer)
+                yield await asyncio.to_thread(decode) if spells else decode()
+        finally:
+            ticket.cancel()
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, caller: str = "") -> Prepared:
+        """Turn a prompt and its parameters into what can be submitted, and refuse what cannot be served."""
+        return self.read_prompt(prompt, self.read_terms(params, caller=caller))
+
+    def read_terms(self, params: SamplingParams, grammar: Form | None = None, *, caller: str = "") -> Terms:
+        """Look at parameters, once for all prompts that share them, and refuse what cannot be served.
+
+        `grammar` is what `begin_form` has made of the output's form, if that was waited for. Parameters are
+        read anew: a value that no check has seen would fail a step, and all requests that share it. `caller`
+        is who asks, where a process serves several: with the salt it makes the request's tenant.
+        """
+        self._worker.check_process()
+        params = params.checked()
+        spec = self.model.network.spec
+        check_ids(params, self.tokenizer, spec.vocab)
+        check_request(params, synthetic=self.model.settings.synthetic is not None)
+        stop_ids = find_stops(params, spec.eos)
+        has_form = params.structured_outputs is not None
+        limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
+        if grammar is None and (compiling := self.begin_form(params, caller=caller)):
+            grammar = compiling.result()
+        return Terms(params, grammar, tenant_of(params, caller), stop_ids, limits)
+
+    def read_prompt(self, prompt: Prompt, terms: Terms) -> Prepared:
+        """Turn a prompt into token ids and refuse what the model cannot read."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prompt: the model's folder has no tokenizer.json; pass token ids instead of text.",
+                    field="prompt",
+                )
+            self.check_length(prompt)
+            ids = self._tokenize(prompt)
+        else:
+            ids = as_ids(prompt)
+        vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
+        if not ids:
+            raise RequestError("prompt: it holds no token; give at least one.", field="prompt")
+        wrong = [i for i in ids if not 0 <= i < vocab]
+        if wrong:
+            raise RequestError(
+                f"prompt: token id {wrong[0]!r} is outside the vocabulary; use whole numbers below {vocab}.",
+                field="prompt",
+            )
+        if len(ids) >= longest:
+            raise RequestError(
+                f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which must also hold the "
+                f"output; {self._longer()}.",
+                field="prompt",
+            )
+        if beyond := [mark for mark in terms.params.cache_marks or () if mark > len(ids)]:
+            raise RequestError(
+                f"cache_marks: {beyond[0]} lies beyond the prompt, which has {len(ids)} tokens; name lengths "
+                "of the prompt, its own at most.",
+                field="cache_marks",
+            )
+        return Prepared(tuple(ids), terms)
+
+    def begin_form(self, params: SamplingParams, *, caller: str = "") -> "Future[Form] | None":
+        """Have the form of an output compiled meanwhile, if it has one; the result raises what is wrong."""
+        self._worker.check_process()
+        form = params.structured_outputs
+        return self._grammars.begin(form.kind, form.source, tenant_of(params, caller)) if form else None
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that no tokenizer could make short enough, before it costs the time to read."""
+        most = self.model.settings.max_model_len
+        if self.tokenizer and len(text) > most * self.tokenizer.longest:
+            raise RequestError(
+                f"prompt: it has {len(text):,} characters, which {most} tokens, the max_model_len, cannot "
+                f"hold; {self._longer()}.",
+                field="prompt",
+            )
+
+    def submit(
+        self, prepared: Sequence[Prepared], emit: Callable[[int, Delta | SpecdecError], None]
+    ) -> "Ticket":
+        """Begin all choices of some prompts, all at once.
+
+        `emit` hears, in the engine's thread, of every delta or an error, and of which prompt. Whoever has
+        heard enough cancels the ticket; `generate` and `stream` do so for their callers.
+        """
+        requests = [
+            request
+            for index, own in enumerate(prepared)
+            for request in self._requests(own, partial(emit, index))
+        ]
+        self._worker.submit(requests)
+        return Ticket(requests, self._worker)
+
+    def flush(self) -> None:
+        """Forget what earlier requests left: the outputs in which drafters look up, and their prefixes."""
+        self.begin_flush().result()
+
+    def begin_flush(self, caller: str | None = None) -> "Future[None]":
+        """Have that done between two steps; of all, or of one caller."""
+        return self._worker.flush(caller)
+
+    @property
+    def fault(self) -> str | None:
+        """Why no request is taken any more; None while the engine lives."""
+        return self._worker.fault
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that is under way has taken so far: what a watchdog looks at."""
+        return self._worker.step_seconds
+
+    def abandon(self, fault: str) -> None:
+        """Give up an engine whose step does not return: every request ends with this error, none is taken.
+
+        Its thread cannot be ended from outside: end the process.
+        """
+        self._worker.abandon(fault)
+
+    def stats(self) -> EngineStats:
+        """Return what the engine's steps have done since it started, and what it holds now."""
+        loop = self.model.loop
+        counts, scheduler = loop.counts, loop.scheduler
+        return EngineStats(
+            steps=counts.steps,
+            tokens=counts.tokens,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            acceptance_length=counts.acceptance_length,
+            per_depth=counts.per_depth,
+            histogram=dict(sorted(counts.histogram.copy().items())),
+            seconds=dict(counts.seconds),
+            synthetic=self.model.settings.synthetic is not None,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            limited_by=dict(scheduler.limited_by),
+            arena=loop.arena.usage(),
+            failed_steps=self._worker.failed_steps,
+            clean_checks=self._worker.clean_checks,
+            moved_blocks=loop.arena.moved_blocks,
+            prefixes=loop.prefixes.stats() if loop.prefixes else None,
+            speculation=loop.outlook,
+        )
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End every request with an error and stop the thread; a second call does nothing.
+
+        It waits for the step that is under way, or so long; False: the thread still runs. The model's memory
+        goes with the engine object.
+        """
+        ended = self._worker.close(timeout_s)
+        self._grammars.close()
+        if ended:
+            self._finalizer.detach()
+        return ended
+
+    def __enter__(self) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it, which may wait for a step, without holding the event loop up."""
+        await asyncio.to_thread(self.close)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _longer(self) -> str:
+        """Say what would let a longer prompt in, by what bounds it: the model, the setting or the memory."""
+        settings, most = self.model.settings, self.model.network.spec.max_length
+        if settings.max_model_len == most:
+            return "the model was made for no more: shorten the prompt"
+        if self.config.max_model_len is not None:
+            return f"shorten the prompt or raise max_model_len, up to {most}"
+        return (
+            f"the {settings.memory_bytes:,} bytes of memory_bytes hold no more: shorten the prompt or raise "
+            "memory_bytes"
+        )
+
+    def _tokenize(self, prompt: str) -> list[int]:
+        assert self.tokenizer is not None
+        try:
+            return self.tokenizer.encode(prompt)
+        except (UnicodeError, TypeError):
+            raise RequestError(
+                "prompt: it is no valid Unicode text; give bytes decoded as UTF-8, without surrogates.",
+                field="prompt",
+            ) from None
+
+    def _requests(self, prepared: Prepared, emit: Emit) -> list[Request]:
+        """Make one request for each choice, each with a seed of its own."""
+        prompt, params, terms = prepared.ids, prepared.params, prepared.terms
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        return [
+            Request(
+                next(self._numbers),
+                prompt,
+                params,
+                chooser=Chooser(
+                    params,
+                    seed=choice_seed(seed, index),
+                    prompt=prompt,
+                    vocab=self.model.network.spec.vocab,
+                    limits=self._limits(terms),
+                ),
+                text=self._text(params),
+                stop_ids=terms.stop_ids,
+                max_length=self.model.settings.max_model_len,
+                emit=emit,
+                index=index,
+                synthetic=self.model.settings.synthetic is not None,
+                tenant=terms.tenant,
+            )
+            for index in range(params.n)
+        ]
+
+    def _text(self, params: SamplingParams) -> TextStream | None:
+        """Begin a choice's text, if there is a tokenizer to write it with."""
+        if self.tokenizer is None:
+            return None
+        tokenizer = self.tokenizer if params.skip_special_tokens else self.tokenizer.outspoken()
+        return TextStream(tokenizer, params.stop, keeps_stop=params.include_stop_str_in_output)
+
+    def _limits(self, terms: Terms) -> list[Limit]:
+        """Say what one choice may not choose; its form comes first."""
+        form: list[Limit] = [self._grammars.guide(terms.grammar)] if terms.grammar else []
+        return [*form, *terms.begin_limits()]
+
+
+class Ticket:
+    """What was begun together."""
+
+    def __init__(self, requests: Sequence[Request], worker: Worker) -> None:
+        self.requests = requests
+        self._worker = worker
+
+    def cancel(self) -> None:
+        """End what still runs; any thread may."""
+        for request in self.requests:
+            if request.finish_reason is None:
+                self._worker.cancel(request)
+
+
+def tenant_of(params: SamplingParams, caller: str) -> Tenant:
+    return Tenant(caller, params.cache_salt or "")

@@ -1,0 +1,74 @@
+"""What may be asked: prompts and their parameters, one or many, in whatever form they come."""
+
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from specdec.config.sampling import SamplingParams
+from specdec.errors import RequestError
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt, a text or token ids, from many."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        items = list(prompts)
+    except TypeError:
+        raise _no_prompt(prompts) from None
+    if isinstance(prompts, bytes | Mapping):
+        raise _no_prompt(prompts)
+    return [cast(Prompt, items)] if items and _is_number(items[0]) else cast(list[Prompt], items)
+
+
+def _is_number(item: object) -> bool:
+    """Tell a token id, of whatever library, from a prompt."""
+    try:
+        operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def as_ids(prompt: object) -> list[int]:
+    """Read token ids from anything that holds whole numbers: a list, a tensor, an array."""
+    try:
+        items = list(prompt)  # type: ignore[call-overload]
+        if isinstance(prompt, bytes | Mapping) or any(isinstance(item, bool) for item in items):
+            raise TypeError
+        return [operator.index(item) for item in items]
+    except TypeError:
+        raise _no_prompt(prompt) from None
+
+
+def of_prompt(index: int, error: RequestError) -> RequestError:
+    """Say which of several prompts an error is about."""
+    return RequestError(f"prompts[{index}]: {str(error).removeprefix('prompt: ')}", field=error.field)
+
+
+def _no_prompt(prompt: object) -> RequestError:
+    return RequestError(
+        f"prompt: {reprlib.repr(prompt)} is neither text nor token ids; give a string or whole numbers.",
+        field="prompt",
+    )
+
+
+def broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params) if isinstance(params, Sequence) else [params]
+    if wrong := [own for own in each if not isinstance(own, SamplingParams)]:
+        raise RequestError(
+            f"params: {reprlib.repr(wrong[0])} is not SamplingParams; write SamplingParams(max_tokens=…).",
+            field="params",
+        )
+    if len(each) != count:
+        raise RequestError(
+            f"params: {len(each)} were given for {count} prompts; give one, or one for each prompt.",
+            field="params",
+        )
+    return each

@@ -1,0 +1,259 @@
+"""The one thread that owns the model: takes requests in, steps the loop, survives a step that fails."""
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from specdec.core.request import Request
+from specdec.errors import CLOSED, EngineError
+from specdec.kernels.native.threads import dismiss_helpers
+from specdec.setup.build import Model
+
+logger = logging.getLogger(__name__)
+
+
+QUIET_S = 0.02
+"""Without work before memory is proved to be whole, at least."""
+QUIET_SLOT_S = 250e-6
+"""As much for each slot that is held, fifty times what proving it takes: whoever comes meanwhile waits."""
+
+BUILDING_ENDS_S = 2.0
+"""For a build that is given up to end where its thread comes back from C, as after the tensor being read."""
+
+
+class GivenUp(BaseException):
+    """Raised within a thread that builds what nothing waits for any more."""
+
+
+class Worker:
+    """Builds a model, and runs its loop until closed. `submit` and `cancel` may be called from any thread.
+
+    One thread does both, and sends its helpers home when there is nothing to do: where two threads of a
+    process keep some, all helpers sleep after every operation, and waking them takes longer than most.
+    """
+
+    def __init__(self, make: Callable[[], Model]) -> None:
+        """Wait until the model is built; what is wrong with it is raised here."""
+        built: Future[Model] = Future()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What is to be done between two steps."""
+        self._gate = threading.Lock()
+        """Holds `submit` and what stops the engine apart, so that no request enters a closed inbox."""
+        self._process = os.getpid()
+        """Where the thread runs: a process that is forked from it has a copy of everything but threads."""
+        self.fault: str | None = None
+        """Why no request is taken any more."""
+        self.failed_steps = 0
+        """Steps that raised something, and after which the engine went on."""
+        self.clean_checks = 0
+        """How often nothing was left to do and the arena was proved empty and whole."""
+        self._step_start_s: float | None = None
+        self._thread = threading.Thread(
+            target=self._work, args=(make, built), name="specdec-engine", daemon=True
+        )
+        try:
+            self._thread.start()
+            self.model = built.result()
+        except BaseException:
+            self.fault = "The engine was not built."  # who was interrupted while it loads wants no engine
+            self._inbox.put(_wake)
+            if not (built.cancel() or built.done()):
+                self._give_up_building()
+            raise
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that is under way has taken so far; 0 between two of them."""
+        start_s = self._step_start_s
+        return 0.0 if start_s is None else time.monotonic() - start_s
+
+    @property
+    def is_copy(self) -> bool:
+        """Tell whether this process was forked from the one whose thread runs the model."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Refuse, in a copy, what would wait for the thread, or for a lock that was held when it was made."""
+        if self.is_copy:
+            raise EngineError(
+                f"This engine runs in process {self._process}, of which this one, {os.getpid()}, is a fork; "
+                "create a SpecEngine here, or start processes with multiprocessing's spawn."
+            )
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin some requests in one step: what a step computes together must not hang on the clock."""
+        self._put(lambda: self._begin(requests))
+
+    def flush(self, caller: str | None = None) -> "Future[None]":
+        """Forget what ended requests left, or one caller's, between two steps."""
+        done: Future[None] = Future()
+
+        def flush() -> None:
+            try:
+                self._loop.flush(caller)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._put(flush)
+        return done
+
+    def _put(self, work: Callable[[], None]) -> None:
+        self.check_process()
+        with self._gate:
+            if self.fault:
+                raise EngineError(self.fault)
+            self._inbox.put(work)
+
+    def cancel(self, request: Request) -> None:
+        """End a request between two steps; one that has already ended is left alone."""
+        request.cancelled = True
+        if not self.is_copy:
+            self._inbox.put(_wake)
+
+    def abandon(self, fault: str) -> None:
+        """Take no request any more and end all with an error, though the thread is in a step and stays there.
+
+        Its lists are read as that step left them. Should it come back after all, the thread ends.
+        """
+        self._stop(fault)
+        self._receive(wait=False)
+        scheduler = self._loop.scheduler
+        for request in (*scheduler.running, *scheduler.waiting):
+            request.send(EngineError(fault))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End every request with an error, give memory back, and wait for the thread; tell if it ended.
+
+        In a process that was forked there is nothing to end: the engine goes on in the other one.
+        """
+        if self.is_copy:
+            return True
+        self._stop(CLOSED)
+        self._inbox.put(_wake)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _stop(self, fault: str) -> None:
+        with self._gate:
+            self.fault = self.fault or fault
+
+    def _give_up_building(self) -> None:
+        """End the thread that builds: around one that is in C++ the interpreter cannot be torn down.
+
+        Python ends such a thread by unwinding it, which C++ answers by aborting the process.
+        """
+        atexit.register(self._thread.join)
+        if self._thread.is_alive():
+            ident = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
+        self._thread.join(BUILDING_ENDS_S)
+        if not self._thread.is_alive():
+            atexit.unregister(self._thread.join)
+
+    def _work(self, make: Callable[[], Model], built: "Future[Model]") -> None:
+        with contextlib.suppress(GivenUp):
+            if not built.set_running_or_notify_cancel():
+                return  # given up before it began
+            try:
+                model = make()
+            except BaseException as error:
+                built.set_exception(error)
+                return
+            self._loop = model.loop
+            built.set_result(model)
+            del model, built, make
+            self._run()
+
+    def _run(self) -> None:
+        why = "The engine was closed while this request ran."
+        if self._loop.device.type == "cuda":
+            torch.cuda.set_device(self._loop.device)  # kernels go to the thread's device, not to the tensors'
+        is_proved = True
+        try:
+            while not self.fault:
+                idle = not self._loop.scheduler.has_work
+                quiet_s = max(QUIET_S, QUIET_SLOT_S * self._loop.arena.held)
+                came = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
+                done = self._attempt(self._loop.step if came else self._prove)
+                is_proved = done and not came
+        except GivenUp:
+            raise  # it came to be built in the very moment
+        except BaseException as failure:
+            why = f"The engine stopped: {failure!r}."
+            self._stop(why)
+            logger.critical("the engine has stopped", exc_info=failure)
+        finally:
+            self._loop.close()
+            self._receive(wait=False)
+            scheduler = self._loop.scheduler
+            for request in (*scheduler.running, *scheduler.waiting):
+                self._release(request)
+                request.fail(EngineError(why))
+
+    def _prove(self) -> None:
+        """Look, while there is nothing to do, whether memory is as it should be."""
+        self._loop.check_idle()
+        self.clean_checks += 1
+
+    def _attempt(self, step: Callable[[], None]) -> bool:
+        """Run a step; what it raises ends the requests that it may have spoilt, not the engine."""
+        failures, self._step_start_s = self.failed_steps, time.monotonic()
+        try:
+            step()
+        except Exception as failure:
+            logger.exception("a step failed; those who took part are told, and the engine goes on")
+            self._recover(failure)
+        self._step_start_s = None
+        return self.failed_steps == failures
+
+    def _recover(self, failure: Exception) -> None:
+        """Begin afresh, and tell those whom the failed step may have spoilt, whatever comes of it."""
+        spoilt = self._loop.scheduler.give_up()
+        try:
+            self._loop.recover()
+            self.failed_steps += 1
+        finally:
+            why = f"The engine failed while this request ran: {failure!r}."
+            for request in spoilt:
+                request.fail(EngineError(why))  # each its own: a caller may keep it, and write on it
+
+    def _receive(self, *, wait: bool, limit_s: float | None = None) -> bool:
+        """Do what other threads want done; with nothing to do, sleep until something comes.
+
+        False: nothing has come in so long a time.
+        """
+        if wait and self._inbox.empty():
+            dismiss_helpers()
+        came = not wait
+        while True:
+            try:
+                work = self._inbox.get(block=not came, timeout=limit_s)
+            except queue.Empty:
+                return came
+            came = True
+            work()
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._loop.scheduler.submit(request)
+
+    def _release(self, request: Request) -> None:
+        """Take a request's memory back; what goes wrong with one keeps no other waiting."""
+        try:
+            self._loop.scheduler.release(request)
+        except Exception:
+            logger.exception("request %d could not be released", request.number)
+
+
+def _wake() -> None:
+    """Do nothing: that something came is enough."""

@@ -1,0 +1,257 @@
+"""Build what an engine runs from a model's folder and a configuration."""
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.config.engine import EngineConfig
+from specdec.core.device.drafting import DeviceDrafter
+from specdec.core.device.extent import Extent
+from specdec.core.device.graphs import Graphs
+from specdec.core.device.pack import Packer
+from specdec.core.device.rows import Rows
+from specdec.core.device.runner import Host, Pipeline, Runner, Stepwise
+from specdec.core.device.step import DeviceStep
+from specdec.core.device.streak import Streak, Uncaptured
+from specdec.core.loop import DecodeLoop
+from specdec.core.scheduler import Scheduler
+from specdec.core.speculator import Speculation
+from specdec.draft.drafter import Drafter
+from specdec.draft.head import Head, HeadDrafter, Straight
+from specdec.draft.lookup import Lookup
+from specdec.draft.ngram import NgramDrafter
+from specdec.draft.policy import Policy
+from specdec.draft.suffix import SuffixDrafter
+from specdec.draft.uniform import UniformPolicy
+from specdec.errors import CapacityError
+from specdec.kernels.native.forms import describe_kernels
+from specdec.kernels.table import load_kernels, on_gpu
+from specdec.models import spec
+from specdec.models.eagle import EagleFolder
+from specdec.models.eagle_head import EagleHead
+from specdec.models.families import is_narrow, open_weights
+from specdec.models.network import MTPHead, Network
+from specdec.models.unrolled import Unrolled
+from specdec.models.weights import CheckpointWeights, RandomWeights
+from specdec.models.work import ReadingWork
+from specdec.setup.precompile import precompile
+from specdec.setup.resolve import Resolved, open_model, resolve
+from specdec.setup.warmup import warm_up
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import BACKINGS
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.score import Score
+from specdec.state_slots.prefix.tuner import Tuner
+from specdec.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model with the memory and the loop that serve it."""
+
+    loop: DecodeLoop
+    network: Network
+    tokenizer: Tokenizer | None
+    settings: Resolved
+
+
+def build(folder: str | Path, config: EngineConfig) -> Model:
+    """Read a checkpoint, settle every "auto", take the memory, and put the loop together."""
+    opened = open_model(folder, config)
+    checkpoint, network_spec, settings = opened.checkpoint, opened.network, opened.settings
+    tokenizer = load_tokenizer(checkpoint.folder)
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
+    wants_head = "mtp" in settings.drafters
+    weights = open_weights(
+        checkpoint,
+        network_spec,
+        dtype=settings.dtype,
+        device=settings.device,
+        mtp=wants_head,
+        quantize=settings.quantize,
+    )
+    if settings.quantize or is_narrow(checkpoint.config):
+        form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
+        logger.log(logging.INFO if settings.narrow else logging.WARNING, "8-bit weights: %s", form)
+    return _load(network_spec, weights, tokenizer, settings, opened.eagle, opened.shortlist_C)
+
+
+def build_random(
+    network_spec: spec.Network, config: EngineConfig, *, stored: torch.dtype, stored_bytes: int, seed: int
+) -> Model:
+    """Draw the weights on the device instead of reading them: nothing is on disk, and there is no tokenizer.
+
+    `stored` and `stored_bytes` are the type and the size that a checkpoint of this network would have.
+    """
+    settings = resolve(config, network_spec, stored, stored_bytes)
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
+    weights = RandomWeights(
+        *(seed, settings.dtype, settings.device),
+        norm_offset=network_spec.norm.offset,
+        quantize=settings.quantize,
+    )
+    # Of weights that are drawn no token is commoner than another.
+    shortlist_C = torch.arange(min(config.draft_vocab, network_spec.vocab)) if config.draft_vocab else None
+    return _load(network_spec, weights, None, settings, None, shortlist_C)
+
+
+def _load(
+    network_spec: spec.Network,
+    weights: CheckpointWeights | RandomWeights,
+    tokenizer: Tokenizer | None,
+    settings: Resolved,
+    eagle: EagleFolder | None,
+    shortlist_C: Tensor | None,
+) -> Model:
+    """Fill the network and the head, and put the loop together."""
+    network = Network(
+        network_spec,
+        weights,
+        load_kernels(settings.kernels),
+        max_length=settings.max_model_len,
+        device=settings.device,
+        shortlist_C=shortlist_C,
+    )
+    head: Head | None = MTPHead(network, weights) if "mtp" in settings.drafters else None
+    weights.finish()
+    if eagle and "eagle" in settings.drafters:
+        head = _load_eagle(eagle, network, settings)
+    logger.info("kernels: %s", describe_kernels(settings.kernels))
+    loop = assemble(network, head, settings)
+    return Model(loop, network, tokenizer, settings)
+
+
+def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> EagleHead:
+    """Fill a head that has a folder of its own."""
+    weights = folder.open(dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
+    head = EagleHead(folder.spec, network, weights, folder.ids_C, max_length=settings.max_model_len)
+    folder.finish(weights)
+    return head
+
+
+def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeLoop:
+    """Put the loop together around a loaded network, and let it learn what its steps cost."""
+    arena = Arena(settings.layout, settings.memory_bytes, settings.device)
+    scheduler = Scheduler(arena, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens)
+    # A step that waits for its processor costs no more by that; what a GPU does takes no thread's time.
+    clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
+    policy = Policy(settings.bounds, adaptive=settings.adaptive, clock=clock)
+    speculation = Speculation(
+        policy,
+        BACKINGS[settings.slots](arena),
+        scheduler,
+        network.kernels,
+        synthetic=settings.synthetic,
+        noise=settings.draft_noise,
+        clock=clock,
+    )
+    for name in settings.drafters:
+        speculation.enlist(_drafter(name, head, arena, speculation, settings))
+    loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
+    if on_gpu(settings.kernels) and settings.device.type == "cuda":
+        precompile(loop, settings.max_model_len)
+    speculation.learns = bool(settings.drafters) and settings.adaptive
+    if speculation.learns:
+        warm_up(loop, settings.max_model_len)
+    if settings.prefix_cache:
+        own = _prefix_cache(arena, network, settings, has_head=head is not None)
+        loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
+    if settings.graphs:
+        loop.runner = _runner(loop, network, settings)
+    return loop
+
+
+def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_head: bool) -> PrefixCache:
+    """Make the cache over an arena, and the one below it over memory of the host, if there is any."""
+    work, lower = ReadingWork.of(network.spec), None
+    if settings.host_cache_bytes:
+        try:
+            below = Arena(
+                settings.layout,
+                settings.host_cache_bytes,
+                torch.device("cpu"),
+                pinned=settings.device.type == "cuda",
+            )
+        except CapacityError as error:
+            message = str(error).replace("memory_bytes", "host_cache_bytes")
+            raise CapacityError(message, field="host_cache_bytes") from None
+        lower = PrefixCache(below, Score(settings.layout, work), has_head=has_head)
+    score = Score(settings.layout, work, settings.prefix_alpha)
+    return PrefixCache(arena, score, has_head=has_head, lower=lower)
+
+
+def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
+    """Make what finds the score's weight, unless it was given, or nothing is kept that it could weigh."""
+    layout = settings.layout
+    if settings.prefix_policy != "tuned" or not (layout.states and layout.kv):
+        return None
+
+    def change(alpha: float) -> None:
+        logger.info("prefixes give way by alpha %g from now on", alpha)
+        score.alpha = alpha
+
+    return Tuner(layout, settings.memory_bytes, score.work, has_head=has_head, on_change=change)
+
+
+def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
+    """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
+    head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
+    is_alone = settings.drafters in ((), ("mtp",), ("eagle",))
+    is_free = on_gpu(settings.kernels)
+    size = settings.layout.block_tokens
+    pack = Packer(kernels, loop.conv_width, settings.max_model_len, asks=not is_free, block_tokens=size)
+    drafter = None
+    if head and is_alone:
+        own, table = (kernels, arena, pack), head.calibrator.table()
+        noise = settings.draft_noise
+        drafter = DeviceDrafter(head.head, *own, table, window=head.window, noise=noise)
+    snapshots = settings.slots == "snapshot"
+    step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
+    bounds = settings.bounds if settings.drafters else None
+    extent = Extent.of(settings.max_running, bounds, looks=not is_alone)
+    make_rows = partial(
+        Rows.empty,
+        extent,
+        blocks=max(settings.layout.blocks_for(settings.max_model_len + extent.ahead), 1),
+        hidden=head.head.width if head else network.spec.hidden,
+        dtype=settings.dtype,
+        device=settings.device,
+    )
+    rows = make_rows()
+    graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
+    run = graphs or Uncaptured(step, rows)
+    streak = Streak(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
+    host = Host(loop.scheduler, loop.speculation, loop.counts, loop.emit_whole)
+    runner: Runner = Stepwise(streak, host)
+    if is_alone:
+        policy = UniformPolicy(settings.bounds if settings.drafters else None, adaptive=settings.adaptive)
+        runner = Pipeline(streak, host, policy)
+    if graphs:
+        graphs.capture(runner.forms())
+    return runner
+
+
+def _drafter(
+    name: str, head: Head | None, arena: Arena, speculation: Speculation, settings: Resolved
+) -> Drafter:
+    match name:
+        case "mtp" | "eagle":
+            assert head is not None
+            own = arena, speculation.rank, settings.device, settings.chunk_tokens
+            unrolled = Unrolled(head, speculation.kernels)
+            straight = Straight(unrolled, speculation.goes_straight, speculation.rules)
+            return HeadDrafter(head, *own, window=settings.draft_window, straight=straight)
+        case "ngram":
+            return Lookup(NgramDrafter())
+        case "suffix":
+            return Lookup(SuffixDrafter())
+    raise AssertionError(name)

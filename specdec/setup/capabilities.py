@@ -1,0 +1,199 @@
+"""What can be combined with what: one table, from which refusals, the README and the tests take theirs.
+
+Supported is the product of the axes, less what a rule refuses.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import astuple, dataclass, fields
+
+from specdec.config.sampling import SamplingParams
+from specdec.errors import ConfigError, RequestError
+from specdec.models import spec
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination: a value of each axis."""
+
+    drafter: str
+    shape: str
+    backing: str
+    steps: str
+    prefixes: str
+    family: str
+    sampling: str
+    batch: str
+
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    "drafter": ("none", "mtp", "ngram", "suffix", "auto", "eagle"),
+    "shape": ("chain", "tree"),
+    "backing": ("record", "snapshot"),
+    "steps": ("host", "device"),
+    "prefixes": ("read", "kept"),
+    "family": ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
+    "sampling": (
+        "greedy",
+        "temperature",
+        "filters",
+        "penalties",
+        "logit_bias",
+        "logprobs",
+        "stop",
+        "structured",
+        "words",
+    ),
+    "batch": ("alone", "mixed", "preempted"),
+}
+"""`filters` are top-k, top-p and min-p; a `mixed` step reads prompts beside decoding rows. With graphs, the
+`device` decides the steps in which it can. Prefixes that others have read are `kept`, or read again."""
+TITLES: Mapping[str, str] = {
+    "host": "no graphs",
+    "device": "graphs",
+    "read": "no prefix cache",
+    "kept": "prefix cache",
+    "qwen3": "Qwen3",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5 MoE",
+    "nemotron_h": "Nemotron-H",
+    "temperature": "temperature with a seed",
+    "filters": "top-k, top-p and min-p",
+    "logit_bias": "bias",
+    "logprobs": "log-probabilities",
+    "stop": "stop strings",
+    "structured": "structured output and least lengths",
+    "words": "allowed tokens and bad words",
+    "alone": "one row",
+    "mixed": "prompts beside decoding rows",
+}
+"""What the README calls them, where that is something else."""
+LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batch": "batches"}
+"""The axes that the README names as lists, and what it calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something is refused, and what to do instead; `field` is the setting that asks for it."""
+
+    field: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.reason}; {self.remedy}."
+
+
+NO_HEAD = Refusal(
+    "draft",
+    "'mtp' needs the model's own multi-token head, and this checkpoint holds no mtp.* tensors",
+    "use draft='suffix' or 'auto'",
+)
+NO_EAGLE = Refusal(
+    "draft_model",
+    "draft='eagle' needs the folder of a head, and the model's own folder holds none called eagle3 or eagle",
+    "give draft_model=FOLDER, or use draft='auto'",
+)
+NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
+SYNTHETIC_LOOKUP = Refusal(
+    "synthetic_acceptance",
+    "look-ups draft only where the text repeats itself, so no length can be promised of them",
+    "use draft='mtp' or 'eagle', with a model that has such a head",
+)
+SYNTHETIC_LOGPROBS = Refusal(
+    "logprobs",
+    "with synthetic_acceptance drafts are accepted whatever the model thinks of them",
+    "leave one of the two out",
+)
+SYNTHETIC_STRUCTURED = Refusal(
+    "structured_outputs",
+    "with synthetic_acceptance drafts are accepted whatever form the output should have",
+    "leave one of the two out",
+)
+SYNTHETIC_WORDS = {
+    field: Refusal(
+        field,
+        "with synthetic_acceptance drafts are accepted whatever tokens they are",
+        "leave one of the two out",
+    )
+    for field in ("allowed_token_ids", "bad_words")
+}
+"""Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
+
+RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
+    ({"drafter": "mtp", "family": "qwen3"}, NO_HEAD),
+    ({"drafter": "none", "shape": "tree"}, NO_DRAFT),
+)
+"""Cells that have all of these values are refused."""
+
+
+def cells() -> Iterator[Cell]:
+    """Enumerate every combination, refused ones too."""
+    return itertools.starmap(Cell, itertools.product(*AXES.values()))
+
+
+def refusal(cell: Cell) -> Refusal | None:
+    """Say why a combination is refused; None: it is supported."""
+    own = dict(zip((field.name for field in fields(cell)), astuple(cell), strict=True))
+    return next((why for where, why in RULES if where.items() <= own.items()), None)
+
+
+def resolve_drafters(
+    draft: str, network: spec.Network, *, eagle: bool = False, synthetic: bool = False, graphs: bool = False
+) -> tuple[str, ...]:
+    """Say who drafts. `auto` asks the EAGLE head that was given, or else the model's own, and looks text up.
+
+    Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
+    graphs run steps, which the device then drafts for itself.
+    """
+    head = "eagle" if eagle else "mtp" if network.mtp else None
+    if synthetic and (draft in ("ngram", "suffix") or (draft == "auto" and not head)):
+        raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
+    if draft == "auto" and head and (synthetic or graphs):
+        return (head,)
+    if draft == "none":
+        return ()
+    if draft == "auto":
+        return (head, "suffix") if head else ("suffix",)
+    refused = {"mtp": None if network.mtp else NO_HEAD, "eagle": None if eagle else NO_EAGLE}.get(draft)
+    if refused:
+        raise ConfigError(str(refused), field=refused.field)
+    return (draft,)
+
+
+def check_request(params: SamplingParams, *, synthetic: bool) -> None:
+    """Refuse what a request asks for where drafts are accepted at given rates."""
+    for given, refused in (
+        (params.logprobs is not None, SYNTHETIC_LOGPROBS),
+        (params.structured_outputs, SYNTHETIC_STRUCTURED),
+        *((getattr(params, field), refused) for field, refused in SYNTHETIC_WORDS.items()),
+    ):
+        if synthetic and given:
+            raise RequestError(str(refused), field=refused.field)
+
+
+def readme_table() -> str:
+    """Render what is supported as the README shows it; drafters that can do the same share a row."""
+    heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
+    marked = [(axis, value) for axis in ("shape", "backing", "steps", "prefixes") for value in AXES[axis]]
+    sharing: dict[tuple[str, ...], list[str]] = {}
+    for drafter in AXES["drafter"]:
+        found = [cell for cell in cells() if cell.drafter == drafter and not refusal(cell)]
+        marks = ["yes" if any(getattr(c, axis) == v for c in found) else "–" for axis, v in marked]
+        lists = [_listed(axis, {getattr(cell, axis) for cell in found}) for axis in LISTED]
+        sharing.setdefault((*marks, *lists), []).append(f"`{drafter}`")
+    rows = [
+        ["drafter", *(TITLES.get(value, value) for _, value in marked), *heads],
+        ["---"] * (1 + len(marked) + len(heads)),
+    ]
+    rows += [[", ".join(drafters), *own] for own, drafters in sharing.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _listed(axis: str, held: Collection[str]) -> str:
+    """Name the values of an axis that are supported, in few words."""
+    missing = [TITLES.get(value, value) for value in AXES[axis] if value not in held]
+    if not held:
+        return "–"
+    return f"all but {', '.join(missing)}" if missing else "all"

@@ -1,0 +1,191 @@
+"""What a model costs, told before anything is loaded: its parameters and the bytes that a step reads."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.config.engine import EngineConfig
+from specdec.kernels.linear import fp8
+from specdec.kernels.native.forms import describe_kernels
+from specdec.kernels.table import load_kernels
+from specdec.models import spec
+from specdec.models.eagle import EagleFolder, find_head
+from specdec.models.eagle_head import EagleHead
+from specdec.models.network import MTPHead, Network
+from specdec.models.weights import Scoped, Weights
+from specdec.setup.resolve import open_model
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    count: int
+    bytes: int
+    experts: tuple[int, int] | None
+    """(experts chosen per token, experts there are), for the weights that only some tokens read."""
+
+    def expected_bytes(self, tokens: int) -> float:
+        """Count the bytes that a step over `tokens` tokens reads if each picks its experts at random."""
+        if self.experts is None:
+            return float(self.bytes)
+        chosen, total = self.experts
+        return self.bytes * (1 - (1 - chosen / total) ** tokens)
+
+
+class ShapeWeights:
+    """Answer a network with tensors that have a shape and no memory, and keep the list."""
+
+    def __init__(self, network: spec.Network, dtype: torch.dtype, *, narrow: bool) -> None:
+        self.network, self.dtype, self.narrow = network, dtype, narrow
+        self.parameters: list[Parameter] = []
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Note one parameter."""
+        dtype = dtype or self.dtype
+        return self._note(name, shape, dtype, prod(shape) * dtype.itemsize)
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Note one large matrix, which may lie in eight bits."""
+        if not self.narrow:
+            return self.take(name, shape)
+        return self._note(name, shape, self.dtype, fp8.num_bytes(shape))
+
+    def _note(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Tensor:
+        self.parameters.append(Parameter(name, prod(shape), num_bytes, self._experts(name)))
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def has(self, name: str) -> bool:
+        """Any tensor can be had."""
+        return True
+
+    def within(self, prefix: str) -> Weights:
+        """Note the parameters below a prefix."""
+        return Scoped(self, prefix)
+
+    def _experts(self, name: str) -> tuple[int, int] | None:
+        if ".experts." not in name:
+            return None
+        layers = self.network.mtp if name.startswith("mtp.") else self.network.layers
+        ffn = layers[int(name.removeprefix("mtp.").split(".")[1])].ffn
+        assert isinstance(ffn, spec.MoE)
+        return ffn.top_k, ffn.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sum up a network's weights; the head that drafts is counted apart."""
+
+    network: spec.Network
+    target: tuple[Parameter, ...]
+    mtp: tuple[Parameter, ...]
+    eagle: tuple[Parameter, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.count for p in self.target)
+
+    @property
+    def mtp_parameters(self) -> int:
+        return sum(p.count for p in self.mtp)
+
+    @property
+    def eagle_parameters(self) -> int:
+        return sum(p.count for p in self.eagle)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.bytes for p in self.target)
+
+    def step_bytes(self, tokens: int) -> float:
+        """Count the bytes of weights that one step over `tokens` tokens must read.
+
+        An embedding that is not also the head is read by row, which is nothing beside the rest.
+        """
+        table = None if self.network.tied else "embed.weight"
+        return sum(p.expected_bytes(tokens) for p in self.target if p.name != table)
+
+    def kinds(self) -> dict[str, int]:
+        """Count the target's mixers and feed-forwards by kind."""
+        return dict(Counter(_kinds(self.network.layers)))
+
+
+def measure(
+    network: spec.Network, dtype: torch.dtype, *, narrow: bool = False, eagle: EagleFolder | None = None
+) -> Footprint:
+    """List every parameter of a network without holding any; `narrow` counts large matrices in eight bits."""
+    weights = ShapeWeights(network, dtype, narrow=narrow)
+    kernels = load_kernels("reference")
+    target = Network(network, weights, kernels, max_length=1, device=torch.device("meta"))
+    split = len(weights.parameters)
+    if network.mtp:
+        MTPHead(target, weights)
+    own = ShapeWeights(network, dtype, narrow=narrow)
+    if eagle:
+        EagleHead(eagle.spec, target, own, eagle.ids_C, max_length=1)
+    found = weights.parameters
+    return Footprint(network, tuple(found[:split]), tuple(found[split:]), tuple(own.parameters))
+
+
+def _kinds(layers: tuple[spec.Layer, ...]) -> Iterator[str]:
+    names = {
+        spec.Attention: "attention",
+        spec.GatedDeltaNet: "gated delta net",
+        spec.Mamba2: "Mamba-2",
+        spec.MLP: "dense feed-forward",
+        spec.MoE: "mixture of experts",
+    }
+    for layer in layers:
+        yield from (names[type(part)] for part in (layer.mixer, layer.ffn) if part is not None)
+
+
+def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:
+    """Say what a checkpoint is made of and what an engine with this configuration would need for it.
+
+    `sequences` counts how many of each length fit in the arena, of those that the engine would take, or of
+    its longest. `record_share` is a draft token's record over a state; who drafts in records has it.
+    """
+    opened = open_model(folder, config)
+    network, settings = opened.network, opened.settings
+    stored_bytes, narrow_bytes = opened.checkpoint.sizes()
+    footprint = measure(network, settings.dtype, narrow=settings.narrow, eagle=opened.eagle)
+    layout, figures = settings.layout, settings.layout.describe()
+    lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
+    eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)
+    heads = [*(["mtp"] if network.mtp else []), *([f"eagle ({eagle.name})"] if eagle else [])]
+    draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
+    if settings.drafters:
+        draft["draft_slot"] = settings.slots
+        if settings.slots == "record":
+            draft |= {"record_bytes": figures.record_bytes, "record_share": figures.record_share}
+    return {
+        "family": network.family,
+        "layers": footprint.kinds(),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "kernels": describe_kernels(settings.kernels),
+        "parameters": footprint.parameters,
+        "mtp_parameters": footprint.mtp_parameters,
+        "eagle_parameters": footprint.eagle_parameters,
+        "heads": ", ".join(heads) or "none",
+        "stored_bytes": stored_bytes,
+        "stored_8bit_bytes": narrow_bytes,
+        "weight_bytes": footprint.weight_bytes,
+        "read_bytes_per_token": round(footprint.step_bytes(1)),
+        "kv_dtype": str(layout.page_dtype).removeprefix("torch."),
+        "kv_bytes_per_token": figures.token_bytes,
+        "state_bytes": figures.state_bytes,
+        **draft,
+        "max_model_len": settings.max_model_len,
+        "max_running": settings.max_running,
+        "slab_bytes": figures.slab_bytes,
+        "slab_padding": figures.padding,
+        "arena_bytes": settings.memory_bytes,
+        "sequences": {
+            f"{length} tokens": layout.sequences_in(settings.memory_bytes, length) for length in lengths
+        },
+    }

@@ -1,0 +1,151 @@
+"""Launch what serving may launch, once and before anyone waits: Triton compiles a kernel when it first comes.
+
+What is compiled hangs on forms, not on numbers: how wide a window is up to the next power of two, whether
+it is a tree, what it leaves behind, whether it follows a path or a long text. A window of each form is run on
+the dummy slab, which padding may read and write. Steps on the device are made ready where they are captured.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.core.loop import DecodeLoop
+from specdec.kernels.group import RecordIds
+from specdec.kernels.sampling.rules import Rules
+from specdec.models.network import LOGITS
+from specdec.state_slots.backing import RecordBacking
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row, build_window
+
+
+@torch.inference_mode()
+def precompile(loop: DecodeLoop, max_length: int) -> None:
+    """Run windows of every form, choose by every kind of rule, and take back; nothing of it is left."""
+    network, device, head = loop.network, loop.device, loop.speculation.head
+    windows = list(_windows(loop, max_length))
+    logits_NV = torch.zeros(0)
+    for rows in tqdm(windows, desc="Compiling kernels", unit="window", leave=False, disable=None):
+        window = build_window(rows, loop.conv_width, device)
+        hidden_TD, tapped = network.forward_tapped(window, loop.arena, head.head.taps if head else ())
+        logits_NV = network.logits(hidden_TD[:LOGITS])
+        if head:
+            after_TD = head.head.forward(window, head.head.condense(hidden_TD, tapped), loop.arena)
+            head.head.logits(after_TD[:LOGITS])
+    _choose(loop, logits_NV[:1])
+    if head:
+        _grow(loop, max_length)
+        _draft_at_once(loop, max_length)
+    if loop.speculation.drafters:
+        _take_back(loop, max_length)
+
+
+def _windows(loop: DecodeLoop, max_length: int) -> Iterator[list[Row]]:
+    """Yield prompts, rows that decode, trees, and as many tokens as a step may have."""
+    speculation, scheduler = loop.speculation, loop.scheduler
+    widest = min(speculation.policy.bounds.num_draft_tokens, max_length) if speculation.drafters else 1
+    chunk = min(scheduler.chunk_tokens, max_length)
+
+    def rows(tree: TokenTree, slots: Sequence[Any] = (), count: int = 1) -> Iterator[list[Row]]:
+        """Let a window begin a text, then follow on a long one, and on a path if one may lie before it."""
+        for length in (0, max_length - len(tree)):
+            path = [(0, 0)] if length and widest > 1 and (slots or len(tree) == 1) else []
+            if not _keeps_records(loop):
+                path = []
+            row = Row(tree, length, _table(loop, max_length), 0, path)
+            yield [speculation.backing.dress(row, slots)] * count
+
+    for width in _powers(chunk):
+        yield from rows(_chain(width))
+    for tokens in _powers(scheduler.chunk_tokens + scheduler.max_running * widest):
+        if tokens > chunk:
+            yield from rows(_chain(chunk), count=-(-tokens // chunk))
+    for width in _powers(widest)[1:]:
+        yield from rows(_chain(width), _slots(loop, width))
+        yield from rows(_star(width), _slots(loop, width))
+
+
+def _choose(loop: DecodeLoop, logits_1V: Tensor) -> None:
+    """Choose at a temperature, with filters and without; rank what a head would draft."""
+    speculation, place_N = loop.speculation, torch.zeros(1, dtype=torch.int64, device=loop.device)
+    for rules in _rules(loop):
+        speculation.kernels.pick(logits_1V, rules, place_N, place_N)
+        for count in {1, speculation.policy.bounds.topk} if speculation.head else ():
+            speculation.kernels.best(logits_1V, rules, place_N, place_N, count)
+
+
+def _grow(loop: DecodeLoop, max_length: int) -> None:
+    """Let the head read the trees that it grows: they may be wider than what is verified of them."""
+    drafter, bounds = loop.speculation.head, loop.speculation.policy.bounds
+    assert drafter
+    read = min(1 + bounds.topk * (bounds.num_steps - 1), max_length)
+    for width in _powers(read):
+        for length in (0, max_length - width):
+            row = Row(_star(width), length, _table(loop, max_length), 0)
+            hidden_TD = torch.zeros(
+                width, drafter.head.width, dtype=loop.network.embed_VD.dtype, device=loop.device
+            )
+            drafter.head.forward(build_window([row], 1, loop.device), hidden_TD, loop.arena)
+
+
+def _draft_at_once(loop: DecodeLoop, max_length: int) -> None:
+    """Draft a chain in one pass of the head, as steps of the host do."""
+    drafter = loop.speculation.head
+    assert drafter and drafter.straight
+    place_N = torch.zeros(1, dtype=torch.int64, device=loop.device)
+    hidden_TD = torch.zeros(1, drafter.head.width, dtype=loop.network.embed_VD.dtype, device=loop.device)
+    levels = min(2, loop.speculation.policy.bounds.num_steps)
+    for length in (0, max_length - 1 - levels):
+        window = build_window([Row(_chain(1), length, _table(loop, max_length), 0)], 1, loop.device)
+        for rules in _rules(loop):
+            drafter.straight.unrolled(window, loop.arena, hidden_TD, rules, place_N, levels)
+
+
+def _rules(loop: DecodeLoop) -> tuple[Rules, Rules]:
+    """Return a temperature's rules without filters, and with them."""
+    warm_N = torch.ones(1, device=loop.device)
+    return Rules(warm_N), Rules(warm_N, top_p_N=warm_N)
+
+
+def _take_back(loop: DecodeLoop, max_length: int) -> None:
+    """Fold a path into its state, and move the keys of accepted branches."""
+    place_B1 = torch.zeros(1, 1, dtype=torch.int64, device=loop.device)
+    if _keeps_records(loop):
+        path = RecordIds(place_B1, place_B1)
+        loop.network.materialize(loop.arena, place_B1[0], path, place_B1[0])
+    table_BN = _table(loop, max_length)[None].to(loop.device)
+    for moves in _powers(loop.speculation.policy.bounds.num_draft_tokens):
+        at_BP = place_B1.expand(1, moves)
+        loop.network.move(loop.arena, table_BN, at_BP, at_BP)
+
+
+def _keeps_records(loop: DecodeLoop) -> bool:
+    """Tell whether what is accepted waits as records beside a state."""
+    return bool(loop.arena.layout.states) and isinstance(loop.speculation.backing, RecordBacking)
+
+
+def _slots(loop: DecodeLoop, nodes: int) -> Sequence[Any]:
+    """Name the dummy slab's slots, as a backing would lend them."""
+    if not loop.arena.layout.states:
+        return ()
+    return [(0, 0)] * nodes if _keeps_records(loop) else [0] * nodes
+
+
+def _table(loop: DecodeLoop, max_length: int) -> Tensor:
+    return torch.zeros(loop.arena.layout.blocks_for(max_length), dtype=torch.int64)
+
+
+def _chain(width: int) -> TokenTree:
+    return TokenTree.chain([0] * width)
+
+
+def _star(width: int) -> TokenTree:
+    """Hang all nodes on the root; of two nodes that is a chain."""
+    return TokenTree((0,) * width, (-1, *[0] * (width - 1)))
+
+
+def _powers(most: int) -> list[int]:
+    """List the powers of two up to a number, and the number."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]

@@ -1,0 +1,384 @@
+"""Resolve every "auto" of an EngineConfig against one model and one machine, once."""
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.config.engine import HEAD_FIELDS, MAX_WINDOW, PREFIX_FIELDS, EngineConfig
+from specdec.core.device.extent import Extent
+from specdec.draft.proposal import Shape
+from specdec.errors import CapacityError, ConfigError
+from specdec.kernels.attention.quantise import FP8
+from specdec.kernels.native.compiled import compiled
+from specdec.kernels.native.signatures import SUFFIX
+from specdec.kernels.table import on_gpu
+from specdec.models import spec
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.eagle import EagleFolder, find_head, read_head
+from specdec.models.families import read_network, stored_dtype
+from specdec.models.headers import check_headers
+from specdec.models.network import memory_layout
+from specdec.models.shortlist import commonest
+from specdec.setup.capabilities import resolve_drafters
+from specdec.setup.devices import free_memory, pick_device
+from specdec.state_slots.layout import Layout
+from specdec.verify.synthetic import rates_for
+
+logger = logging.getLogger(__name__)
+
+CACHED_WEIGHTS = 64 << 20
+"""Smaller bfloat16 weights stay in the cache, and are faster in float32 where no C form multiplies them."""
+DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
+"""The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
+AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
+"""Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an engine runs with; nothing in it is "auto"."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: str
+    quantize: bool
+    """Large matrices that are not stored in eight bits are rounded to them."""
+    narrow: bool
+    """Large matrices are kept in eight bits."""
+    layout: Layout
+    memory_bytes: int
+    max_running: int
+    max_model_len: int
+    chunk_tokens: int
+    drafters: tuple[str, ...]
+    """Who drafts; nobody where this is empty."""
+    bounds: Shape
+    """The largest draft."""
+    adaptive: bool
+    draft_noise: bool
+    slots: str
+    synthetic: tuple[float, ...] | None
+    """Rates by depth at which drafts are accepted whatever they say."""
+    graphs: bool = False
+    """Whether steps in which every row decodes are the device's to decide, captured where it is a GPU."""
+    draft_vocab: int | None = None
+    """How many tokens a head drafts; None: all."""
+    draft_window: int | None = None
+    """How many tokens a head's attention looks back; None: to the first."""
+    prefix_cache: bool = False
+    """Whether what requests have read is kept for those that begin alike."""
+    prefix_policy: str = "tuned"
+    prefix_alpha: float = 0.0
+    """What the work that a prefix saves counts beside how recently it was used, at first if that is tuned."""
+    host_cache_bytes: int = 0
+    """Memory of the host for prefixes that give way."""
+
+    def __str__(self) -> str:
+        """Show one setting a line."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named["layout"] = ", ".join(
+            f"{name} {value:,}" for name, value in asdict(self.layout.describe()).items()
+        )
+        named["memory_bytes"] = f"{self.memory_bytes:,}"
+        named["drafters"] = ", ".join(self.drafters) or "none"
+        return "".join(f"\n  {name}: {value}" for name, value in named.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model's folder, described and not yet read, with the head that is to draft if it has its own."""
+
+    checkpoint: Checkpoint
+    network: spec.Network
+    eagle: EagleFolder | None
+    settings: Resolved
+    shortlist_C: Tensor | None
+    """The tokens that a head drafts; None: all."""
+
+
+def open_model(folder: str | Path, config: EngineConfig) -> Opened:
+    """Describe a folder's model and its draft head, and settle how they run; nothing large is read."""
+    checkpoint = Checkpoint(folder)
+    network = read_network(checkpoint)
+    place = find_head(checkpoint.folder, config.draft, config.draft_model)
+    eagle = read_head(place, network) if place else None
+    drafters = resolve_drafters(config.draft, network, eagle=eagle is not None)
+    check_headers(checkpoint, network, mtp="mtp" in drafters, eagle=eagle)
+    held = [checkpoint, eagle.checkpoint] if eagle else [checkpoint]
+    sizes = map(sum, zip(*(own.sizes() for own in held), strict=True))
+    head = eagle.spec if eagle else None
+    settings = resolve(config, network, stored_dtype(checkpoint.config), *sizes, eagle=head)
+    count = settings.draft_vocab
+    shortlist_C = commonest(checkpoint.folder, count, network.vocab) if count else None
+    return Opened(checkpoint, network, eagle, settings, shortlist_C)
+
+
+def resolve(
+    config: EngineConfig,
+    network: spec.Network,
+    stored: torch.dtype,
+    stored_bytes: int,
+    narrow_bytes: int = 0,
+    *,
+    eagle: spec.Eagle | None = None,
+) -> Resolved:
+    """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is 8-bit.
+
+    `eagle` is the draft head that was found in a folder of its own.
+    """
+    _refuse_unbuilt(config, eagle)
+    device = pick_device(config.device)
+    dtype = _dtype(config, device, stored, stored_bytes)
+    kernels = _kernels(config.kernels, device, dtype)
+    quantize = config.quantize == "fp8"
+    narrow = (kernels == "reference" or on_gpu(kernels)) and (quantize or narrow_bytes > 0)
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    graphs = device.type == "cuda" if config.graphs is None else config.graphs
+    synthetic = config.synthetic_acceptance is not None
+    drafters = resolve_drafters(
+        config.draft, network, eagle=eagle is not None, synthetic=synthetic, graphs=graphs
+    )
+    _refuse_without_head(config, drafters)
+    kv_dtype = FP8 if config.kv_dtype == "fp8" else None
+    if kv_dtype and kernels == "native":
+        logger.info("attention: in torch, since the C forms read no keys of 8 bits")
+    layout = memory_layout(
+        network,
+        dtype,
+        mtp="mtp" in drafters,
+        eagle=eagle if "eagle" in drafters else None,
+        state_dtype=state_dtype,
+        kv_dtype=kv_dtype,
+    )
+    bounds = bounds_of(config)
+    longest = config.max_model_len or network.max_length
+    if longest > network.max_length:
+        raise ConfigError(
+            f"max_model_len is {longest}, but the model was made for {network.max_length} tokens; lower it.",
+            field="max_model_len",
+        )
+    if config.memory_bytes is None:
+        # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.
+        wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
+        if drafters:
+            wanted += _draft_bytes(config, layout, bounds)
+        weight_bytes = _weight_bytes(network, dtype, stored, stored_bytes, narrow_bytes, quantize, narrow)
+        share = AUTO_MEMORY_SHARE[device.type]
+        memory_bytes = min(wanted, int(share * max(free_memory(device) - weight_bytes, 0)))
+    else:
+        memory_bytes = config.memory_bytes
+    longest = _fit(config, layout, memory_bytes, longest)
+    settings = Resolved(
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        quantize=quantize,
+        narrow=narrow,
+        layout=layout,
+        memory_bytes=memory_bytes,
+        max_running=config.max_running,
+        max_model_len=longest,
+        chunk_tokens=config.chunk_tokens,
+        drafters=drafters,
+        bounds=bounds,
+        adaptive=config.adaptive,
+        draft_noise=config.draft_noise,
+        slots=config.slots,
+        synthetic=_synthetic(config, bounds),
+        graphs=graphs,
+        draft_vocab=config.draft_vocab,
+        draft_window=config.draft_window,
+        prefix_cache=config.prefix_cache,
+        prefix_policy=config.prefix_policy,
+        prefix_alpha=_alpha(config),
+        host_cache_bytes=config.host_cache_bytes,
+    )
+    logger.info("settings:%s", settings)
+    return settings
+
+
+def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
+    """Refuse by name what the configuration can say and this version cannot do."""
+    for field in PREFIX_FIELDS:
+        if not config.prefix_cache and getattr(config, field) != EngineConfig.model_fields[field].default:
+            raise ConfigError(
+                f"{field}: nothing is kept where prefix_cache is off; leave out either.",
+                field=field,
+            )
+    if config.draft_model is not None and eagle is None:
+        raise ConfigError(
+            "draft_model: weights that are drawn have no head's beside them; leave it out.",
+            field="draft_model",
+        )
+
+
+def _alpha(config: EngineConfig) -> float:
+    """Settle the weight that prefixes are judged by."""
+    if config.prefix_policy == "flops":
+        return 1.0 if config.prefix_alpha is None else config.prefix_alpha
+    if config.prefix_alpha is not None:
+        raise ConfigError(
+            f"prefix_alpha: prefix_policy {config.prefix_policy} has no use for it; leave it out, or choose "
+            "flops.",
+            field="prefix_alpha",
+        )
+    return 0.0
+
+
+def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
+    """Refuse what would be left unread where no head drafts."""
+    for field in HEAD_FIELDS:
+        if getattr(config, field) is not None and not {"mtp", "eagle"}.intersection(drafters):
+            raise ConfigError(
+                f"{field}: only a head has a use for it, and {' and '.join(drafters) or 'nobody'} drafts; "
+                "leave it out, or choose draft='mtp' or 'eagle'.",
+                field=field,
+            )
+
+
+def bounds_of(config: EngineConfig) -> Shape:
+    """Return the largest draft. What is given bounds it; what is not follows from what is.
+
+    Alone, `num_steps` asks for a chain, as elsewhere; nothing given, there is room for a tree.
+    """
+    given = config.num_steps, config.topk, config.num_draft_tokens
+    if given == (None, None, None):
+        return Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
+    steps, topk, tokens = given
+    if topk is None:
+        widest = (MAX_WINDOW - 1) // max((steps or 1) - 1, 1)
+        topk = min(DEFAULT_TOPK, widest) if steps and tokens and tokens > steps + 1 else 1
+    if steps is None:
+        deepest = 1 + (MAX_WINDOW - 1) // topk
+        steps = tokens - 1 if tokens and topk == 1 else min(DEFAULT_STEPS, deepest)
+    most = 1 + topk + topk**2 * (steps - 1)
+    if tokens is None:
+        tokens = min(most, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)
+    bounds = Shape(min(steps, tokens - 1), topk, min(tokens, most))
+    # Before it expands the last level, a head has the nodes of all above it before it at once.
+    if (nodes := 1 + bounds.topk * (bounds.num_steps - 1)) > MAX_WINDOW:
+        raise ConfigError(
+            f"topk: {topk} for {bounds.num_steps} steps makes a tree of {nodes} nodes while it grows, and "
+            f"{MAX_WINDOW} is the most; lower topk or num_steps.",
+            field="topk",
+        )
+    return bounds
+
+
+def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
+    """Count what every running request may borrow for drafts and keep of them, in whole slabs."""
+    extent = Extent.of(config.max_running, bounds, looks=True)
+    blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
+    slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
+    slots = extent.records if config.slots == "record" else extent.snapshots
+    per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
+    return (slabs + (-(-config.max_running * slots // per_slab) if per_slab else 0)) * layout.slab_bytes
+
+
+def _weight_bytes(
+    network: spec.Network,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    stored_bytes: int,
+    narrow_bytes: int,
+    quantize: bool,
+    narrow: bool,
+) -> int:
+    """Count what the weights will take, from what a checkpoint stores of them, `narrow_bytes` in 8 bits."""
+    wide = (stored_bytes - narrow_bytes) // stored.itemsize
+    if quantize:
+        tables = min(network.vocab * network.hidden * (1 if network.tied else 2), wide)
+        wide, narrow_bytes = tables, wide - tables + narrow_bytes
+    return wide * dtype.itemsize + narrow_bytes * (1 if narrow else dtype.itemsize)
+
+
+def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
+    wanted = config.synthetic_acceptance
+    if wanted is None:
+        return None
+    deepest = bounds.num_steps
+    if isinstance(wanted, list):
+        if not 0 < len(wanted) <= deepest:
+            raise ConfigError(
+                f"synthetic_acceptance: {len(wanted)} rates were given for drafts of {deepest} steps; "
+                "give one to each depth that may be accepted.",
+                field="synthetic_acceptance",
+            )
+        return tuple(wanted)
+    if wanted > deepest + 1:
+        steps = math.ceil(wanted) - 1
+        raise ConfigError(
+            f"synthetic_acceptance: drafts of {deepest} steps cannot reach a length of {wanted}; "
+            f"raise num_steps to at least {steps}, and num_draft_tokens, if it is given, to {steps + 1}; "
+            "or ask for less.",
+            field="synthetic_acceptance",
+        )
+    return rates_for(wanted, bounds.num_steps)
+
+
+def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Prefer the C forms on a CPU and Triton's on a GPU; a name that is given is taken at its word."""
+    preferred = ("native" if device.type == "cpu" else "triton") if name == "auto" else name
+    if preferred == "native":
+        serves = device.type == "cpu" and dtype in SUFFIX and compiled() is not None
+        needs = "a CPU, float32 or bfloat16, and a C compiler (cc, gcc, clang or $CC)"
+    elif preferred == "triton":
+        runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+        serves = runs and dtype != torch.float64 and find_spec("triton") is not None
+        needs = "a CUDA device, the triton package, and another dtype than float64"
+    elif preferred == "flashinfer":
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        serves = hopper and dtype.itemsize == 2 and all(map(find_spec, ("triton", "flashinfer")))
+        needs = "an H100 or H200, the packages triton and flashinfer, and bfloat16 or float16"
+    else:
+        return preferred
+    if name != "auto" and not serves:
+        raise ConfigError(f"kernels: {name!r} needs {needs}; use kernels='cpu'.", field="kernels")
+    return preferred if serves else "cpu"
+
+
+def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    if device.type != "cpu" or stored.itemsize != 2:
+        return stored
+    if stored == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    in_c = config.kernels in ("auto", "native") and compiled() is not None
+    return stored if in_c or stored_bytes > CACHED_WEIGHTS else torch.float32
+
+
+def _fit(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:
+    """Return how long one sequence may be: the engine only promises what the arena can hold."""
+
+    def needed(tokens: int) -> int:
+        slabs = 1 + layout.states_per_slab
+        if layout.kv:
+            slabs += -(-layout.blocks_for(tokens) // layout.blocks_per_slab)
+        return slabs * layout.slab_bytes
+
+    if needed(longest) <= memory_bytes:
+        return longest
+    smallest = needed(layout.block_tokens)
+    if config.max_model_len is not None or smallest > memory_bytes:
+        asked = longest if config.max_model_len is not None else layout.block_tokens
+        given = "raise it" if config.memory_bytes is not None else "free some memory, or set memory_bytes"
+        raise CapacityError(
+            f"memory_bytes: one sequence of {asked} tokens needs {needed(asked):,} bytes and the arena has "
+            f"{memory_bytes:,}; {given}{' or lower max_model_len' if smallest <= memory_bytes else ''}.",
+            field="memory_bytes",
+        )
+    spare_slabs = memory_bytes // layout.slab_bytes - 1 - layout.states_per_slab
+    fitting = spare_slabs * layout.blocks_per_slab * layout.block_tokens
+    logger.warning(
+        "max_model_len is %d instead of %d: memory_bytes, %d, holds no more", fitting, longest, memory_bytes
+    )
+    return fitting

@@ -1,0 +1,155 @@
+"""Step a made-up request through every width and shape before anyone waits, to learn what each costs."""
+
+import itertools
+import logging
+import time
+from collections.abc import Hashable, Iterator, Sequence
+
+from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import Tenant
+from specdec.core.loop import DecodeLoop
+from specdec.core.request import Request
+from specdec.core.stats import Counts
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Drafter, Want
+from specdec.draft.head import HeadDrafter
+from specdec.draft.policy import WIDTHS, Policy
+from specdec.draft.proposal import Proposal, Shape
+from specdec.verify.choose import Chooser
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 16
+"""The first times of a form are not counted: after so many rounds what is known must do."""
+EVERY = 5
+"""Chains up to this deep are all timed: those that are drafted by default."""
+ENOUGH, LONGEST_S = 10, 0.2
+"""Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
+PROMPT = 8
+NUMBER = 0
+"""Callers' requests count from 1."""
+
+Turn = tuple[list[Drafter], Shape | None]
+
+
+class Filler:
+    """Draft as many tokens as are asked for, whatever they are."""
+
+    def __init__(self) -> None:
+        self.calibrator = Calibrator()
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Propose chains of the root's own token."""
+        return [self._chain(want) for want in wants]
+
+    def _chain(self, want: Want) -> Proposal:
+        count = want.shape.num_steps if want.shape else 0
+        return Proposal.chain([want.tokens[-1]] * count, [0.5] * count)
+
+    def lose(self, key: Hashable) -> None:
+        """Keep nothing."""
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
+        """Keep nothing."""
+
+    def forget(self) -> None:
+        """Keep nothing."""
+
+
+def warm_up(loop: DecodeLoop, max_length: int) -> None:
+    """Teach the policy what steps and drafts cost, and leave nothing else behind."""
+    speculation, policy = loop.speculation, loop.speculation.policy
+    drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
+    heads: list[Drafter] = [speculation.head] if speculation.head else []
+    widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
+    # A plain step behind a draft has that to fold in; those behind another plain one show what it takes.
+    steps: list[Turn] = [([], None)] * 3
+    steps += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
+    drafts: list[Turn] = [(heads, shape) for shape in _tried(policy) if heads]
+    # What no text has room for cannot be learnt.
+    steps, drafts = (
+        [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < max_length]
+        for turns in (steps, drafts)
+    )
+    logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
+    request = None
+    for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
+        speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
+        if request and (request.finish_reason or request.room <= _depth(shape)):
+            _end(loop, request)
+            request = None
+        if request is None:
+            request = _request(loop, max_length)
+            loop.scheduler.submit(request)
+            while request.finish_reason is None and not request.decodes:
+                loop.step()
+        speculation.policy = Policy(shape or policy.bounds, adaptive=False)
+        speculation.policy.steps = policy.steps
+        if own is heads:
+            speculation.policy.drafts = policy.drafts
+        if request.finish_reason is None:
+            loop.step()
+    if request:
+        _end(loop, request)
+    speculation.drafters, speculation.policy = drafters, policy
+    speculation.forget_experience()
+    loop.counts = Counts()
+    loop.scheduler.limited_by.clear()
+    costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
+    logger.info("a step of one row takes, in ms by width: %s", costs)
+
+
+def _tried(policy: Policy) -> tuple[Shape, ...]:
+    """Choose the shapes whose drafting is timed: deep chains as sparsely as wide steps.
+
+    What lies between is told by its neighbours, and each takes passes of its own to time.
+    """
+    deepest = policy.bounds.num_steps
+    kept = {*range(1, EVERY + 1), *WIDTHS, deepest}
+    return tuple(shape for shape in policy.shapes if shape.topk > 1 or shape.num_steps in kept)
+
+
+def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
+    """Yield turns round by round, so that a slow moment is not taken for what one of a kind costs."""
+    until_s = time.perf_counter() + LONGEST_S
+    for count in range(1, ROUNDS + 1):
+        yield from turns
+        if all(_is_known(turn, policy) for turn in turns) and (
+            count >= ENOUGH or time.perf_counter() > until_s
+        ):
+            return
+
+
+def _depth(shape: Shape | None) -> int:
+    return shape.num_steps if shape else 0
+
+
+def _end(loop: DecodeLoop, request: Request) -> None:
+    """Take back what a request has, if it still has any; the head may not have been among those who heard."""
+    if request.finish_reason is None:
+        loop.scheduler.release(request)
+    if loop.speculation.head:
+        loop.speculation.head.lose(NUMBER)
+
+
+def _is_known(turn: Turn, policy: Policy) -> bool:
+    own, shape = turn
+    if shape and isinstance(own[0], HeadDrafter):
+        return policy.drafts[shape.topk].knows(1, shape.num_steps)
+    return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
+
+
+def _request(loop: DecodeLoop, max_length: int) -> Request:
+    params = SamplingParams(max_tokens=max_length, temperature=0.0)
+    vocab = loop.network.spec.vocab
+    prompt = [token % vocab for token in range(min(PROMPT, max_length - 1))]
+    return Request(
+        NUMBER,
+        prompt,
+        params,
+        chooser=Chooser(params, seed=0, prompt=prompt, vocab=vocab),
+        text=None,
+        stop_ids={},
+        max_length=max_length,
+        emit=lambda _: None,
+    )

@@ -1,0 +1,1 @@
+"""From strings to tokens and back: the tokenizer, chat templates, and the grammars of outputs."""

@@ -1,0 +1,162 @@
+"""From a chat to the text that a model reads: the template of a checkpoint, run in a sandbox."""
+
+import datetime
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specdec.config.folders import has_file
+from specdec.errors import CheckpointError, RequestError
+
+log = logging.getLogger(__name__)
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+"""Tokens that templates write, by the names that `tokenizer_config.json` gives them."""
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
+"""What a template raises over messages that it was not made for."""
+
+Message = Mapping[str, Any]
+
+
+class _Generation(Extension):
+    """Let `{% generation %}` pass: it marks for training what a model says, and prints it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Turn messages into text as the checkpoint's tokenizer does; without a template, join their texts."""
+
+    def __init__(
+        self, source: str | None, special: Mapping[str, str], *, where: Path, tool_use: str | None = None
+    ) -> None:
+        self.is_plain = source is None
+        self.source = tool_use or source or ""
+        """What chats with tools are rendered by; some checkpoints have a template of its own for them."""
+        self._special, self._where = special, where
+        environment = _environment()
+        try:
+            self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
+            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
+            """Whether a model hears of tools."""
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
+            raise CheckpointError(
+                f"{where} has a chat template that does not parse ({error}); mend or remove it",
+                field="chat_template",
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, answer: bool = True
+    ) -> str:
+        """Return the chat as text, up to where the model's answer begins.
+
+        It holds the special tokens already: encode it without those that a tokenizer puts around a text.
+        `answer=False` leaves out what opens the answer; `variables` are the template's own, such as `tools`.
+        """
+        if self.is_plain:
+            return "\n\n".join(str(message.get("content") or "") for message in messages)
+        own = variables or {}
+        known = {**self._special, **own, "messages": messages, "add_generation_prompt": answer}
+        try:
+            return (self._tool_use if own.get("tools") else self._template).render(known)
+        except REFUSALS as error:
+            raise RequestError(
+                f"messages: the model's chat template refuses them ({error}); check roles, their order and "
+                "contents",
+                field="messages",
+            ) from error
+
+
+def load_template(folder: Path) -> ChatTemplate:
+    """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; say so where there is none."""
+    config = _config(folder / "tokenizer_config.json")
+    special = {name: text for name in SPECIAL if (text := _token(config.get(name))) is not None}
+    path = folder / "chat_template.jinja"
+    if has_file(path):
+        try:
+            tool_use = path.parent / "additional_chat_templates" / "tool_use.jinja"
+            other = tool_use.read_text("utf-8") if has_file(tool_use) else None
+            return ChatTemplate(path.read_text("utf-8"), special, where=path, tool_use=other)
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is no UTF-8; download it again", field=path.name) from error
+    templates = config.get("chat_template")
+    source = _named(templates, "default")
+    if source is None:
+        log.warning("%s has no chat template: of a chat the model reads the plain texts", folder)
+    return ChatTemplate(
+        source, special, where=folder / "tokenizer_config.json", tool_use=_named(templates, "tool_use")
+    )
+
+
+def longest_answer(folder: Path) -> int | None:
+    """Return how many tokens a checkpoint's `generation_config.json` gives an answer, if it says so."""
+    most = _config(folder / "generation_config.json").get("max_new_tokens")
+    return most if type(most) is int and most > 0 else None  # `true` is an int too
+
+
+def render(folder: Path, messages: Sequence[Message]) -> str:
+    """Return one chat as a checkpoint's model reads it."""
+    return load_template(folder).render(messages)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not has_file(path):
+        return {}
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON ({error}); download it again", field=path.name) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object; download it again", field=path.name)
+    return config
+
+
+def _token(value: Any) -> str | None:
+    """Return a special token's text; some files write it as an object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _named(templates: Any, name: str) -> str | None:
+    """Choose among named templates, as older files have them; a single one serves all chats."""
+    if isinstance(templates, list):
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        templates = next((own.get("template") for own in entries if own.get("name") == name), None)
+    return templates if isinstance(templates, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Give templates what `transformers` gives them, and nothing of this process."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **settings: Any) -> str:
+    """Write JSON as it stands in a prompt: Jinja's own filter would escape it for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **settings)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,182 @@
+"""Grammars over a model's vocabulary: which forms of output are known, and how others come to be."""
+
+import contextlib
+import importlib.util
+import json
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from specdec.config.tenant import SOLE, Tenant
+from specdec.errors import CLOSED, EngineError, RequestError
+from specdec.text.grammar.guide import Form, Guide, place_of
+from specdec.text.grammar.places import Places
+from specdec.text.grammar.template import Link, Template
+from specdec.text.grammar.wire import DONE, Kind
+from specdec.text.tokenizer import Tokenizer
+
+PATIENCE_S = 20.0
+"""For a place to compile a form at, and for it to be compiled. Its process is ended after that."""
+PLACES, MOST_PLACES = 3, 2
+"""Forms that are compiled at once, each of which takes a processor, and those of one caller."""
+KEPT = 16
+"""Forms that are kept for later requests, though no output follows them."""
+
+Wanted = tuple[Tenant, str, str]
+"""Whose form, its kind and its source: what one tenant has had compiled serves no other."""
+
+SMALLER = "give a smaller one, or ask for it again later"
+
+
+class Grammars:
+    """Compiles what requests ask for, each form once while it is kept. Any thread may call."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]) -> None:
+        self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
+        self._places = Places(PLACES, MOST_PLACES)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Wanted, Form] = OrderedDict()
+        """Those asked for last stand last."""
+        self.template: Template | None = None
+        self._is_closed = False
+
+    def guide(self, form: Form) -> Guide:
+        """Begin an output."""
+        return Guide(form)
+
+    def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[Form]":
+        """Have a form compiled, in a thread that nothing waits for when the process ends."""
+        compiling: Future[Form] = Future()
+        wanted = tenant, kind, source
+        if known := self._find(wanted):
+            compiling.set_result(known)
+        else:
+            self._start(compiling, wanted)
+        return compiling
+
+    def _start(self, compiling: "Future[Form]", wanted: Wanted, *, shared: bool = True) -> None:
+        threading.Thread(
+            target=self._compile, args=(compiling, wanted, shared), name="specdec-grammar", daemon=True
+        ).start()
+
+    def _again(self, wanted: Wanted) -> "Future[Form]":
+        """Compile a form once more for outputs whose process has ended, and for them alone."""
+        compiling: Future[Form] = Future()
+        self._start(compiling, wanted, shared=False)
+        return compiling
+
+    def close(self) -> None:
+        """End all processes that no output needs, and compile nothing any more."""
+        with self._lock:
+            self._is_closed = True
+            self._known.clear()
+            if self.template:
+                self.template.close()
+
+    def _find(self, wanted: Wanted) -> Form | None:
+        with self._lock:
+            form = self._known.get(wanted)
+            if form is None or form.link.is_over:
+                return None
+            self._known.move_to_end(wanted)
+            return form
+
+    def _compile(self, compiling: "Future[Form]", wanted: Wanted, shared: bool) -> None:
+        """Compile a form when there is a place, unless its caller has gone."""
+        try:
+            if compiling.set_running_or_notify_cancel():
+                compiling.set_result(self._placed(wanted, shared=shared))
+        except BaseException as error:
+            compiling.set_exception(error)
+
+    def _placed(self, wanted: Wanted, *, shared: bool) -> Form:
+        tenant, kind, _ = wanted
+        template = self._loaded()
+        if not self._places.take(tenant.caller, PATIENCE_S):
+            raise too_late(kind)
+        try:
+            # Another may have compiled it meanwhile.
+            known = self._find(wanted) if shared else None
+            form = known or self._compile_now(template, wanted)
+        finally:
+            self._places.give_back(tenant.caller)
+        with self._lock:
+            if shared and not self._is_closed:
+                self._known[wanted] = form
+                while len(self._known) > KEPT:
+                    self._known.popitem(last=False)
+        return form
+
+    def _copied(self, template: Template, tenant: Tenant) -> Link:
+        """Return a new process. Forms that are only kept make room for it, the caller's own first."""
+        with self._lock:
+            kept = sorted(self._known, key=lambda wanted: wanted[0].caller != tenant.caller)
+        for wanted in kept:
+            if wanted[0].caller != tenant.caller and not template.places.has_share(tenant.caller):
+                break  # what others keep would be of no use
+            with contextlib.suppress(TimeoutError):
+                return template.copy(tenant.caller, 0.0)
+            with self._lock:
+                self._known.pop(wanted, None)
+        return template.copy(tenant.caller, PATIENCE_S)
+
+    def _compile_now(self, template: Template, wanted: Wanted) -> Form:
+        tenant, kind, source = wanted
+        until_s = time.monotonic() + PATIENCE_S
+        try:
+            link = self._copied(template, tenant)
+        except TimeoutError:
+            raise too_late(kind) from None
+        link.send(json.dumps([kind, source]).encode())
+        answer = b""
+        while not answer and not link.is_over and (left_s := until_s - time.monotonic()) > 0:
+            answer = next(link.frames(left_s), b"")
+        if not answer:
+            # It was ended by the system, or takes too long: what it does is of no use any more.
+            ended = link.is_over
+            link.close()
+            raise (
+                _unfit(kind, "it takes too much time or memory to compile", SMALLER)
+                if ended
+                else too_late(kind)
+            )
+        if answer[:1] != DONE:
+            raise _unfit(kind, answer[1:].decode(errors="replace"))
+        first = place_of(Kind(answer[1]), answer[2:])
+        return Form(link, first, width=-(-self._vocab // 32), compile_again=partial(self._again, wanted))
+
+    def _loaded(self) -> Template:
+        """Return the template; the first call makes it, and it is started when a form is compiled."""
+        with self._lock:
+            if self._is_closed:
+                raise EngineError(CLOSED)
+            if self.template is None:
+                self.template = self._make_template()
+                weakref.finalize(self, self.template.close)
+            return self.template
+
+    def _make_template(self) -> Template:
+        if self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs: there is no tokenizer.json, so tokens have no text; leave it out.",
+                field="structured_outputs",
+            )
+        if importlib.util.find_spec("xgrammar") is None:
+            raise RequestError(
+                "structured_outputs: forms of output need xgrammar, which is not installed here; "
+                "run: pip install 'specdec[structured]'.",
+                field="structured_outputs",
+            )
+        return Template(self._tokenizer.inner.to_str(), self._vocab, self._eos)
+
+
+def too_late(kind: str) -> RequestError:
+    return _unfit(kind, f"it was not compiled within {PATIENCE_S:g} s", SMALLER)
+
+
+def _unfit(kind: str, why: str, instead: str = "give one that xgrammar can read") -> RequestError:
+    return RequestError(f"structured_outputs.{kind}: {why}; {instead}.", field="structured_outputs")

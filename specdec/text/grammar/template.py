@@ -1,0 +1,167 @@
+"""The engine's end of the processes in which xgrammar runs: the template, and a link to each copy of it."""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+from specdec.errors import CLOSED, EngineError, RequestError
+from specdec.text.grammar.places import Places
+from specdec.text.grammar.wire import HEAD, framed
+
+START_S = 60.0
+"""For the template to be loaded, by a machine that has much else to do."""
+SEND_S = 1.0
+"""For a process that waits for work to take it in."""
+MOST, MOST_EACH = 32, 24
+"""Forms that have a process at the same time, of at most `FORM_BYTES` and `FOLLOW_BYTES` each and what their
+outputs' tokens take, and those of one caller."""
+READ_BYTES = 1 << 16
+
+
+class Link:
+    """A socket to one form's process, which ends where this is closed or forgotten. One thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.settimeout(SEND_S)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._read = bytearray()
+        self.is_over = False
+        """Nothing will come any more."""
+        self.heard_s = 0.0
+        """When anything came last (`time.monotonic`)."""
+
+    def send(self, data: bytes) -> bool:
+        """Send a frame; tell whether anything is there to read it."""
+        try:
+            self._sock.sendall(framed(data))
+        except OSError:
+            self.close()
+        return not self.is_over
+
+    def frames(self, limit_s: float) -> Iterator[bytes]:
+        """Yield what has come; where that is nothing, wait so long for the first."""
+        while not self.is_over and self._poll.poll(max(limit_s, 0.0) * 1e3):
+            limit_s = 0.0
+            try:
+                data = self._sock.recv(READ_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+            self.heard_s = time.monotonic()
+            self._read += data
+            while (frame := self._next()) is not None:
+                yield frame
+
+    def _next(self) -> bytes | None:
+        if len(self._read) < HEAD.size:
+            return None
+        (length,) = HEAD.unpack_from(self._read)
+        end = HEAD.size + length
+        if len(self._read) < end:
+            return None
+        frame = bytes(self._read[HEAD.size : end])
+        del self._read[:end]
+        return frame
+
+    def close(self) -> None:
+        self.is_over = True
+        self._sock.close()
+
+
+class Template:
+    """The process that has xgrammar loaded. Any thread may ask for a copy; it is started for the first."""
+
+    def __init__(self, tokenizer: str, vocab: int, eos: list[int]) -> None:
+        self._setup = json.dumps({"tokenizer": tokenizer, "vocab": vocab, "eos": eos}).encode()
+        self.command = [sys.executable, "-m", "specdec.text.grammar.child"]
+        self._lock = threading.Lock()
+        self.places = Places(MOST, MOST_EACH)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self.is_closed = False
+
+    def copy(self, caller: str, limit_s: float) -> Link:
+        """Return a link to a new process. It takes one of a few places until it is closed or forgotten."""
+        if not self.places.take(caller, limit_s):
+            raise TimeoutError
+        try:
+            with self._lock:
+                try:
+                    sock = self._fork()
+                except OSError:
+                    self._end()  # the system may have ended it, for want of memory perhaps: start it anew
+                    sock = self._fork()
+            link = Link(sock)
+        except BaseException as error:
+            self.places.give_back(caller)
+            if isinstance(error, OSError):
+                raise RequestError(
+                    "structured_outputs: the process that follows forms cannot be started; see that xgrammar "
+                    "and transformers can be imported, and that there is memory.",
+                    field="structured_outputs",
+                ) from None
+            raise
+        weakref.finalize(link, self._forget, sock, caller)
+        return link
+
+    def close(self) -> None:
+        """End the template and start it no more; its copies end with their links."""
+        with self._lock:
+            self.is_closed = True
+            self._end()
+
+    def _forget(self, sock: socket.socket, caller: str) -> None:
+        sock.close()
+        self.places.give_back(caller)
+
+    def _fork(self) -> socket.socket:
+        if self.is_closed:
+            raise EngineError(CLOSED)
+        control = self._control = self._control or self._start()
+        control.sendall(b"+")
+        _, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not fds:
+            raise ConnectionError
+        os.set_inheritable(fds[0], False)
+        return socket.socket(fileno=fds[0])
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Modules are found where they are here; a session of its own hears of no Ctrl-C.
+            self._process = subprocess.Popen(
+                [*self.command, str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        ours.settimeout(START_S)
+        try:
+            ours.sendall(framed(self._setup))
+            if not ours.recv(HEAD.size + 1):
+                raise ConnectionError
+        except OSError:
+            ours.close()
+            raise
+        return ours
+
+    def _end(self) -> None:
+        if self._control:
+            self._control.close()
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None

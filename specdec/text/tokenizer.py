@@ -1,0 +1,261 @@
+"""Text to tokens and back: a folder's tokenizer, and the stream that turns one output's tokens into text."""
+
+import copy
+import re
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import tokenizers
+
+from specdec.config.folders import anew, has_file
+from specdec.errors import CheckpointError
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What decoding shows for bytes that are no character, or not yet."""
+LONGEST = 4
+"""Bytes in a character, and so tokens that one may take."""
+CONTEXT = 8
+"""Tokens that stay as context for the next ones; never more than five times as many are decoded at once."""
+_SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
+BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""What byte-level vocabularies, GPT-2's and those after it, spell each byte with."""
+SPOKEN = ("<tool_call>", "</tool_call>")
+"""Tokens that belong to the text even where a tokenizer calls them special: by them calls are found."""
+
+
+class Tokenizer:
+    """Read and write text as the model's own tokenizer does."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        # Files keep how training cut and padded its batches; a prompt is read as it is.
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner = inner
+        added = inner.get_added_tokens_decoder().items()
+        self.longest = max(map(len, inner.get_vocab()), default=1)
+        """Characters that a token may stand for at most: one is spelled with at least as many signs."""
+        self._spelt: dict[int, str] = {}
+        self._special = {i for i, token in added if token.special and token.content not in SPOKEN}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text, with the special ones that the tokenizer puts around it.
+
+        A chat that a template rendered has its own already: encode it with `special=False`.
+        """
+        # A batch lets other threads run meanwhile, which a single text does not.
+        ids: list[int] = self.inner.encode_batch([text], add_special_tokens=special)[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens; special tokens have none."""
+        spoken = [token for token in ids if token not in self._special]
+        text: str = self.inner.decode(spoken, skip_special_tokens=False)
+        return text
+
+    def spell(self, token: int) -> str:
+        """Return one token's text, special ones' too."""
+        text = self._spelt.get(token)
+        if text is None:
+            text = self._spelt[token] = self.inner.decode([token], skip_special_tokens=False)
+        return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return one token's own bytes, which may be a part of a character."""
+        text = self.spell(token)
+        piece = self.inner.id_to_token(token) if INCOMPLETE in text else None
+        if piece and (found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece)):
+            return bytes.fromhex(found[1])
+        if piece and all(sign in BYTES for sign in piece):
+            return bytes(BYTES[sign] for sign in piece)
+        return text.encode()
+
+    def spellings(self, word: str) -> set[tuple[int, ...]]:
+        """Return the tokens that a word is read as at a text's beginning and after a blank.
+
+        One blank before it says no more than none. A word that begins with other blanks is read as it is.
+        """
+        bare = word.removeprefix(" ")
+        texts = (word,) if not bare or bare[0].isspace() else (bare, f" {bare}")
+        return {ids for text in texts if (ids := tuple(self.encode(text, special=False)))}
+
+    def outspoken(self) -> Self:
+        """Return one in whose texts special tokens are spelled out."""
+        other = copy.copy(self)
+        other._special = set()
+        return other
+
+    def is_silent(self, token: int) -> bool:
+        """Tell whether a token has no text: a special one, or an id that only the model's table has."""
+        return token in self._special or self.inner.id_to_token(token) is None
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """Read `tokenizer.json`; a folder without one serves token ids only."""
+    path = folder / "tokenizer.json"
+    if not has_file(path):
+        return None
+    try:
+        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(
+            f"{path} is not a tokenizer ({error}); "
+            + anew(folder, "download it again, or remove it to pass token ids only"),
+            field="tokenizer.json",
+        ) from error
+
+
+class TextStream:
+    """Turn one output's tokens into text as they come.
+
+    Held back are the bytes of an unfinished character and whatever may become a stop string; the stop string
+    that is completed first ends the text before it, or behind it with `keeps_stop`, but one that is complete
+    before any may end it is text.
+    Each token costs the decoding of a bounded window.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: str | Sequence[str] | None = None, *, keeps_stop: bool = False
+    ) -> None:
+        self._tokenizer, self._keeps_stop = tokenizer, keeps_stop
+        self._stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        self._ids: list[int] = []
+        self._decoded = 0
+        """Characters of the window's text that have left it."""
+        self._mark = 0
+        """Tokens of the window after which its text was whole; it may be forgotten up to there."""
+        self._unfinished = 0
+        """Tokens since the text was whole, that is, ended with a finished character."""
+        self._held = ""
+        self._passed = 0
+        """Characters of what is held that no stop string may end within."""
+        self._begun = [Begun(stop) for stop in self._stops]
+        self.length = 0
+        """Characters of the text so far, those that are held back for a stop string included."""
+        self.stopped = False
+        self.stop: str | None = None
+        """The string that ended it."""
+
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """Take one token and return the text that is now certain; stop strings end it where they may end."""
+        if self.stopped or self._tokenizer.is_silent(token):
+            return ""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        broken = len(text) - len(text.rstrip(INCOMPLETE))
+        self._unfinished = self._unfinished + 1 if broken else 0
+        # What has had all the tokens of a character is none; only its last piece may still begin one.
+        certain = len(text) - (broken if self._unfinished <= LONGEST else min(broken, 1))
+        new = text[self._decoded : certain]
+        self._decoded = max(self._decoded, certain)
+        self._slide(len(text) - self._decoded)
+        self.length += len(new)
+        return self._release(new, may_stop=may_stop)
+
+    def finish(self) -> str:
+        """Return what was held back; nothing comes after it."""
+        new = self._tokenizer.decode(self._ids)[self._decoded :]
+        self._ids, self._decoded = [], 0
+        return self._release(new, last=True)
+
+    def _slide(self, pending: int) -> None:
+        """Forget old tokens, then find the place again from the end: only the text's head has changed."""
+        if not self._unfinished and len(self._ids) - self._mark >= CONTEXT:
+            forgotten, self._mark = self._mark, len(self._ids) - self._mark
+        elif len(self._ids) - self._mark > 2 * CONTEXT:
+            forgotten, self._mark = len(self._ids) - CONTEXT, 0
+        else:
+            return
+        self._ids = self._ids[forgotten:]
+        self._decoded = len(self._tokenizer.decode(self._ids)) - pending
+
+    def _release(self, new: str, *, may_stop: bool = True, last: bool = False) -> str:
+        if self.stopped:
+            return ""
+        text, searched, self._held = self._held + new, len(self._held), ""
+        passed = max(self._passed, searched) if may_stop else len(text)
+        # The first to be complete, as if characters came one by one: how tokens cut the text must not matter.
+        starts = [(stop, max(passed + 1 - len(stop), 0)) for stop in self._stops]
+        ends = [(at + len(stop), at, stop) for stop, start in starts if (at := text.find(stop, start)) >= 0]
+        if ends:
+            end, start, self.stop = min(ends)
+            self.stopped = True
+            return text[: end if self._keeps_stop else start]
+        keep = 0 if last else max((begun.push(new) for begun in self._begun), default=0)
+        self._held, self._passed = text[len(text) - keep :], max(passed + keep - len(text), 0)
+        return text[: len(text) - keep]
+
+
+class Begun:
+    """Tells how much of a stop string a growing text ends with, in a time that hangs on what is new alone."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._length = 0
+        self._borders: list[int] = []
+        """Of each beginning of it: how long the longest other beginning is with which that ends."""
+
+    def push(self, new: str) -> int:
+        """Take more of the text; return how many characters at its end may begin the stop string."""
+        stop, length = self._stop, self._length
+        if length or stop[0] in new:
+            for sign in new:
+                length = self._longer(length, sign)
+                if len(self._borders) < length:
+                    self._borders.append(self._longer(self._borders[-1], sign) if self._borders else 0)
+                if length == len(stop):
+                    length = self._borders[-1]
+        self._length = length
+        return length
+
+    def _longer(self, length: int, sign: str) -> int:
+        """Return how much of the stop string stands at the end once this sign follows so much of it."""
+        while length and self._stop[length] != sign:
+            length = self._borders[length - 1]
+        return length + (self._stop[length] == sign)
+
+
+class Piece(NamedTuple):
+    """A part of a text that one token wrote, or finished."""
+
+    text: str
+    origin: int
+    """Where the token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+
+
+class Cutter:
+    """Cut a text, which may lag behind its tokens, into what each of them wrote."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[int, int]] = deque()
+        """Where the tokens' texts end that have not been cut to their end, and the tokens' origins."""
+        self._noted = self._cut = 0
+        self._last = 0
+        """The origin of the token noted last: what is shown at the end for lack of more is its."""
+
+    def note(self, length: int, origin: int) -> None:
+        """Hear of a token, and how long the text is with it."""
+        self._last = origin
+        if length > self._noted:
+            self._ends.append((length, origin))
+            self._noted = length
+
+    def cut(self, text: str) -> tuple[Piece, ...]:
+        """Return the next part of the text in pieces."""
+        pieces = []
+        while text:
+            end, origin = self._ends[0] if self._ends else (self._cut + len(text), self._last)
+            piece, text = text[: end - self._cut], text[end - self._cut :]
+            self._cut += len(piece)
+            pieces.append(Piece(piece, origin))
+            if self._ends and self._cut == end:
+                self._ends.popleft()
+        return tuple(pieces)
+
+
+def overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of the text may be the beginning of the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
