@@ -17,7 +17,7 @@ def test_many_long_outputs_of_one_form_are_followed() -> None:
     tokenizer = load_tokenizer(SHIPPED["tiny"])
     assert tokenizer
     grammars = Grammars(tokenizer, 4096, [0])
-    form = grammars.compile("json_object", "true")
+    form = grammars.begin("json_object", "true").result()
     record = '{"name": "hello world", "x": 123}'
     ids = tokenizer.encode('{"a": [' + ", ".join([record] * 200) + "]")[:2048]
     outputs = [grammars.guide(form) for _ in range(56)]

@@ -46,6 +46,8 @@ class Worker:
         built: Future[Model] = Future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What is to be done between two steps."""
+        self._ending, self._builds = threading.Lock(), True
+        """Whether the thread can still be told to give up: it does not end in the meantime."""
         self._gate = threading.Lock()
         """Holds `submit` and what stops the engine apart, so that no request enters a closed inbox."""
         self._process = os.getpid()
@@ -153,26 +155,32 @@ class Worker:
         Python ends such a thread by unwinding it, which C++ answers by aborting the process.
         """
         atexit.register(self._thread.join)
-        if self._thread.is_alive():
-            ident = ctypes.c_ulong(self._thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
+        with self._ending:
+            # Its number would be another thread's once it has ended.
+            if self._builds:
+                ident = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
         self._thread.join(BUILDING_ENDS_S)
         if not self._thread.is_alive():
             atexit.unregister(self._thread.join)
 
     def _work(self, make: Callable[[], Model], built: "Future[Model]") -> None:
         with contextlib.suppress(GivenUp):
-            if not built.set_running_or_notify_cancel():
-                return  # given up before it began
             try:
-                model = make()
-            except BaseException as error:
-                built.set_exception(error)
-                return
-            self._loop = model.loop
-            built.set_result(model)
-            del model, built, make
-            self._run()
+                if not built.set_running_or_notify_cancel():
+                    return  # given up before it began
+                try:
+                    model = make()
+                except BaseException as error:
+                    built.set_exception(error)
+                    return
+                self._loop = model.loop
+                built.set_result(model)
+                del model, built, make
+                self._run()
+            finally:
+                with self._ending:
+                    self._builds = False
 
     def _run(self) -> None:
         why = "The engine was closed while this request ran."
