@@ -96,3 +96,16 @@ def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
         own.close()
     for end in ends:
         end.close()
+
+
+def test_a_form_that_was_refused_gives_its_place_back_without_the_collector() -> None:
+    """A caller's refused forms once held all of its places until the collector ran."""
+    with SpecEngine("tiny", max_model_len=64) as engine:
+        gc.disable()
+        try:
+            for number in range(MOST_EACH + 2):
+                compiling = engine.begin_form(SamplingParams(structured_outputs=Structure(regex=f"[{number}")))
+                assert compiling
+                assert "Unclosed" in str(compiling.exception(60))
+        finally:
+            gc.enable()

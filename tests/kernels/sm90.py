@@ -75,9 +75,13 @@ def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
 
 
 def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compiled]:
-    """Serve a case; return what was launched for the first time after the engine had been made ready."""
+    """Serve a case; return what was launched for the first time after the engine had been made ready.
+
+    Where it was not, drafts do not follow the clock: all that a case can launch is launched.
+    """
     shape, settings = CASES[case]
     fixed = {"device": "cpu", "kernels": "triton", "graphs": True, "max_running": 6, "max_model_len": 4096}
+    settings = settings if ready else {**settings, "adaptive": False}
     config = EngineConfig(**{"dtype": "bfloat16", "memory_bytes": 1 << 30, **fixed, **settings})
     model = dry.make(shape, config, ready=ready)
     with launches.new() as found:

@@ -13,7 +13,7 @@ from functools import partial
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.errors import CLOSED, EngineError, RequestError
-from specdec.text.grammar.guide import Form, Guide, place_of
+from specdec.text.grammar.guide import Form, Guide, Place, place_of
 from specdec.text.grammar.places import Places
 from specdec.text.grammar.template import Link, Template
 from specdec.text.grammar.wire import DONE, Kind
@@ -125,29 +125,35 @@ class Grammars:
         return template.copy(tenant.caller, PATIENCE_S)
 
     def _compile_now(self, template: Template, wanted: Wanted) -> Form:
-        tenant, kind, source = wanted
+        tenant, kind, _ = wanted
         until_s = time.monotonic() + PATIENCE_S
         try:
             link = self._copied(template, tenant)
         except TimeoutError:
             raise too_late(kind) from None
+        try:
+            first = self._ask(link, wanted, until_s)
+        except BaseException:
+            link.close()  # what the error refers to may live on, and its place is wanted now
+            raise
+        width = -(-self._vocab // 32)
+        return Form(link, first, width=width, compile_again=partial(self._again, wanted))
+
+    def _ask(self, link: Link, wanted: Wanted, until_s: float) -> Place:
+        """Have a process compile its form; return what may come first."""
+        _, kind, source = wanted
         link.send(json.dumps([kind, source]).encode())
         answer = b""
         while not answer and not link.is_over and (left_s := until_s - time.monotonic()) > 0:
             answer = next(link.frames(left_s), b"")
         if not answer:
             # It was ended by the system, or takes too long: what it does is of no use any more.
-            ended = link.is_over
-            link.close()
-            raise (
-                _unfit(kind, "it takes too much time or memory to compile", SMALLER)
-                if ended
-                else too_late(kind)
-            )
+            if link.is_over:
+                raise _unfit(kind, "it takes too much time or memory to compile", SMALLER)
+            raise too_late(kind)
         if answer[:1] != DONE:
             raise _unfit(kind, answer[1:].decode(errors="replace"))
-        first = place_of(Kind(answer[1]), answer[2:])
-        return Form(link, first, width=-(-self._vocab // 32), compile_again=partial(self._again, wanted))
+        return place_of(Kind(answer[1]), answer[2:])
 
     def _loaded(self) -> Template:
         """Return the template; the first call makes it, and it is started when a form is compiled."""

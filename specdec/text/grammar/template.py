@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from specdec.errors import CLOSED, EngineError, RequestError
 from specdec.text.grammar.places import Places
@@ -26,10 +27,14 @@ READ_BYTES = 1 << 16
 
 
 class Link:
-    """A socket to one form's process, which ends where this is closed or forgotten. One thread at a time."""
+    """A socket to one form's process, which ends where this is closed or forgotten. One thread at a time.
 
-    def __init__(self, sock: socket.socket) -> None:
+    `freed` is called then, once; the collector may do so in any place.
+    """
+
+    def __init__(self, sock: socket.socket, freed: Callable[[], None] = lambda: None) -> None:
         self._sock = sock
+        self._end = weakref.finalize(self, _end, sock, freed)
         self._sock.settimeout(SEND_S)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -75,7 +80,12 @@ class Link:
 
     def close(self) -> None:
         self.is_over = True
-        self._sock.close()
+        self._end()
+
+
+def _end(sock: socket.socket, freed: Callable[[], None]) -> None:
+    sock.close()
+    freed()
 
 
 class Template:
@@ -101,7 +111,6 @@ class Template:
                 except OSError:
                     self._end()  # the system may have ended it, for want of memory perhaps: start it anew
                     sock = self._fork()
-            link = Link(sock)
         except BaseException as error:
             self.places.give_back(caller)
             if isinstance(error, OSError):
@@ -111,18 +120,13 @@ class Template:
                     field="structured_outputs",
                 ) from None
             raise
-        weakref.finalize(link, self._forget, sock, caller)
-        return link
+        return Link(sock, partial(self.places.give_back, caller))
 
     def close(self) -> None:
         """End the template and start it no more; its copies end with their links."""
         with self._lock:
             self.is_closed = True
             self._end()
-
-    def _forget(self, sock: socket.socket, caller: str) -> None:
-        sock.close()
-        self.places.give_back(caller)
 
     def _fork(self) -> socket.socket:
         if self.is_closed:
