@@ -104,7 +104,8 @@ def test_a_form_that_was_refused_gives_its_place_back_without_the_collector() ->
         gc.disable()
         try:
             for number in range(MOST_EACH + 2):
-                compiling = engine.begin_form(SamplingParams(structured_outputs=Structure(regex=f"[{number}")))
+                refused = Structure(regex=f"[{number}")
+                compiling = engine.begin_form(SamplingParams(structured_outputs=refused))
                 assert compiling
                 assert "Unclosed" in str(compiling.exception(60))
         finally:
