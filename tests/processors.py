@@ -12,8 +12,10 @@ from pathlib import Path
 KERNELS = ("native", "native_forms", "native_products", "native_prompts", "tape", "ffn", "moe", "norm")
 FILES = (
     *(f"tests/kernels/test_{name}.py" for name in (*KERNELS, "quantised_kv", "snapshots")),
-    *(f"tests/models/test_{name}.py" for name in ("bfloat16", "network", "taking_back")),
-    *(f"tests/test_{name}.py" for name in ("drafts", "replay", "shipped", "threads", "unrolled")),
+    *(f"tests/models/test_{name}.py" for name in ("bfloat16", "network", "replay", "shipped", "taking_back")),
+    "tests/draft/test_unrolled.py",
+    "tests/engine/test_threads.py",
+    "tests/lossless/test_drafts.py",
 )
 """Whose outcome rests on which forms run: they compare their bits, or what engines do with them."""
 

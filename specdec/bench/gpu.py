@@ -238,7 +238,7 @@ Add = Callable[..., None]
 
 
 def _plan_cpu(bench: Add, tests: Add) -> None:
-    tests("kernels-right", 120, "tests/test_cells.py", "-k", "cases")
+    tests("kernels-right", 120, "tests/lossless/test_cells.py", "-k", "cases")
     bench("verify", 60, "kernels", "--shape", "tiny", "--only", "delta_net", "--batch", "4", "--window", "8")
     small = ["--random", "--shape", "tiny", "--prompt-tokens", "16", "--new-tokens", "16", "--repeats", "1"]
     bench("tiny-length-2", 60, "throughput", *small, *_drafts("2", 2, 1, 3), "--batch", "1", "--profile")

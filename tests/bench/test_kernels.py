@@ -18,19 +18,19 @@ from specdec.cli import main
 from specdec.errors import ConfigError
 from specdec.kernels.table import Kernels
 from specdec.models import spec
-from tests import cases
-from tests.cases import NETWORKS
+from tests.kernels import problems as networks
+from tests.kernels.problems import NETWORKS
 
 CPU = torch.device("cpu")
 MACHINE = Machine(1e10, 1e-6)
 
 
 def bench_of(name: str, dtype: torch.dtype = torch.float32) -> Bench:
-    return cases.bench_of(name, CPU, dtype)
+    return networks.bench_of(name, CPU, dtype)
 
 
 def problems(bench: Bench, name: str, *, batch: int = 3, window: int = 5) -> list[Planned]:
-    return list(cases.problems(bench, name, batch=batch, window=window))
+    return list(networks.problems(bench, name, batch=batch, window=window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -18,7 +18,7 @@ from specdec.models.network import MTPHead
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
-from tests.agreeing import VOCAB, write_agreeing
+from tests.models.agreeing import VOCAB, write_agreeing
 from tests.models.runner import CPU, Runner, Sequence_
 
 FAMILIES = ("qwen3_5", "nemotron_h")

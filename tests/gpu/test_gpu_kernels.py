@@ -7,7 +7,7 @@ from specdec.bench.kernels import measure
 from specdec.bench.timing import Machine
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
-from tests.cases import LOADS, NETWORKS, bench_of, problems
+from tests.kernels.problems import LOADS, NETWORKS, bench_of, problems
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from specdec.setup.capabilities import AXES
-from tests.cells import Family
+from tests.lossless.cells import Family
 from tests.tolerances import EXCUSED_TEXTS, TENSOR_CORE_GAP
 
 pytestmark = pytest.mark.gpu

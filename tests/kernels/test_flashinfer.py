@@ -22,9 +22,9 @@ from specdec.models.shapes import SHAPES
 from specdec.setup.build import Model
 from specdec.setup.precompile import precompile
 from specdec.setup.resolve import Resolved
+from tests.core.device import without_host
 from tests.kernels.test_attention import SCALE, Heads, assert_close, copy_of, make_case, random_tree
 from tests.kernels.test_attention_triton import make_layer
-from tests.streak import without_host
 
 Scratches = dict[int, list[tuple[Tensor, Tensor]]]
 

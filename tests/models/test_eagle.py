@@ -19,7 +19,7 @@ from specdec.models.eagle_head import EagleHead
 from specdec.models.families import read_network
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
-from tests.agreeing import VOCAB, write_agreeing
+from tests.models.agreeing import VOCAB, write_agreeing
 from tests.models.eagle_oracle import Oracle
 from tests.models.random_checkpoints import draw, save
 from tests.models.runner import CPU, Runner

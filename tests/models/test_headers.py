@@ -16,7 +16,7 @@ from specdec.models.families import read_network
 from specdec.models.fields import LARGEST
 from specdec.models.headers import check_headers
 from specdec.setup.resolve import open_model
-from tests.agreeing import write_agreeing
+from tests.models.agreeing import write_agreeing
 from tests.models.fp8_checkpoints import sample, write
 from tests.models.random_checkpoints import FAMILIES, Sample, draw, edit_config, save
 from tests.models.test_eagle import PUBLISHED, published

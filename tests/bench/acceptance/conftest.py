@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agreeing import write_agreeing
+from tests.models.agreeing import write_agreeing
 
 PROMPTS = {
     "code": ("deffx", "importos", "classA"),

@@ -15,7 +15,7 @@ import pytest
 from specdec.bench.acceptance.page import COLUMNS, page, write_page
 from specdec.bench.acceptance.pictures import PICTURES, drafters, setting_key
 from tests.bench.acceptance.results import HOSTILE, result
-from tests.browser import dom
+from tests.server.browser import dom
 
 VOID = {"meta", "input", "br", "link"}
 SVG = "{http://www.w3.org/2000/svg}"

@@ -18,7 +18,7 @@ from specdec.config.engine import EngineConfig
 from specdec.core.speculator import Speculation
 from specdec.draft.proposal import Shape
 from specdec.setup.build import Model
-from tests.agreeing import VOCAB
+from tests.models.agreeing import VOCAB
 
 CHAIN, TREE = Drafting("mtp", Shape(4, 1, 5)), Drafting("mtp", Shape(4, 4, 16))
 TIMES = {"ms_per_step", "tokens_per_second", "speedup", "per_batch", "seconds", "reading_seconds"}

@@ -1,0 +1,400 @@
+"""The command as its users meet it: what goes to which stream, and which exit code says what."""
+
+import io
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
+from specdec.cli import main
+from specdec.draft.lookup import Lookup
+
+ROOT = Path(__file__).parents[2]
+GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPT = "def f():"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def text(hybrid: Path) -> str:
+    with SpecEngine(hybrid) as engine:
+        return engine.generate(PROMPT, PARAMS)[0].text
+
+
+def test_generate_streams_the_engines_text(hybrid: Path, text: str, capsys: Capture) -> None:
+    assert main(["generate", str(hybrid), "--prompt", PROMPT, *GREEDY]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{text}\n"
+    assert "6 written" in captured.err
+    assert "first token after" in captured.err
+
+
+def test_generate_reads_a_prompt_from_a_file(
+    hybrid: Path, text: str, capsys: Capture, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    assert main(["generate", str(hybrid), "--prompt-file", str(tmp_path / "prompt.txt"), *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_generate_reads_ids_from_standard_input(
+    hybrid: Path, text: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SpecEngine(hybrid) as engine:
+        assert engine.tokenizer
+        ids = engine.tokenizer.encode(PROMPT)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(map(str, ids)).encode())))
+    assert main(["generate", str(hybrid), "--prompt-ids", "-", *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_generate_prints_json_for_programs(hybrid: Path, text: str, capsys: Capture) -> None:
+    assert main(["generate", str(hybrid), "--prompt", PROMPT, "--json", *GREEDY]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["text"] == text
+    assert len(printed["token_ids"]) == printed["stats"]["output_tokens"] == 6
+    assert printed["stats"]["acceptance_length"] == 1.0
+
+
+def test_generate_prints_every_choice(hybrid: Path, capsys: Capture) -> None:
+    argv = [
+        "generate",
+        str(hybrid),
+        "--prompt",
+        PROMPT,
+        "--n",
+        "3",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "9",
+        "--json",
+    ]
+    assert main(argv) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [choice["index"] for choice in printed] == [0, 1, 2]
+    assert len({tuple(choice["token_ids"]) for choice in printed}) == 3
+
+
+def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> None:
+    argv = ["generate", str(hybrid), "--prompt", PROMPT, "--max-tokens", "20", "--ignore-eos", "--seed"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main([*argv, seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "/no/such/folder", "--prompt", "x"], "/no/such/folder"),
+        (["generate", "{hybrid}", "--prompt", ""], "prompt"),
+        (["generate", "{hybrid}", "--prompt-ids", "1 two"], "--prompt-ids: 'two' is no token id"),
+        (["generate", "{hybrid}", "--prompt-ids", "1_0"], "--prompt-ids: '1_0'"),
+        (["generate", "{hybrid}", "--prompt-ids", "-7"], "token id -7"),
+        (["generate", "{hybrid}", "--prompt", "\ud800"], "valid Unicode"),
+        (["generate", "{hybrid}", "--prompt-ids", "99999"], "99999"),
+        (
+            ["generate", "{hybrid}", "--prompt-file", "/no/such/file"],
+            "/no/such/file cannot be read: No such file",
+        ),
+        (
+            ["generate", "{hybrid}", "--prompt-file", "a" * 5000],
+            "--prompt-file: " + "a" * 120 + "…" + "a" * 60 + " cannot be read: File name too long",
+        ),
+        (["generate", "a" * 5000, "--prompt", "x"], "is not a folder; give the path"),
+        (["generate", "{hybrid}", "--prompt-file", "/"], "--prompt-file: / cannot be read: Is a directory"),
+        (
+            ["generate", "{hybrid}", "--prompt-file", "{hybrid}/model.safetensors"],
+            "is not UTF-8 text from byte",
+        ),
+        (["generate", "{hybrid}", "--prompt", "x", "--temperature", "hot"], "SamplingParams.temperature"),
+        (["generate", "{hybrid}", "--prompt", "x", "--draft", "none", "--topk", "2"], "topk"),
+        (["generate", "{hybrid}", "--prompt", "x", "--memory-bytes", "1"], "memory_bytes"),
+        (["info", "/no/such/folder"], "/no/such/folder"),
+        (["bench", "throughput", "--shape", "huge"], "'huge'"),
+        (["bench", "throughput", "{hybrid}", "--peers", "nobody"], "'nobody'"),
+        (["bench", "throughput", "{hybrid}", "--peers", "http://host:port"], "--peers: 'http://host:port'"),
+        (["bench", "throughput", "{hybrid}", "--out", "/"], "--out: /"),
+    ],
+)
+def test_mistake_is_one_line_and_code_2(argv: list[str], says: str, hybrid: Path, capsys: Capture) -> None:
+    assert main([arg.format(hybrid=hybrid) for arg in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = captured.err.strip().splitlines()[-1]
+    assert line.startswith("specdec: ")
+    assert says in line
+    for raw in ("Traceback", "Errno", "invalid literal", "codec", "Error("):
+        assert raw not in captured.err
+
+
+@pytest.mark.parametrize("command", [["generate"], ["info"], ["bench", "throughput"]])
+def test_every_engine_setting_is_an_option(command: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help-all"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name in EngineConfig.model_fields:
+        assert f"--{name.replace('_', '-')} " in text or f"--{name.replace('_', '-')}," in text
+
+
+def test_version_is_said(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"specdec {__version__}\n"
+
+
+def test_package_runs_as_the_command() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "specdec", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"specdec {__version__}\n", "")
+
+
+MODULES = """
+import os, sys
+import specdec.__main__
+slow = {"torch", "transformers", "pydantic", "aiohttp", "numpy"}
+os._exit = lambda code: print(code, *slow & set(sys.modules))
+sys.argv[0] = "specdec"
+specdec.__main__._leave(specdec.__main__._run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "brings"),
+    [
+        (["--version"], "0"),
+        (["--help"], "0"),
+        (["bench", "--help"], "0"),
+        (["genrate"], "2"),
+        (["--num-steps"], "2"),
+        (["serve", "--help"], "0 pydantic"),
+        (["serve", "tiny", "--num-step", "4"], "2 pydantic"),
+        (["generate", "tiny", "--prompt", "x", "--temperature", "hot"], "2 pydantic"),
+        (["generate", "/no/such/folder", "--prompt", "x"], "2 pydantic"),
+        (["serve", "/no/such/folder"], "2 pydantic"),
+        (["info", "/no/such/folder"], "2 pydantic"),
+        (["bench", "throughput", "/no/such/folder"], "2 pydantic"),
+    ],
+)
+def test_nothing_slow_is_imported_for_what_needs_nothing(argv: list[str], brings: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", MODULES, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == brings, ran.stderr
+
+
+def test_what_serves_does_not_import_transformers() -> None:
+    script = (
+        "import sys, specdec.server.run\n"
+        "from specdec import SpecEngine, SamplingParams, Structure\n"
+        "with SpecEngine('tiny', memory_bytes='64MiB', max_model_len=256) as engine:\n"
+        "    engine.generate('x', SamplingParams(max_tokens=2))\n"
+        "print('transformers' in sys.modules, 'xgrammar' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "False"], ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["serve", "tiny", "--num-step", "4"], "--num-steps"),
+        (["serve", "tiny", "--max_model_len=9"], "--max-model-len"),
+        (["serve", "tiny", "--prot", "1"], "--port"),
+        (["generate", "tiny", "--prompt", "x", "--temprature", "1"], "--temperature"),
+        (["bench", "serve", "http://x", "--concurency", "1"], "--concurrency"),
+        (["generate", "--pormpt", "x"], "--prompt"),
+        (["--verison"], "--version"),
+        (["srve", "tiny"], "serve"),
+        (["bench", "throughputs"], "throughput"),
+    ],
+)
+def test_a_typo_is_answered_with_what_is_near(argv: list[str], near: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert f"did you mean {near}" in line and line.count("\n") == 1
+
+
+def test_a_value_may_look_like_an_option_where_it_has_a_blank(capsys: Capture) -> None:
+    assert main(["generate", "tiny", "--prompt", "--x=1 y", "--n", "0"]) == 2
+    assert "SamplingParams.n" in capsys.readouterr().err
+
+
+def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "tiny", "--xyzzy"])
+    assert capsys.readouterr().err == (
+        "specdec: --xyzzy is no option of specdec serve; see specdec serve --help\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "argv", [["bench", "model", "tiny"], ["bench", "kernels", "-x"], ["info", "tiny", "tiny"]]
+)
+def test_a_word_too_many_is_answered_by_its_own_command(argv: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    command = " ".join(["specdec", *argv[: 2 if argv[0] == "bench" else 1]])
+    line = f"specdec: {command} does not take '{argv[-1]}'; see {command} --help\n"
+    assert ended.value.code == 2 and capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "info"])
+def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, option])
+        assert ended.value.code == 0
+        shown[option] = capsys.readouterr().out
+    lines = shown["--help"].splitlines()
+    assert 24 <= len(lines) <= {"generate": 56}.get(command, 40) and max(map(len, lines)) <= 80
+    named = {option: set(re.findall(r"^  (--[\w-]+)", text, re.M)) for option, text in shown.items()}
+    assert named["--help"] < named["--help-all"] and "--help-all" in named["--help"]
+
+
+def test_names_in_an_error_do_not_command_the_terminal(capsys: Capture) -> None:
+    assert main(["info", "/no/\x1b[31m\x07red\x9b2J\n"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("specdec: /no/\ufffd[31m\ufffdred\ufffd2J is not a folder")
+    assert line.count("\n") == 1
+
+
+def test_a_bad_model_is_told_before_a_busy_port(capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        assert main(["serve", "/no/such/folder", "--port", str(busy.getsockname()[1])]) == 2
+    assert "/no/such/folder is not a folder" in capsys.readouterr().err
+
+
+def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert main(["info", str(hybrid), "--max-running", "7"]) == 0
+    lines = next(r.getMessage() for r in caplog.records if r.name == "specdec.setup.resolve").splitlines()
+    assert lines[0] == "settings:" and "  max_running: 7" in lines and "  drafters: suffix" in lines
+    assert max(map(len, lines)) < 250
+
+
+COMMANDS = ("generate", "info", "bench", "train", "serve", "demo")
+BENCHES = ("throughput", "acceptance", "kernels", "model", "serve")
+
+
+@pytest.mark.parametrize("command", [*map(str.split, COMMANDS), *(["bench", name] for name in BENCHES)])
+def test_every_command_takes_verbose(command: list[str], capsys: Capture) -> None:
+    for argv in (["-v", *command], [*command, "--verbose"], [*command[:1], "-v", *command[1:]]):
+        with pytest.raises(SystemExit) as left:
+            main([*argv, "--help"])
+        assert left.value.code == 0
+        assert capsys.readouterr().out.count("-v, --verbose") == 1
+
+
+@pytest.mark.parametrize("before", [[], ["-v"]])
+@pytest.mark.parametrize("after", [[], ["-v"], ["--verbose"]])
+def test_verbose_is_heard_before_a_command_and_after_it(
+    before: list[str], after: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **settings: levels.append(settings["level"]))
+    for command, *rest in (["info", "/nowhere"], ["bench", "model", "--shape", "nowhere"]):
+        assert main([*before, command, *after, *rest]) == main([*before, command, *rest, *after]) == 2
+    assert levels == [logging.INFO if before or after else logging.WARNING] * 4
+
+
+def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
+    argv = ["info", str(hybrid), "--memory-bytes", "4MiB", "--length", "16,512"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "3 gated delta net" in text
+    assert main([*argv, "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["arena_bytes"] == 4 << 20
+    assert f"{described['sequences']['512 tokens']} of 512 tokens" in text.replace(",", "")
+
+
+def test_training_into_a_folder_that_cannot_be_made_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["train", "--recipe", "sketch", "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_sweep_in_which_nobody_is_left_is_refused(capsys: Capture) -> None:
+    assert main(["bench", "acceptance", "tiny", "--draft", "mtp", "--shape", "4:4:200"]) == 2
+    told = capsys.readouterr().err
+    assert "nobody is left" in told and "from 2" in told
+
+
+def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[SpecEngine] = []
+
+    class Watched(SpecEngine):
+        def close(self) -> None:
+            opened.append(self)
+            super().close()
+
+    monkeypatch.setattr("specdec.cli.demo.SpecEngine", Watched)
+    assert main(["demo"]) == 0
+    captured = capsys.readouterr()
+    # Rounds write one text: nothing of it may be looked up.
+    lookups = [d for own in opened for d in own.model.loop.speculation.drafters if isinstance(d, Lookup)]
+    assert len(opened) == 2 and [own.index.num_shared_tokens for own in lookups]  # type: ignore[attr-defined] == [0]
+    assert captured.out.count("class Parser:") >= 2 and captured.out.count("def ") > 4
+    found = re.findall(r"([\d.]+) x as fast as .* in turn, ([\d.]+) to ([\d.]+)\)", captured.err)
+    assert len(found) == 2 and all(float(least) <= float(mid) <= float(most) for mid, least, most in found)
+    assert captured.err.count("is expected to give") == captured.err.count("the time of") == 2, "it says why"
+
+
+@pytest.fixture
+def endless(checkpoint: Callable[..., Path]) -> Path:
+    """Make a model whose texts are too long to end while anything is done to them."""
+    return checkpoint(max_position_embeddings=1 << 18)
+
+
+def start(model: Path) -> "subprocess.Popen[bytes]":
+    """Stream a long completion in a process of its own, up to its first byte."""
+    argv = ["generate", str(model), "--prompt", PROMPT, "--max-tokens", "200000"]
+    argv += ["--ignore-eos", "--seed", "0"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "specdec", *argv],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert running.stdout is not None
+    assert running.stdout.read(1)
+    return running
+
+
+def test_interrupt_ends_a_stream_with_130(endless: Path) -> None:
+    running = start(endless)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors.decode()
+    assert b"Traceback" not in errors
+
+
+def test_reader_that_leaves_ends_a_stream_quietly(endless: Path) -> None:
+    running = start(endless)
+    assert running.stdout is not None
+    running.stdout.close()
+    assert running.stderr is not None
+    errors = running.stderr.read()
+    running.stderr.close()
+    assert running.wait(60) == 141, errors.decode()
+    assert b"Traceback" not in errors

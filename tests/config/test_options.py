@@ -1,0 +1,144 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from specdec.config.base import Settings
+from specdec.config.engine import EngineConfig
+from specdec.config.options import add_settings, at_least, listed, settings_from, settings_table
+from specdec.config.sampling import SamplingParams
+from specdec.config.structured import Structure
+from specdec.errors import ConfigError
+from specdec.server.settings import ServerConfig
+
+SETTINGS = Path(__file__).parents[2] / "docs" / "settings.md"
+
+
+def parse(settings: type[Settings], *argv: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_settings(parser, settings, title="settings")
+    return settings_from(parser.parse_args(argv), settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (ServerConfig, "api_key"),
+        (ServerConfig, "served_model_name"),
+        (SamplingParams, "bad_words"),
+        (SamplingParams, "stop"),
+    ],
+)
+def test_a_list_of_texts_takes_numbers_as_texts(settings: type[Settings], name: str) -> None:
+    option = f"--{name.replace('_', '-')}"
+    assert getattr(parse(settings, option, "123", option, "4.5"), name) == ["123", "4.5"]
+
+
+@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams])
+def test_options_left_out_leave_the_defaults(settings: type[Settings]) -> None:
+    assert parse(settings) == settings()
+    assert parse(settings).model_fields_set == set()
+
+
+@pytest.mark.parametrize(
+    ("argv", "fields"),
+    [
+        (["--device", "cpu", "--dtype", "bfloat16"], {"device": "cpu", "dtype": "bfloat16"}),
+        (["--kv-dtype", "fp8"], {"kv_dtype": "fp8"}),
+        (["--memory-bytes", "2GiB"], {"memory_bytes": 2 << 30}),
+        (["--memory-bytes", "4096"], {"memory_bytes": 4096}),
+        (["--no-adaptive", "--prefix-cache"], {"adaptive": False, "prefix_cache": True}),
+        (["--draft", "ngram", "--num-steps", "3"], {"draft": "ngram", "num_steps": 3}),
+        (["--draft", "mtp", "--synthetic-acceptance", "2.5"], {"draft": "mtp", "synthetic_acceptance": 2.5}),
+        (
+            ["--draft", "mtp", "--synthetic-acceptance", "[0.9, 0.5]"],
+            {"draft": "mtp", "synthetic_acceptance": [0.9, 0.5]},
+        ),
+        (
+            ["--draft", "mtp", "--synthetic-acceptance", ".9,1."],
+            {"draft": "mtp", "synthetic_acceptance": [0.9, 1]},
+        ),
+        (["--draft", "eagle", "--draft-model", "123"], {"draft": "eagle", "draft_model": "123"}),
+        (["--seed", "None", "--max-model-len", "none", "--draft-model", "None"], {}),
+    ],
+)
+def test_options_make_the_engine_config_that_python_makes(argv: list[str], fields: dict[str, object]) -> None:
+    assert parse(EngineConfig, *argv) == EngineConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("argv", "fields"),
+    [
+        (["--temperature", "0", "--max-tokens", "7"], {"temperature": 0.0, "max_tokens": 7}),
+        (["--stop", "a", "--stop", "12"], {"stop": ["a", "12"]}),
+        (["--stop-token-ids", "3", "--stop-token-ids", "4"], {"stop_token_ids": [3, 4]}),
+        (["--ignore-eos", "--seed", "-5"], {"ignore_eos": True, "seed": -5}),
+        (["--temperature", ".5", "--top-p", "1.", "--min-p", "1e-2"], {"temperature": 0.5, "min_p": 0.01}),
+        (["--stop", "None", "--stop-token-ids", "none", "--seed", "NONE"], {"stop": ["None"]}),
+    ],
+)
+def test_options_make_the_params_that_python_makes(argv: list[str], fields: dict[str, object]) -> None:
+    assert parse(SamplingParams, *argv) == SamplingParams.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--num-steps", "many"], "num_steps"),
+        (["--max-running", "1.5"], "max_running"),
+        (["--max-running", "1."], "max_running"),
+        (["--max-running", "none"], "max_running"),
+        (["--seed", "9" * 5000], "seed"),
+        (["--seed", "[" * 5000], "seed"),
+        (["--synthetic-acceptance", ".5,"], "synthetic_acceptance"),
+        (["--synthetic-acceptance", "NaN"], "synthetic_acceptance"),
+        (["--device", "tpu"], "device"),
+        (["--draft", "none", "--topk", "2"], "topk"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_the_settings(argv: list[str], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(EngineConfig, *argv)
+    assert caught.value.field == field
+
+
+def test_every_field_that_a_command_line_can_say_is_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_settings(parser, EngineConfig, title="engine")
+    text = parser.format_help()
+    for name in EngineConfig.model_fields:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams])
+def test_help_says_what_a_setting_does_and_how_a_list_is_written(
+    settings: type[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    parser = argparse.ArgumentParser()
+    add_settings(parser, settings, title="settings")
+    text = parser.format_help()
+    for name, field in settings.model_fields.items():
+        if name not in ("logit_bias", "structured_outputs"):
+            assert field.title and f"{field.title}: {field.description}" in text, name
+    assert ("written 0.9,0.5" if settings is EngineConfig else "may be repeated") in text
+
+
+@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams, Structure, ServerConfig])
+def test_the_documentation_has_every_setting(settings: type[Settings]) -> None:
+    _, after = SETTINGS.read_text("utf-8").split(f"<!-- {settings.__name__} -->\n")
+    shown, _ = after.split(f"\n<!-- /{settings.__name__} -->")
+    assert shown == settings_table(settings), (
+        "put the output of specdec.config.options.settings_table() there"
+    )
+    assert all(field.title and field.description for field in settings.model_fields.values())
+
+
+@pytest.mark.parametrize("text", ["0", "x", "1,", "1,x"])
+def test_listed_counts_refuse_what_is_no_count(text: str) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--batch", type=listed(at_least(1)))
+    assert parser.parse_args(["--batch", "4, 16"]).batch == [4, 16]
+    with pytest.raises(argparse.ArgumentError) as caught:
+        parser.parse_args(["--batch", text])
+    assert "read" not in str(caught.value)

@@ -1,0 +1,148 @@
+"""Steps on the device at the edges: little memory, narrow windows, windows filled up, a start that fails."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec.core.device import streak as streaks
+from specdec.core.device.drafting import DeviceDrafter
+from specdec.core.device.streak import Streak
+from specdec.errors import EngineError
+from tests.models.agreeing import write_agreeing
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+ENDLESS = GREEDY.model_copy(update={"max_tokens": 10**6})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3_5")
+    write_agreeing(made, "qwen3_5")
+    return made
+
+
+def within(seconds: float, run: Callable[[], list[Completion]]) -> list[Completion]:
+    """Run in a thread that may be left behind: a loop that does nothing for ever would keep the test."""
+    came: list[list[Completion]] = []
+    thread = threading.Thread(target=lambda: came.append(run()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert came, "nothing came"
+    return came[0]
+
+
+@pytest.mark.parametrize("draft", ["none", "mtp", "ngram"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_memory_for_the_texts_and_little_more_is_enough(folder: Path, rows: int, draft: str) -> None:
+    """Where the device's steps find no block, the host's go on: they need fewer, or preempt."""
+    with SpecEngine(folder, dtype="float64", draft=draft, max_model_len=64) as engine:
+        layout = engine.model.settings.layout
+        prompts = [[1 + row, 2, 3] for row in range(rows)]
+        expected = engine.generate(prompts, ENDLESS)
+    for more in range(3):
+        slabs = 1 + rows * layout.states_per_slab + -(-layout.blocks_for(64) // layout.blocks_per_slab) + more
+        fields = {"max_running": rows, "memory_bytes": slabs * layout.slab_bytes, "max_model_len": 64}
+        with SpecEngine(folder, dtype="float64", draft=draft, graphs=True, **fields) as engine:
+            found = within(60, lambda engine=engine: engine.generate(prompts, ENDLESS))  # type: ignore[misc]
+            assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("slots", ["record", "snapshot"])
+@pytest.mark.parametrize(("draft", "adaptive"), [("mtp", True), ("mtp", False), ("ngram", False)])
+def test_the_kernels_that_users_get_take_every_width(
+    folder: Path, draft: str, adaptive: bool, slots: str
+) -> None:
+    """Float32, and in C where there is a compiler; windows are narrower than the rows have room for."""
+    fields = {"dtype": "float32", "draft": draft, "adaptive": adaptive, "slots": slots, "max_model_len": 64}
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5]]
+    with SpecEngine(folder, graphs=True, **fields) as engine, SpecEngine(folder, **fields) as host:
+        assert engine.generate(prompts, GREEDY)[0].token_ids == host.generate(prompts, GREEDY)[0].token_ids
+        assert engine.model.loop.runner is not None and engine.model.loop.runner.steps > 0
+
+
+def test_a_streak_that_cannot_be_loaded_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, max_model_len=64) as engine:
+        inner, calls = streaks.load, iter(range(100))
+
+        def load(*args: Any) -> None:
+            if next(calls) == 0:
+                raise RuntimeError("no memory is left")
+            inner(*args)
+
+        monkeypatch.setattr(streaks, "load", load)
+        with pytest.raises(EngineError, match="no memory is left"):
+            engine.generate([[1, 2, 3]], GREEDY)
+        runner = engine.model.loop.runner
+        assert runner is not None and runner.streak.held == []
+        assert len(engine.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 30
+        assert runner.steps > 0
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_drafts_stay_in_the_rows_own_blocks(folder: Path, topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a head writes before the first step, and behind every other, lies in blocks that its row holds."""
+    inner, outside, read_any = DeviceDrafter._read, list[tuple[int, int]](), []
+    fields = {"adaptive": False, "num_steps": 4, "topk": topk, "max_model_len": 64}
+    with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, **fields) as engine:
+        runner = engine.model.loop.runner
+        assert runner is not None
+        held, blocks = runner.streak.held, engine.model.settings.layout.blocks_for
+
+        def read(
+            self: DeviceDrafter, rows: Any, token_BA: Tensor, parents: Any, start_B: Tensor, *rest: Any
+        ) -> Tensor:
+            for b, own in enumerate(held):
+                read_any.append(b)
+                end = int(start_B[b]) + token_BA.shape[1]
+                if own.request.finish_reason is None and blocks(end) > len(own.request.table_N):
+                    outside.append((b, end))
+            return inner(self, rows, token_BA, parents, start_B, *rest)
+
+        monkeypatch.setattr(DeviceDrafter, "_read", read)
+        for start in range(1, 18):
+            engine.generate([list(range(1, 1 + start))], GREEDY.model_copy(update={"max_tokens": 9}))
+    assert read_any and not outside
+
+
+def test_what_fills_a_window_up_cannot_fail_a_row(folder: Path) -> None:
+    """Token 0 makes NaN and nobody says it. One row drafts; the other's window is filled up."""
+    prompts, said = [[5, 6, 7, 8, 9] * 5, [11]], []
+    for graphs in (False, True):
+        fields = {"draft": "ngram", "adaptive": False, "max_model_len": 64, "graphs": graphs}
+        with SpecEngine(folder, dtype="float64", **fields) as engine:
+            engine.model.network.embed_VD[0] = torch.nan
+
+            async def ask(prompt: list[int], engine: SpecEngine = engine) -> tuple[int, ...]:
+                return tuple([t async for d in engine.stream(prompt, GREEDY) for t in d.token_ids])
+
+            async def both(ask: Any = ask) -> list[Any]:
+                return await asyncio.gather(*map(ask, prompts), return_exceptions=True)
+
+            said.append(asyncio.run(both()))
+    assert said[0] == said[1] and all(isinstance(own, tuple) for own in said[0])
+
+
+def test_a_streak_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row becomes padding; the others are loaded anew only when half of them are left."""
+    begun: list[int] = []
+    inner = Streak.begin
+
+    def begin(self: Streak, requests: Any) -> bool:
+        begun.append(len(requests))
+        return inner(self, requests)
+
+    monkeypatch.setattr(Streak, "begin", begin)
+    params = [GREEDY.model_copy(update={"max_tokens": 6 + 4 * i}) for i in range(6)]
+    prompts = [[1 + i, 2, 3] for i in range(6)]
+    with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, max_model_len=64) as engine:
+        found = engine.generate(prompts, params)
+    with SpecEngine(folder, dtype="float64", draft="none", prefix_cache=False, max_model_len=64) as engine:
+        assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in found]
+    assert begun[0] == 6 and len(begun) <= 4

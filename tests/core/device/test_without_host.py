@@ -1,0 +1,125 @@
+"""The step that a GPU captures hangs on nothing of the host: it meets no tensor there, asks for no value."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.core.device.form import Form
+from specdec.core.device.step import DeviceStep
+from specdec.draft.proposal import Shape
+from specdec.setup.build import Model
+from tests.core.device.without_host import AsksTheHostError, make, watched
+from tests.kernels.sm90 import CASES
+
+HEADS = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+SHAPES = {"qwen3-next": CASES["qwen3-next"][0], "nemotron-h": {**CASES["nemotron-h"][0], **HEADS}}
+TREE = {"draft": "mtp", "num_steps": 4, "topk": 4, "num_draft_tokens": 8}
+CHAIN = {"draft": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4}
+FORMS: dict[str, dict[str, Any]] = {
+    "tree": TREE,
+    "chain": CHAIN,
+    "looked-up": {"draft": "suffix", "num_draft_tokens": 8},
+    "none": {"draft": "none"},
+    "rates": {**CHAIN, "synthetic_acceptance": 2.5, "kv_dtype": "fp8"},
+    "window": {**TREE, "draft_window": 64},
+}
+KEPT = [
+    *itertools.product(("tree", "chain"), ("record", "snapshot")),
+    *(("looked-up", "record"), ("none", "record"), ("rates", "record"), ("window", "snapshot")),
+]
+"""What drafts, and how what is taken back is kept."""
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not made for the interpreter")
+
+
+def step_of(model: Model) -> DeviceStep:
+    runner = model.loop.runner
+    assert runner
+    return runner.streak.step
+
+
+def forms_of(model: Model) -> Iterator[Form]:
+    """Yield what would be captured, and what adaptive engines would beside it, greedy and sampled."""
+    runner = model.loop.runner
+    assert runner
+    forms = dict.fromkeys(runner.forms())
+    if model.settings.drafters:
+        forms |= dict.fromkeys(Form.given(nodes, greedy=False) for nodes in (1, 2, 4))
+    if model.loop.speculation.head:
+        forms |= dict.fromkeys(Form.drafting(shape, greedy=False) for shape in (None, Shape(1, 1, 2)))
+    for form, greedy in itertools.product(forms, (True, False)):
+        yield replace(form, greedy=greedy)
+
+
+def run(model: Model, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 3)) -> set[str]:
+    """Run every form for every number of rows; return which kernels were launched."""
+    runner = model.loop.runner
+    assert runner
+    with watched(monkeypatch) as watch:
+        for size, form in itertools.product(sizes, forms_of(model)):
+            runner.streak.step(runner.streak.rows.part(0, size), form)
+    assert watch.operators.total() > 100
+    return {name.rpartition(".")[2] for name in watch.kernels}
+
+
+@pytest.mark.parametrize(("drafts", "slots"), KEPT)
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_captured_step_asks_the_host_for_nothing(
+    family: str, drafts: str, slots: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize = {"quantize": "fp8"} if family == "qwen3-next" else {}
+    model = make(monkeypatch, SHAPES[family], slots=slots, **FORMS[drafts], **quantize)
+    launched = run(model, monkeypatch)
+    assert {"_linear", "_experts", "_attend", "_window", "_part"} <= launched, launched
+
+
+Mutant = Callable[[torch.Tensor], torch.Tensor]
+MUTANTS: dict[str, Mutant] = {
+    "item": lambda count_B: count_B + int(count_B.max().item()),
+    "branch": lambda count_B: count_B if count_B.any() else count_B + 1,
+    "mask": lambda count_B: count_B[count_B > 0],
+    "list": lambda count_B: count_B + len(count_B.tolist()),
+    "copy": lambda count_B: count_B + count_B.cpu().shape[0],
+    "number": lambda count_B: count_B + torch.tensor(1),
+    "table": lambda count_B: count_B + torch.arange(len(count_B)),
+}
+"""What a step must not do with what its walk has counted."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_step_that_asks_or_meets_the_host_is_caught(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the same step, but for one line."""
+    model, walk = make(monkeypatch, SHAPES["qwen3-next"], **CHAIN), DeviceStep._walk
+
+    def mutated(self: DeviceStep, *given: Any) -> Any:
+        node_BM, count_B = walk(self, *given)[:2]
+        return node_BM, mutant(count_B), walk(self, *given)[2]
+
+    run(model, monkeypatch, sizes=(3,))
+    monkeypatch.setattr(DeviceStep, "_walk", mutated)
+    with pytest.raises(AsksTheHostError):
+        run(model, monkeypatch, sizes=(3,))
+
+
+def test_a_kernel_that_is_handed_memory_of_the_host_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control for what no operator of torch sees, and for lengths that are asked for, as on a CPU."""
+    model = make(monkeypatch, SHAPES["qwen3-next"], **TREE)
+    step = step_of(model)
+    assert step.drafter
+    table, pack = step.drafter.table_3DR, step.pack
+    step.drafter.table_3DR = torch.zeros(table.shape, dtype=table.dtype)
+    with pytest.raises(AsksTheHostError, match=r"tree\.triton\._children meets a tensor of cpu"):
+        run(model, monkeypatch)
+    step.drafter.table_3DR, step.pack = table, replace(pack, asks=True)
+    with pytest.raises(
+        AsksTheHostError, match=r"_local_scalar_dense\.default: .* cannot be called on meta tensors"
+    ):
+        run(model, monkeypatch)
+    step.pack = pack
+    run(model, monkeypatch)

@@ -1,0 +1,180 @@
+"""An engine's statistics are the sum of its requests', and both agree with what the steps did."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec.core.batch import Part
+from specdec.verify.walk import AcceptedPath
+from tests.lossless.cases import SHAPES, Case, drafting_engine, preempt_each
+from tests.models.agreeing import END, write_agreeing
+
+COUNT = 14
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"draft": "none"},
+    "mtp chain": {"draft": "mtp", "adaptive": False, **SHAPES["chain"]},
+    "mtp tree": {"draft": "mtp", "adaptive": False, **SHAPES["tree"]},
+    "auto": {"draft": "auto"},
+    "synthetic": {"draft": "mtp", "adaptive": False, "num_steps": 4, "synthetic_acceptance": 2.7},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3_5")
+    write_agreeing(made, "qwen3_5")
+    return made
+
+
+@dataclass
+class Ledger:
+    """What the steps of an engine did, counted from the outside: by depth, drafts there and followed."""
+
+    drafted: int = 0
+    reached: Counter[int] = field(default_factory=Counter)
+    followed: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def per_depth(self) -> list[float]:
+        return [self.followed[depth] / self.reached[depth] for depth in sorted(self.reached)]
+
+
+def watch(engine: SpecEngine) -> Ledger:
+    ledger, loop = Ledger(), engine.model.loop
+    inner = loop._walk
+
+    def walk(part: Part, choices: Any) -> AcceptedPath:
+        path = inner(part, choices)
+        if part.draft:
+            ledger.drafted += len(part.tree) - 1
+            for depth, node in enumerate(path.nodes, start=1):
+                # Below each node that was accepted a child was drafted, or the draft had come to its end.
+                if node in part.tree.parents:
+                    ledger.reached[depth] += 1
+                    ledger.followed[depth] += depth < len(path.nodes)
+        return path
+
+    loop._walk = walk  # type: ignore[method-assign]
+    return ledger
+
+
+def ask(engine: SpecEngine, **changes: Any) -> list[Completion]:
+    """Ask for texts of several lengths at once; none of them ends early."""
+    prompts = [[(7 * i + 3 * j) % END for j in range(1 + i % 5)] for i in range(COUNT)]
+    params = [
+        SamplingParams(**{"max_tokens": 9 + i, "temperature": 0.0, "ignore_eos": True, **changes})
+        for i in range(COUNT)
+    ]
+    return engine.generate(prompts, params)
+
+
+def histogram_sums(histogram: dict[int, int]) -> tuple[int, int]:
+    """Return the steps in a histogram and the tokens that they accepted."""
+    return sum(histogram.values()), sum(accepted * steps for accepted, steps in histogram.items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_figures_of_a_request_agree_with_each_other(folder: Path, mode: str) -> None:
+    with SpecEngine(folder, dtype="float64", **MODES[mode]) as engine:
+        for own in ask(engine):
+            stats = own.stats
+            assert stats.output_tokens == len(own.token_ids) == own.stats.verified_tokens + 1
+            assert stats.prompt_tokens == len(own.prompt_token_ids)
+            assert histogram_sums(stats.histogram) == (stats.steps, stats.accepted)
+            assert stats.verified_tokens == stats.steps + stats.accepted
+            assert stats.acceptance_length == pytest.approx(1 + stats.accepted / stats.steps)
+            assert stats.accepted <= stats.drafted and all(0 <= rate <= 1 for rate in stats.per_depth)
+            assert stats.synthetic == (mode == "synthetic")
+            assert (stats.drafted == 0) == (stats.per_depth == ())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_engines_figures_are_the_sum_of_its_requests(folder: Path, mode: str) -> None:
+    with SpecEngine(folder, dtype="float64", **MODES[mode]) as engine:
+        done = [*ask(engine), *ask(engine, temperature=0.8, seed=3)]
+        found = engine.stats()
+    each = [own.stats for own in done]
+    assert found.steps == sum(stats.steps for stats in each)
+    assert found.tokens == sum(stats.verified_tokens for stats in each)
+    assert found.drafted == sum(stats.drafted for stats in each)
+    assert found.accepted == sum(stats.accepted for stats in each)
+    assert Counter(found.histogram) == sum((Counter(stats.histogram) for stats in each), Counter[int]())
+    assert histogram_sums(found.histogram) == (found.steps, found.accepted)
+    assert found.acceptance_length == pytest.approx(1 + found.accepted / found.steps)
+    assert found.synthetic == (mode == "synthetic")
+    assert (found.running, found.waiting) == (0, 0)
+    assert found.accepted > 0 or mode in ("none", "auto")
+
+
+@pytest.mark.parametrize("mode", ["mtp chain", "mtp tree", "synthetic"])
+def test_shares_by_depth_are_of_the_drafts_that_got_there(folder: Path, mode: str) -> None:
+    with SpecEngine(folder, dtype="float64", **MODES[mode]) as engine:
+        ledger = watch(engine)
+        ask(engine)
+        found = engine.stats()
+    assert found.drafted == ledger.drafted
+    assert found.per_depth == pytest.approx(ledger.per_depth)
+    assert found.accepted == ledger.followed.total()
+    assert len(found.per_depth) == 4 and min(found.per_depth) > 0
+
+
+def test_a_chain_of_one_request_by_hand(folder: Path) -> None:
+    """Acceptance at the given rates: all at depth 1, none at depth 2, of which every draft gets there."""
+    rates: dict[str, Any] = {"num_steps": 3, "synthetic_acceptance": [1.0, 0.0, 1.0]}
+    params = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True)
+    with SpecEngine(folder, dtype="float64", draft="mtp", adaptive=False, **rates) as engine:
+        stats = engine.generate([5], params)[0].stats
+    # The first token comes of the prompt, and two of each step.
+    assert (stats.steps, stats.accepted, stats.histogram) == (10, 10, {1: 10})
+    assert stats.acceptance_length == 2.0
+    # In the last step there was room for one drafted token and the bonus.
+    assert stats.drafted == 9 * 3 + 1 and stats.per_depth[:2] == (1.0, 0.0)
+
+
+def test_preempted_requests_count_each_token_and_step_once(folder: Path) -> None:
+    with SpecEngine(folder, dtype="float64", **MODES["mtp tree"]) as engine:
+        preempt_each(engine)
+        done, found = ask(engine), engine.stats()
+    assert found.preemptions == sum(own.stats.preemptions for own in done) == COUNT
+    assert found.steps == sum(own.stats.steps for own in done)
+    for own in done:
+        stats = own.stats
+        assert stats.output_tokens == len(own.token_ids)
+        # Reading the prompt says one token, and so may reading what a preemption took back.
+        assert stats.output_tokens - 2 <= stats.verified_tokens <= stats.output_tokens - 1
+        assert stats.verified_tokens == stats.steps + stats.accepted
+        assert histogram_sums(stats.histogram) == (stats.steps, stats.accepted)
+
+
+def told(folder: Path, **changes: Any) -> list[Case]:
+    """Let a plain engine say how texts go on beyond where they will be stopped."""
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, **changes)
+    prompts = [[(7 * i + 3) % END, i] for i in range(8)]
+    with SpecEngine(folder, dtype="float64", draft="none") as engine:
+        said = [engine.generate([prompt], params) for prompt in prompts]
+    return [Case("", prompt, params, own) for prompt, own in zip(prompts, said, strict=True)]
+
+
+def test_a_text_that_ends_within_what_was_accepted_rejects_nothing(folder: Path) -> None:
+    """All that is drafted is right; what lies behind a stop was neither reached by the text nor rejected."""
+    cases = told(folder)
+    stops = [case.said[0].token_ids[6] for case in cases]
+    params = [
+        case.params.model_copy(update={"stop_token_ids": [stop]})
+        for case, stop in zip(cases, stops, strict=True)
+    ]
+    with drafting_engine(folder, "oracle", cases, rate=1.0, **SHAPES["chain"]) as (engine, seen):
+        done: Sequence[Completion] = engine.generate([case.prompt for case in cases], params)
+        found = engine.stats()
+    assert seen.overshot > 0 and all(own.finish_reason == "stop" for own in done)
+    for own in done:
+        stats = own.stats
+        assert stats.verified_tokens == stats.output_tokens - 1
+        assert stats.steps + stats.accepted - stats.verified_tokens in (0, 1), "the bonus of the last step"
+        assert histogram_sums(stats.histogram) == (stats.steps, stats.accepted)
+    assert set(found.per_depth) == {1.0}

@@ -1,0 +1,137 @@
+"""Log-probabilities of a prompt's own tokens, and least lengths."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Completion, SamplingParams, SpecEngine
+from tests.lossless.cases import LOGPROBS
+from tests.server.tools.scripted import write_scripted
+from tests.text.test_text import cut
+
+
+def plain(done: Completion) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    assert done.logprobs is not None
+    return [(own.token_id, own.logprob, own.top) for own in done.logprobs]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft": "none"},
+        {"draft": "ngram", "chunk_tokens": 7},
+        {"draft": "none", "chunk_tokens": 1},
+        {"draft": "ngram", "chunk_tokens": 64, "max_running": 1},
+    ],
+)
+def test_a_prompts_tokens_are_as_likely_as_when_they_were_written(
+    hybrid: Path, fields: dict[str, Any]
+) -> None:
+    """What was chosen without filters, read again as a prompt, beside one that does not ask."""
+    writes = SamplingParams(max_tokens=30, temperature=1.0, seed=4, logprobs=3, ignore_eos=True)
+    reads = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3)
+    with SpecEngine(hybrid, dtype="float64", max_model_len=128, **fields) as engine:
+        written = engine.generate([[5, 9, 2], [7]], writes)
+        prompts = [[*own.prompt_token_ids, *own.token_ids] for own in written]
+        read = engine.generate([*prompts, [3]], [reads, reads, SamplingParams(max_tokens=2)])
+    for before, after in zip(written, read, strict=False):
+        found = after.prompt_logprobs
+        assert found is not None and found[0] is None and len(found) == len(after.prompt_token_ids)
+        assert [own.token_id for own in found if own] == list(after.prompt_token_ids[1:])
+        for (token, logprob, top), own in zip(plain(before), found[-30:], strict=True):
+            assert own
+            assert (own.token_id, own.logprob) == (token, pytest.approx(logprob, abs=LOGPROBS))
+            assert [alternative for alternative, _ in own.top] == [alternative for alternative, _ in top]
+    assert read[2].prompt_logprobs is None
+
+
+def test_they_survive_preemptions(hybrid: Path) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
+    with SpecEngine(hybrid, dtype="float64", max_model_len=128, chunk_tokens=4, draft="none") as engine:
+        scheduler = engine.model.loop.scheduler
+        plan, taken = scheduler.plan, [3, 6, 9]
+
+        def lose() -> Any:
+            """Take the request's memory back after some of its steps."""
+            taken[:] = [steps - 1 for steps in taken]
+            if 0 in taken and scheduler.running:
+                scheduler._preempt(scheduler.running[-1])
+            return plan()
+
+        scheduler.plan = lose  # type: ignore[method-assign]
+        (whole,) = engine.generate([list(range(1, 18))], params)
+        assert whole.stats.preemptions == 3
+    assert whole.prompt_logprobs is not None
+    assert [own and own.token_id for own in whole.prompt_logprobs] == [None, *range(2, 18)]
+
+
+def test_a_single_token_has_none(hybrid: Path) -> None:
+    with SpecEngine(hybrid, draft="none") as engine:
+        (own,) = engine.generate([[3]], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    assert own.prompt_logprobs == (None,)
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_nothing_ends_an_output_before_its_least_length(hybrid: Path, draft: str) -> None:
+    """Neither the model's end nor a stop token is chosen, and a stop string is text."""
+    ends = {"stop_token_ids": list(range(40)), "logit_bias": dict.fromkeys(range(40), 50.0)}
+    with SpecEngine(hybrid, dtype="float64", draft=draft) as engine:
+        for least in (0, 1, 5):
+            params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, min_tokens=least, **ends)
+            for own in engine.generate([[1], [2]], params):
+                assert len(own.token_ids) == least + 1 and own.token_ids[-1] < 40
+                assert all(token >= 40 for token in own.token_ids[:-1])
+        only = {"temperature": 0.0, "logit_bias": {engine.tokenizer.encode("a")[0]: 100.0}}  # type: ignore[union-attr]
+        for stop, length in (("aa", 6), ("aaa", 5)):
+            params = SamplingParams(max_tokens=20, min_tokens=7, stop=stop, **only)
+            (own,) = engine.generate([[1]], params)
+            assert (own.text, own.finish_reason, len(own.token_ids)) == ("a" * length, "stop", 8)
+
+
+SCRIPT = "One end, two ends; an end in between: bend it to the end of ends."
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says the script."""
+    folder = tmp_path_factory.mktemp("spoken")
+    write_scripted(folder, {"1": SCRIPT}, "{{ messages[-1].content }}")
+    return folder
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_a_stop_string_that_ends_after_the_least_length_ends_the_output(spoken: Path, draft: str) -> None:
+    """Wherever it begins, and however many tokens a step accepts; one that ends before is text."""
+    stops = ["end", "ends;", "n bet"]
+    with SpecEngine(spoken, draft=draft, dtype="float32", adaptive=False) as engine:
+        (whole,) = engine.generate(["1"], SamplingParams(max_tokens=99, temperature=0.0))
+        assert whole.text == SCRIPT and engine.tokenizer
+        lengths = [len(engine.tokenizer.decode(whole.token_ids[:n])) for n in range(len(whole.token_ids))]
+        for least, length in enumerate(lengths):
+            params = SamplingParams(max_tokens=99, min_tokens=least, stop=stops, temperature=0.0)
+            (own,) = engine.generate(["1"], params)
+            assert own.text == cut(SCRIPT, stops, after=length), least
+        assert (whole.stats.drafted == 0) and (own.stats.acceptance_length > 2) == (draft == "suffix")
+
+
+@pytest.mark.parametrize("fields", [{"draft": "none", "chunk_tokens": 4}, {"draft": "ngram"}])
+def test_a_prompt_may_be_read_alone(hybrid: Path, fields: dict[str, Any]) -> None:
+    """Nothing is written, whatever is asked for beside it; a neighbour writes what it writes alone."""
+    alone = SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1, n=2, stop="a")
+    writes = SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=2, ignore_eos=True)
+    prompts = [[5, 9, 2, 7, 5, 9], [5, 9, 2, 7, 5, 9]]
+    with SpecEngine(hybrid, dtype="float64", max_model_len=64, **fields) as engine:
+        *read, written = engine.generate(prompts, [alone, writes])
+        (again,) = engine.generate(prompts[:1], writes)
+        assert engine.stats().running == engine.stats().waiting == 0
+    assert written == replace(again, stats=written.stats)
+    for own in read:
+        assert (own.text, own.token_ids, own.logprobs, own.finish_reason) == ("", (), (), "length")
+        assert own.stats.output_tokens == own.stats.steps == 0
+        assert own.prompt_logprobs and written.prompt_logprobs
+        for mine, other in zip(own.prompt_logprobs[1:], written.prompt_logprobs[1:], strict=True):
+            assert mine and other
+            assert mine.token_id == other.token_id
+            assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROBS)

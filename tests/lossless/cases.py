@@ -1,0 +1,240 @@
+"""Requests with every sampling feature, what plain decoding says to them, and engines that draft."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from specdec import Completion, SamplingParams, SpecEngine, Structure
+from specdec.core.batch import Part
+from specdec.core.outputs import TokenLogprob
+from specdec.core.scheduler import StepPlan
+from specdec.state_slots.layout import Layout
+from specdec.verify.walk import AcceptedPath
+from tests.draft.oracle import Oracle
+from tests.models.agreeing import END, VOCAB
+
+LONGEST = 64
+FEW = 4
+LOGPROBS = 1e-9
+"""How far log-probabilities may lie from those of plain decoding in float64."""
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "chain": {"num_steps": 4, "topk": 1, "num_draft_tokens": 5},
+    "tree": {"num_steps": 4, "topk": 3, "num_draft_tokens": 11},
+}
+ENDING = {END: 2.0}
+"""Makes the end of a text likelier, so that some end within a draft."""
+BAD_WORDS = ["aa", "bb", "ca", "dab", "abcd"]
+FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "greedy": [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 20}, {"temperature": 0.0}],
+    "temperature": [{"temperature": 0.7}, {"temperature": 1.3, "n": 2}],
+    "filters": [
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 8, "min_p": 0.05},
+    ],
+    "penalties": [
+        # Few tokens, and each less likely once said: the last ones, drafted or not, decide the next.
+        {
+            "temperature": 0.0,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 2.0,
+            "logit_bias": dict.fromkeys((1, 2, 3), 7.0),
+        },
+        {"temperature": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.6, "top_p": 0.8},
+    ],
+    "logit_bias": [
+        {"temperature": 1.0, "ignore_eos": True, "logit_bias": {3: 3.0, 5: -100.0}},
+        {"temperature": 0.7, "logit_bias": ENDING},
+    ],
+    "logprobs": [{"temperature": 0.0, "logprobs": 0}, {"temperature": 0.7, "logprobs": 3}],
+    "stop": [{"temperature": 0.0}, {"temperature": 0.7, "ignore_eos": True}],
+    "structured": [
+        {"temperature": 0.7, "structured_outputs": Structure(regex=r"([a-f]{2}[0-9]?\.){2,}")},
+        {"temperature": 0.0, "structured_outputs": Structure(choice=["abcdefgh", "abcxyz123", "zz"])},
+        {"temperature": 1.3, "min_tokens": 6, "logit_bias": {END: 6.0}},
+    ],
+    "words": [
+        {"temperature": 0.0, "allowed_token_ids": [*range(0, END, 3)], "ignore_eos": True},
+        # Pairs of the letters that are likely here: what is forbidden hangs on the path of each node.
+        {"temperature": 0.7, "logit_bias": dict.fromkeys(range(4), 6.0), "bad_words": BAD_WORDS},
+    ],
+}
+"""By the names of the capability table's sampling axis."""
+if find_spec("xgrammar") is None:  # as on a GPU's machine, for which nothing is installed
+    FEATURES = {**FEATURES, "structured": [own for own in FEATURES["structured"] if "min_tokens" in own]}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request and what plain decoding, alone, says to it: a completion for each choice."""
+
+    feature: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    said: Sequence[Completion]
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        return [(*self.prompt, *own.token_ids) for own in self.said]
+
+
+def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an engine that others are compared with: it drafts nothing and keeps nothing."""
+    own = {"draft": "none", "prefix_cache": False, "max_model_len": LONGEST}
+    return {"dtype": "float64", **fields, **own}
+
+
+def plain_cases(folder: Path, **fields: Any) -> list[Case]:
+    """Draw the requests and let a plain engine answer each by itself, its prompt in one window."""
+    rng, cases = Random(2), []
+    with SpecEngine(folder, **plain(fields)) as engine:
+        for feature, settings in FEATURES.items():
+            for own in settings:
+                prompt = [rng.randrange(END) for _ in range(rng.choice([1, 4, 11, 19, 40]))]
+                params = SamplingParams(**{"max_tokens": 12, "seed": rng.getrandbits(40), **own})
+                said = engine.generate([prompt], params)
+                if feature == "stop":
+                    # Two letters from the middle of the text; that they are met early is part of the test.
+                    text = said[0].text
+                    params = params.model_copy(update={"stop": [text[8:10] or text[:2] or "@", "@@"]})
+                    said = engine.generate([prompt], params)
+                cases.append(Case(feature, prompt, params, said))
+    return cases
+
+
+def in_brief(folder: Path, cases: Sequence[Case], **fields: Any) -> list[Case]:
+    """Ask the same for few tokens."""
+    brief = []
+    with SpecEngine(folder, **plain(fields)) as engine:
+        for case in cases:
+            params = case.params.model_copy(update={"max_tokens": max(FEW, case.params.min_tokens)})
+            brief.append(replace(case, params=params, said=engine.generate([case.prompt], params)))
+    return brief
+
+
+@dataclass(slots=True)
+class Seen:
+    """What an engine's steps held."""
+
+    mixed: int = 0
+    """Steps in which a prompt was read beside a row that verified a draft."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Drafts by how much of their depth was accepted: none, part or all."""
+    winding: int = 0
+    """Drafts whose accepted path left the first branch."""
+    overshot: int = 0
+    """Steps that verified more than their request took: its text ended inside what was accepted."""
+
+
+@contextmanager
+def drafting_engine(
+    folder: Path, drafter: str, cases: Sequence[Case], *, rate: float = 0.7, **fields: Any
+) -> Iterator[tuple[SpecEngine, Seen]]:
+    """Open an engine whose drafter may also be the oracle, and watch its steps."""
+    fields = {"dtype": "float64", "max_model_len": LONGEST, "adaptive": False, **fields}
+    if drafter == "none":
+        fields = {k: v for k, v in fields.items() if k not in {"adaptive", *SHAPES["chain"]}}
+    with SpecEngine(folder, **{"draft": "ngram" if drafter == "oracle" else drafter, **fields}) as engine:
+        speculation = engine.model.loop.speculation
+        if drafter == "oracle":
+            texts = [text for case in cases for text in case.texts]
+            speculation.drafters.clear()
+            speculation.enlist(Oracle(texts, vocab=VOCAB, rate=rate))
+        seen = Seen()
+        _watch(engine, seen)
+        yield engine, seen
+        engine.flush()
+        arena = engine.model.loop.arena
+        arena.check_integrity()
+        assert arena.usage().free_slabs == arena.usage().slabs, "what was borrowed has gone back"
+
+
+def _watch(engine: SpecEngine, seen: Seen) -> None:
+    loop = engine.model.loop
+    inner_walk, inner_emit, inner_step = loop._walk, loop._emit, loop.speculation.observe_step
+
+    def walk(part: Part, choices: Any) -> AcceptedPath:
+        path = inner_walk(part, choices)
+        if part.draft:
+            depth, reached = max(part.tree.depths), len(path.nodes) - 1
+            seen.outcomes["none" if not reached else "all" if reached == depth else "part"] += 1
+            seen.winding += path.nodes[-1] != reached
+        return path
+
+    def emit(part: Part, path: AcceptedPath, choices: Any, clock: Any) -> None:
+        before = len(part.request.tokens)
+        inner_emit(part, path, choices, clock)
+        seen.overshot += len(part.request.tokens) - before < len(path.emitted)
+
+    def observe(parts: Sequence[Part]) -> None:
+        kinds = {(part.decodes, part.draft is not None) for part in parts}
+        seen.mixed += (True, True) in kinds and (False, False) in kinds
+        inner_step(parts)
+
+    loop._walk = walk  # type: ignore[method-assign]
+    loop._emit = emit  # type: ignore[method-assign]
+    loop.speculation.observe_step = observe  # type: ignore[method-assign]
+
+
+def preempt_each(engine: SpecEngine) -> None:
+    """Take every request's memory away once, after its first tokens, whatever it holds by then."""
+    scheduler = engine.model.loop.scheduler
+    plan = scheduler.plan
+
+    def preempt_and_plan() -> StepPlan:
+        for request in reversed(scheduler.running):
+            if request.preemptions == 0 and request.output_length > 0:
+                scheduler._preempt(request)
+        return plan()
+
+    scheduler.plan = preempt_and_plan  # type: ignore[method-assign]
+
+
+def memory_for(layout: Layout, sequences: int, blocks: int) -> int:
+    """Count the bytes of so many states and blocks, and of the dummy slab."""
+    slabs = 1 + sequences * layout.states_per_slab + -(-blocks // layout.blocks_per_slab)
+    return slabs * layout.slab_bytes
+
+
+def generate(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]]:
+    """Complete all requests together; return each one's choices."""
+    done = engine.generate([case.prompt for case in cases], [case.params for case in cases])
+    found, rest = [], iter(done)
+    for case in cases:
+        found.append([next(rest) for _ in range(case.params.n)])
+    return found
+
+
+def differences(
+    cases: Sequence[Case], found: Sequence[Sequence[Completion]], *, within: float = LOGPROBS
+) -> list[str]:
+    """Name what differs from plain decoding: tokens, text, the reason of the end, log-probabilities."""
+    wrong = []
+    for i, (case, own) in enumerate(zip(cases, found, strict=True)):
+        for expected, got in zip(case.said, own, strict=True):
+            for name in ("token_ids", "text", "finish_reason"):
+                if getattr(expected, name) != getattr(got, name):
+                    wrong.append(f"{case.feature} {i}: {name}")
+            if not _logprobs_agree(expected, got, within):
+                wrong.append(f"{case.feature} {i}: logprobs")
+    return wrong
+
+
+def _logprobs_agree(expected: Completion, got: Completion, within: float) -> bool:
+    if expected.logprobs is None or got.logprobs is None:
+        return expected.logprobs is got.logprobs
+    if len(expected.logprobs) != len(got.logprobs):
+        return False
+    return all(
+        [token for token, _ in a] == [token for token, _ in b]
+        and all(abs(p - q) <= within for (_, p), (_, q) in zip(a, b, strict=True))
+        for a, b in zip(_flat(expected.logprobs), _flat(got.logprobs), strict=True)
+    )
+
+
+def _flat(logprobs: Sequence[TokenLogprob]) -> list[list[tuple[int, float]]]:
+    return [[(own.token_id, own.logprob), *own.top] for own in logprobs]

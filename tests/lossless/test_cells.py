@@ -1,0 +1,53 @@
+"""The cells that a GPU is asked about, on a CPU: that they run, and that they see what is wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.bench.kernels import measure
+from specdec.bench.timing import Machine
+from specdec.core.batch import Part
+from specdec.core.loop import DecodeLoop
+from specdec.verify.walk import AcceptedPath
+from tests.kernels.problems import LOADS, bench_of, problems
+from tests.lossless.cells import Family
+from tests.tolerances import FLOAT32_GAP, TENSOR_CORE_GAP
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(tmp_path_factory.mktemp("cells"), "qwen3_5", device="cpu", kernels="cpu")
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_float32_cells_part_at_ties_alone(family: Family, shape: str) -> None:
+    before = family.texts
+    found = list(family.partings("oracle", shape, "record"))
+    assert family.texts - before > 25
+    assert [parting for parting in found if not parting.gap < FLOAT32_GAP] == []
+
+
+def test_a_walk_that_accepts_what_was_not_chosen_is_seen(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = DecodeLoop._walk
+
+    def wrong(self: DecodeLoop, part: Part, choices: Any) -> AcceptedPath:
+        path = right(self, part, choices)
+        if part.draft and len(path.emitted) == 1 and len(part.tree) > 1:
+            return AcceptedPath((0, 1), (part.tree.tokens[1], choices[1].token))
+        return path
+
+    monkeypatch.setattr(DecodeLoop, "_walk", wrong)
+    assert any(not parting.gap < TENSOR_CORE_GAP for parting in family.partings("ngram", "chain", "record"))
+
+
+@pytest.mark.parametrize(("batch", "window"), LOADS[2:])
+def test_cases_hold_on_a_cpu(batch: int, window: int) -> None:
+    bench = bench_of("cpu", torch.device("cpu"), torch.float32)
+    rows = [
+        measure(bench, Machine(1e10, 1e-6), problem, 1)
+        for problem in problems(bench, "experts", batch=batch, window=window)
+    ]
+    assert [row for row in rows if row["status"] != "ok"] == []

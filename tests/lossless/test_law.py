@@ -1,0 +1,155 @@
+"""The law of sampled tokens, independent of how drafts are verified: exact enumeration and a chi-square.
+
+That texts equal those of plain decoding says nothing if both share a mistake; this counts outcomes instead.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import SamplingParams, SpecEngine
+from specdec.core.batch import Part
+from specdec.core.loop import DecodeLoop
+from specdec.kernels.table import Kernels
+from specdec.verify import choose as choosing
+from specdec.verify.choose import Choice, Logprob, Node
+from specdec.verify.walk import AcceptedPath
+from tests.models.agreeing import write_agreeing
+from tests.models.runner import Runner
+
+PROMPT, TEMPERATURE = [4, 1, 2], 2.0
+VOCAB = 8
+SAMPLES = 4000
+SIGNIFICANCE = 1e-3
+"""How likely a right engine would be rejected, were the seeds drawn anew."""
+POWER = 0.999
+"""How likely the mutant is rejected, at least; how it is estimated is said where it is computed."""
+LEAST = 5.0
+"""Outcomes expected less often are counted together."""
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "chain": {"num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 10},
+}
+Outcome = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("law")
+    write_agreeing(folder, "qwen3_5", vocab=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def law(folder: Path) -> Mapping[Outcome, float]:
+    """Enumerate the first three tokens with the target's own softmax, from prefixes read one by one."""
+    runner = Runner(folder, torch.float64, slabs=80)
+
+    def following(path: Outcome) -> list[float]:
+        logits_V = runner.read([*PROMPT, *path], 64)[-1]
+        shares: list[float] = (logits_V / TEMPERATURE).softmax(-1).tolist()
+        return shares
+
+    chances: dict[Outcome, float] = {(): 1.0}
+    for _ in range(3):
+        chances = {
+            (*path, token): above * chance
+            for path, above in chances.items()
+            for token, chance in zip(range(VOCAB), following(path), strict=True)
+        }
+    assert len(chances) == VOCAB**3 and math.isclose(sum(chances.values()), 1.0)
+    return chances
+
+
+def draw(folder: Path, shape: Mapping[str, Any]) -> Counter[Outcome]:
+    """Let as many requests as there are samples say their first tokens, with drafts; only seeds differ."""
+    with SpecEngine(
+        folder, draft="mtp", adaptive=False, dtype="float32", max_model_len=16, chunk_tokens=512, **shape
+    ) as engine:
+        params = [
+            SamplingParams(max_tokens=5, temperature=TEMPERATURE, seed=seed, ignore_eos=True)
+            for seed in range(SAMPLES)
+        ]
+        done = engine.generate([PROMPT] * SAMPLES, params)
+        assert engine.model.loop.counts.accepted > SAMPLES / 2
+    return Counter(own.token_ids[:3] for own in done)
+
+
+def chi_square(counts: Counter[Outcome], law: Mapping[Outcome, float]) -> tuple[float, int]:
+    """Return the statistic and its degrees of freedom."""
+    assert set(counts) <= set(law)
+    often = [path for path, chance in law.items() if chance * SAMPLES >= LEAST]
+    expected = [law[path] * SAMPLES for path in often]
+    found = [counts[path] for path in often]
+    if (rest := SAMPLES - sum(expected)) >= LEAST:
+        expected.append(rest)
+        found.append(SAMPLES - sum(found))
+    return sum((f - e) ** 2 / e for f, e in zip(found, expected, strict=True)), len(expected) - 1
+
+
+def p_value(statistic: float, freedom: int) -> float:
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def power(statistic: float, freedom: int) -> float:
+    """Estimate how often a mutant that gave this statistic would be rejected.
+
+    Its noncentrality is what the statistic exceeds the degrees of freedom by; the noncentral chi-square is
+    taken as normal, with its own mean and variance.
+    """
+    critical = next(x for x in itertools.count(freedom) if p_value(x, freedom) < SIGNIFICANCE)
+    beyond = max(statistic - freedom, 0.0)
+    spread = math.sqrt(2 * (freedom + 2 * beyond))
+    return 0.5 * math.erfc((critical - freedom - beyond) / spread / math.sqrt(2))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_law_with_drafts_is_the_targets(folder: Path, law: Mapping[Outcome, float], shape: str) -> None:
+    statistic, freedom = chi_square(draw(folder, SHAPES[shape]), law)
+    print(f"{shape}: chi-square {statistic:.1f} of {freedom}, p = {p_value(statistic, freedom):.3f}")
+    assert freedom > 40
+    assert p_value(statistic, freedom) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_accepting_the_second_best_is_rejected(
+    folder: Path, law: Mapping[Outcome, float], shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: a draft is accepted when it is merely among the target's two best."""
+    monkeypatch.setattr("specdec.core.loop.choose", choose_with_second)
+    monkeypatch.setattr(DecodeLoop, "_walk", walk_by_two)
+    statistic, freedom = chi_square(draw(folder, SHAPES[shape]), law)
+    print(f"{shape}: chi-square {statistic:.1f} of {freedom}, power {power(statistic, freedom):.6f}")
+    assert p_value(statistic, freedom) < SIGNIFICANCE
+    assert power(statistic, freedom) > POWER
+
+
+def choose_with_second(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
+    """Choose as always, and note each node's second best where its log-probability would stand."""
+    best_N2 = choosing.perturb(logits_NV, nodes, kernels).topk(2).indices.tolist()
+    return [Choice(first, Logprob(float(second), ())) for first, second in best_N2]
+
+
+def walk_by_two(self: DecodeLoop, part: Part, choices: dict[int, Choice]) -> AcceptedPath:
+    if not part.draft:
+        return AcceptedPath(tuple(range(len(part.tree))), tuple(c.token for c in choices.values()))
+    nodes, emitted = [0], list[int]()
+    while True:
+        choice = choices[nodes[-1]]
+        assert choice.logprob is not None
+        children = {
+            part.tree.tokens[n]: n for n in range(len(part.tree)) if part.tree.parents[n] == nodes[-1]
+        }
+        taken = next((t for t in (choice.token, int(choice.logprob.chosen)) if t in children), None)
+        if taken is None:
+            return AcceptedPath(tuple(nodes), (*emitted, choice.token))
+        nodes.append(children[taken])
+        emitted.append(taken)

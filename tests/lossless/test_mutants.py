@@ -1,0 +1,225 @@
+"""Mistakes in the loop that the equality of texts must notice: one patch each, on the same requests."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.core.batch import Part
+from specdec.errors import SpecdecError
+from specdec.kernels.table import Kernels
+from specdec.state_slots import backing as backings
+from specdec.state_slots import window as windows
+from specdec.state_slots.backing import Committed
+from specdec.state_slots.integrity import IntegrityError
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row
+from specdec.verify import choose as choosing
+from specdec.verify.choose import Node
+from specdec.verify.walk import AcceptedPath, walk
+from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
+from tests.models.agreeing import write_agreeing
+
+FAMILIES = ("qwen3_5", "nemotron_h")
+Patch = pytest.MonkeyPatch
+Mutant = Callable[[Patch], None]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def known(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Case]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_agreeing(folder, request.param)
+    return folder, plain_cases(folder)
+
+
+def keeps_the_texts(known: tuple[Path, list[Case]], backing: str = "record") -> bool:
+    """Tell whether trees of the oracle change nothing; a loop that breaks down has changed something."""
+    folder, cases = known
+    fields = {**SHAPES["tree"], "slots": backing, "chunk_tokens": 16}
+    try:
+        with drafting_engine(folder, "oracle", cases, rate=0.85, **fields) as (engine, seen):
+            found = generate(engine, cases)
+    except (SpecdecError, IntegrityError, AssertionError):
+        return False
+    assert seen.outcomes["part"] and seen.outcomes["all"] and seen.winding
+    return not differences(cases, found, within=1e-6)
+
+
+def noise_of_the_step(patch: Patch) -> None:
+    """Let the number of calls enter the noise."""
+    inner, calls = choosing._add_noise, iter(range(1, 10**6))
+
+    def wrong(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
+        step = next(calls)
+        inner(scores_NV, [replace(node, position=node.position + step) for node in nodes], kernels)
+
+    patch.setattr(choosing, "_add_noise", wrong)
+
+
+def noise_of_the_row(patch: Patch) -> None:
+    """Let a node's place in the batch enter the noise."""
+    inner = choosing._add_noise
+
+    def wrong(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
+        moved = [replace(node, position=node.position + i) for i, node in enumerate(nodes)]
+        inner(scores_NV, moved, kernels)
+
+    patch.setattr(choosing, "_add_noise", wrong)
+
+
+def noise_of_the_root(patch: Patch) -> None:
+    """Give all nodes of a tree the position of its root."""
+    inner = Part.node
+
+    def wrong(part: Part, node: int) -> Node:
+        right = inner(part, node)
+        return replace(right, position=right.position - len(right.path))
+
+    patch.setattr(Part, "node", wrong)
+
+
+def penalties_of_the_root(patch: Patch) -> None:
+    """Hide a node's own path from its penalties."""
+    inner = Part.node
+    patch.setattr(Part, "node", lambda part, node: replace(inner(part, node), path=()))
+
+
+def accepts_a_near_miss(patch: Patch) -> None:
+    """Go to the first child where the chosen token was not drafted, if there is one."""
+
+    def wrong(chosen: Sequence[int], tree: TokenTree) -> AcceptedPath:
+        path = walk(chosen, tree)
+        children = [n for n in range(len(tree)) if tree.parents[n] == path.nodes[-1]]
+        if not children:
+            return path
+        nodes = (*path.nodes, children[0])
+        return AcceptedPath(nodes, (*path.emitted[:-1], tree.tokens[children[0]], chosen[children[0]]))
+
+    patch.setattr("specdec.core.loop.walk", wrong)
+
+
+def no_move(patch: Patch) -> None:
+    """Leave the accepted path's keys and values where the tree had them."""
+    patch.setattr("specdec.models.network.Network.move", lambda *_: None)
+
+
+def moves_one_short(patch: Patch) -> None:
+    """Forget the last position of a path whose keys and values are moved."""
+    from specdec.models.network import Network
+
+    inner = Network.move
+    patch.setattr(
+        Network,
+        "move",
+        lambda self, memory, table, src, to: inner(self, memory, table, src[:, :-1], to[:, :-1]),
+    )
+
+
+def folds_twice(patch: Patch) -> None:
+    """Give the records back and go on naming them: the next window folds them again."""
+    inner = backings.settle
+
+    def wrong(arena: Any, owner: Any, before: Committed) -> Committed:
+        inner(arena, owner, before)
+        return before
+
+    patch.setattr("specdec.core.loop.settle", wrong)
+
+
+def stale_record(patch: Patch) -> None:
+    """Keep the record of a rejected node in place of the last accepted one's."""
+    inner = backings.RecordBacking.promote
+
+    def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
+        rejected = [n for n in range(len(slots)) if n not in nodes]
+        return inner(self, owner, before, slots, [*nodes[:-1], rejected[0]] if rejected else nodes)
+
+    patch.setattr(backings.RecordBacking, "promote", wrong)
+
+
+def short_path(patch: Patch) -> None:
+    """Leave the last accepted record unfolded."""
+    inner = Part.row
+
+    def wrong(part: Part, backing: Any) -> Row:
+        row = inner(part, backing)
+        return replace(row, path=row.path[:-1])
+
+    patch.setattr(Part, "row", wrong)
+
+
+def freed_slot(patch: Patch) -> None:
+    """Give an accepted record back while its path still names it: another row's draft overwrites it."""
+    inner = backings.RecordBacking.promote
+
+    def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
+        after = inner(self, owner, before, slots, nodes)
+        self.arena.release_records(owner, after.path)
+        return after
+
+    patch.setattr(backings.RecordBacking, "promote", wrong)
+
+
+def stale_state(patch: Patch) -> None:
+    """Go on with the state before the tree."""
+    inner = backings.SnapshotBacking.promote
+
+    def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
+        return inner(self, owner, before, slots, [*nodes[:-1], 0])
+
+    patch.setattr(backings.SnapshotBacking, "promote", wrong)
+
+
+def blended_siblings(patch: Patch) -> None:
+    """Let every second node see the node before it, ancestor or not."""
+    inner = windows._ancestors
+
+    def wrong(trees: list[TokenTree], device: torch.device) -> Tensor:
+        ancestors_BMM = inner(trees, device)
+        for node in range(2, ancestors_BMM.shape[1], 2):
+            ancestors_BMM[:, node, node - 1] = True
+        return ancestors_BMM
+
+    patch.setattr(windows, "_ancestors", wrong)
+
+
+MUTANTS: dict[str, tuple[str, Mutant]] = {
+    mutant.__name__: (backing, mutant)
+    for backing, mutants in {
+        "record": (
+            noise_of_the_step,
+            noise_of_the_row,
+            noise_of_the_root,
+            penalties_of_the_root,
+            accepts_a_near_miss,
+            no_move,
+            moves_one_short,
+            folds_twice,
+            stale_record,
+            short_path,
+            freed_slot,
+            blended_siblings,
+        ),
+        "snapshot": (stale_state,),
+    }.items()
+    for mutant in mutants
+}
+
+
+@pytest.mark.parametrize("backing", ["record", "snapshot"])
+def test_the_loop_as_it_is_keeps_the_texts(known: tuple[Path, list[Case]], backing: str) -> None:
+    assert keeps_the_texts(known, backing)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_changes_a_text(known: tuple[Path, list[Case]], name: str, monkeypatch: Patch) -> None:
+    backing, mutant = MUTANTS[name]
+    with monkeypatch.context() as patch:
+        mutant(patch)
+        assert not keeps_the_texts(known, backing)

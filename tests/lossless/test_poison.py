@@ -1,0 +1,99 @@
+"""A drafted token whose numbers are not finite: plain decoding never reads it, so it must not matter."""
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+import pytest
+
+from specdec import SamplingParams, SpecEngine
+from specdec.config.tenant import Tenant
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Want
+from specdec.draft.proposal import Proposal
+from specdec.errors import EngineError
+from tests.models.agreeing import CONFIGS, write_agreeing
+
+POISON = 62
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logit_bias={POISON: -100.0})
+FIELDS = {"draft": "ngram", "adaptive": False, "num_steps": 2, "topk": 2, "num_draft_tokens": 4}
+
+
+class Poisoner:
+    """Propose the poison beside the token that comes, and below it."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.calibrator, self.text, self.drafts = Calibrator(), text, 0
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Offer the true token last, so that the poison stands before it in the window."""
+        return [self._propose(w) if w.shape else Proposal.EMPTY for w in wants]
+
+    def _propose(self, want: Want) -> Proposal:
+        self.drafts += 1
+        said = len(want.tokens) - want.prompt_length
+        right = self.text[said] if said < len(self.text) else 1
+        return Proposal((POISON, right, POISON), (-1, -1, 1), (0.5, 0.4, 0.3))
+
+    def lose(self, key: Hashable) -> None:
+        """Keep nothing."""
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
+        """Keep nothing."""
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_agreeing(folder, request.param)
+    return folder
+
+
+def poisoned(engine: SpecEngine, value: float) -> SpecEngine:
+    engine.model.network.embed_VD[POISON] = value
+    return engine
+
+
+@pytest.mark.parametrize("backing", ["record", "snapshot"])
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_a_rejected_draft_that_is_no_number_changes_nothing(folder: Path, kernels: str, backing: str) -> None:
+    prompts = [[1, 2, 3], [4, 5]]
+    with SpecEngine(folder, dtype="float64", kernels=kernels, draft="none", max_model_len=64) as engine:
+        expected = [c.token_ids for c in poisoned(engine, float("nan")).generate(prompts, PARAMS)]
+    with SpecEngine(
+        folder, dtype="float64", kernels=kernels, slots=backing, max_model_len=64, **FIELDS
+    ) as engine:
+        speculation = engine.model.loop.speculation
+        speculation.drafters.clear()
+        speculation.enlist(poisoner := Poisoner(expected[0]))
+        for value in (float("nan"), float("inf")):
+            found = poisoned(engine, value).generate(prompts, PARAMS)
+            assert [c.token_ids for c in found] == expected
+        assert poisoner.drafts > 4
+        engine.model.loop.arena.check_integrity()
+
+
+def test_what_came_before_an_output_that_is_no_number_is_still_said(folder: Path) -> None:
+    """With drafts the failure comes where it comes without: after the tokens before it."""
+    with SpecEngine(folder, dtype="float64", draft="none", max_model_len=64) as engine:
+        (plain,) = engine.generate([[1, 2, 3]], PARAMS)
+    fatal = next(
+        token for i, token in enumerate(plain.token_ids) if i > 4 and token not in plain.token_ids[:i]
+    )
+    at = plain.token_ids.index(fatal)
+    with SpecEngine(folder, dtype="float64", max_model_len=64, **FIELDS) as engine:
+        engine.model.network.embed_VD[fatal] = float("nan")
+        speculation = engine.model.loop.speculation
+        speculation.drafters.clear()
+        speculation.enlist(Poisoner(plain.token_ids))
+        said: list[int] = []
+        submitted = engine.stream([1, 2, 3], PARAMS)
+
+        async def listen() -> None:
+            async for delta in submitted:
+                said.extend(delta.token_ids)
+
+        with pytest.raises(EngineError, match="NaN"):
+            asyncio.run(listen())
+        assert said == list(plain.token_ids[: at + 1])
+        engine.model.loop.arena.check_integrity()

@@ -1,0 +1,185 @@
+"""Texts with prefixes that are kept equal those without: families, drafters, backings, and too little memory.
+
+Prompts part from one another anywhere and come in many orders; requests are preempted and cancelled, what was
+kept gives way and is flushed, and whoever wants every token of a prompt judged reads all of it.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec.setup.capabilities import AXES, NO_HEAD, RULES
+from tests.lossless.cases import SHAPES, memory_for, preempt_each
+from tests.models.agreeing import END, write_agreeing
+from tests.tolerances import FLOAT64_LOGITS
+
+FAMILIES = ("qwen3_next", "nemotron_h", "qwen3")
+SETTINGS: Mapping[str, Any] = {"dtype": "float64", "max_model_len": 192, "chunk_tokens": 24, "max_running": 4}
+WAYS: Sequence[Mapping[str, Any]] = (
+    {"temperature": 0.0, "ignore_eos": True},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "seed": 2, "stop": ["a", "7."]},
+    {"temperature": 1.2, "seed": 3, "n": 2, "presence_penalty": 0.7},
+    {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 2},
+    {"temperature": 0.7, "seed": 4, "max_tokens": 1},
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model, and what it says to each prompt by itself, without a cache."""
+
+    folder: Path
+    said: Sequence[Sequence[Completion]]
+
+
+def grove(seed: int, count: int) -> list[list[int]]:
+    """Make prompts that part from one another anywhere, some of them twice, some where a block ends."""
+    draw = random.Random(seed)
+    prompts: list[list[int]] = [[draw.randrange(END) for _ in range(90)]]
+    while len(prompts) < count:
+        stem = draw.choice(prompts)
+        cut = draw.choice([draw.randrange(1, len(stem) + 1), len(stem) // 16 * 16, len(stem)])
+        prompts.append([*stem[:cut], *(draw.randrange(END) for _ in range(draw.randrange(30)))][:140] or [1])
+    return prompts
+
+
+PROMPTS = grove(3, 21)
+PARAMS = [SamplingParams(**{"max_tokens": 8 + 2 * (i % 9), **own}) for i, own in enumerate(WAYS * 3)]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
+    made: dict[str, Known] = {}
+
+    def make(family: str) -> Known:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            write_agreeing(folder, family)
+            with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as engine:
+                said = [engine.generate([p], [own]) for p, own in zip(PROMPTS, PARAMS, strict=True)]
+            made[family] = Known(folder, said)
+        return made[family]
+
+    return make
+
+
+def wrong(engine: SpecEngine, known: Known, order: Sequence[int]) -> list[str]:
+    """Ask for some prompts together; name what differs from what is known."""
+    done = iter(engine.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order]))
+    found = []
+    for i in order:
+        for expected in known.said[i]:
+            own = next(done)
+            same = [getattr(own, name) == getattr(expected, name) for name in ("token_ids", "finish_reason")]
+            if not (all(same) and own.text == expected.text and judged_alike(own, expected)):
+                found.append(f"prompt {i}: {own.token_ids} for {expected.token_ids}")
+    return found
+
+
+def judged_alike(own: Completion, expected: Completion) -> bool:
+    if own.prompt_logprobs is None or expected.prompt_logprobs is None:
+        return own.prompt_logprobs is expected.prompt_logprobs
+    pairs = itertools.zip_longest(own.prompt_logprobs[1:], expected.prompt_logprobs[1:])
+    return all(abs(a.logprob - b.logprob) < FLOAT64_LOGITS for a, b in pairs)
+
+
+def load(engine: SpecEngine, known: Known) -> list[str]:
+    """Ask in turn and together, in several orders, beside somebody who gives up, with a flush between."""
+    draw, found = random.Random(8), []
+    for turn, count in enumerate((5, len(PROMPTS), 7)):
+        order = draw.sample(range(len(PROMPTS)), count)
+        endless = SamplingParams(max_tokens=90, ignore_eos=True, temperature=1.0, seed=turn)
+        ticket = engine.submit([engine.prepare(PROMPTS[turn][:60], endless)], lambda *_: None)
+        for some in [order] if turn else [[i] for i in order]:
+            found += wrong(engine, known, some)
+        ticket.cancel()
+        if turn == 1:
+            engine.flush()
+    return found
+
+
+CELLS = [
+    (family, drafter, backing, steps)
+    for family, drafter, backing, steps in itertools.product(
+        FAMILIES, AXES["drafter"], AXES["backing"], AXES["steps"]
+    )
+    if ({"drafter": drafter, "family": family}, NO_HEAD) not in RULES
+    and (drafter == "mtp" or (backing, steps) in (("record", "host"), ("snapshot", "device")))
+]
+
+
+@pytest.mark.parametrize(("family", "drafter", "backing", "steps"), CELLS)
+def test_texts_are_those_without_a_cache(
+    known: Callable[[str], Known], family: str, drafter: str, backing: str, steps: str
+) -> None:
+    own = known(family)
+    shape = {"adaptive": False, **SHAPES["tree"]} if drafter != "none" else {}
+    fields = {"draft": drafter, "slots": backing, "graphs": steps == "device", **shape, **SETTINGS}
+    with SpecEngine(own.folder, prefix_cache=False, **fields) as engine:
+        layout = engine.model.settings.layout
+    # On the device each row borrows the records of two windows, or a state for each node.
+    states = 5 if steps == "host" and backing == "record" else 10 if backing == "snapshot" else 16
+    memory = memory_for(layout, sequences=states, blocks=24 if layout.states else 32)
+    with SpecEngine(own.folder, prefix_cache=True, memory_bytes=memory, **fields) as engine:
+        preempt_each(engine)
+        assert load(engine, own) == []
+        stats, cache, loop = engine.stats(), engine.model.loop.scheduler.cache, engine.model.loop
+        assert stats.failed_steps == 0 and cache
+        assert stats.preemptions > 10 and cache.counts.hit > 300 and cache.counts.blocks_evicted > 20
+        assert cache.counts.states_evicted > 10 or not layout.states
+        assert (loop.runner is not None) == (steps == "device")  # which takes what steps it has memory for
+        engine.generate([1], PARAMS[-1])  # who has given up is gone before the next one ends
+        engine.flush()
+        usage = loop.arena.usage()
+        assert usage.free_slabs == usage.slabs
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3"])
+def test_what_a_request_would_go_on_from_does_not_keep_it_out(
+    known: Callable[[str], Known], family: str
+) -> None:
+    """There is room for one sequence: whose prefix is kept finds none beside it, and reads it again."""
+    folder, long = known(family).folder, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as engine:
+        layout = engine.model.settings.layout
+        chat = engine.generate([PROMPTS[0]], long)[0].token_ids
+        texts = [[*PROMPTS[0], *chat, *own][:170] for own in PROMPTS[:3]] + [[*PROMPTS[0][:20], *PROMPTS[5]]]
+        said = [engine.generate([text], long)[0].token_ids for text in texts]
+    blocks = layout.blocks_for(SETTINGS["max_model_len"])
+    memory = memory_for(layout, sequences=int(bool(layout.states)), blocks=blocks)
+    with SpecEngine(folder, draft="none", prefix_cache=True, memory_bytes=memory, **SETTINGS) as engine:
+        for text, alone in zip(texts, said, strict=True):
+            assert engine.generate([PROMPTS[0]], long)[0].token_ids == chat
+            assert engine.generate([text], long)[0].token_ids == alone
+
+
+@pytest.mark.parametrize(("family", "draft"), [("qwen3", "eagle"), ("qwen3_next", "mtp")])
+@pytest.mark.parametrize("graphs", [False, True], ids=["host", "device"])
+def test_a_head_goes_on_as_if_it_had_read_all(
+    known: Callable[[str], Known], family: str, draft: str, graphs: bool
+) -> None:
+    """Whatever the arena held before, what is lent holds the head's keys of every token."""
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    fields = {**SETTINGS, "draft": draft, "adaptive": False, "graphs": graphs, **SHAPES["tree"]}
+    first = PROMPTS[0][:64]
+    texts = [[*first[:cut], *PROMPTS[5][:20]] for cut in (64, 48, 63)]
+    texts += [[*texts[0], *PROMPTS[6][:9]], [*texts[0], *PROMPTS[7][:9]], [*first, *PROMPTS[8][:20]]]
+    accepted: dict[bool, list[float]] = {}
+    for cached in (False, True):
+        with SpecEngine(known(family).folder, prefix_cache=cached, **fields) as engine:
+            # NaN in every type; the dummy slab stays as it is.
+            engine.model.loop.arena.data[engine.model.settings.layout.slab_bytes :].fill_(0xFF)
+            engine.generate([first], SamplingParams(max_tokens=1, **greedy))
+            done = [engine.generate([own], SamplingParams(max_tokens=30, **greedy))[0] for own in texts]
+            accepted[cached] = [own.stats.acceptance_length for own in done]
+            assert sum(own.stats.cached_tokens for own in done) > 300 or not cached
+    for cold, warm in zip(accepted[False], accepted[True], strict=True):
+        assert warm > 0.9 * cold > 1

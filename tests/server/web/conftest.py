@@ -1,0 +1,52 @@
+"""A server with a key, a browser, and the playground in it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.live import Live
+from tests.server.web.devtools import Tab
+from tests.server.web.reading import KEY, enter_key
+
+TREES = ("--no-adaptive", "--topk", "3", "--num-steps", "4", "--num-draft-tokens", "10")
+LISTEN = """(() => {
+  const real = window.fetch;
+  window.asked = [];
+  window.heard = [];
+  window.fetch = async (path, options) => {
+    const answer = await real(path, options);
+    if (!path.startsWith("v1/")) return answer;
+    const [one, other] = answer.body.tee();
+    window.asked.push(JSON.parse(options.body));
+    window.heard.push(new Response(other).text());
+    return new Response(one, answer);
+  };
+})()"""
+"""Keeps what the page asks and hears, so that a test can compare it with what the page shows."""
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    # Texts are compared: in float32 the width of a window rounds hardly any to another one.
+    with Live(*TREES, "--dtype", "float32", "--api-key", KEY) as own:
+        yield own
+        assert "Traceback" not in own.stop()[1]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with Tab(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(browser: Tab, live: Live) -> Tab:
+    """Open the page anew, with the key in its field, to complete prompts."""
+    browser.requests.clear()
+    browser.show(1280)
+    browser.open(f"{live.url}/")
+    enter_key(browser)
+    browser.look("document.getElementById('completion').click()")
+    browser.look(LISTEN)
+    browser.complaints.clear()  # the first look at the server had no key yet
+    return browser

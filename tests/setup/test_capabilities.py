@@ -1,0 +1,77 @@
+"""The table of what can be combined: shown, true, the source of refusals. Its cells: test_lossless.py."""
+
+import itertools
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.errors import ConfigError, RequestError
+from specdec.models.families import supported
+from specdec.setup.capabilities import AXES, NO_HEAD, Cell, cells, readme_table, refusal
+from tests.lossless.cases import FEATURES, SHAPES
+from tests.models.agreeing import CONFIGS, write_agreeing
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_readme_shows_the_table() -> None:
+    _, after = README.read_text("utf-8").split("<!-- capabilities -->\n")
+    shown, _ = after.split("\n<!-- /capabilities -->")
+    assert shown == readme_table(), "put the output of specdec.setup.capabilities.readme_table() there"
+
+
+def test_the_axes_are_what_there_is() -> None:
+    assert set(AXES["drafter"]) == set(get_args(EngineConfig.model_fields["draft"].annotation))
+    assert set(AXES["backing"]) == set(get_args(EngineConfig.model_fields["slots"].annotation))
+    assert set(AXES["family"]) == set(CONFIGS)
+    assert {name.removesuffix("_text") for name in supported()} == set(CONFIGS)
+    assert set(AXES["prefixes"]) == {"read", "kept"} and "prefix_cache" in EngineConfig.model_fields
+    assert set(AXES["sampling"]) == set(FEATURES) and set(AXES["shape"]) == set(SHAPES)
+
+
+@pytest.mark.parametrize("drafter", AXES["drafter"])
+def test_a_row_of_the_readme_hides_nothing(drafter: str) -> None:
+    """What a drafter supports is a product of what its row lists: no cell of it is refused."""
+    found = {cell for cell in cells() if cell.drafter == drafter and not refusal(cell)}
+    held = [[v for v in AXES[axis] if any(getattr(cell, axis) == v for cell in found)] for axis in AXES]
+    assert found == set(itertools.starmap(Cell, itertools.product(*held)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {family: tmp_path_factory.mktemp(family) for family in CONFIGS}
+    for family, folder in made.items():
+        write_agreeing(folder, family)
+    return made
+
+
+def test_every_refused_cell_is_refused_in_the_tables_words(folders: dict[str, Path]) -> None:
+    refused = {
+        (c.family, c.drafter, c.shape, c.backing, c.steps): why for c in cells() if (why := refusal(c))
+    }
+    assert len(refused) > 20
+    for (family, drafter, shape, backing, steps), why in refused.items():
+        fields = {"topk": SHAPES[shape]["topk"], "graphs": steps == "device"}
+        with pytest.raises(ConfigError) as caught:
+            SpecEngine(folders[family], draft=drafter, slots=backing, **fields)
+        assert caught.value.field == why.field
+        assert str(caught.value) == str(why)
+
+
+def test_a_checkpoint_without_a_head_is_refused_alike(hybrid: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SpecEngine(hybrid, draft="mtp")
+    assert str(caught.value) == str(NO_HEAD)
+
+
+def test_log_probabilities_of_synthetic_drafts_are_refused(folders: dict[str, Path]) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with SpecEngine(folders["qwen3_5"], draft="mtp", num_steps=3, synthetic_acceptance=2.5) as engine:
+        with pytest.raises(RequestError) as caught:
+            engine.generate([1, 2], params.model_copy(update={"logprobs": 0}))
+        assert caught.value.field == "logprobs"
+        assert engine.generate([1, 2], params)[0].stats.synthetic
+    with SpecEngine(folders["qwen3_5"], draft="mtp") as engine:
+        assert not engine.generate([1, 2], params)[0].stats.synthetic
