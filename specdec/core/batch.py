@@ -1,11 +1,11 @@
-"""One request's part of a step, between the plan and the window."""
+"""One request's part of a step: what the scheduler plans, the drafters widen and the window reads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from specdec.core.outputs import DraftTree
 from specdec.core.request import Request
-from specdec.core.scheduler import Share
 from specdec.core.stats import Counts
 from specdec.state_slots.backing import Backing, Committed, Draft
 from specdec.state_slots.tree import TokenTree
@@ -15,26 +15,48 @@ from specdec.verify.walk import AcceptedPath
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScheduledRequest:
     """What a request reads in a step: certain tokens, or the root of a tree and what was drafted below it."""
 
     request: Request
     tree: TokenTree
-    draft: Draft | None
-    decodes: bool
-    """It began with the one token that was chosen last, drafted or not."""
-    asked: Sequence[int]
-    """The nodes at which a token is chosen: all of a draft, or the last that the request owed."""
+    is_decode: bool
+    """It begins with the one token that was sampled last, drafted or not."""
+    sample_at: Sequence[int] = ()
+    """The nodes at which a token is sampled: all of a draft, or the last uncomputed token."""
+    slots: Sequence[Any] | None = None
+    """What the nodes of a draft write; None: nothing was drafted."""
+
+    @classmethod
+    def of(cls, request: Request, num_tokens: int) -> Self:
+        """Read the next tokens that the request has and the model has not computed."""
+        start, is_last = request.computed, request.owed == num_tokens
+        tree = TokenTree.chain(request.tokens[start : start + num_tokens])
+        return cls(request, tree, request.decodes, (num_tokens - 1,) if is_last else ())
+
+    def with_draft(self, draft: Draft | None) -> Self:
+        """Verify a draft as well, if there is one."""
+        if draft is None:
+            return self
+        return replace(self, tree=draft.tree, sample_at=range(len(draft.tree)), slots=draft.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tree)
+
+    @property
+    def is_drafted(self) -> bool:
+        return self.slots is not None
 
     def row(self, backing: Backing) -> Row:
         """Tell the window what to read and where."""
         request, held = self.request, self.request.committed or Committed(0)
         row = Row(self.tree, request.computed, request.table_N, held.state, held.path)
-        return backing.dress(row, self.draft.slots) if self.draft else row
+        return row if self.slots is None else backing.dress(row, self.slots)
 
     def node(self, node: int) -> Node:
-        """Say for whom, where in the text and after which drafted tokens a token is chosen at a node."""
-        path = self.tree.path(node)[1:] if self.draft else ()
+        """Say for whom, where in the text and after which drafted tokens a token is sampled at a node."""
+        path = self.tree.path(node)[1:] if self.is_drafted else ()
         request = self.request
         return Node(
             request.chooser, len(request.tokens) + len(path), tuple(self.tree.tokens[n] for n in path)
@@ -42,7 +64,7 @@ class Part:
 
     def origins(self, path: AcceptedPath) -> list[int]:
         """Say where each token that the path emits came from: the depth of its draft, or 0, the target."""
-        accepted = len(path.nodes) - 1 if self.draft else 0
+        accepted = len(path.nodes) - 1 if self.is_drafted else 0
         return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
 
     def told(self, path: AcceptedPath, tokens: int) -> DraftTree:
@@ -53,7 +75,7 @@ class Part:
     def count(self, counts: Counts, path: AcceptedPath, tokens: int, shared: Sequence[bool]) -> None:
         """Note what came of the draft, of whose tokens the request took so many; which were `shared`."""
         accepted = len(path.nodes) - 1
-        deeper = bool(self.draft) and path.nodes[-1] in self.tree.parents
+        deeper = self.is_drafted and path.nodes[-1] in self.tree.parents
         counts.note(
             drafted=len(self.tree) - 1,
             depth=min(accepted + deeper, tokens),
@@ -61,19 +83,3 @@ class Part:
             tokens=tokens,
             from_outputs=sum(shared[: min(accepted, tokens)]),
         )
-
-
-def build_parts(shares: Sequence[Share], drafts: Sequence[Draft | None]) -> list[Part]:
-    """Make each share's part: the draft's tree, or a chain of the next tokens that are owed."""
-    parts = []
-    for share, draft in zip(shares, drafts, strict=True):
-        request, count = share.request, share.count
-        tree = (
-            draft.tree
-            if draft
-            else TokenTree.chain(request.tokens[request.computed : request.computed + count])
-        )
-        last = [count - 1] if request.owed == count else []
-        asked = range(len(tree)) if draft else last
-        parts.append(Part(request, tree, draft, request.decodes, asked))
-    return parts

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
-from specdec.core.batch import Part, build_parts
+from specdec.core.batch import ScheduledRequest
 from specdec.core.device.runner import Runner
 from specdec.core.outputs import TokenLogprob
 from specdec.core.prefix_keeper import Prefixes
@@ -70,37 +70,38 @@ class DecodeLoop:
             return
         clock, firsts = Clock(), Replays.firsts
         self._settle()
-        plan = self.scheduler.plan()
-        if not plan.shares or (self.runner and self.runner.begin(plan.shares)):
+        plan = self.scheduler.schedule()
+        if not plan.rows or (self.runner and self.runner.begin(plan.rows)):
             return
         clock.lap("rest")
-        parts = build_parts(plan.shares, self.speculation.draft(plan.shares))
-        ask(part.node(node) for part in parts if part.request.chooser.limits for node in part.asked)
+        drafts = self.speculation.draft(plan.rows)
+        rows = [row.with_draft(draft) for row, draft in zip(plan.rows, drafts, strict=True)]
+        ask(row.node(node) for row in rows if row.request.chooser.limits for node in row.sample_at)
         clock.lap("draft")
-        rows = [part.row(self.speculation.backing) for part in parts]
-        window = build_window(rows, self.conv_width, self.device)
+        windows = [row.row(self.speculation.backing) for row in rows]
+        window = build_window(windows, self.conv_width, self.device)
         head = self.speculation.head.head if self.speculation.head else None
         taps = head.taps if head else ()
         hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
-        choices = self._choose(parts, window, hidden_TD)
-        self._score_prompts(parts, window, hidden_TD)
+        choices = self._choose(rows, window, hidden_TD)
+        self._score_prompts(rows, window, hidden_TD)
         clock.lap("verify")
-        paths = [self._walk(part, own) for part, own in zip(parts, choices, strict=True)]
+        paths = [self._walk(row, own) for row, own in zip(rows, choices, strict=True)]
         self.counts.sizes[sum(len(path.nodes) for path in paths)] += 1
-        self._commit(parts, paths, window, head.condense(hidden_TD, tapped) if head else hidden_TD)
+        self._commit(rows, paths, window, head.condense(hidden_TD, tapped) if head else hidden_TD)
         if self.prefixes:
-            self.prefixes.note(parts)
+            self.prefixes.note(rows)
         clock.lap("commit")
-        for part, path, own in zip(parts, paths, choices, strict=True):
-            self._emit(part, path, own, clock.seconds)
+        for row, path, own in zip(rows, paths, choices, strict=True):
+            self._emit(row, path, own, clock.seconds)
         clock.lap("rest")
-        if any(part.decodes for part in parts):
+        if any(row.is_decode for row in rows):
             self.counts.spend(clock.seconds)
         if Replays.firsts == firsts:
             # Where nothing is chosen a GPU may not have been waited for.
-            if self.prefixes and all(part.asked and not part.decodes for part in parts):
-                self.prefixes.observe(parts, sum(clock.seconds.values()))
-            self.speculation.observe_step(parts)
+            if self.prefixes and all(row.sample_at and not row.is_decode for row in rows):
+                self.prefixes.observe(rows, sum(clock.seconds.values()))
+            self.speculation.observe_step(rows)
 
     def _settle(self) -> None:
         """Hear what may follow outputs that have a form, and end those that have ended or cannot go on."""
@@ -122,16 +123,18 @@ class DecodeLoop:
         self.scheduler.release(request)
         request.fail(RequestError(": ".join(fault) + ".", field=fault[0]))
 
-    def _choose(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> list[dict[int, Choice]]:
+    def _choose(
+        self, rows: Sequence[ScheduledRequest], window: Window, hidden_TD: Tensor
+    ) -> list[dict[int, Choice]]:
         """Choose a token at every node that is asked, each by its own request's rule and path."""
-        at = [(i, node) for i, part in enumerate(parts) for node in part.asked]
-        choices: list[dict[int, Choice]] = [{} for _ in parts]
+        at = [(i, node) for i, row in enumerate(rows) for node in row.sample_at]
+        choices: list[dict[int, Choice]] = [{} for _ in rows]
         if not at:
             return choices
         places = [window.first_B[i] + node for i, node in at]
         if places != list(range(len(hidden_TD))):
             hidden_TD = hidden_TD[torch.tensor(places, device=self.device)]
-        nodes = [parts[i].node(node) for i, node in at]
+        nodes = [rows[i].node(node) for i, node in at]
         for start in range(0, len(at), LOGITS):
             some = slice(start, start + LOGITS)
             chosen = choose(self.network.logits(hidden_TD[some]), nodes[some], self.network.kernels)
@@ -139,15 +142,15 @@ class DecodeLoop:
                 choices[i][node] = choice if own.chooser.knows(own.path) else UNKNOWN
         return choices
 
-    def _score_prompts(self, parts: Sequence[Part], window: Window, hidden_TD: Tensor) -> None:
+    def _score_prompts(self, rows: Sequence[ScheduledRequest], window: Window, hidden_TD: Tensor) -> None:
         """Note how likely a prompt's tokens are where that is asked for, as far as they were read."""
-        for part, first in zip(parts, window.first_B, strict=True):
-            request, wanted = part.request, part.request.params.prompt_logprobs
+        for row, first in zip(rows, window.first_B, strict=True):
+            request, wanted = row.request, row.request.params.prompt_logprobs
             if wanted is None:
                 continue
             start = first - request.computed
             begin = max(request.computed, len(request.prompt_logprobs))
-            end = min(request.computed + len(part.tree), request.prompt_length - 1)
+            end = min(request.computed + len(row.tree), request.prompt_length - 1)
             for at in range(begin, end, LOGITS):
                 upto = min(at + LOGITS, end)
                 logits_NV = self.network.logits(hidden_TD[start + at : start + upto])
@@ -155,17 +158,17 @@ class DecodeLoop:
                     found = logprob_of(logits_V, token, wanted)
                     request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
 
-    def _walk(self, part: Part, choices: dict[int, Choice]) -> AcceptedPath:
+    def _walk(self, row: ScheduledRequest, choices: dict[int, Choice]) -> AcceptedPath:
         """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""
-        if not part.draft:
-            return AcceptedPath(tuple(range(len(part.tree))), tuple(c.token for c in choices.values()))
-        chosen = [choices[node].token for node in range(len(part.tree))]
-        rates, request = self.speculation.synthetic, part.request
+        if not row.is_drafted:
+            return AcceptedPath(tuple(range(len(row.tree))), tuple(c.token for c in choices.values()))
+        chosen = [choices[node].token for node in range(len(row.tree))]
+        rates, request = self.speculation.synthetic, row.request
         if rates is None:
-            path = walk(chosen, part.tree)
+            path = walk(chosen, row.tree)
         else:
             seed, position = request.chooser.seed, len(request.tokens)
-            path = synthetic_walk(chosen, part.tree, rates, seed=seed, position=position)
+            path = synthetic_walk(chosen, row.tree, rates, seed=seed, position=position)
         if path.emitted[-1] != NO_TOKEN:
             return path
         # A masked product lets NaN through: it may be a rejected branch's. Or a limit told too late what may
@@ -174,16 +177,20 @@ class DecodeLoop:
         return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
     def _commit(
-        self, parts: Sequence[Part], paths: Sequence[AcceptedPath], window: Window, hidden_TD: Tensor
+        self,
+        rows: Sequence[ScheduledRequest],
+        paths: Sequence[AcceptedPath],
+        window: Window,
+        hidden_TD: Tensor,
     ) -> None:
         """Promote each accepted path: its slots, its KV, and its hidden states for a head to read."""
-        self._move(parts, paths)
+        self._move(rows, paths)
         head = self.speculation.head
-        for part, path, first in zip(parts, paths, window.first_B, strict=True):
-            request, nodes = part.request, path.nodes
-            if request.committed and part.draft:
+        for row, path, first in zip(rows, paths, window.first_B, strict=True):
+            request, nodes = row.request, path.nodes
+            if request.committed and row.slots is not None:
                 promote = self.speculation.backing.promote
-                request.committed = promote(request.number, request.committed, part.draft.slots, nodes)
+                request.committed = promote(request.number, request.committed, row.slots, nodes)
             elif request.committed:
                 request.committed = settle(self.arena, request.number, request.committed)
             request.computed += len(nodes)
@@ -196,32 +203,36 @@ class DecodeLoop:
                 kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
                 head.read(request.number, hidden_TD[kept])
 
-    def _move(self, parts: Sequence[Part], paths: Sequence[AcceptedPath]) -> None:
+    def _move(self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]) -> None:
         """Bring the keys and values of a path that left the first branch to where the text goes on."""
-        rows = [
-            (p.request, a.nodes)
-            for p, a in zip(parts, paths, strict=True)
-            if a.nodes and a.nodes[-1] >= len(a.nodes)
+        moves = [
+            (row.request, path.nodes)
+            for row, path in zip(rows, paths, strict=True)
+            if path.nodes and path.nodes[-1] >= len(path.nodes)
         ]
-        if not rows:
+        if not moves:
             return
-        longest = max(len(nodes) for _, nodes in rows)
-        tables = [request.table_N for request, _ in rows]
+        longest = max(len(nodes) for _, nodes in moves)
+        tables = [request.table_N for request, _ in moves]
         table_BN = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-        length_B1 = torch.tensor([[request.computed] for request, _ in rows])
-        from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in rows])
+        length_B1 = torch.tensor([[request.computed] for request, _ in moves])
+        from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in moves])
         to_BP = length_B1 + torch.arange(longest)
         self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
 
-    def emit_whole(self, part: Part, path: AcceptedPath, seconds: Mapping[str, float]) -> None:
+    def emit_whole(self, row: ScheduledRequest, path: AcceptedPath, seconds: Mapping[str, float]) -> None:
         """Give a request the tokens of a step that the device ran from end to end."""
-        self._emit(part, path, {}, seconds)
+        self._emit(row, path, {}, seconds)
 
     def _emit(
-        self, part: Part, path: AcceptedPath, choices: dict[int, Choice], seconds: Mapping[str, float]
+        self,
+        row: ScheduledRequest,
+        path: AcceptedPath,
+        choices: dict[int, Choice],
+        seconds: Mapping[str, float],
     ) -> None:
         """Give a request its tokens and its caller what they make."""
-        request = part.request
+        request = row.request
         if not path.emitted:
             return
         if NO_TOKEN in path.emitted:
@@ -233,17 +244,17 @@ class DecodeLoop:
         shared = self.speculation.learn(request, path.emitted)
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
         kept = request.accept(
-            [Said(*each) for each in zip(path.emitted, part.origins(path), logprobs, strict=True)]
+            [Said(*each) for each in zip(path.emitted, row.origins(path), logprobs, strict=True)]
         )
         if fault := request.chooser.fault:
             self._refuse(request, fault)
             return
-        if part.decodes:
-            part.count(request.counts, path, kept, shared)
-            part.count(self.counts, path, kept, shared)
+        if row.is_decode:
+            row.count(request.counts, path, kept, shared)
+            row.count(self.counts, path, kept, shared)
             request.counts.spend(seconds)
             if request.params.trees:
-                request.show(part.told(path, kept))
+                request.show(row.told(path, kept))
         delta = request.take_delta()
         if request.finish_reason:
             # What has ended gives its memory back before anyone hears of it.

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import torch
 
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.core.outputs import PrefixStats
 from specdec.core.request import Request
 from specdec.core.speculator import Speculation
@@ -33,9 +33,9 @@ class Prefixes:
         self.cache, self.network, self.arena = cache, network, arena
         self.speculation, self.device, self.tuner = speculation, device, tuner
 
-    def note(self, parts: Sequence[Part]) -> None:
+    def note(self, rows: Sequence[ScheduledRequest]) -> None:
         """Share what prompts have been read of, and keep the states that were to be kept on the way."""
-        reading = [part.request for part in parts if part.request.lease and not part.decodes]
+        reading = [row.request for row in rows if row.request.lease and not row.is_decode]
         # Whoever comes here later shares the blocks: the head must have read as far.
         self.speculation.read_on(reading)
         for request in reading:
@@ -49,10 +49,10 @@ class Prefixes:
         if request.lease:
             self.cache.cut(request.lease, 0)
 
-    def observe(self, parts: Sequence[Part], seconds: float) -> None:
+    def observe(self, rows: Sequence[ScheduledRequest], seconds: float) -> None:
         """Learn from a step that did nothing but read prompts how long that takes."""
         work = self.cache.score.work
-        read = ((part.request.computed, len(part.tree)) for part in parts)
+        read = ((row.request.computed, row.num_tokens) for row in rows)
         self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
 
     def end(self, request: Request, left: tuple[Committed | None, int] | None = None) -> None:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from specdec.core.batch import ScheduledRequest
 from specdec.core.request import Request
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
@@ -26,16 +27,8 @@ WORTH_WAITING = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One request's part of a step: the model reads its next `count` owed tokens."""
-
-    request: Request
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
-    shares: tuple[Share, ...]
+    rows: tuple[ScheduledRequest, ...]
 
 
 def _ignore(_: Request) -> None:
@@ -75,8 +68,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def plan(self) -> StepPlan:
-        """Choose the step's shares; every running request in them holds the memory that its share needs.
+    def schedule(self) -> StepPlan:
+        """Choose the step's rows; every request in them holds the memory that its row needs.
 
         A request that decodes takes part unless it is not known yet what may be chosen; prompts share the
         budget of `chunk_tokens` in order.
@@ -88,14 +81,14 @@ class Scheduler:
         budget = self.chunk_tokens - sum(r.next_count for r in self.running if r.owed > 1)
         while self._admit(budget):
             budget -= self.running[-1].next_count
-        shares: list[Share] = []
+        rows: list[ScheduledRequest] = []
         budget = self.chunk_tokens
         for request in self.running:
             count = 1 if request.owed == 1 else min(request.next_count, budget)
             budget -= count if request.owed > 1 else 0
             if count and (count < request.owed or request.chooser.knows()):
-                shares.append(Share(request, count))
-        return StepPlan(tuple(shares))
+                rows.append(ScheduledRequest.of(request, count))
+        return StepPlan(tuple(rows))
 
     def release(self, request: Request) -> None:
         """Take back all that a request holds and forget it.

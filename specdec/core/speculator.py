@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from specdec.core.asked import Asked, Heard, merged, want_of, widened
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.core.records import Experience, Records
 from specdec.core.request import Request
-from specdec.core.scheduler import Scheduler, Share
+from specdec.core.scheduler import Scheduler
 from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.echo import Echo
@@ -99,44 +99,44 @@ class Speculation:
             if isinstance(drafter, Lookup):
                 drafter.index.flush(caller)
 
-    def draft(self, shares: Sequence[Share], *, lend: Lend | None = None) -> list[Draft | None]:
-        """Return each share's tree and its slots, or None where nothing was drafted that pays.
+    def draft(self, rows: Sequence[ScheduledRequest], *, lend: Lend | None = None) -> list[Draft | None]:
+        """Return each row's tree and its slots, or None where nothing was drafted that pays.
 
         Slots are borrowed from the backing, if `lend` has none.
         """
         self._asked.clear()
         self._gained = 0
-        if self._rests(shares):
+        if self._rests(rows):
             if not self.policy.is_idle:
-                self._catch_up(shares)
+                self._catch_up(rows)
                 self._mark_s = self.clock()
-            return [None] * len(shares)
+            return [None] * len(rows)
         start_s = self.clock()
-        drafts = self._draft(shares, lend)
+        drafts = self._draft(rows, lend)
         self._mark_s = self.clock()
         self._took_s = self._mark_s - start_s
         return drafts
 
-    def _rests(self, shares: Sequence[Share]) -> bool:
+    def _rests(self, rows: Sequence[ScheduledRequest]) -> bool:
         """Tell whether nothing is planned, as in most steps while nothing pays: they cost next to nothing."""
-        if self._distrusted or not all(share.request.decodes for share in shares):
+        if self._distrusted or not all(row.is_decode for row in rows):
             self.policy.stir()
             return False
         if self.policy.listens and self._looks:
-            for own in (share.request for share in shares):
+            for own in (row.request for row in rows):
                 # Where a text repeats itself, a look-up would find what follows.
                 if self._echoes.setdefault(own.number, Echo()).hears(own.tokens):
                     self.policy.hint()
         return self.policy.rests()
 
-    def _draft(self, shares: Sequence[Share], lend: Lend | None) -> list[Draft | None]:
-        drafts: list[Draft | None] = [None] * len(shares)
-        decoding = [i for i, share in enumerate(shares) if share.request.decodes]
+    def _draft(self, rows: Sequence[ScheduledRequest], lend: Lend | None) -> list[Draft | None]:
+        drafts: list[Draft | None] = [None] * len(rows)
+        decoding = [i for i, row in enumerate(rows) if row.is_decode]
         if not self.drafters or not decoding:
-            self._catch_up(shares)
+            self._catch_up(rows)
             return drafts
-        requests = [shares[i].request for i in decoding]
-        batch = Batch(len(decoding), sum(share.count for share in shares))
+        requests = [rows[i].request for i in decoding]
+        batch = Batch(len(decoding), sum(row.num_tokens for row in rows))
         tracks = [self.records.of(request) for request in requests]
         rooms = [self._room(request) for request in requests]
         self._distrusted.difference_update(request.number for request in requests)
@@ -150,12 +150,12 @@ class Speculation:
         planned = self.policy.plan(batch, tracks, rooms, look_up if self._looks else None, grows=grows)
         if not any(planned) and not any(len(proposal) for own in heard for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
-            self._catch_up(shares)
+            self._catch_up(rows)
             self.policy.cut(batch, [])
             return drafts
         wanted = [widened(shape, merged(own)) for shape, own in zip(planned, heard, strict=True)]
         shapes = self._fitting(requests, wanted, lends=lend is not None)
-        self._catch_up([share for share in shares if not share.request.decodes])
+        self._catch_up([row for row in rows if not row.is_decode])
         self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], heard)
         wholes = self._merge(requests, planned, shapes, heard)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
@@ -227,9 +227,9 @@ class Speculation:
             wholes.append(proposal)
         return wholes
 
-    def _catch_up(self, shares: Sequence[Share]) -> None:
+    def _catch_up(self, rows: Sequence[ScheduledRequest]) -> None:
         """Let the head read what it has of requests that draft nothing, before that grows too large."""
-        full = [share.request for share in shares if self._is_full(share.request)]
+        full = [row.request for row in rows if self._is_full(row.request)]
         if self.head and full:
             self.head.propose([want_of(request, None) for request in full])
 
@@ -304,14 +304,14 @@ class Speculation:
             self.records.of(request).observe(asked.shape, depth, followed)
         return asked.shared(emitted)
 
-    def observe_step(self, parts: Sequence[Part]) -> None:
+    def observe_step(self, rows: Sequence[ScheduledRequest]) -> None:
         """Learn what a step in which anyone decodes has taken since it was drafted for."""
         if not self.learns or self.policy.is_idle:
             return
-        if rows := sum(part.decodes for part in parts):
-            tokens = sum(len(part.tree) for part in parts)
+        if decoding := sum(row.is_decode for row in rows):
+            tokens = sum(row.num_tokens for row in rows)
             took_s = self.clock() - self._mark_s
-            self.policy.observe_step(rows, tokens, took_s, self._gained, self._took_s)
+            self.policy.observe_step(decoding, tokens, took_s, self._gained, self._took_s)
 
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, Delta, RequestStats, SamplingParams, SpecEngine
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.verify.walk import AcceptedPath
 from tests.lossless.cases import SHAPES, drafting_engine, generate, plain_cases, preempt_each
 from tests.models.agreeing import END, write_agreeing
@@ -110,10 +110,10 @@ def test_stops_limits_choices_and_preemption_cut_origins_with_their_tokens(
 def test_an_origin_that_is_wrong_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: the bonus token counted as the draft's, too."""
 
-    def all_drafted(self: Part, path: AcceptedPath) -> list[int]:
+    def all_drafted(self: ScheduledRequest, path: AcceptedPath) -> list[int]:
         return [i + 1 for i in range(len(path.emitted))]
 
-    monkeypatch.setattr(Part, "origins", all_drafted)
+    monkeypatch.setattr(ScheduledRequest, "origins", all_drafted)
     with SpecEngine(folder, dtype="float64", **MODES["chain"]) as engine:
         assert len(disagreements(ask(engine))) >= COUNT
 

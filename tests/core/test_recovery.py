@@ -57,7 +57,7 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
     loop = engine.model.loop
     match name:
         case "planned":
-            return loop.scheduler, "plan", 3
+            return loop.scheduler, "schedule", 3
         case "admitted in part":
             return loop.arena, "take_state", 2
         case "drafted":
@@ -283,13 +283,13 @@ def test_what_nobody_holds_any_more_is_noticed(hybrid: Path, caplog: pytest.LogC
 
 def test_a_step_that_hangs_can_be_given_up(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SpecEngine(hybrid, draft="none")
-    goes_on, plan = threading.Event(), engine.model.loop.scheduler.plan
+    goes_on, plan = threading.Event(), engine.model.loop.scheduler.schedule
 
     def hang() -> Any:
         goes_on.wait()
         return plan()
 
-    monkeypatch.setattr(engine.model.loop.scheduler, "plan", hang)
+    monkeypatch.setattr(engine.model.loop.scheduler, "schedule", hang)
     told: list[Any] = []
     asked = threading.Thread(target=lambda: told.extend(ask(engine)))
     assert engine.step_seconds == 0

@@ -69,10 +69,10 @@ class Bench:
 
     def step(self) -> list[tuple[int, int]]:
         """Plan, read what was planned, say a token where nothing is owed; return who read how much."""
-        plan, self.steps = self.scheduler.plan(), self.steps + 1
-        for share in plan.shares:
-            request = share.request
-            request.computed += share.count
+        plan, self.steps = self.scheduler.schedule(), self.steps + 1
+        for row in plan.rows:
+            request = row.request
+            request.computed += row.num_tokens
             # What a share reads has its place.
             assert len(request.table_N) >= LAYOUT.blocks_for(request.computed) and request.committed
             if not request.owed:
@@ -81,7 +81,7 @@ class Bench:
                 self.scheduler.release(request)
                 request.send(request.take_delta())
         self.arena.check_integrity()
-        return [(share.request.number, share.count) for share in plan.shares]
+        return [(row.request.number, row.num_tokens) for row in plan.rows]
 
     def is_empty(self) -> bool:
         return self.arena.usage().free_slabs == self.arena.usage().slabs
@@ -296,7 +296,7 @@ def test_draft_slots_shrink_before_anyone_waits(backing: str) -> None:
             assert bench.scheduler.reserve(request, 20)
         while bench.arena.usage().free_slabs > spare // per_slab:
             assert bench.arena.take_state("stranger") is not None
-        drafts = speculation.draft(bench.scheduler.plan().shares)
+        drafts = speculation.draft(bench.scheduler.schedule().rows)
         own = [len(draft.tree) if draft else 0 for draft in drafts]
         sizes.update(own)
         assert (own == [9, 9]) == (bench.scheduler.limited_by["draft slots"] == 0)

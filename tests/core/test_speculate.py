@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, Delta, SamplingParams, SpecEngine
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.core.device.runner import Runner
 from specdec.core.outputs import DraftTree
 from specdec.verify.walk import AcceptedPath
@@ -161,8 +161,8 @@ def test_each_delta_has_the_drafts_of_its_steps(folder: Path) -> None:
 def test_a_tree_that_is_cut_wrong_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: the root counted as accepted."""
 
-    def cut_wrong(self: Part, path: AcceptedPath, tokens: int) -> DraftTree:
+    def cut_wrong(self: ScheduledRequest, path: AcceptedPath, tokens: int) -> DraftTree:
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[:tokens], path.emitted[-1])
 
-    monkeypatch.setattr(Part, "told", cut_wrong)
+    monkeypatch.setattr(ScheduledRequest, "told", cut_wrong)
     assert all(map(disagreements, told(folder, "tree", temperature=0.0)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.verify.walk import AcceptedPath
 from tests.lossless.cases import SHAPES, Case, drafting_engine, preempt_each
 from tests.models.agreeing import END, write_agreeing
@@ -48,13 +48,13 @@ def watch(engine: SpecEngine) -> Ledger:
     ledger, loop = Ledger(), engine.model.loop
     inner = loop._walk
 
-    def walk(part: Part, choices: Any) -> AcceptedPath:
-        path = inner(part, choices)
-        if part.draft:
-            ledger.drafted += len(part.tree) - 1
+    def walk(row: ScheduledRequest, choices: Any) -> AcceptedPath:
+        path = inner(row, choices)
+        if row.is_drafted:
+            ledger.drafted += len(row.tree) - 1
             for depth, node in enumerate(path.nodes, start=1):
                 # Below each node that was accepted a child was drafted, or the draft had come to its end.
-                if node in part.tree.parents:
+                if node in row.tree.parents:
                     ledger.reached[depth] += 1
                     ledger.followed[depth] += depth < len(path.nodes)
         return path

@@ -48,14 +48,14 @@ def test_what_is_asked_together_is_computed_together(
     """Which rows share a step must not hang on how fast the caller is: it moves the last bits."""
     sizes: list[int] = []
     scheduler = engine.model.loop.scheduler
-    plan = scheduler.plan
+    plan = scheduler.schedule
 
     def planned() -> StepPlan:
         made = plan()
-        sizes.append(len(made.shares))
+        sizes.append(len(made.rows))
         return made
 
-    monkeypatch.setattr(scheduler, "plan", planned)
+    monkeypatch.setattr(scheduler, "schedule", planned)
     # Without drafts, for a row of which one is accepted ends a step before the others.
     params = SamplingParams(max_tokens=5, ignore_eos=True, n=2, speculate=False)
     for _ in range(20):

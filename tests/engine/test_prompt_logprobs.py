@@ -51,7 +51,7 @@ def test_they_survive_preemptions(hybrid: Path) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
     with SpecEngine(hybrid, dtype="float64", max_model_len=128, chunk_tokens=4, draft="none") as engine:
         scheduler = engine.model.loop.scheduler
-        plan, taken = scheduler.plan, [3, 6, 9]
+        plan, taken = scheduler.schedule, [3, 6, 9]
 
         def lose() -> Any:
             """Take the request's memory back after some of its steps."""
@@ -60,7 +60,7 @@ def test_they_survive_preemptions(hybrid: Path) -> None:
                 scheduler._preempt(scheduler.running[-1])
             return plan()
 
-        scheduler.plan = lose  # type: ignore[method-assign]
+        scheduler.schedule = lose  # type: ignore[method-assign]
         (whole,) = engine.generate([list(range(1, 18))], params)
         assert whole.stats.preemptions == 3
     assert whole.prompt_logprobs is not None

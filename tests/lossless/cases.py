@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from specdec import Completion, SamplingParams, SpecEngine, Structure
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.core.outputs import TokenLogprob
 from specdec.core.scheduler import StepPlan
 from specdec.state_slots.layout import Layout
@@ -157,23 +157,23 @@ def _watch(engine: SpecEngine, seen: Seen) -> None:
     loop = engine.model.loop
     inner_walk, inner_emit, inner_step = loop._walk, loop._emit, loop.speculation.observe_step
 
-    def walk(part: Part, choices: Any) -> AcceptedPath:
-        path = inner_walk(part, choices)
-        if part.draft:
-            depth, reached = max(part.tree.depths), len(path.nodes) - 1
+    def walk(row: ScheduledRequest, choices: Any) -> AcceptedPath:
+        path = inner_walk(row, choices)
+        if row.is_drafted:
+            depth, reached = max(row.tree.depths), len(path.nodes) - 1
             seen.outcomes["none" if not reached else "all" if reached == depth else "part"] += 1
             seen.winding += path.nodes[-1] != reached
         return path
 
-    def emit(part: Part, path: AcceptedPath, choices: Any, clock: Any) -> None:
-        before = len(part.request.tokens)
-        inner_emit(part, path, choices, clock)
-        seen.overshot += len(part.request.tokens) - before < len(path.emitted)
+    def emit(row: ScheduledRequest, path: AcceptedPath, choices: Any, clock: Any) -> None:
+        before = len(row.request.tokens)
+        inner_emit(row, path, choices, clock)
+        seen.overshot += len(row.request.tokens) - before < len(path.emitted)
 
-    def observe(parts: Sequence[Part]) -> None:
-        kinds = {(part.decodes, part.draft is not None) for part in parts}
+    def observe(rows: Sequence[ScheduledRequest]) -> None:
+        kinds = {(row.is_decode, row.is_drafted) for row in rows}
         seen.mixed += (True, True) in kinds and (False, False) in kinds
-        inner_step(parts)
+        inner_step(rows)
 
     loop._walk = walk  # type: ignore[method-assign]
     loop._emit = emit  # type: ignore[method-assign]
@@ -183,15 +183,15 @@ def _watch(engine: SpecEngine, seen: Seen) -> None:
 def preempt_each(engine: SpecEngine) -> None:
     """Take every request's memory away once, after its first tokens, whatever it holds by then."""
     scheduler = engine.model.loop.scheduler
-    plan = scheduler.plan
+    schedule = scheduler.schedule
 
-    def preempt_and_plan() -> StepPlan:
+    def preempt_and_schedule() -> StepPlan:
         for request in reversed(scheduler.running):
             if request.preemptions == 0 and request.output_length > 0:
                 scheduler._preempt(request)
-        return plan()
+        return schedule()
 
-    scheduler.plan = preempt_and_plan  # type: ignore[method-assign]
+    scheduler.schedule = preempt_and_schedule  # type: ignore[method-assign]
 
 
 def memory_for(layout: Layout, sequences: int, blocks: int) -> int:

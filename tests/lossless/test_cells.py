@@ -7,7 +7,7 @@ import torch
 
 from specdec.bench.kernels import measure
 from specdec.bench.timing import Machine
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.core.loop import DecodeLoop
 from specdec.verify.walk import AcceptedPath
 from tests.kernels.problems import LOADS, bench_of, problems
@@ -33,10 +33,10 @@ def test_a_walk_that_accepts_what_was_not_chosen_is_seen(
 ) -> None:
     right = DecodeLoop._walk
 
-    def wrong(self: DecodeLoop, part: Part, choices: Any) -> AcceptedPath:
-        path = right(self, part, choices)
-        if part.draft and len(path.emitted) == 1 and len(part.tree) > 1:
-            return AcceptedPath((0, 1), (part.tree.tokens[1], choices[1].token))
+    def wrong(self: DecodeLoop, row: ScheduledRequest, choices: Any) -> AcceptedPath:
+        path = right(self, row, choices)
+        if row.is_drafted and len(path.emitted) == 1 and len(row.tree) > 1:
+            return AcceptedPath((0, 1), (row.tree.tokens[1], choices[1].token))
         return path
 
     monkeypatch.setattr(DecodeLoop, "_walk", wrong)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.core.loop import DecodeLoop
 from specdec.kernels.table import Kernels
 from specdec.verify import choose as choosing
@@ -138,16 +138,14 @@ def choose_with_second(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernel
     return [Choice(first, Logprob(float(second), ())) for first, second in best_N2]
 
 
-def walk_by_two(self: DecodeLoop, part: Part, choices: dict[int, Choice]) -> AcceptedPath:
-    if not part.draft:
-        return AcceptedPath(tuple(range(len(part.tree))), tuple(c.token for c in choices.values()))
+def walk_by_two(self: DecodeLoop, row: ScheduledRequest, choices: dict[int, Choice]) -> AcceptedPath:
+    if not row.is_drafted:
+        return AcceptedPath(tuple(range(len(row.tree))), tuple(c.token for c in choices.values()))
     nodes, emitted = [0], list[int]()
     while True:
         choice = choices[nodes[-1]]
         assert choice.logprob is not None
-        children = {
-            part.tree.tokens[n]: n for n in range(len(part.tree)) if part.tree.parents[n] == nodes[-1]
-        }
+        children = {row.tree.tokens[n]: n for n in range(len(row.tree)) if row.tree.parents[n] == nodes[-1]}
         taken = next((t for t in (choice.token, int(choice.logprob.chosen)) if t in children), None)
         if taken is None:
             return AcceptedPath(tuple(nodes), (*emitted, choice.token))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.errors import SpecdecError
 from specdec.kernels.table import Kernels
 from specdec.state_slots import backing as backings
@@ -75,19 +75,19 @@ def noise_of_the_row(patch: Patch) -> None:
 
 def noise_of_the_root(patch: Patch) -> None:
     """Give all nodes of a tree the position of its root."""
-    inner = Part.node
+    inner = ScheduledRequest.node
 
-    def wrong(part: Part, node: int) -> Node:
-        right = inner(part, node)
+    def wrong(row: ScheduledRequest, node: int) -> Node:
+        right = inner(row, node)
         return replace(right, position=right.position - len(right.path))
 
-    patch.setattr(Part, "node", wrong)
+    patch.setattr(ScheduledRequest, "node", wrong)
 
 
 def penalties_of_the_root(patch: Patch) -> None:
     """Hide a node's own path from its penalties."""
-    inner = Part.node
-    patch.setattr(Part, "node", lambda part, node: replace(inner(part, node), path=()))
+    inner = ScheduledRequest.node
+    patch.setattr(ScheduledRequest, "node", lambda row, node: replace(inner(row, node), path=()))
 
 
 def accepts_a_near_miss(patch: Patch) -> None:
@@ -145,13 +145,13 @@ def stale_record(patch: Patch) -> None:
 
 def short_path(patch: Patch) -> None:
     """Leave the last accepted record unfolded."""
-    inner = Part.row
+    inner = ScheduledRequest.row
 
-    def wrong(part: Part, backing: Any) -> Row:
-        row = inner(part, backing)
-        return replace(row, path=row.path[:-1])
+    def wrong(row: ScheduledRequest, backing: Any) -> Row:
+        window = inner(row, backing)
+        return replace(window, path=window.path[:-1])
 
-    patch.setattr(Part, "row", wrong)
+    patch.setattr(ScheduledRequest, "row", wrong)
 
 
 def freed_slot(patch: Patch) -> None:

@@ -24,7 +24,7 @@ from specdec.state_slots.slots import SlotPool
 from specdec.text.grammar.template import Template
 
 PLACES: dict[str, tuple[type, str]] = {
-    "planned": (Scheduler, "plan"),
+    "planned": (Scheduler, "schedule"),
     "drafted": (Speculation, "draft"),
     "looked up": (Lookup, "propose"),
     "inside the network": (Block, "feed"),

@@ -6,12 +6,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.core.batch import Part
+from specdec.core.batch import ScheduledRequest
 from specdec.core.device.form import Form
 from specdec.core.device.result import Outcome
 from specdec.core.device.streak import Streak
 from specdec.core.request import Request
-from specdec.core.scheduler import Scheduler, Share
+from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
@@ -19,11 +19,11 @@ from specdec.draft.policy import WIDTHS
 from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
 from specdec.kernels.sampling.rules import NO_TOKEN
-from specdec.state_slots.backing import Committed, Draft
+from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import AcceptedPath
 
-Emit = Callable[[Part, AcceptedPath, dict[str, float]], None]
+Emit = Callable[[ScheduledRequest, AcceptedPath, dict[str, float]], None]
 """Gives a request its tokens, after seconds by phase."""
 
 FEWEST = 0.5
@@ -71,9 +71,9 @@ class Runner(ABC):
     def _drain(self) -> None:
         """Read what is still under way."""
 
-    def begin(self, shares: Sequence[Share]) -> bool:
+    def begin(self, rows: Sequence[ScheduledRequest]) -> bool:
         """Take over a step that is the device's to decide; tell whether this was one."""
-        requests = [share.request for share in shares]
+        requests = [row.request for row in rows]
         if len(requests) != len(self.host.scheduler.running) or not all(map(self._suits, requests)):
             return False
         self._waiting, self._over = len(self.host.scheduler.waiting), False
@@ -125,8 +125,8 @@ class Runner(ABC):
             return
         if not outcome.nodes:
             path = AcceptedPath((0,), (NO_TOKEN,))
-        draft = Draft(outcome.tree, ()) if len(outcome.tree) > 1 else None
-        self.host.emit(Part(request, outcome.tree, draft, True, ()), path, seconds)
+        slots = () if len(outcome.tree) > 1 else None
+        self.host.emit(ScheduledRequest(request, outcome.tree, is_decode=True, slots=slots), path, seconds)
         # What it held may let somebody in.
         self._over = self._over or (request.finish_reason is not None and bool(self.host.scheduler.waiting))
 
@@ -144,10 +144,10 @@ class Pipeline(Runner):
         self._next: tuple[Shape | None] | None = None
         """The shape of the first step, chosen before its windows were drafted."""
 
-    def begin(self, shares: Sequence[Share]) -> bool:
+    def begin(self, rows: Sequence[ScheduledRequest]) -> bool:
         """Leave to the host what no one shape serves: rows that are drafted for beside rows that must not."""
-        drafts = {share.request.params.speculate for share in shares} if self.policy.bounds else ()
-        return len(drafts) < 2 and super().begin(shares)
+        drafts = {row.request.params.speculate for row in rows} if self.policy.bounds else ()
+        return len(drafts) < 2 and super().begin(rows)
 
     def forms(self) -> list[Form]:
         """List every shape that may be chosen, and none, which requests may ask for."""
@@ -221,13 +221,12 @@ class Stepwise(Runner):
 
     def _advance(self) -> bool:
         clock, speculation = Clock(), self.host.speculation
-        requests = self.streak.requests
-        shares = [Share(request, 1) for request in requests]
-        drafts = dict(zip(requests, speculation.draft(shares, lend=lambda *_: ()), strict=True))
-        trees = []
-        for request in (held.request for held in self.streak.held):
-            draft = drafts.get(request)
-            trees.append(draft.tree if draft else TokenTree((request.tokens[-1],), (-1,)))
+        rows = [ScheduledRequest.of(request, 1) for request in self.streak.requests]
+        drafts = speculation.draft(rows, lend=lambda *_: ())
+        rows = [row.with_draft(draft) for row, draft in zip(rows, drafts, strict=True)]
+        known = {row.request: row.tree for row in rows}
+        padding = TokenTree((0,), (-1,))
+        trees = [known.get(held.request, padding) for held in self.streak.held]
         clock.lap("draft")
         form = Form.given(
             self._sizes[bisect_left(self._sizes, max(map(len, trees)))], greedy=self.streak.greedy
@@ -240,8 +239,7 @@ class Stepwise(Runner):
         self.steps += 1
         self.host.counts.spend(clock.seconds)
         self.host.counts.sizes[sum(len(outcome.nodes) for _, outcome in read.came)] += 1
-        parts = [Part(r, outcome.tree, drafts[r], True, ()) for r, outcome in read.came]
         for request, outcome in read.came:
             self._take(request, outcome, clock.seconds, form)
-        speculation.observe_step(parts)
+        speculation.observe_step(rows)
         return True
