@@ -1,4 +1,4 @@
-"""The benchmarks' command lines. What measures is imported when it runs: it brings `transformers` along."""
+"""The benchmarks' command lines. A benchmark itself is imported when it runs, for it brings torch along."""
 
 import argparse
 import math
@@ -171,7 +171,7 @@ def _serve(args: argparse.Namespace) -> Run:
 
 
 def secret(name: str | None) -> str | None:
-    """Read a key from the environment: on the command line everybody would see it."""
+    """Read a key from the environment: on the command line every user of the machine could see it."""
     if name is not None and name not in os.environ:
         raise ConfigError(f"--api-key-env: no variable {name!r} is set; export it first", field="api_key_env")
     return None if name is None else os.environ[name]

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def run(options: Options, out: Path | None) -> None:
 
     Ctrl-C ends it as it ends anything, once the problems that were finished are shown.
     """
-    with quiet_transformers():
+    with quiet_transformers() if options.peers else nullcontext():
         report = benchmark(options)
     publish(render(report), report, out)
     if bad := [row for row in report["rows"] if row["status"] in ("WRONG", "FAILED") and not row["peer"]]:

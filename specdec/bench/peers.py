@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import aiohttp
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from specdec.bench.client import DONE, ask_model, base_url, event_data, is_url, reason
 from specdec.errors import ConfigError, EngineError
@@ -59,6 +58,8 @@ class TransformersPeer:
     name = "transformers"
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         self.model, self.device = model.to(device).eval(), device
 

@@ -10,15 +10,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging as hf_logging
 
 from specdec.bench.random_head import add_random_head
 from specdec.config.folders import random_models
@@ -28,6 +26,9 @@ from specdec.models.families import stored_dtype
 from specdec.models.shapes import SHAPES
 from specdec.setup.devices import free_memory
 from specdec.setup.footprint import measure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 DRAFT = f"draft-{platform.node()}-"
 """What the names of folders begin with, before the process, that are still being written."""
@@ -48,7 +49,8 @@ def shape_config(name: str) -> dict[str, Any]:
 
 def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
     """Return a random checkpoint of this config from the user's cache, writing it there the first time."""
-    recipe = json.dumps([config, seed, "head", torch.__version__, transformers.__version__], sort_keys=True)
+    versions = torch.__version__, metadata.version("transformers")
+    recipe = json.dumps([config, seed, "head", *versions], sort_keys=True)
     folder = random_models() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +117,8 @@ def clear_drafts(folder: Path) -> None:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep its progress bars and warnings off the terminal; what matters of them is said in the reports."""
+    from transformers.utils import logging as hf_logging
+
     verbosity, progress = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -133,6 +137,8 @@ def write_random_checkpoint(
 
     The weights are wider than an untrained model's usual 0.02, or it would emit one token for ever.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     settings = {"initializer_range": 0.05, **config}
     settings |= {"eos_token_id": BYTES, "bos_token_id": None, "pad_token_id": None}
     settings["dtype"] = dtype or settings.get("dtype", "float32")
@@ -146,11 +152,13 @@ def write_random_checkpoint(
     byte_tokenizer(hf_config.vocab_size).save_pretrained(folder)
 
 
-def byte_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+def byte_tokenizer(vocabulary: int) -> "PreTrainedTokenizerFast":
     """Build a byte-level BPE of exactly this size: the bytes, the end of text, then short invented words.
 
     Every id then stands for text, so that what a random model emits can be seen.
     """
+    from transformers import PreTrainedTokenizerFast
+
     if vocabulary <= BYTES:
         raise ConfigError(f"vocab_size {vocabulary} leaves no room for a byte-level tokenizer; it needs 257")
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END_OF_TEXT]

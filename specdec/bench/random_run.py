@@ -47,7 +47,7 @@ def run_random(options: Options, config: EngineConfig, out: Path | None, *, prof
     """
     if options.model is not None or options.peers:
         name = "model" if options.model is not None else "peers"
-        raise ConfigError(f"{name}: --random draws the weights of --shape; nobody else has them", field=name)
+        raise ConfigError(f"{name}: --random draws the weights of --shape, and no peer has them", field=name)
     report = benchmark(options, config, profile=profile)
     publish(render(report), report, out)
     if report["interrupted"]:
@@ -225,7 +225,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"{report['weight_bytes'] / 1e9:.2f} GB",
         f"{machine}; {versions}; commit {report['commit']}",
         f"memory copied at {report['copy_bytes_per_s'] / 1e9:,.0f} GB/s in this run (reads and writes)",
-        "NO TEXT: random weights say nothing, and nobody else has them. What is compared is drafts and none.",
+        "NO TEXT: random weights write none, and no peer has them. Drafts are compared with draft none.",
     ]
     rates = report["contestants"][ENGINE]["synthetic_acceptance"]
     if rates is not None:

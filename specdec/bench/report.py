@@ -34,7 +34,7 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
 
 def environment() -> dict[str, Any]:
     """Say what a figure was measured on and with."""
-    import torch  # here alone: whoever lacks it is told so by what lays out its words with the rest
+    import torch  # imported late: without torch the other benchmarks still explain what is missing
 
     versions = {name: _version(name) for name in ("specdec", "torch", "transformers", "triton")}
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -110,4 +110,4 @@ class EngineRunner:
 
 
 def _discard(_: Delta | Exception) -> None:
-    """Take a delta that nobody reads."""
+    """Drop a delta."""

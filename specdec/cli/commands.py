@@ -186,7 +186,7 @@ def _throughput(args: argparse.Namespace) -> Run:
     out = out_file(args)
     if args.model is not None:
         find_folder(args.model)
-    # Imported here, for it brings `transformers` along, which nothing else needs.
+    # Imported late: no other command waits for torch and what the benchmark needs.
     from specdec.bench.random_run import run_random
     from specdec.bench.throughput import Options, run
 

@@ -84,7 +84,7 @@ def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
             accepted = origin > 0
             shown.append(ACCEPTED if accepted else PLAIN)
         shown.append(visible(text))
-    # No colour outlives its piece: whatever is printed next, and whoever stops here, begins plain.
+    # Each piece resets its colour: what is printed next, or after an interrupt, begins plain.
     return "".join([*shown, PLAIN] if accepted else shown)
 
 

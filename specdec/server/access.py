@@ -1,4 +1,4 @@
-"""Who may ask: those who bring a key, and where none is wanted nobody whom a foreign page sends."""
+"""Authorization: requests with a valid key or, where no key is set, those that no foreign page sent."""
 
 import hmac
 import ipaddress
@@ -31,7 +31,7 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether everybody may ask, from whatever machine."""
+        """Tell whether the server is open: no key is required, from any machine."""
         return not self._callers and not self._local
 
     @property
@@ -121,7 +121,7 @@ def read_keys(config: ServerConfig) -> Sequence[str]:
     for where, keys in given:
         if not keys or not all(key.strip() for key in keys):
             raise ConfigError(
-                f"{where}: there is no key in it, which would let everybody in; give one, or leave it out.",
+                f"{where}: there is no key in it, so every client would be let in; give one, or omit it.",
                 field=where.partition(":")[0],
             )
     return [key.strip() for _, keys in given for key in keys]

@@ -112,7 +112,7 @@ async def _pass(
     except ConnectionError as error:
         about = _about(request, GONE, start_s) | {"reason": str(error) or type(error).__name__}
         logger.log(level, "%(request_id)s %(path)s: its client is gone (%(reason)s)", about, extra=about)
-        return web.Response(status=GONE)  # which nobody reads
+        return web.Response(status=GONE)  # the client has gone
     except Exception as error:
         failure = failure_of(error)
         if failure.status == 500:

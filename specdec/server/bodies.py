@@ -128,7 +128,7 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """Read a body, and refuse what it asks for that nobody would do."""
+        """Parse a body, and refuse fields that ask for something unsupported."""
         fields = given_fields(data)
         try:
             body = cls.model_validate(fields)
@@ -232,7 +232,9 @@ class Mark(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = Field(None, description="means nothing: what is kept gives way to need")
+    ttl: Literal["5m", "1h"] | None = Field(
+        None, description="has no effect: prefixes are evicted when memory is needed"
+    )
 
 
 def _whole_mark(value: Any, read: ValidatorFunctionWrapHandler) -> Any:

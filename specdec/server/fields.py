@@ -129,7 +129,7 @@ def _check_shape(given: dict[str, Any]) -> None:
 
 
 def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Refuse what asks for something that nobody would do; at what `said` has a field asks for nothing."""
+    """Refuse fields that ask for something unsupported; a value that `said` names asks for nothing more."""
     for name, value in extra.items():
         if name in REFUSED and value not in (*REFUSED[name], said.get(name)):
             instead = INSTEAD.get(name, "leave it out")

@@ -116,7 +116,7 @@ class Echo:
 
     text: str
     first: int
-    """Its first token, of which nobody can say how likely it was."""
+    """Its first token, which has no log-probability."""
 
     @classmethod
     def of(cls, prompt: Prompt, prepared: Prepared, tokenizer: Tokenizer | None) -> Self:

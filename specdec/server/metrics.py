@@ -62,7 +62,7 @@ OUTSIDE = (Failure, ConnectionError, asyncio.CancelledError, RequestError)
 
 
 class Metrics:
-    """Counts what requests see; what the engine counts itself is read when somebody asks.
+    """Counts what requests see; the engine's own counts are read at each scrape.
 
     As in vLLM every choice is a request: n choices of a prompt are n times, n lengths and n prompts. One
     that came to no end of its own has nothing but its reason, and its first token if there was one.

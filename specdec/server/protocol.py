@@ -57,7 +57,7 @@ class Connection(RequestHandler):
         return finished
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log what went wrong inside; anybody can send what is no HTTP, and is told so in the answer."""
+        """Log internal errors only: a malformed request is the client's own and is answered as such."""
         error = kw.get("exc_info")
         if isinstance(error, GARBAGE):
             logger.debug("%s: what followed was no HTTP", type(error).__name__)

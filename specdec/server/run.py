@@ -49,11 +49,13 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
     folder = SHIPPED.get(model, Path(model)).resolve()
     access = Access(config)
     if access.is_open:
-        logger.warning("everybody who reaches %s may ask: no key is wanted; give --api-key", config.host)
+        logger.warning(
+            "every client that reaches %s may send requests: no key is required; give --api-key", config.host
+        )
     elif access.is_open_to_pages:
         logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
     with _bind(config) as sock, SpecEngine(model, engine_config) as engine:
-        # What was loaded stays. A collection that looked at it would keep everybody waiting for 0.2 s.
+        # What was loaded stays. A garbage collection that scanned it would stall every request for 0.2 s.
         gc.collect()
         gc.freeze()
         asyncio.run(serve(engine, config, folder, sock))
@@ -61,8 +63,8 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
         ended = engine.close(0 if failed else GRACE_S)
         if failed or not ended:
             logger.critical("ending the process: %s", engine.fault if failed else "a step does not end")
-        # Nobody can end a thread that is in a step, or that compiles a form, and the interpreter, which goes
-        # to pieces around it, had better not try.
+        # A thread that is in a step, or that compiles a form, cannot be stopped, and would crash in an
+        # interpreter that is being finalized.
         if failed or any(thread.daemon and thread.name.startswith(OURS) for thread in threading.enumerate()):
             _leave(FAILED if failed else 0)
 
@@ -70,7 +72,7 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
 async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket) -> None:
     """Serve until told to stop (SIGTERM, SIGINT): then take nothing new, and let what runs end.
 
-    Told a second time it waits for nobody. Where the engine fails for good it is as if told once.
+    A second signal stops without waiting. An engine that fails for good counts as a first signal.
     """
     state = State(engine, config, folder)
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
@@ -127,7 +129,7 @@ def _leave(code: int) -> None:
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """Take the address; nobody is let in before the model is there."""
+    """Bind the address; requests are accepted once the model is loaded."""
     sock = None
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -171,9 +173,9 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:
-    """Look at the engine: where a step hangs everybody is told, where none will come the server ends.
+    """Watch the engine: report a step that hangs to every client, and stop the server when the engine fails.
 
-    Where this itself is not run any more, because something holds the interpreter, the process ends too.
+    The process also ends if this task is not run any more because something holds the interpreter.
     """
     engine, limit_s, ends = state.engine, state.config.step_timeout, state.config.exit_on_failure
     while engine.fault is None:

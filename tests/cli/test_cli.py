@@ -197,9 +197,11 @@ def test_nothing_slow_is_imported_for_what_needs_nothing(argv: list[str], brings
     assert ran.stdout.splitlines()[-1] == brings, ran.stderr
 
 
-def test_what_serves_does_not_import_transformers() -> None:
+def test_what_serves_or_measures_does_not_import_transformers() -> None:
     script = (
-        "import sys, specdec.server.run\n"
+        "import sys, specdec.server.run, specdec.setup.footprint\n"
+        "import specdec.bench.kernels, specdec.bench.acceptance.run, specdec.bench.throughput\n"
+        "import specdec.bench.prefix.run, specdec.bench.prefix.engine, specdec.bench.time_model\n"
         "from specdec import SpecEngine, SamplingParams, Structure\n"
         "with SpecEngine('tiny', memory_bytes='64MiB', max_model_len=256) as engine:\n"
         "    engine.generate('x', SamplingParams(max_tokens=2))\n"
@@ -333,10 +335,10 @@ def test_training_into_a_folder_that_cannot_be_made_is_refused(capsys: Capture, 
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_sweep_in_which_nobody_is_left_is_refused(capsys: Capture) -> None:
+def test_a_sweep_that_leaves_nothing_to_measure_is_refused(capsys: Capture) -> None:
     assert main(["bench", "acceptance", "tiny", "--draft", "mtp", "--shape", "4:4:200"]) == 2
     told = capsys.readouterr().err
-    assert "nobody is left" in told and "from 2" in told
+    assert "nothing is left" in told and "from 2" in told
 
 
 def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def _acceptance(args: argparse.Namespace) -> Run:
     if args.model is None:
         raise ConfigError("MODEL: name a checkpoint's folder, or tiny, which ships", field="model")
     find_folder(args.model)
-    # Imported here, for it brings `transformers` along, which nothing else needs.
+    # Imported late: no other command waits for torch and what the benchmark needs.
     from specdec.bench.acceptance.measure import Length
     from specdec.bench.acceptance.prompts import choose
     from specdec.bench.acceptance.run import Options, run

@@ -32,7 +32,7 @@ class Loaded:
 
 
 class Engines:
-    """Owns the weights, and as many engines as memory holds; of those asked for least recently one gives way.
+    """Owns the weights and as many engines as fit in memory; the least recently used one is evicted.
 
     An engine put together anew has its weights, and learns again what its steps cost.
     """

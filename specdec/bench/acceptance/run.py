@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -104,7 +105,7 @@ class Run:
         wanted = [draft for draft in options.sweep.drafts if draft != NONE]
         if wanted and not self.engines.draftings and not options.sweep.transformers:
             why = "; ".join((*left_out, *self.engines.left_out))
-            raise ConfigError(f"--draft: nobody is left to be measured ({why})", field="draft")
+            raise ConfigError(f"--draft: nothing is left to measure ({why})", field="draft")
         self.settings = {
             group: options.sweep.settings(group, self.engines.draftings) for group in options.sweep.groups()
         }
@@ -244,7 +245,7 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
-    with quiet_transformers():
+    with quiet_transformers() if options.sweep.transformers else nullcontext():
         whole = Run(options, config, out)
         interrupted = is_cut_short(whole)
     report = whole.report(interrupted=interrupted)

@@ -1,4 +1,4 @@
-"""The cache that is compared with: a state for every block of 32 tokens, the least recently used goes first.
+"""The baseline cache: a state for every block of 32 tokens, evicted least recently used first.
 
 This is what Marconi calls vLLM+: an engine's cache of blocks, each with the state behind it. It has no slabs:
 its bytes are counted and lost to no rounding, which flatters it.
@@ -38,7 +38,7 @@ class Run:
 
 
 class BlockCache:
-    """Keeps blocks that nobody uses until their bytes are needed; of one prefix the last goes first."""
+    """Keeps unreferenced blocks until their bytes are needed; a prefix is evicted from its end."""
 
     def __init__(self, layout: Layout, num_bytes: int) -> None:
         self.num_bytes, self.used_bytes = num_bytes, 0
@@ -46,7 +46,7 @@ class BlockCache:
         self.state_bytes = layout.state_bytes
         self._blocks: dict[Key, Block] = {}
         self._idle: OrderedDict[Key, Block] = OrderedDict()
-        """Blocks that no request uses, in the order in which they go: children before their parents."""
+        """Unreferenced blocks in the order of eviction: children before their parents."""
         self._made = self._alive = 0
 
     @property
@@ -64,7 +64,7 @@ class BlockCache:
         for block in found:
             self._use(block)
         while not self._make_room(own_bytes := self._own_bytes(len(prompt) + output, found)):
-            # What it has found may be all there is: where nobody else can end, it reads that again.
+            # The blocks it hit may fill the memory: with no other request to wait for, it recomputes them.
             if self._alive or not found:
                 self._let_go(found)
                 return None

@@ -27,7 +27,7 @@ class Live(Protocol):
 
 
 class Policy(Protocol):
-    """What keeps prefixes and says who gives way; the memory of requests that live comes of the same."""
+    """A cache and its eviction policy. Running requests and cached prefixes share one memory."""
 
     def admit(self, turn: Turn) -> Live | None:
         """Begin a request; None: there is no memory for it now."""
@@ -75,7 +75,7 @@ class _Run:
         self.turns, self.policy, self.speeds, self.on_turn = turns, policy, speeds, on_turn
         self.course = Course([0] * len(turns))
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        """When, the how manieth that was planned, and what: two at one time keep their order."""
+        """Time, sequence number, action: events of one time keep the order in which they were planned."""
         self._planned = 0
         self._now = 0.0
         self._waiting: deque[int] = deque()

@@ -21,7 +21,7 @@ class Job:
     due_s: float | None = None
     """Seconds after the start at which it arrives; None: as soon as there is a place."""
     sending: int = 1
-    """The how many-th of its prompt, in this run."""
+    """How many times its prompt has been sent in this run, this time included."""
 
 
 @dataclass(slots=True)

@@ -132,7 +132,7 @@ def _progress(total: int, what: str) -> Iterator[Any]:
 
 
 async def _find(session: aiohttp.ClientSession, base: str, model: str | None) -> str:
-    """Return the model's name; ask the server even if it is given, to know that somebody is there."""
+    """Return the model's name; ask the server even if it is given, to check that it answers."""
     try:
         return model or await ask_model(session, base)
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:

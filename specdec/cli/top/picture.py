@@ -33,7 +33,7 @@ Line = Sequence[Piece]
 
 def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
     """Show a server; without growth nothing is known of what happens now."""
-    drafters = ", ".join(reading.drafters) or "nobody"
+    drafters = ", ".join(reading.drafters) or "none"
     lines: list[Line] = [
         [Piece(f"specdec {reading.version} on {reading.runs}, drafts by {drafters}")],
         [],

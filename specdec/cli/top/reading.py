@@ -16,7 +16,7 @@ class Prefixes:
     states: int
     blocks: int
     alpha: float | None
-    """Of the policy by which they give way; None: the server does not say."""
+    """The eviction policy's weight; None: the server does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Growth:
 
 
 def shares(parts: Sequence[int], width: int) -> list[int]:
-    """Split a bar's width by its parts, none of them off by a whole cell; all of it goes to somebody."""
+    """Split a bar's width by its parts, each within one cell of its share; together they fill the bar."""
     total, reached, edges = sum(parts), 0, [0]
     for part in parts:
         reached += part

@@ -60,5 +60,5 @@ class Screen:
 def size() -> tuple[int, int]:
     """Return the columns and lines that the terminal has now."""
     columns, lines = os.get_terminal_size(sys.stdout.fileno())
-    # Some that nobody looks at say 0.
+    # A terminal that is not shown may report a size of 0.
     return columns or USUAL[0], lines or USUAL[1]

@@ -1,4 +1,4 @@
-"""`specdec top`: ask a server again and again, and show what it says until somebody has seen enough."""
+"""`specdec top`: poll a server and show its figures until it is interrupted."""
 
 import asyncio
 import contextlib

@@ -43,7 +43,7 @@ class Offer:
 
 
 def format_of(name: str, template: ChatTemplate) -> CallFormat | None:
-    """Find the format of a model's calls; None where tools could not be told to it, or nobody knows how."""
+    """Find the format of a model's calls; None if the template states no tools or the format is unknown."""
     if template.is_plain:
         return None
     if name == "auto":
@@ -98,7 +98,7 @@ FRAME = 100
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
-    """Refuse tools of one name: which of them a call means, nobody could say."""
+    """Refuse tools that share a name: a call would be ambiguous."""
     names = Counter(tool.function.name for tool in tools)
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:

@@ -12,7 +12,7 @@ NULLS, BOOLEANS = ("null", "None"), {"true": "true", "false": "false"}
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
     """Return the types that a parameter may have; what nothing is said of is a text.
 
-    Alternatives and what is referred to count, each once: whoever sends a schema may make it endless.
+    Alternatives and referenced schemas count, each once: a client's schema may be recursive.
     """
     properties = schema.get("properties")
     left = [properties.get(key)] if isinstance(properties, Mapping) else []

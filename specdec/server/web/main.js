@@ -145,7 +145,7 @@ async function meet() {
   }
 }
 
-/** Open in the mode that the model is made for, unless somebody has begun in another. */
+/** Open in the mode that the model is made for, unless the user has started in another. */
 function suit() {
   if (served?.writes !== "chats" || form.dataset.touched) return;
   field("chat").checked = true;

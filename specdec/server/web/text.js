@@ -29,7 +29,7 @@ export class Text {
     this.line = null;
   }
 
-  /** Put a text there that nobody has to wait for: a prompt, or a turn of a chat under its role. */
+  /** Add text that is not streamed: a prompt, or a turn of a chat under its role. */
   give(text, role) {
     if (role) {
       const heading = document.createElement("div");
