@@ -1,4 +1,4 @@
-"""Checkpoints that many tests load, written once a session."""
+"""What many tests share for a session: random checkpoints, and processes that have xgrammar loaded."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +12,8 @@ import torch
 from specdec.bench.random_model import write_random_checkpoint
 from specdec.kernels.native import forms
 from specdec.kernels.native.threads import dismiss_helpers
+from specdec.text.grammar import compiler
+from specdec.text.grammar.template import Template
 from tests.kernels import interpreter
 
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
@@ -91,3 +93,35 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def hybrid(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint()
+
+
+class SharedTemplate(Template):
+    """The process that has xgrammar loaded, left to the engines that come after the one which is closed."""
+
+    def close(self) -> None:
+        """Leave it running."""
+
+
+@pytest.fixture(scope="session")
+def grammar_processes() -> Iterator[dict[tuple[str, int, tuple[int, ...]], SharedTemplate]]:
+    made: dict[tuple[str, int, tuple[int, ...]], SharedTemplate] = {}
+    yield made
+    for own in made.values():
+        Template.close(own)
+
+
+@pytest.fixture(scope="module")
+def shared_grammar_process(
+    grammar_processes: dict[tuple[str, int, tuple[int, ...]], SharedTemplate],
+) -> Iterator[None]:
+    """Load xgrammar once for all engines of a vocabulary: each would spend 2 s on it, a thousand times."""
+
+    def share(tokenizer: str, vocab: int, eos: list[int]) -> Template:
+        key = tokenizer, vocab, tuple(eos)
+        if key not in grammar_processes:
+            grammar_processes[key] = SharedTemplate(tokenizer, vocab, eos)
+        return grammar_processes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "Template", share)
+        yield

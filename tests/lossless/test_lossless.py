@@ -3,7 +3,7 @@
 The cells of the capability table are visited one by one, in float64, where rounding decides nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +11,6 @@ import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.setup.capabilities import AXES, Cell, cells, refusal
-from specdec.text.grammar import compiler
-from specdec.text.grammar.template import Template
 from tests.lossless.cases import (
     FEW,
     LOGPROBS,
@@ -48,31 +46,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         return made[family]
 
     return make
-
-
-class Kept(Template):
-    """The process that has xgrammar loaded, left to the engines that come after the one which is closed."""
-
-    def close(self) -> None:
-        """Leave it running."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once() -> Iterator[None]:
-    """Load xgrammar once for all engines of a vocabulary: each would spend 2 s on it, a thousand times."""
-    made: dict[tuple[str, int, tuple[int, ...]], Kept] = {}
-
-    def keep(tokenizer: str, vocab: int, eos: list[int]) -> Template:
-        key = tokenizer, vocab, tuple(eos)
-        if key not in made:
-            made[key] = Kept(tokenizer, vocab, eos)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "Template", keep)
-        yield
-    for own in made.values():
-        Template.close(own)
 
 
 def groups() -> Mapping[Group, list[Cell]]:
