@@ -19,7 +19,7 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo serve test isa check bench gpu clean
+.PHONY: help demo serve test isa check map bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test    set up, then run every test"
 	@echo "make isa     set up, then run what depends on the processor's features without the newest of them"
 	@echo "make check   ruff, mypy --strict and the import rule"
+	@echo "make map     draw docs/map.svg, the package's rooms, from its imports"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
 	@echo "make gpu     on a machine with an NVIDIA GPU: all checks and benchmarks, 9 minutes, PYTHON's own packages"
 	@echo "make clean   remove the environment and what tools left behind"
@@ -50,6 +51,9 @@ check: $(stamp)
 	$(bin)/ruff format --check
 	$(bin)/mypy
 	$(bin)/pytest -q tests/test_imports.py
+
+map: $(stamp)
+	@$(bin)/python -m tests.map
 
 bench: $(stamp)
 	@$(bin)/specdec bench throughput $(BENCH)

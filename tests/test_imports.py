@@ -1,13 +1,12 @@
 """Who may import whom. Read from the sources, so that imports inside functions count like any other."""
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "specdec"
+from tests import map as house
+from tests.imports import PACKAGE, ROOT, imported, modules, part_of
+
 LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
@@ -47,36 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 """What each room may import beside itself and `errors`: the layers, from below."""
 
 
-def part_of(module: str) -> str:
-    """Return the part of the package that a module's dotted name belongs to."""
-    return module.split(".")[1] if "." in module else module
-
-
-def imported(source: str, module: str, *, is_package: bool) -> Iterator[str]:
-    """Yield the dotted name of everything of ours that a source imports, wherever in it."""
-    anchor = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Import():
-                yield from (alias.name for alias in node.names)
-            case ast.ImportFrom():
-                start = anchor[: len(anchor) - node.level + 1] if node.level else []
-                name = ".".join([*start, *filter(None, [node.module])])
-                # `from specdec import engine` names a part, `from specdec.engine import x` does so already.
-                yield from (f"{name}.{alias.name}" for alias in node.names)
-            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if _is_dynamic_import(node.func):
-                yield name
-            case ast.Call(args=[ast.JoinedStr(values=[ast.Constant(value=str(name)), *_]), *_]) if (
-                _is_dynamic_import(node.func)
-            ):
-                yield f"{name}*"
-
-
-def _is_dynamic_import(function: ast.expr) -> bool:
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name in {"import_module", "__import__"}
-
-
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """List the imports of a source that its place in the house forbids."""
     part, found = part_of(module), []
@@ -92,15 +61,6 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
             target = target if target in MAY_IMPORT or (ROOT / PACKAGE / target).is_dir() else PACKAGE
             if target not in allowed:
                 found.append(f"{module} imports {name}: {part} may import {sorted(allowed)}")
-    return found
-
-
-def modules() -> list[tuple[str, Path]]:
-    """List every module of the package with its file."""
-    found = []
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found.append((".".join(parts).removesuffix(".__init__"), path))
     return found
 
 
@@ -175,3 +135,19 @@ def test_imports_against_the_rule_are_caught(module: str, source: str) -> None:
 def test_imports_within_the_rule_pass(module: str, source: str) -> None:
     is_package = module == "specdec"
     assert violations(source, module, is_package=is_package) == []
+
+
+def test_the_map_of_the_house_is_up_to_date() -> None:
+    assert house.MAP.read_text("utf-8") == house.draw(house.arrows()), "make map draws it anew"
+
+
+def test_every_arrow_of_the_map_points_down() -> None:
+    found = house.arrows()
+    floors = house.floors(found)
+    assert floors.keys() == house.ROOMS.keys()
+    assert all(floors[upper] < floors[lower] for upper, lowers in found.items() for lower in lowers)
+
+
+def test_a_circle_is_caught() -> None:
+    with pytest.raises(ValueError, match="a circle: "):
+        house.floors({"a": {"b"}, "b": {"c", "a"}, "c": set()})

@@ -1,0 +1,131 @@
+"""Draw the package's rooms, and who imports whom, as docs/map.svg: `make map`.
+
+Arrows that follow from others are left out. A room lies just below those that import it.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+from specdec.cli import COMMANDS
+from tests.imports import PACKAGE, ROOT, imported, modules, part_of
+
+MAP = Path(ROOT, "docs", "map.svg")
+ROOMS: Mapping[str, str] = {
+    "cli": "the command",
+    "server": "OpenAI-compatible HTTP",
+    "bench": "benchmarks and their log",
+    "train": "how tiny is trained",
+    "engine": "SpecEngine and its thread",
+    "setup": "settings to a running loop",
+    "core": "scheduler, step, requests",
+    "models": "families, layers, weights",
+    "draft": "drafters, trees, policy",
+    "verify": "sampler and walk",
+    "state_slots": "KV cache, state slots",
+    "kernels": "one folder per operation",
+    "text": "tokenizer, grammars",
+    "config": "what a user may set",
+    "errors": "the exception tree",
+}
+WIDTH, BOX_W, BOX_H, FLOOR_H = 960, 190, 46, 84
+
+Arrows = Mapping[str, Set[str]]
+
+
+def arrows() -> Arrows:
+    """Read which room imports which. What `specdec` itself names is the engine's."""
+    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for module, path in modules():
+        room = part_of(module)
+        if room not in ROOMS:
+            continue
+        for name in imported(path.read_text("utf-8"), module, is_package=path.name == "__init__.py"):
+            if name.split(".")[0] == PACKAGE:
+                target = part_of(name)
+                found[room].add(target if target in ROOMS else "engine")
+    # A command is imported by the name in this table once it is chosen.
+    found["cli"] |= {home.split(":")[0].split(".")[0] for _, home in COMMANDS.values()}
+    return {room: lowers - {room} for room, lowers in found.items()}
+
+
+def floors(found: Arrows) -> dict[str, int]:
+    """Count floors from the top: each room lies below all that import it. A circle is an error."""
+    known: dict[str, int] = {}
+
+    def descend(room: str, below: Sequence[str]) -> int:
+        if room in below:
+            raise ValueError("a circle: " + " → ".join([room, *reversed(below[below.index(room) :])]))
+        if room not in known:
+            users = [upper for upper in found if room in found[upper]]
+            known[room] = 1 + max((descend(upper, [*below, room]) for upper in users), default=-1)
+        return known[room]
+
+    for room in found:
+        descend(room, [])
+    return known
+
+
+def direct(found: Arrows) -> list[tuple[str, str]]:
+    """List the arrows that do not follow from others."""
+
+    def below(room: str) -> set[str]:
+        return set(found[room]).union(*(below(lower) for lower in found[room]))
+
+    return [
+        (room, lower)
+        for room in found
+        for lower in sorted(found[room])
+        if not any(lower in below(other) for other in found[room])
+    ]
+
+
+def draw(found: Arrows) -> str:
+    """Return the picture: a floor for each layer, a box for each room, an arrow for each import."""
+    floor_of = floors(found)
+    lowest = max(floor_of.values())
+    places: dict[str, tuple[float, int]] = {}
+    for floor in range(lowest + 1):
+        rooms = [room for room in ROOMS if floor_of[room] == floor]
+        for i, room in enumerate(rooms):
+            places[room] = WIDTH * (i + 0.5) / len(rooms), 20 + floor * FLOOR_H
+    lines = [_arrow(places[upper], places[lower]) for upper, lower in direct(found)]
+    boxes = [_box(room, *places[room]) for room in ROOMS]
+    height = 40 + lowest * FLOOR_H + BOX_H
+    return "\n".join([_HEAD.format(width=WIDTH, height=height), *lines, *boxes, "</svg>", ""])
+
+
+_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
+<title>The rooms of specdec and who imports whom; arrows that follow from others are left out</title>
+<style>
+  text {{ font: 12px system-ui, sans-serif; text-anchor: middle; fill: #57606a }}
+  .name {{ font: 600 14px ui-monospace, monospace; fill: #1f2328 }}
+  rect {{ fill: #f6f8fa; stroke: #8c959f }}
+  path {{ fill: none; stroke: #8c959f; marker-end: url(#tip) }}
+  #tip path {{ fill: #8c959f; stroke: none }}
+  @media (prefers-color-scheme: dark) {{
+    text {{ fill: #9198a1 }} .name {{ fill: #f0f6fc }} rect {{ fill: #151b23; stroke: #656c76 }}
+  }}
+</style>
+<marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">
+  <path d="M0 0 8 4 0 8z"/>
+</marker>"""
+
+
+def _box(room: str, x: float, y: int) -> str:
+    return (
+        f'<rect x="{x - BOX_W / 2:g}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="6"/>'
+        f'<text class="name" x="{x:g}" y="{y + 19}">{room}</text>'
+        f'<text x="{x:g}" y="{y + 36}">{ROOMS[room]}</text>'
+    )
+
+
+def _arrow(upper: tuple[float, int], lower: tuple[float, int]) -> str:
+    (x, y), (to_x, to_y) = (upper[0], upper[1] + BOX_H), lower
+    gap = FLOOR_H - BOX_H
+    curve = f"C{x:g} {to_y - gap / 2:g} {to_x:g} {to_y - gap / 2:g} {to_x:g} {to_y}"
+    return f'<path d="M{x:g} {y}V{to_y - gap}{curve}"/>'
+
+
+if __name__ == "__main__":
+    MAP.write_text(draw(arrows()), "utf-8")
+    print(MAP.relative_to(ROOT))
