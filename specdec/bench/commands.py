@@ -8,106 +8,79 @@ from functools import partial
 from pathlib import Path
 
 from specdec.bench.acceptance.prompts import choose
+from specdec.bench.options import KernelOptions, ModelOptions, ServeOptions, ThroughputOptions
 from specdec.config.engine import EngineConfig
-from specdec.config.options import Run, at_least, listed
+from specdec.config.options import Run, add_options, add_settings, options_from, settings_from
 from specdec.errors import ConfigError
+from specdec.models.folder import find_folder
 
 
-def add_random(parser: argparse.ArgumentParser) -> None:
-    """Add what the throughput benchmark knows of models that no checkpoint holds."""
-    add = parser.add_argument
-    add("--random", action="store_true", help="draw the weights of --shape on the device; nothing is written")
-    add("--fp8", action="store_true", help="the same as --quantize fp8")
-    add("--profile", action="store_true", help="with --random: time by kernel, and how long it waits")
+def add_throughput(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `specdec bench throughput`."""
+    parser.set_defaults(command=_throughput)
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", type=Path, help="folder of a Hugging Face checkpoint"
+    )
+    add_options(parser, ThroughputOptions, without={"model", "seed"})
+    add_out(parser)
+    add_settings(parser, EngineConfig, title="engine")
+
+
+def _throughput(args: argparse.Namespace) -> Run:
+    options, config = options_from(args, ThroughputOptions), settings_from(args, EngineConfig)
+    if options.profile and not options.random:
+        raise ConfigError("profile: it belongs to --random; give it too", field="random")
+    if options.model is not None and "shape" in options.model_fields_set:
+        raise ConfigError("shape: a model is named too; measure either of them", field="shape")
+    if options.fp8:
+        config = EngineConfig.of(config, {"quantize": "fp8"})
+    out = out_file(args)
+    if options.model is not None:
+        find_folder(options.model)
+    # Imported late: no other command waits for torch and what the benchmark needs.
+    if options.random:
+        from specdec.bench.random_run import run_random
+
+        return partial(run_random, options, config, out)
+    from specdec.bench.throughput import run
+
+    return partial(run, options, config, out)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
     """Add the options of the benchmark of single operations."""
     parser.set_defaults(command=_kernels)
-    add, counts = parser.add_argument, listed(at_least(1))
-    add(
-        "--shape",
-        metavar="NAME",
-        type=listed(str),
-        help="named sizes (default: two real ones, tiny on a CPU)",
-    )
-    add("--batch", metavar="ROWS", type=counts, help="(default: 1,64, with 16,256 to verify; 1,4 on a CPU)")
-    add("--window", metavar="TOKENS", type=counts, help="(default: 1,8, with 4,16 to verify)")
-    add("--context", metavar="TOKENS", type=at_least(1), help="tokens before a window (default: 1024; 64)")
-    add("--only", metavar="OPERATION", type=listed(str), help="measure these alone; peers names all of those")
-    add("--repeats", metavar="TIMES", type=at_least(1), default=20, help="(default: 20)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:<number> (default: auto)")
-    add("--kernels", default="auto", help="auto, reference, cpu, native or triton (default: auto)")
-    add("--dtype", default="auto", help="bfloat16 on a GPU, float32 on a CPU (default: auto)")
-    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="beside other packages")
+    add_options(parser, KernelOptions)
     add_out(parser)
 
 
 def _kernels(args: argparse.Namespace) -> Run:
-    from specdec.bench.kernels import Options, run
+    options, out = options_from(args, KernelOptions), out_file(args)
+    EngineConfig.model_validate(options.model_dump(include={"device", "kernels", "dtype"}))  # or refuse them
+    from specdec.bench.kernels import run
 
-    out = out_file(args)
-    settings = EngineConfig(device=args.device, kernels=args.kernels, dtype=args.dtype)
-    options = Options(
-        device=settings.device,
-        kernels=settings.kernels,
-        dtype=settings.dtype,
-        shapes=args.shape,
-        batches=args.batch,
-        windows=args.window,
-        only=args.only,
-        context=args.context,
-        repeats=args.repeats,
-        peers=args.peers,
-    )
     return partial(run, options, out)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options of the time model."""
     parser.set_defaults(command=_model)
-    add = parser.add_argument
-    add("--shape", default="qwen3-next-80b-a3b", help="a named size (default: qwen3-next-80b-a3b)")
-    add("--fp8", action="store_true", help="the layers' matrices take a byte an entry")
-    add("--batch", metavar="ROWS", type=at_least(1), default=1, help="(default: 1)")
-    add("--window", metavar="TOKENS", type=at_least(1), default=4, help="tokens verified a row (default: 4)")
-    add("--context", metavar="TOKENS", type=at_least(0), default=0, help="tokens before it (default: 0)")
-    add("--acceptance", metavar="LENGTH", type=float, default=1.0, help="tokens gained a step (default: 1)")
-    add("--draft-steps", metavar="STEPS", type=at_least(0), help="passes of the head (default: window - 1)")
-    add("--draft-topk", metavar="TOKENS", type=at_least(1), default=1, help="tokens a pass (default: 1)")
-    add("--slots", choices=("record", "snapshot"), default="record", help="(default: record)")
-    add("--bandwidth", metavar="BYTES/S", default="4.3TB", help="(default: 4.3TB, an H200's)")
+    add_options(parser, ModelOptions)
     add_out(parser)
 
 
 def _model(args: argparse.Namespace) -> Run:
-    from specdec.bench.random_model import shape_config
-    from specdec.bench.report import publish
-    from specdec.bench.time_model import Work, describe, render
-    from specdec.models.families import network
-
-    out = out_file(args)
-    if not 1 <= args.acceptance <= args.window:
+    options, out = options_from(args, ModelOptions), out_file(args)
+    if options.acceptance > options.window:
         raise ConfigError(
-            f"--acceptance: a step with a window of {args.window} gains from 1 to {args.window} tokens, not "
-            f"{args.acceptance:g}; give a length in between, or another --window",
+            f"--acceptance: a step with a window of {options.window} gains from 1 to {options.window} "
+            f"tokens, not {options.acceptance:g}; give a length in between, or another --window",
             field="acceptance",
         )
-    bandwidth = _speed(args.bandwidth)
-    shape = network(shape_config(args.shape))
-    default_steps = args.window - 1 if shape.mtp else 0
-    work = Work(
-        rows=args.batch,
-        window=args.window,
-        context=args.context,
-        accepted=args.acceptance,
-        draft_steps=default_steps if args.draft_steps is None else args.draft_steps,
-        topk=args.draft_topk,
-        fp8=args.fp8,
-        slots=args.slots,
-    )
-    report = {"shape": args.shape, **describe(shape, work, bandwidth)}
-    return partial(publish, render(report), report, out)
+    bandwidth = _speed(options.bandwidth)
+    from specdec.bench.time_model import run
+
+    return partial(run, options, bandwidth, out)
 
 
 def _speed(text: str) -> float:
@@ -128,46 +101,17 @@ def _speed(text: str) -> float:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the options of the benchmark of servers."""
     parser.set_defaults(command=_serve)
-    add, counts = parser.add_argument, listed(at_least(1))
-    add("url", metavar="URL", help="an OpenAI-style server, such as http://localhost:8000")
-    add("--model", metavar="NAME", help="(default: the first that the server names)")
-    add("--chat", action="store_true", help="/v1/chat/completions, with the server's own template")
-    add_prompts(parser)
-    add("--concurrency", metavar="REQUESTS", type=counts, default=[1, 4, 16], help="(default: 1,4,16)")
-    add("--requests", metavar="COUNT", type=at_least(1), help="at each (default: 4 a place, 16 at least)")
-    add("--rate", metavar="PER SECOND", type=above_0, help="arrivals by chance, at most CONCURRENCY at once")
-    add("--max-tokens", metavar="TOKENS", type=at_least(1), default=128, help="(default: 128)")
-    add("--temperature", type=_number, default=0.0, help="(default: 0)")
-    add("--ignore-eos", action="store_true", help="ask for answers of full length")
-    add("--seed", type=at_least(0), default=0, help="of prompts' order, arrivals, sampling (default: 0)")
-    add("--api-key-env", metavar="NAME", help="the environment variable that holds the key")
-    add("--warmup", metavar="REQUESTS", type=at_least(0), help="before each, uncounted (default: as many)")
-    add("--timeout", metavar="SECONDS", type=above_0, default=600.0, help="of a request (default: 600)")
+    parser.add_argument("url", metavar="URL", help="an OpenAI-style server, such as http://localhost:8000")
+    add_options(parser, ServeOptions, without={"url"})
     add_out(parser)
 
 
 def _serve(args: argparse.Namespace) -> Run:
-    from specdec.bench.serve.run import Options, run
+    options, out = options_from(args, ServeOptions), out_file(args)
+    from specdec.bench.serve.run import run
 
-    out = out_file(args)
-    options = Options(
-        url=args.url,
-        model=args.model,
-        chat=args.chat,
-        prompts=choose(args.prompts, args.category, args.limit),
-        source=str(args.prompts or "the package"),
-        concurrency=args.concurrency,
-        requests=args.requests,
-        rate=args.rate,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        ignore_eos=args.ignore_eos,
-        seed=args.seed,
-        api_key=secret(args.api_key_env),
-        warmup=args.warmup,
-        timeout_s=args.timeout,
-    )
-    return partial(run, options, out)
+    prompts = choose(options.prompts, options.category, options.limit)
+    return partial(run, options, prompts, secret(options.api_key_env), out)
 
 
 def secret(name: str | None) -> str | None:
@@ -175,30 +119,6 @@ def secret(name: str | None) -> str | None:
     if name is not None and name not in os.environ:
         raise ConfigError(f"--api-key-env: no variable {name!r} is set; export it first", field="api_key_env")
     return None if name is None else os.environ[name]
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
-    return number
-
-
-def above_0(text: str) -> float:
-    if not (number := _number(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return number
-
-
-def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose prompts, for `choose`."""
-    add, names = parser.add_argument, listed(str)
-    add("--prompts", metavar="FILE", type=Path, help="JSON lines, or .txt (default: the sets that ship)")
-    add("--category", metavar="NAME", type=names, default=[], help="of these alone, with commas")
-    add("--limit", metavar="PROMPTS", type=at_least(1), help="at most so many of each category")
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench import attention_problems, kernel_peers, token_problems, window_problems
+from specdec.bench.options import KernelOptions
 from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.bench.random_model import quiet_transformers, shape_config
 from specdec.bench.report import environment, publish, table
@@ -69,23 +70,7 @@ DEFAULTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What to measure; None is the default for the device."""
-
-    device: str
-    kernels: str
-    dtype: str
-    shapes: Sequence[str] | None = None
-    batches: Sequence[int] | None = None
-    windows: Sequence[int] | None = None
-    only: Sequence[str] | None = None
-    context: int | None = None
-    repeats: int = 20
-    peers: bool = True
-
-
-def run(options: Options, out: Path | None) -> None:
+def run(options: KernelOptions, out: Path | None) -> None:
     """Measure, print the table and the report as JSON; exit with 1 if an operation was wrong or failed.
 
     Ctrl-C ends it as it ends anything, once the problems that were finished are shown.
@@ -101,7 +86,7 @@ def run(options: Options, out: Path | None) -> None:
         sys.exit(1)
 
 
-def benchmark(options: Options) -> dict[str, Any]:
+def benchmark(options: KernelOptions) -> dict[str, Any]:
     """Check and time each problem; return the report."""
     device, kernels, dtype = _settle(options)
     cold = CPU_COLD
@@ -186,7 +171,7 @@ def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> d
     }
 
 
-def _settle(options: Options) -> tuple[torch.device, str, torch.dtype]:
+def _settle(options: KernelOptions) -> tuple[torch.device, str, torch.dtype]:
     """Let the engine's own rules choose device and kernels; the model asked about does not matter."""
     config = EngineConfig.of(
         EngineConfig(draft="none", memory_bytes=1 << 30, max_model_len=16),
@@ -200,11 +185,11 @@ def _settle(options: Options) -> tuple[torch.device, str, torch.dtype]:
     return settings.device, settings.kernels, settings.dtype
 
 
-def _plan(bench: Bench, options: Options) -> Iterator[Planned]:
+def _plan(bench: Bench, options: KernelOptions) -> Iterator[Planned]:
     """List all problems: each load once, then the loads at which the backings are compared."""
     grid = DEFAULTS[bench.device.type]
     seen: set[tuple[object, ...]] = set()
-    networks = {name: families.network(shape_config(name)) for name in options.shapes or grid.shapes}
+    networks = {name: families.network(shape_config(name)) for name in options.shape or grid.shapes}
     for problem in _all(bench, options, grid, networks):
         key = problem.operation, problem.shape, problem.detail, problem.batch, problem.window
         if key not in seen and _is_wanted(problem.operation, options.only):
@@ -224,17 +209,17 @@ def _is_wanted(operation: str, only: Sequence[str] | None) -> bool:
 
 
 def _all(
-    bench: Bench, options: Options, grid: Grid, networks: Mapping[str, spec.Network]
+    bench: Bench, options: KernelOptions, grid: Grid, networks: Mapping[str, spec.Network]
 ) -> Iterator[Planned]:
     context = grid.context if options.context is None else options.context
     for name, network in networks.items():
-        for batch in options.batches or grid.batches:
-            for window in options.windows or grid.windows:
+        for batch in options.batch or grid.batches:
+            for window in options.window or grid.windows:
                 sizes = Sizes(name, network, batch, window, context)
                 for plan in PLANS:
                     yield from plan(bench, sizes)
-        for batch in options.batches or grid.verify_batches:
-            for window in options.windows or grid.verify_windows:
+        for batch in options.batch or grid.verify_batches:
+            for window in options.window or grid.verify_windows:
                 sizes = Sizes(name, network, batch, window, context)
                 yield from (
                     p
@@ -243,8 +228,8 @@ def _all(
                 )
         # Last, for some compile for a minute before they run.
         if options.peers:
-            for batch in options.batches or grid.batches:
-                for window in options.windows or grid.windows:
+            for batch in options.batch or grid.batches:
+                for window in options.window or grid.windows:
                     yield from kernel_peers.plan(bench, Sizes(name, network, batch, window, context))
 
 

@@ -9,11 +9,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench import profile as profiling
 from specdec.bench.agreement import rounding
+from specdec.bench.options import ThroughputOptions
 from specdec.bench.peers import Sample
 from specdec.bench.random_fit import Fit, fit, fitting
 from specdec.bench.report import environment, publish, summarise, table
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.throughput import WINDOW_ROUNDS, Case, Options, legend, longest, until_interrupted
+from specdec.bench.throughput import WINDOW_ROUNDS, Case, legend, longest, until_interrupted
 from specdec.bench.time_model import Work
 from specdec.bench.timing import Machine, measure_machine
 from specdec.bench.windows import window_costs, window_table
@@ -40,7 +41,7 @@ class Counted:
         return 1 + (self.drafted - before.drafted) / max(self.steps - before.steps, 1)
 
 
-def run_random(options: Options, config: EngineConfig, out: Path | None, *, profile: bool) -> None:
+def run_random(options: ThroughputOptions, config: EngineConfig, out: Path | None) -> None:
     """Measure, then print the tables and, as the last line, the report as JSON.
 
     Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
@@ -48,20 +49,20 @@ def run_random(options: Options, config: EngineConfig, out: Path | None, *, prof
     if options.model is not None or options.peers:
         name = "model" if options.model is not None else "peers"
         raise ConfigError(f"{name}: --random draws the weights of --shape, and no peer has them", field=name)
-    report = benchmark(options, config, profile=profile)
+    report = benchmark(options, config)
     publish(render(report), report, out)
     if report["interrupted"]:
         raise KeyboardInterrupt
 
 
-def benchmark(options: Options, config: EngineConfig, *, profile: bool) -> dict[str, Any]:
+def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
     """Draw the weights, run every batch with drafts and without, and return the report."""
-    watched = profiling.room(config.num_steps or DEFAULT_STEPS) if profile else 0
+    watched = profiling.room(config.num_steps or DEFAULT_STEPS) if options.profile else 0
     needed = longest(options, config, watched=watched)
     given = config.model_dump(exclude_unset=True)
     found = fit(options.shape, EngineConfig.of(EngineConfig(max_model_len=needed), given))
     tokens = found.settings.max_model_len
-    batches = fitting(found, options.batches, tokens)
+    batches = fitting(found, options.batch, tokens)
     room = EngineConfig(
         max_running=max(batches), max_model_len=needed, memory_bytes=found.memory_for(max(batches), tokens)
     )
@@ -71,19 +72,19 @@ def benchmark(options: Options, config: EngineConfig, *, profile: bool) -> dict[
         EngineConfig.of(room, {name: value for name, value in given.items() if name != "memory_bytes"}),
         stored=found.stored,
         stored_bytes=found.stored_bytes,
-        seed=options.seed,
+        seed=options.seed or 0,
     )
     settings = model.settings
     engine = EngineRunner.of(model)
     runners = [engine, engine.plain()] if settings.drafters else [engine]
     cases = [Case(batch, prompt) for batch in batches for prompt in options.prompt_tokens]
-    prompts = cases[0].prompts(found.model.network.vocab, options.seed)
+    prompts = cases[0].prompts(found.model.network.vocab, options.seed or 0)
     measured: list[dict[str, Any]] = []
     with until_interrupted(measured):
         for case in _measure(options, found, machine, runners, cases):
             measured.append(case)
     interrupted = len(measured) < len(cases)
-    profiled = profile and not interrupted
+    profiled = options.profile and not interrupted
     return {
         "benchmark": "random throughput",
         **environment(),
@@ -97,25 +98,25 @@ def benchmark(options: Options, config: EngineConfig, *, profile: bool) -> dict[
         "rounding": rounding(settings),
         "fp8": settings.quantize,
         "settings": given,
-        "seed": options.seed,
+        "seed": options.seed or 0,
         "new_tokens": options.new_tokens,
         "warmup": options.warmup,
         "repeats": options.repeats,
         "copy_bytes_per_s": machine.copy_bytes_per_s,
         "contestants": {runner.name: runner.describe() for runner in runners},
-        "left_out": [batch for batch in options.batches if batch not in batches],
+        "left_out": [batch for batch in options.batch if batch not in batches],
         "interrupted": interrupted,
         "cases": measured,
         "memory": [_memory(found, batch, tokens) for batch in batches],
-        "windows": window_costs(model, options.windows, WINDOW_ROUNDS)
-        if options.windows and not interrupted
+        "windows": window_costs(model, options.window, WINDOW_ROUNDS)
+        if options.window and not interrupted
         else [],
         "profiles": {r.name: profiling.profile_steps(r, prompts) for r in runners} if profiled else {},
     }
 
 
 def _measure(
-    options: Options,
+    options: ThroughputOptions,
     found: Fit,
     machine: Machine,
     runners: Sequence[EngineRunner],
@@ -125,7 +126,7 @@ def _measure(
     with tqdm(total=len(cases) * (options.warmup + options.repeats), leave=False, disable=None) as progress:
         for case in cases:
             progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
-            prompts = case.prompts(found.model.network.vocab, options.seed)
+            prompts = case.prompts(found.model.network.vocab, options.seed or 0)
             samples: dict[str, list[Sample]] = {runner.name: [] for runner in runners}
             before: dict[str, Counted] = {}
             for repeat in range(-options.warmup, options.repeats):

@@ -13,6 +13,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.agreement import rounding
 from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
+from specdec.bench.options import ThroughputOptions
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import Summary, environment, publish, summarise, table
@@ -28,23 +29,6 @@ WINDOW_ROUNDS = 30
 EXCUSED_GAP = 1e-4
 """How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
 implementations round differently, and a tie this close may fall to either."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What to measure."""
-
-    model: Path | None
-    shape: str
-    batches: Sequence[int]
-    prompt_tokens: Sequence[int]
-    new_tokens: int
-    peers: Sequence[str]
-    repeats: int
-    warmup: int
-    seed: int
-    windows: Sequence[int] = ()
-    """Widths whose step is timed beside that of a window of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +51,13 @@ class CaseResult:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
 
-def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
+def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
     """Check, measure, and return the report."""
     refuse_unknown(options.peers)
     folder = (
         Checkpoint(options.model).folder
         if options.model
-        else cached_checkpoint(shape_config(options.shape), seed=options.seed)
+        else cached_checkpoint(shape_config(options.shape), seed=options.seed or 0)
     )
     engine = EngineRunner(folder, _with_room(config, options))
     settings, spec = engine.model.settings, engine.model.network.spec
@@ -88,9 +72,9 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
     windows: list[dict[str, Any]] = []
     interrupted = len(results) < len(_cases(options))
     # The window steps come last, on their own: they have no counterpart to take turns with.
-    if options.windows and not interrupted:
+    if options.window and not interrupted:
         try:
-            windows = window_costs(engine.model, options.windows, WINDOW_ROUNDS)
+            windows = window_costs(engine.model, options.window, WINDOW_ROUNDS)
         except KeyboardInterrupt:
             interrupted = True
     return {
@@ -104,7 +88,7 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "rounding": rounded,
         "settings": config.model_dump(exclude_unset=True),
-        "seed": options.seed,
+        "seed": options.seed or 0,
         "new_tokens": options.new_tokens,
         "warmup": options.warmup,
         "repeats": options.repeats,
@@ -118,7 +102,7 @@ def benchmark(options: Options, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def run(options: Options, config: EngineConfig, out: Path | None) -> None:
+def run(options: ThroughputOptions, config: EngineConfig, out: Path | None) -> None:
     """Measure, then print the table and, as the last line, the report as JSON; nothing if the check fails.
 
     Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
@@ -131,7 +115,7 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
 
 
 def _measure(
-    options: Options,
+    options: ThroughputOptions,
     engine: EngineRunner,
     plain: EngineRunner,
     oracle: TransformersPeer,
@@ -152,7 +136,7 @@ def _measure(
         for number, case in enumerate(cases, 1):
             of_all = f"case {number} of {len(cases)}"
             progress.set_description(f"{of_all}: batch {case.batch}, prompt {case.prompt_tokens}")
-            prompts = case.prompts(spec.vocab, options.seed)
+            prompts = case.prompts(spec.vocab, options.seed or 0)
             # What is accepted at given rates is not the model's text; what speaks for it decodes plainly.
             judged = plain if settings.synthetic else engine
             result = CaseResult(case, check(judged, oracle, prompts, options.new_tokens, exact=exact))
@@ -169,8 +153,8 @@ def _measure(
     return results, summarise(bandwidths)
 
 
-def _cases(options: Options) -> list[Case]:
-    return [Case(*pair) for pair in itertools.product(options.batches, options.prompt_tokens)]
+def _cases(options: ThroughputOptions) -> list[Case]:
+    return [Case(*pair) for pair in itertools.product(options.batch, options.prompt_tokens)]
 
 
 @contextmanager
@@ -183,20 +167,20 @@ def until_interrupted(results: Sequence[object]) -> Iterator[None]:
             raise
 
 
-def _with_room(config: EngineConfig, options: Options) -> EngineConfig:
+def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig:
     """Size the engine for the largest case, where the user did not."""
-    room = EngineConfig(max_running=max(options.batches), max_model_len=longest(options, config))
+    room = EngineConfig(max_running=max(options.batch), max_model_len=longest(options, config))
     return EngineConfig.of(room, config.model_dump(exclude_unset=True))
 
 
-def longest(options: Options, config: EngineConfig, *, watched: int = 0) -> int:
+def longest(options: ThroughputOptions, config: EngineConfig, *, watched: int = 0) -> int:
     """Return the length that the largest case and the widest window need; refuse one given that is less.
 
     `watched` tokens are written where steps are watched after the cases.
     """
     needed = max(options.prompt_tokens) + max(options.new_tokens, watched) + 1
-    if options.windows:
-        needed = max(needed, PROMPT + max(options.windows))
+    if options.window:
+        needed = max(needed, PROMPT + max(options.window))
     if config.max_model_len is not None and config.max_model_len < needed:
         raise ConfigError(
             f"max_model_len: {config.max_model_len} is less than the {needed} tokens that are measured "

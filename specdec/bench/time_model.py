@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.bench.report import table
+from specdec.bench.options import ModelOptions
+from specdec.bench.random_model import shape_config
+from specdec.bench.report import publish, table
 from specdec.errors import ConfigError
-from specdec.models import spec
+from specdec.models import families, spec
 from specdec.models.network import memory_layout
 from specdec.setup.footprint import Footprint, Parameter, measure
 from specdec.state_slots.layout import Layout
@@ -165,6 +168,24 @@ def describe(network: spec.Network, work: Work, bandwidth: float) -> dict[str, A
         "floor_s": total / bandwidth,
         "ceiling_tokens_per_s": work.rows * work.accepted * bandwidth / total,
     }
+
+
+def run(options: ModelOptions, bandwidth: float, out: Path | None) -> None:
+    """Print the bytes of a step of a named shape and, as the last line, the report."""
+    shape = families.network(shape_config(options.shape))
+    default_steps = options.window - 1 if shape.mtp else 0
+    work = Work(
+        rows=options.batch,
+        window=options.window,
+        context=options.context,
+        accepted=options.acceptance,
+        draft_steps=default_steps if options.draft_steps is None else options.draft_steps,
+        topk=options.draft_topk,
+        fp8=options.fp8,
+        slots=options.slots,
+    )
+    report = {"shape": options.shape, **describe(shape, work, bandwidth)}
+    publish(render(report), report, out)
 
 
 def render(report: Mapping[str, Any]) -> str:

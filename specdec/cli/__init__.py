@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "throughput": ("prefill and decode speed, beside other engines", "cli.commands:add_throughput"),
+        "throughput": ("prefill and decode speed, beside other engines", "bench.commands:add_throughput"),
         "acceptance": (
             "how much of drafts is accepted, and what that earns",
             "bench.acceptance.command:add_acceptance",

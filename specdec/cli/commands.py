@@ -12,12 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.commands import above_0, add_out, add_random, out_file, secret
+from specdec.bench.commands import secret
+from specdec.bench.options import TopOptions
 from specdec.config.engine import EngineConfig
-from specdec.config.options import Run, add_settings, at_least, listed, settings_from
+from specdec.config.options import (
+    Run,
+    add_options,
+    add_settings,
+    at_least,
+    listed,
+    options_from,
+    settings_from,
+)
 from specdec.config.parser import Parser
 from specdec.config.sampling import SamplingParams
-from specdec.errors import ConfigError, RequestError
+from specdec.errors import RequestError
 from specdec.models.folder import find_folder, short
 
 COLOURS = ("auto", "always", "never")
@@ -139,92 +148,22 @@ def _plain(name: str, value: Any) -> str:
             return str(value)
 
 
-def add_throughput(parser: Parser) -> None:
-    """Add the options of `specdec bench throughput`."""
-    parser.set_defaults(command=_throughput)
-    add, counts = parser.add_argument, listed(at_least(1))
-    add("model", metavar="MODEL", nargs="?", type=Path, help="folder of a Hugging Face checkpoint")
-    add("--shape", metavar="NAME", help="without MODEL: random weights of a named size (default: tiny)")
-    add("--batch", metavar="ROWS", type=counts, default=[1, 4, 16], help="with commas (default: 1,4,16)")
-    add(
-        "--prompt-tokens",
-        metavar="TOKENS",
-        type=counts,
-        default=[32, 512],
-        help="with commas (default: 32,512)",
-    )
-    add("--new-tokens", metavar="TOKENS", type=at_least(1), default=32, help="decode steps (default: 32)")
-    add(
-        "--window",
-        metavar="TOKENS",
-        type=counts,
-        default=[],
-        help="also time windows of these widths, as in 4,8",
-    )
-    add(
-        "--peers",
-        metavar="PEER",
-        type=listed(str),
-        default=[],
-        help="transformers, URLs of servers, or both, with commas",
-    )
-    add("--repeats", metavar="TIMES", type=at_least(1), default=5, help="counted runs (default: 5)")
-    add("--warmup", metavar="TIMES", type=at_least(0), default=1, help="uncounted runs (default: 1)")
-    add_out(parser)
-    add_random(parser)
-    add_settings(parser, EngineConfig, title="engine")
-
-
-def _throughput(args: argparse.Namespace) -> Run:
-    if args.profile and not args.random:
-        raise ConfigError("profile: it belongs to --random; give it too", field="random")
-    if args.model is not None and args.shape is not None:
-        raise ConfigError("shape: a model is named too; measure either of them", field="shape")
-    config = settings_from(args, EngineConfig)
-    if args.fp8:
-        config = EngineConfig.of(config, {"quantize": "fp8"})
-    out = out_file(args)
-    if args.model is not None:
-        find_folder(args.model)
-    # Imported late: no other command waits for torch and what the benchmark needs.
-    from specdec.bench.random_run import run_random
-    from specdec.bench.throughput import Options, run
-
-    options = Options(
-        model=args.model,
-        shape=args.shape or "tiny",
-        batches=args.batch,
-        prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        peers=args.peers,
-        repeats=args.repeats,
-        warmup=args.warmup,
-        seed=config.seed or 0,
-        windows=args.window,
-    )
-    if args.random:
-        return partial(run_random, options, config, out, profile=args.profile)
-    return partial(run, options, config, out)
-
-
 def add_top(parser: Parser) -> None:
     """Add the options of `specdec top`."""
     parser.set_defaults(command=_top)
-    add, url = parser.add_argument, "http://127.0.0.1:8000"
-    add("url", metavar="URL", nargs="?", default=url, help=f"a specdec server (default: {url})")
-    add("--interval", metavar="SECONDS", type=above_0, default=1.0, help="between two looks (default: 1)")
-    add("--once", action="store_true", help="print one picture, of two looks, and end")
-    add("--api-key-env", metavar="NAME", help="the environment variable that holds the key")
+    url = TopOptions.model_fields["url"]
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", default=url.default, help=f"{url.title} (default: {url.default})"
+    )
+    add_options(parser, TopOptions, without={"url"})
 
 
 def _top(args: argparse.Namespace) -> Run:
-    # Imported here, for no other command but a benchmark needs an HTTP client.
-    from specdec.bench.client import check_url, reason
-    from specdec.cli.top.view import Options, run
+    options = options_from(args, TopOptions)
+    # Imported late: no other command but a benchmark needs an HTTP client.
+    from specdec.cli.top.view import run
 
-    url, key = check_url(args.url if "://" in args.url else f"http://{args.url}"), secret(args.api_key_env)
-    options = Options(url=url, api_key=key, interval_s=args.interval, once=args.once, reason=reason)
-    return partial(run, options)
+    return partial(run, options, secret(options.api_key_env))
 
 
 def add_demo(parser: Parser) -> None:

@@ -4,12 +4,14 @@ import argparse
 import re
 import types
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from specdec.config.base import Settings
 from specdec.config.parser import Help
+from specdec.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 Run = Callable[[], None]
@@ -37,11 +39,44 @@ def add_settings(
             _add_field(group, name, field)
 
 
+def add_options(
+    parser: argparse.ArgumentParser, settings: type[Settings], *, without: Collection[str] = ()
+) -> None:
+    """Add an option for each field of a small command: all are shown, and lists are written with commas."""
+    for name, field in settings.model_fields.items():
+        if name in without:
+            continue
+        kinds = _kinds(field.annotation)
+        default = ",".join(map(str, field.default)) if list in kinds and field.default else field.default
+        is_told = bool not in kinds and default not in (None, [])
+        says = f"{field.title}{f' (default: {default})' if is_told else ''}"
+        option, absent = _option(name), argparse.SUPPRESS
+        if bool in kinds:
+            switch = argparse.BooleanOptionalAction if field.default else "store_true"
+            parser.add_argument(option, action=switch, default=absent, help=says)
+            continue
+        read: Callable[[str], object] = str if str in kinds | _listed_kinds(field.annotation) else _decimal
+        read = Path if Path in kinds else read
+        metavar = "FILE" if Path in kinds else name.rsplit("_", 1)[-1].upper()
+        type_ = listed(read) if list in kinds else read
+        parser.add_argument(option, metavar=metavar, type=type_, default=absent, help=says)
+
+
 def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
     """Build the settings from the options that were given; what they refuse is a ConfigError."""
     given = {name: value for name, value in vars(args).items() if name in settings.model_fields}
     # A list that was given once, as None, is not given.
     return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
+
+
+def options_from(args: argparse.Namespace, settings: type[S]) -> S:
+    """Build what `add_options` reads; a refusal names the option."""
+    try:
+        return settings_from(args, settings)
+    except ConfigError as error:
+        option = f"{_option(str(error.field))}: it"
+        named = str(error).replace(f"{settings.__name__}.{error.field}", option, 1)
+        raise ConfigError(named, field=error.field) from None
 
 
 def settings_table(settings: type[Settings]) -> str:
@@ -52,8 +87,12 @@ def settings_table(settings: type[Settings]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    option, kinds = f"--{name.replace('_', '-')}", _kinds(field.annotation)
+    option, kinds = _option(name), _kinds(field.annotation)
     says = Help(_help(field), _brief(field) if name in COMMON else "")
     absent = argparse.SUPPRESS
     if bool in kinds:

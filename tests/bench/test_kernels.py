@@ -11,6 +11,7 @@ import torch
 
 from specdec.bench import kernels, traffic, window_problems
 from specdec.bench.kernels import ONCE, TOLERANCE, measure
+from specdec.bench.options import KernelOptions
 from specdec.bench.problems import Bench, Planned, row_error
 from specdec.bench.report import publish
 from specdec.bench.timing import Machine, measure_machine, time_calls
@@ -251,7 +252,7 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL[:4], "--shape", "huge"]) == 2
     assert main([*SMALL, "--dtype", "float64"]) == 2
     with pytest.raises(ConfigError):
-        kernels.benchmark(kernels.Options(device="cuda", kernels="auto", dtype="auto"))
+        kernels.benchmark(KernelOptions(device="cuda"))
 
 
 @pytest.mark.usefixtures("_small")

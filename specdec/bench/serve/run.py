@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.acceptance.prompts import Prompt
 from specdec.bench.client import ask_model, check_url, reason
+from specdec.bench.options import ServeOptions
 from specdec.bench.report import environment, publish
 from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
 from specdec.bench.serve.report import level_report, render
@@ -25,39 +25,17 @@ FEWEST, PER_PLACE = 16, 4
 """Requests of a level where their number is not given: so many for each at a time, and never fewer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What to send, and how."""
-
-    url: str
-    model: str | None
-    chat: bool
-    prompts: Sequence[Prompt]
-    source: str
-    """Where the prompts are from."""
-    concurrency: Sequence[int]
-    requests: int | None
-    rate: float | None
-    max_tokens: int
-    temperature: float
-    ignore_eos: bool
-    seed: int
-    api_key: str | None
-    warmup: int | None
-    timeout_s: float
-
-
-def run(options: Options, out: Path | None) -> None:
+def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: Path | None) -> None:
     """Measure, then print the table and, as the last line, the report as JSON.
 
     Ctrl-C ends it as it ends anything, once what had been answered by then is shown.
     """
-    base = _checked(options)
-    levels = plan(options)
+    base = _checked(options, prompts)
+    levels = plan(options, prompts)
     told: dict[str, Any] = {"model": options.model, "takes_salts": True}
     interrupted = False
     try:
-        asyncio.run(_measure(options, base, levels, told))
+        asyncio.run(_measure(options, key, base, levels, told))
     except KeyboardInterrupt:
         interrupted = True
         if not any(level.outcomes for level in levels):
@@ -67,7 +45,7 @@ def run(options: Options, out: Path | None) -> None:
         **environment(),
         "url": base,
         **told,
-        **_asked(options),
+        **_asked(options, prompts),
         "interrupted": interrupted,
         "levels": [level_report(level) for level in levels if level.outcomes],
     }
@@ -78,9 +56,9 @@ def run(options: Options, out: Path | None) -> None:
         raise EngineError(f"url: {base} completed no request; the reasons stand above", field="url")
 
 
-def plan(options: Options) -> list[Level]:
+def plan(options: ServeOptions, prompts: Sequence[Prompt]) -> list[Level]:
     """Lay out every request: prompts shuffled once by the seed, each level going on where the last ended."""
-    order = list(options.prompts)
+    order = list(prompts)
     random.Random(options.seed).shuffle(order)
     endless, sent, levels = enumerate(cycle(order)), Counter[str](), list[Level]()
 
@@ -99,10 +77,12 @@ def plan(options: Options) -> list[Level]:
     return levels
 
 
-async def _measure(options: Options, base: str, levels: Sequence[Level], told: dict[str, Any]) -> None:
+async def _measure(
+    options: ServeOptions, key: str | None, base: str, levels: Sequence[Level], told: dict[str, Any]
+) -> None:
     """Fill in the levels one after the other, and what the server says of itself."""
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    limit = aiohttp.ClientTimeout(total=options.timeout_s)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limit = aiohttp.ClientTimeout(total=options.timeout)
     # A connection for each request: some servers close one that was used, and the next would fail by it.
     connections = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=connections) as session:
@@ -156,32 +136,32 @@ def _refuse_useless(base: str, outcomes: Sequence[Outcome]) -> None:
         )
 
 
-def _asked(options: Options) -> dict[str, Any]:
+def _asked(options: ServeOptions, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Say what was sent."""
     return {
         "endpoint": "chat" if options.chat else "completions",
         "prompts": {
-            "source": options.source,
-            "count": len(options.prompts),
-            "categories": Counter(prompt.category for prompt in options.prompts),
-            "chats_as_text": 0 if options.chat else sum(bool(prompt.messages) for prompt in options.prompts),
+            "source": str(options.prompts or "the package"),
+            "count": len(prompts),
+            "categories": Counter(prompt.category for prompt in prompts),
+            "chats_as_text": 0 if options.chat else sum(bool(prompt.messages) for prompt in prompts),
         },
         "settings": {
             "max_tokens": options.max_tokens,
             "temperature": options.temperature,
             "ignore_eos": options.ignore_eos,
             "rate": options.rate,
-            "timeout_s": options.timeout_s,
+            "timeout_s": options.timeout,
         },
         "seed": options.seed,
         "warmup": options.warmup,
     }
 
 
-def _checked(options: Options) -> str:
+def _checked(options: ServeOptions, prompts: Sequence[Prompt]) -> str:
     """Return the server's address, if there is nothing to refuse."""
     base = check_url(options.url)
-    ids = next((prompt for prompt in options.prompts if prompt.token_ids is not None), None)
+    ids = next((prompt for prompt in prompts if prompt.token_ids is not None), None)
     if options.chat and ids:
         raise ConfigError(
             f"--chat: the prompt {ids.name!r} is token ids, and a chat takes text", field="chat"

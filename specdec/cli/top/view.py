@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import aiohttp
 
+from specdec.bench.client import check_url, reason
+from specdec.bench.options import TopOptions
 from specdec.cli.terminal import paints
 from specdec.cli.top.picture import WIDEST, Piece, heading, picture, shown
 from specdec.cli.top.reading import Growth, Reading
@@ -24,69 +24,59 @@ FAILURES = (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError, At
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Whom to ask, and how often."""
-
-    url: str
-    api_key: str | None
-    interval_s: float
-    once: bool
-    reason: Callable[[Exception], str]
-    """Says in words why a server gave no answer."""
-
-
-def run(options: Options) -> None:
+def run(options: TopOptions, key: str | None) -> None:
     """Show a server until told to end; once, where that is asked for or no terminal is there."""
+    url = check_url(options.url if "://" in options.url else f"http://{options.url}")
     # A terminal that calls itself dumb cannot be drawn over.
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    asyncio.run(_once(options) if options.once or not is_drawn else _live(options))
+    show = _once if options.once or not is_drawn else _live
+    asyncio.run(show(url, key, options.interval))
 
 
 class Source:
     """Asks one server, over one connection."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         self.session = aiohttp.ClientSession(headers=headers, timeout=timeout, raise_for_status=True)
 
     async def read(self) -> Reading:
-        async with self.session.get(f"{self.options.url}/server_info") as reply:
+        async with self.session.get(f"{self.url}/server_info") as reply:
             return Reading.of(await reply.json(), time.monotonic())
 
     def why(self, error: Exception) -> str:
         """Say why there was no reading, and what helps."""
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
             return "it wants a key, or another one: --api-key-env names its variable"
-        return self.options.reason(error)
+        return reason(error)
 
 
-async def _once(options: Options) -> None:
+async def _once(url: str, key: str | None, interval_s: float) -> None:
     """Print one picture: of two readings, so that it has what happens between them."""
-    source = Source(options)
+    source = Source(url, key)
     async with source.session:
         try:
             before = await source.read()
-            await asyncio.sleep(options.interval_s)
+            await asyncio.sleep(interval_s)
             now = await source.read()
         except FAILURES as error:
-            raise EngineError(f"url: {options.url}: {source.why(error)}", field="url") from error
+            raise EngineError(f"url: {url}: {source.why(error)}", field="url") from error
     width = size()[0] if sys.stdout.isatty() else None
     lines = [
-        *heading(now.model, options.url, now.at_s - before.at_s, None),
+        *heading(now.model, url, now.at_s - before.at_s, None),
         *picture(now, Growth.between(before, now), width or WIDEST),
     ]
     print("\n".join(shown(lines, width=width, coloured=paints("auto"))))
 
 
-async def _live(options: Options) -> None:
-    loop, source = asyncio.get_running_loop(), Source(options)
+async def _live(url: str, key: str | None, interval_s: float) -> None:
+    loop, source = asyncio.get_running_loop(), Source(url, key)
     async with source.session:
         with Screen() as screen:
             view = View(source, screen)
-            task = asyncio.create_task(view.watch())
+            task = asyncio.create_task(view.watch(interval_s))
             for number in ENDS:
                 loop.add_signal_handler(number, task.cancel)
             loop.add_signal_handler(signal.SIGTSTP, view.pause)
@@ -116,14 +106,14 @@ class View:
         self.growth: Growth | None = None
         self.trouble: str | None = None
 
-    async def watch(self) -> None:
+    async def watch(self, interval_s: float) -> None:
         """Ask and draw until cancelled."""
         self.draw()
         while True:
             asked_s = time.monotonic()
             await self.look()
             self.draw()
-            left_s = self.source.options.interval_s - (time.monotonic() - asked_s)
+            left_s = interval_s - (time.monotonic() - asked_s)
             await asyncio.sleep(max(left_s, 0))
 
     async def look(self) -> None:
@@ -139,7 +129,7 @@ class View:
 
     def draw(self) -> None:
         reading, width = self.reading, size()[0]
-        now_s, url = time.monotonic(), self.source.options.url
+        now_s, url = time.monotonic(), self.source.url
         watched_s = now_s - self.begun_s
         if reading is None:
             lines = heading(None, url, watched_s, self.trouble)

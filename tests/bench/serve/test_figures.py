@@ -5,10 +5,11 @@ from itertools import pairwise
 import pytest
 
 from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.options import ServeOptions
 from specdec.bench.serve import load
 from specdec.bench.serve.load import Job, Level, arrivals, drive
 from specdec.bench.serve.report import level_report
-from specdec.bench.serve.run import Options, plan
+from specdec.bench.serve.run import plan
 from specdec.bench.serve.speculation import gauge, has_gauge, read_metrics, told
 from specdec.bench.serve.stream import Answer, Drafts, Fault, Outcome, Server
 
@@ -143,36 +144,20 @@ def test_arrivals_are_a_poisson_process_that_the_seed_decides() -> None:
     assert arrivals(3, None, seed=1) == [None] * 3
 
 
-def _options(**changes: object) -> Options:
-    defaults: dict[str, object] = {
-        "url": "http://h",
-        "model": None,
-        "chat": False,
-        "prompts": PROMPTS,
-        "source": "x",
-        "concurrency": [1, 2],
-        "requests": 4,
-        "rate": None,
-        "max_tokens": 8,
-        "temperature": 0.0,
-        "ignore_eos": False,
-        "seed": 3,
-        "api_key": None,
-        "warmup": None,
-        "timeout_s": 1.0,
-    }
-    return Options(**{**defaults, **changes})  # type: ignore[arg-type]
+def _plan(**changes: object) -> list[Level]:
+    asked = {"url": "http://h", "concurrency": [1, 2], "requests": 4, "seed": 3, **changes}
+    return plan(ServeOptions.model_validate(asked), PROMPTS)
 
 
 def test_prompts_go_round_once_before_any_comes_again() -> None:
-    first, second = plan(_options())
+    first, second = _plan()
     sent = [*first.warmup, *first.jobs, *second.warmup, *second.jobs]
     assert {job.prompt.name for job in sent[:10]} == {prompt.name for prompt in PROMPTS}
     assert (first.repeated, second.repeated) == (0, 1)
     assert [job.seed for job in sent] == list(range(3, 14))
-    assert plan(_options()) == plan(_options())
-    assert plan(_options(seed=4))[0].jobs != first.jobs
-    assert [len(level.jobs) for level in plan(_options(requests=None, concurrency=[2, 8]))] == [16, 32]
+    assert _plan() == _plan()
+    assert _plan(seed=4)[0].jobs != first.jobs
+    assert [len(level.jobs) for level in _plan(requests=None, concurrency=[2, 8])] == [16, 32]
 
 
 class SlowServer(Server):

@@ -1,0 +1,129 @@
+"""What each benchmark may be asked: a field is an option of its command, with its help and its check."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specdec.config.base import Settings
+
+Counts = list[Annotated[int, Field(ge=1)]]
+
+
+def number(default: int | None, title: str, *, least: int = 1) -> Any:
+    return Field(default, ge=least, title=title, description=f"a whole number of at least {least}")
+
+
+def numbers(default: list[int] | None, title: str) -> Any:
+    return Field(default, min_length=1, title=title, description="whole numbers of at least 1, with commas")
+
+
+def text(default: str | None, title: str) -> Any:
+    return Field(default, title=title, description="a text")
+
+
+def names(default: list[str] | None, title: str) -> Any:
+    return Field(default, title=title, description="names, with commas")
+
+
+def switch(title: str, *, default: bool = False) -> Any:
+    return Field(default, title=title, description="true or false")
+
+
+def seconds(default: float, title: str) -> Any:
+    return Field(default, gt=0, title=title, description="a number of seconds above 0")
+
+
+class ThroughputOptions(Settings):
+    """What `specdec bench throughput` measures."""
+
+    model: Path | None = None
+    seed: int | None = None
+    """The engine's own, of prompts and random weights too."""
+    shape: str = text("tiny", "without MODEL: random weights of a named size")
+    batch: Counts = numbers([1, 4, 16], "rows, with commas")
+    prompt_tokens: Counts = numbers([32, 512], "tokens of a prompt, with commas")
+    new_tokens: int = number(32, "decode steps")
+    window: Counts = Field(
+        [], title="also time windows of these widths, as in 4,8", description="widths from 1 on, with commas"
+    )
+    peers: list[str] = names([], "transformers, URLs of servers, or both, with commas")
+    repeats: int = number(5, "counted runs")
+    warmup: int = number(1, "uncounted runs", least=0)
+    random: bool = switch("draw the weights of --shape on the device; nothing is written")
+    fp8: bool = switch("the same as --quantize fp8")
+    profile: bool = switch("with --random: time by kernel, and the share of idle time")
+
+
+class KernelOptions(Settings):
+    """What `specdec bench kernels` measures; None is the default for the device."""
+
+    shape: list[str] | None = names(None, "named sizes (default: two real ones, tiny on a CPU)")
+    batch: Counts | None = numbers(None, "rows (default: 1,64, with 16,256 to verify; 1,4 on a CPU)")
+    window: Counts | None = numbers(None, "tokens (default: 1,8, with 4,16 to verify)")
+    context: int | None = number(None, "tokens before a window (default: 1024; 64 on a CPU)")
+    only: list[str] | None = names(None, "measure these operations alone; peers names all of those")
+    repeats: int = number(20, "counted runs")
+    device: str = text("auto", "auto, cpu, cuda or cuda:<number>")
+    kernels: str = text("auto", "auto, reference, cpu, native or triton")
+    dtype: str = text("auto", "bfloat16 on a GPU, float32 on a CPU")
+    peers: bool = switch("beside other packages", default=True)
+
+
+class ModelOptions(Settings):
+    """The step whose bytes `specdec bench model` counts."""
+
+    shape: str = text("qwen3-next-80b-a3b", "a named size")
+    fp8: bool = switch("the layers' matrices take a byte an entry")
+    batch: int = number(1, "rows")
+    window: int = number(4, "tokens verified a row")
+    context: int = number(0, "tokens before the window", least=0)
+    acceptance: float = Field(1.0, ge=1, title="tokens gained a step", description="a number from 1 on")
+    draft_steps: int | None = number(None, "passes of the head (default: window - 1)", least=0)
+    draft_topk: int = number(1, "tokens a pass")
+    slots: Literal["record", "snapshot"] = Field(
+        "record", title="the backing of draft slots: record or snapshot", description="record or snapshot"
+    )
+    bandwidth: str = text("4.3TB", "bytes per second, an H200's by default")
+
+
+class PromptOptions(Settings):
+    """Which prompts a benchmark sends."""
+
+    prompts: Path | None = Field(
+        None, title="JSON lines, or .txt (default: the sets that ship)", description="a file"
+    )
+    category: list[str] = names([], "of these alone, with commas")
+    limit: int | None = number(None, "at most so many of each category")
+
+
+class ServeOptions(PromptOptions):
+    """What `specdec bench serve` sends, and how."""
+
+    url: str
+    model: str | None = text(None, "the model's name (default: the first that the server names)")
+    chat: bool = switch("/v1/chat/completions, with the server's own template")
+    concurrency: Counts = numbers([1, 4, 16], "requests at a time, with commas")
+    requests: int | None = number(None, "at each (default: 4 a place, 16 at least)")
+    rate: float | None = Field(
+        None,
+        gt=0,
+        title="arrivals per second by chance, at most CONCURRENCY at once",
+        description="a number above 0",
+    )
+    max_tokens: int = number(128, "of an answer")
+    temperature: float = Field(0.0, ge=0, title="of sampling", description="a number from 0 on")
+    ignore_eos: bool = switch("ask for answers of full length")
+    seed: int = number(0, "of prompts' order, arrivals, sampling", least=0)
+    api_key_env: str | None = text(None, "the environment variable that holds the key")
+    warmup: int | None = number(None, "requests before each, uncounted (default: as many)", least=0)
+    timeout: float = seconds(600.0, "of a request")
+
+
+class TopOptions(Settings):
+    """What `specdec top` watches."""
+
+    url: str = text("http://127.0.0.1:8000", "a specdec server")
+    interval: float = seconds(1.0, "between two polls")
+    once: bool = switch("print one picture, of two polls, and end")
+    api_key_env: str | None = text(None, "the environment variable that holds the key")
