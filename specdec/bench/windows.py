@@ -42,7 +42,7 @@ class Probe:
     def run(self, row: Row) -> Tensor:
         """Return the logits of every token of a window."""
         loop, network = self.model.loop, self.model.network
-        window = build_window([row], loop.conv_width, loop.device)
+        window = build_window([row], loop.arena.layout.conv_width, loop.device)
         return network.logits(network.forward(window, self.arena))
 
     def step(self, width: int, start: int = 0) -> tuple[Tensor, float]:

@@ -1,8 +1,8 @@
 """One request's part of a step: what the scheduler plans, the drafters widen and the window reads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from specdec.core.outputs import DraftTree
 from specdec.core.request import Request
@@ -10,7 +10,7 @@ from specdec.core.stats import Counts
 from specdec.state_slots.backing import Backing, Committed, Draft
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row
-from specdec.verify.choose import Node
+from specdec.verify.choose import Choice, Node
 from specdec.verify.walk import AcceptedPath
 
 
@@ -83,3 +83,36 @@ class ScheduledRequest:
             tokens=tokens,
             from_outputs=sum(shared[: min(accepted, tokens)]),
         )
+
+
+class Ahead(NamedTuple):
+    """Steps of the device that are under way behind a result: they have folded each path into its state."""
+
+    steps: int
+    tokens: int
+    """What each row will have read in them, as far as that is certain."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave its rows, whether the host decided it or the device."""
+
+    rows: Sequence[ScheduledRequest]
+    paths: Sequence[AcceptedPath]
+    committed: Sequence[Committed | None]
+    """Each row's state from now on."""
+    seconds: Mapping[str, float]
+    choices: Sequence[Mapping[int, Choice]] | None = None
+    """What was sampled at each row's nodes; None: only the device knows."""
+    ahead: Ahead | None = None
+    """None: the host decided the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step came to, for those who watch; what has finished still has its memory."""
+
+    result: StepResult
+    taken: Sequence[int]
+    """How many of each path's tokens its request took."""
+    finished: Sequence[Request]

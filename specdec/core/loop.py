@@ -1,60 +1,57 @@
-"""The decode loop: plan, draft, run the network over one window, choose, walk, commit, emit."""
+"""The decode loop: schedule, draft, run the network over one window, sample, walk, commit, emit."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
-from specdec.core.batch import ScheduledRequest
+from specdec.core.batch import ScheduledRequest, StepReport, StepResult
 from specdec.core.device.runner import Runner
-from specdec.core.outputs import TokenLogprob
+from specdec.core.executor import Executor, Forward
+from specdec.core.outputs import Delta, TokenLogprob
 from specdec.core.prefix_keeper import Prefixes
 from specdec.core.request import Request, Said
-from specdec.core.scheduler import Scheduler
+from specdec.core.scheduler import Events, Scheduler
 from specdec.core.speculator import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
-from specdec.errors import EngineError, RequestError
+from specdec.errors import EngineError, RequestError, SpecdecError
 from specdec.kernels.sampling.rules import NO_TOKEN
-from specdec.models.network import LOGITS, Network
+from specdec.models.network import LOGITS
 from specdec.models.replay import Replays
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import settle
+from specdec.state_slots.backing import Committed, settle
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import move_blocks
 from specdec.state_slots.prefix.tuner import Tuner
 from specdec.state_slots.slots import Owner
-from specdec.state_slots.window import Window, build_window, record_ids
 from specdec.verify.choose import Choice, Node, ask, choose, hear, logprob_of
 from specdec.verify.synthetic import synthetic_walk
 from specdec.verify.walk import AcceptedPath, walk
 
 UNKNOWN = Choice(NO_TOKEN, None)
-"""At a node where it is not known in time what may be chosen."""
+"""At a node where it is not known in time what may be sampled."""
+
+Ended = tuple[Request, Delta | SpecdecError]
+"""A request that is over, and the last that its caller hears."""
 
 
 class DecodeLoop:
-    """Owns the network, the arena, the scheduler and the drafters; one thread steps it."""
+    """Owns the arena, the scheduler and the drafters; one thread steps it."""
 
     def __init__(
-        self,
-        network: Network,
-        arena: Arena,
-        scheduler: Scheduler,
-        speculation: Speculation,
-        device: torch.device,
+        self, executor: Executor, arena: Arena, scheduler: Scheduler, speculation: Speculation
     ) -> None:
-        self.network, self.arena, self.scheduler, self.device = network, arena, scheduler, device
-        self.speculation = speculation
-        self.conv_width = max((s.conv_inputs + 1 for s in arena.layout.states), default=1)
+        self.executor, self.arena, self.scheduler = executor, arena, scheduler
+        self.speculation, self.device = speculation, executor.device
         self.counts = Counts()
         self.runner: Runner | None = None
         """Takes over the steps that the device can decide, if any may."""
-        scheduler.reclaim, scheduler.on_lose, scheduler.on_end = self.fold, speculation.lose, self._end
-        scheduler.on_hit = speculation.resume
         self.prefixes: Prefixes | None = None
+        self.observers: list[Callable[[StepReport], None]] = []
+        """Told of each step, before what has finished gives its memory back."""
         self._shares = True
-        arena.may_move, arena.on_move = self._may_move, self._move_blocks
+        arena.attach_tables(self)
 
     @property
     def outlook(self) -> Outlook | None:
@@ -71,34 +68,29 @@ class DecodeLoop:
         clock, firsts = Clock(), Replays.firsts
         self._settle()
         plan = self.scheduler.schedule()
+        self._follow(plan.events)
         if not plan.rows or (self.runner and self.runner.begin(plan.rows)):
             return
         clock.lap("rest")
-        drafts = self.speculation.draft(plan.rows)
-        rows = [row.with_draft(draft) for row, draft in zip(plan.rows, drafts, strict=True)]
-        ask(row.node(node) for row in rows if row.request.chooser.limits for node in row.sample_at)
+        rows = self._draft(plan.rows)
         clock.lap("draft")
         windows = [row.row(self.speculation.backing) for row in rows]
-        window = build_window(windows, self.conv_width, self.device)
         head = self.speculation.head.head if self.speculation.head else None
-        taps = head.taps if head else ()
-        hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
-        choices = self._choose(rows, window, hidden_TD)
-        self._score_prompts(rows, window, hidden_TD)
+        forward = self.executor.forward(windows, head.taps if head else ())
+        choices = self._choose(rows, forward)
+        self._score_prompts(rows, forward)
         clock.lap("verify")
         paths = [self._walk(row, own) for row, own in zip(rows, choices, strict=True)]
-        self.counts.sizes[sum(len(path.nodes) for path in paths)] += 1
-        self._commit(rows, paths, window, head.condense(hidden_TD, tapped) if head else hidden_TD)
-        if self.prefixes:
-            self.prefixes.note(rows)
+        committed = self._promote(rows, paths)
+        read_TD = head.condense(forward.hidden_TD, forward.aux) if head else forward.hidden_TD
+        self._keep_hidden(rows, paths, forward.first_B, read_TD)
         clock.lap("commit")
-        for row, path, own in zip(rows, paths, choices, strict=True):
-            self._emit(row, path, own, clock.seconds)
+        self.commit_and_emit(StepResult(rows, paths, committed, clock.seconds, choices))
         clock.lap("rest")
         if any(row.is_decode for row in rows):
             self.counts.spend(clock.seconds)
         if Replays.firsts == firsts:
-            # Where nothing is chosen a GPU may not have been waited for.
+            # Where nothing is sampled a GPU may not have been waited for.
             if self.prefixes and all(row.sample_at and not row.is_decode for row in rows):
                 self.prefixes.observe(rows, sum(clock.seconds.values()))
             self.speculation.observe_step(rows)
@@ -110,59 +102,70 @@ class DecodeLoop:
             return
         alone = len(bound) == len(self.scheduler.running) and not any(r.chooser.knows() for r in bound)
         hear([Node(r.chooser, len(r.tokens)) for r in bound], always=alone)
+        ended: list[Ended] = []
         for request in bound:
             if fault := request.chooser.fault:
-                self._refuse(request, fault)
+                ended.append((request, _refusal(fault)))
             elif request.settle():
-                delta = request.take_delta()
-                self.scheduler.release(request)
-                request.send(delta)
+                ended.append((request, request.take_delta()))
+        self._finish(ended)
 
-    def _refuse(self, request: Request, fault: tuple[str, str]) -> None:
-        """End a request that a limit does not let go on."""
-        self.scheduler.release(request)
-        request.fail(RequestError(": ".join(fault) + ".", field=fault[0]))
+    def _follow(self, events: Events) -> None:
+        """Tell the drafters what the scheduler has done to requests."""
+        for request in events.dropped:
+            self.speculation.end(request, shared=False)
+        for request in events.preempted:
+            self.speculation.lose(request)
+        for request, hit in events.admitted:
+            if hit:
+                self.speculation.resume(request, hit)
 
-    def _choose(
-        self, rows: Sequence[ScheduledRequest], window: Window, hidden_TD: Tensor
-    ) -> list[dict[int, Choice]]:
-        """Choose a token at every node that is asked, each by its own request's rule and path."""
+    def _draft(self, rows: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Widen rows by what is drafted for them, and have it compiled what may follow each node."""
+        drafts = self.speculation.draft(rows)
+        drafted = [row.with_draft(draft) for row, draft in zip(rows, drafts, strict=True)]
+        ask(row.node(node) for row in drafted if row.request.chooser.limits for node in row.sample_at)
+        return drafted
+
+    def _choose(self, rows: Sequence[ScheduledRequest], forward: Forward) -> list[dict[int, Choice]]:
+        """Sample a token at every node that is asked, each by its own request's rule and path."""
         at = [(i, node) for i, row in enumerate(rows) for node in row.sample_at]
         choices: list[dict[int, Choice]] = [{} for _ in rows]
         if not at:
             return choices
-        places = [window.first_B[i] + node for i, node in at]
+        hidden_TD = forward.hidden_TD
+        places = [forward.first_B[i] + node for i, node in at]
         if places != list(range(len(hidden_TD))):
             hidden_TD = hidden_TD[torch.tensor(places, device=self.device)]
         nodes = [rows[i].node(node) for i, node in at]
         for start in range(0, len(at), LOGITS):
             some = slice(start, start + LOGITS)
-            chosen = choose(self.network.logits(hidden_TD[some]), nodes[some], self.network.kernels)
+            chosen = choose(self.executor.logits(hidden_TD[some]), nodes[some], self.executor.kernels)
             for (i, node), own, choice in zip(at[some], nodes[some], chosen, strict=True):
                 choices[i][node] = choice if own.chooser.knows(own.path) else UNKNOWN
         return choices
 
-    def _score_prompts(self, rows: Sequence[ScheduledRequest], window: Window, hidden_TD: Tensor) -> None:
+    def _score_prompts(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
         """Note how likely a prompt's tokens are where that is asked for, as far as they were read."""
-        for row, first in zip(rows, window.first_B, strict=True):
+        for row, first in zip(rows, forward.first_B, strict=True):
             request, wanted = row.request, row.request.params.prompt_logprobs
             if wanted is None:
                 continue
             start = first - request.computed
             begin = max(request.computed, len(request.prompt_logprobs))
-            end = min(request.computed + len(row.tree), request.prompt_length - 1)
+            end = min(request.computed + row.num_tokens, request.prompt_length - 1)
             for at in range(begin, end, LOGITS):
                 upto = min(at + LOGITS, end)
-                logits_NV = self.network.logits(hidden_TD[start + at : start + upto])
+                logits_NV = self.executor.logits(forward.hidden_TD[start + at : start + upto])
                 for logits_V, token in zip(logits_NV, request.tokens[at + 1 : upto + 1], strict=True):
                     found = logprob_of(logits_V, token, wanted)
                     request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
 
-    def _walk(self, row: ScheduledRequest, choices: dict[int, Choice]) -> AcceptedPath:
+    def _walk(self, row: ScheduledRequest, choices: Mapping[int, Choice]) -> AcceptedPath:
         """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""
         if not row.is_drafted:
-            return AcceptedPath(tuple(range(len(row.tree))), tuple(c.token for c in choices.values()))
-        chosen = [choices[node].token for node in range(len(row.tree))]
+            return AcceptedPath(tuple(range(row.num_tokens)), tuple(c.token for c in choices.values()))
+        chosen = [choices[node].token for node in range(row.num_tokens)]
         rates, request = self.speculation.synthetic, row.request
         if rates is None:
             path = walk(chosen, row.tree)
@@ -176,32 +179,20 @@ class DecodeLoop:
         self.speculation.distrust(request)
         return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
-    def _commit(
-        self,
-        rows: Sequence[ScheduledRequest],
-        paths: Sequence[AcceptedPath],
-        window: Window,
-        hidden_TD: Tensor,
-    ) -> None:
-        """Promote each accepted path: its slots, its KV, and its hidden states for a head to read."""
+    def _promote(
+        self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
+    ) -> list[Committed | None]:
+        """Promote each accepted path: its KV and its slots."""
         self._move(rows, paths)
-        head = self.speculation.head
-        for row, path, first in zip(rows, paths, window.first_B, strict=True):
-            request, nodes = row.request, path.nodes
-            if request.committed and row.slots is not None:
-                promote = self.speculation.backing.promote
-                request.committed = promote(request.number, request.committed, row.slots, nodes)
-            elif request.committed:
-                request.committed = settle(self.arena, request.number, request.committed)
-            request.computed += len(nodes)
-            if not head or not nodes:
-                continue
-            if len(nodes) == len(hidden_TD):
-                head.read(request.number, hidden_TD, whole=True)
-            else:
-                straight = nodes[-1] == len(nodes) - 1
-                kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
-                head.read(request.number, hidden_TD[kept])
+        return [self._promoted(row, path) for row, path in zip(rows, paths, strict=True)]
+
+    def _promoted(self, row: ScheduledRequest, path: AcceptedPath) -> Committed | None:
+        number, before = row.request.number, row.request.committed
+        if before is None:
+            return None
+        if row.slots is None:
+            return settle(self.arena, number, before)
+        return self.speculation.backing.promote(number, before, row.slots, path.nodes)
 
     def _move(self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]) -> None:
         """Bring the keys and values of a path that left the first branch to where the text goes on."""
@@ -217,51 +208,94 @@ class DecodeLoop:
         table_BN = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         length_B1 = torch.tensor([[request.computed] for request, _ in moves])
         from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in moves])
-        to_BP = length_B1 + torch.arange(longest)
-        self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
+        self.executor.move(table_BN, from_BP, length_B1 + torch.arange(longest))
 
-    def emit_whole(self, row: ScheduledRequest, path: AcceptedPath, seconds: Mapping[str, float]) -> None:
-        """Give a request the tokens of a step that the device ran from end to end."""
-        self._emit(row, path, {}, seconds)
-
-    def _emit(
+    def _keep_hidden(
         self,
-        row: ScheduledRequest,
-        path: AcceptedPath,
-        choices: dict[int, Choice],
-        seconds: Mapping[str, float],
+        rows: Sequence[ScheduledRequest],
+        paths: Sequence[AcceptedPath],
+        first_B: Sequence[int],
+        hidden_TD: Tensor,
     ) -> None:
-        """Give a request its tokens and its caller what they make."""
+        """Give a head the hidden states of each accepted path to read."""
+        head = self.speculation.head
+        if head is None:
+            return
+        for row, path, first in zip(rows, paths, first_B, strict=True):
+            number, nodes = row.request.number, path.nodes
+            if len(nodes) == len(hidden_TD):
+                head.read(number, hidden_TD, whole=True)
+            elif nodes:
+                straight = nodes[-1] == len(nodes) - 1
+                kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
+                head.read(number, hidden_TD[kept])
+
+    def commit_and_emit(self, result: StepResult) -> Sequence[Request]:
+        """Give requests what a step of the host or the device made for them; return those that are over."""
+        self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
+        for row, path, committed in zip(result.rows, result.paths, result.committed, strict=True):
+            row.request.computed += len(path.nodes)
+            row.request.committed = committed
+        if self.prefixes:
+            self.prefixes.note(result.rows)
+        lengths = [len(row.request.tokens) for row in result.rows] if self.observers else []
+        ended = [own for i in range(len(result.rows)) if (own := self._emit(result, i))]
+        finished = [request for request, _ in ended]
+        if self.observers:
+            taken = [
+                len(row.request.tokens) - before for row, before in zip(result.rows, lengths, strict=True)
+            ]
+            report = StepReport(result, taken, finished)
+            for observe in self.observers:
+                observe(report)
+        self._finish(ended, result)
+        return finished
+
+    def _emit(self, result: StepResult, index: int) -> Ended | None:
+        """Give a request its tokens and its caller what they make; return both if that was its end."""
+        row, path = result.rows[index], result.paths[index]
         request = row.request
         if not path.emitted:
-            return
+            return None
         if NO_TOKEN in path.emitted:
             if self.prefixes:
                 self.prefixes.cut(request)
-            self.scheduler.release(request)
-            request.fail(EngineError("The model's logits for this request are not numbers (NaN)."))
-            return
+            return request, EngineError("The model's logits for this request are not numbers (NaN).")
         shared = self.speculation.learn(request, path.emitted)
+        choices = result.choices[index] if result.choices else {}
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
         kept = request.accept(
             [Said(*each) for each in zip(path.emitted, row.origins(path), logprobs, strict=True)]
         )
         if fault := request.chooser.fault:
-            self._refuse(request, fault)
-            return
+            return request, _refusal(fault)
         if row.is_decode:
             row.count(request.counts, path, kept, shared)
             row.count(self.counts, path, kept, shared)
-            request.counts.spend(seconds)
+            request.counts.spend(result.seconds)
             if request.params.trees:
                 request.show(row.told(path, kept))
         delta = request.take_delta()
         if request.finish_reason:
-            # What has ended gives its memory back before anyone hears of it.
-            self.scheduler.release(request)
-        elif request.chooser.limits:
+            return request, delta
+        if request.chooser.limits:
             ask([Node(request.chooser, len(request.tokens))])
         request.send(delta)
+        return None
+
+    def _finish(self, ended: Sequence[Ended], result: StepResult | None = None) -> None:
+        """Keep what ended requests leave for later ones; give their memory back before anyone hears of it."""
+        if not ended:
+            return
+        if self.prefixes:
+            self.prefixes.keep([request for request, _ in ended], result.ahead if result else None)
+        for request, last in ended:
+            self.speculation.end(request, shared=self._shares)
+            self.scheduler.release(request)
+            if isinstance(last, SpecdecError):
+                request.fail(last)
+            else:
+                request.send(last)
 
     def recover(self) -> None:
         """Put memory, drafters and the streak back to empty after a step that failed.
@@ -286,12 +320,6 @@ class DecodeLoop:
         else:
             self.arena.check_owners()
 
-    def _end(self, request: Request) -> None:
-        """Let what a request has read and said serve later ones, as far as that is wanted."""
-        if self.prefixes:
-            self.prefixes.end(request, self.runner.left_by(request) if self.runner else None)
-        self.speculation.end(request, shared=self._shares)
-
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self.close()
@@ -303,11 +331,11 @@ class DecodeLoop:
         if self.scheduler.cache:
             self.scheduler.cache.flush(caller)
 
-    def _may_move(self) -> bool:
+    def may_move(self) -> bool:
         """Tell whether tables are the host's alone."""
         return not (self.runner and self.runner.streak.held)
 
-    def _move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
+    def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
         """Put their owners' tables right after blocks have moved."""
         for request in self.scheduler.running:
             if request.number in owners:
@@ -316,7 +344,7 @@ class DecodeLoop:
 
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
         """Let what a request has read serve later ones."""
-        self.prefixes = Prefixes(cache, self.network, self.arena, self.speculation, self.device, tuner)
+        self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
         self.scheduler.cache = cache
         if tuner:
             tuner.start()
@@ -326,18 +354,10 @@ class DecodeLoop:
         if self.prefixes and self.prefixes.tuner:
             self.prefixes.tuner.close()
 
-    def fold(self) -> bool:
-        """Bring every running request's state up to date and give back what drafts held; tell if they did."""
-        held = [r for r in self.scheduler.running if r.committed and r.committed.path]
-        if held:
-            committed = [r.committed for r in held if r.committed]
-            path, length_B = record_ids([c.path for c in committed], self.device)
-            state_B = torch.tensor([c.state for c in committed], device=self.device)
-            self.network.materialize(self.arena, state_B, path, length_B)
-            for request, before in zip(held, committed, strict=True):
-                request.committed = settle(self.arena, request.number, before)
-        trimmed = [self.scheduler.trim(request) for request in self.scheduler.running]
-        return bool(held) or any(trimmed)
+
+def _refusal(fault: tuple[str, str]) -> RequestError:
+    """Say why a limit does not let a request go on."""
+    return RequestError(": ".join(fault) + ".", field=fault[0])
 
 
 def _logprob(choice: Choice | None) -> TokenLogprob | None:

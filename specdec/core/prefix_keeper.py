@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
-import torch
-
-from specdec.core.batch import ScheduledRequest
+from specdec.core.batch import Ahead, ScheduledRequest
+from specdec.core.executor import Executor
 from specdec.core.outputs import PrefixStats
 from specdec.core.request import Request
 from specdec.core.speculator import Speculation
-from specdec.models.network import Network
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
 from specdec.state_slots.prefix.tuner import Tuner
-from specdec.state_slots.window import RecordSlot, record_ids
 
 
 class Prefixes:
@@ -24,14 +22,13 @@ class Prefixes:
     def __init__(
         self,
         cache: PrefixCache,
-        network: Network,
+        executor: Executor,
         arena: Arena,
         speculation: Speculation,
-        device: torch.device,
         tuner: Tuner | None = None,
     ) -> None:
-        self.cache, self.network, self.arena = cache, network, arena
-        self.speculation, self.device, self.tuner = speculation, device, tuner
+        self.cache, self.executor, self.arena = cache, executor, arena
+        self.speculation, self.tuner = speculation, tuner
 
     def note(self, rows: Sequence[ScheduledRequest]) -> None:
         """Share what prompts have been read of, and keep the states that were to be kept on the way."""
@@ -55,26 +52,42 @@ class Prefixes:
         read = ((row.request.computed, row.num_tokens) for row in rows)
         self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
 
-    def end(self, request: Request, left: tuple[Committed | None, int] | None = None) -> None:
-        """Keep what a request has read, and its state, for those that begin alike.
+    def keep(self, ended: Sequence[Request], ahead: Ahead | None) -> None:
+        """Keep what ended requests have read, and their states, for those that begin alike."""
+        done = [self._left(r, ahead) for r in ended if r.lease and r.finish_reason]
+        if ahead is None:
+            # Whoever comes here later shares the blocks: the head must have read as far.
+            self.speculation.read_ended([(left.request, left.skipped) for left in done])
+        for left in done:
+            self._learn(left.request)
+        nodes = [self._share(left.request, left.length) for left in done]
+        kept = [
+            (left, left.committed, node)
+            for left, node in zip(done, nodes, strict=True)
+            if left.committed and node.state is None and left.skipped <= len(left.committed.path)
+        ]
+        accepted = [Committed(c.state, c.path[: len(c.path) - left.skipped]) for left, c, _ in kept]
+        self._fold([own for own in accepted if own.path])
+        for left, committed, node in kept:
+            hidden_1D = self.speculation.last_hidden(left.request) if ahead is None else None
+            self.cache.keep(node, left.request.number, committed.state, hidden_1D)
 
-        `left` is what the device leaves of one that it has served to its end: its state, and at which length.
+    def _left(self, request: Request, ahead: Ahead | None) -> "Left":
+        """Say what an ended request leaves, once what is under way on the device has run.
+
+        The last token was not read, but by a device that was ahead. A stop may have cut some off.
         """
-        if request.lease is None or request.finish_reason is None:
-            return
-        if self.tuner:
+        committed, computed = request.committed, request.computed
+        if ahead and ahead.steps:
+            committed, computed = committed and Committed(committed.state), computed + ahead.tokens
+        length = min(computed, len(request.tokens) - (ahead is None))
+        return Left(request, committed, length, computed - length)
+
+    def _learn(self, request: Request) -> None:
+        """Let the tuner replay what was asked and written."""
+        if self.tuner and request.lease:
             count = request.prompt_length
             self.tuner.observe(request.tokens[:count], request.tokens[count:], request.lease.tenant)
-        committed, computed = left or (request.committed, request.computed)
-        # The last token was not read, but by a device that was ahead. A stop may have cut some off.
-        length = min(computed, len(request.tokens) - (left is None))
-        skipped = computed - length
-        hidden_1D = self.speculation.last_hidden(request, skipped) if left is None else None
-        node = self._share(request, length)
-        if committed is None or node.state is not None or skipped > len(committed.path):
-            return
-        self._fold(committed.state, committed.path[: len(committed.path) - skipped])
-        self.cache.keep(node, request.number, committed.state, hidden_1D)
 
     def stats(self) -> PrefixStats:
         """Say what was saved; any thread may ask. What is used and kept as well counts as used."""
@@ -85,8 +98,18 @@ class Prefixes:
         assert request.lease
         return self.cache.note(request.lease, request.tokens[:length], request.table_N.tolist())
 
-    def _fold(self, state: int, path: Sequence[RecordSlot]) -> None:
-        """Bring a state up to date with what was accepted."""
-        if path:
-            state_B = torch.tensor([state], device=self.device)
-            self.network.materialize(self.arena, state_B, *record_ids([path], self.device))
+    def _fold(self, committed: Sequence[Committed]) -> None:
+        """Bring states up to date with what was accepted."""
+        if committed:
+            self.executor.fold(committed)
+
+
+class Left(NamedTuple):
+    """What an ended request leaves for others."""
+
+    request: Request
+    committed: Committed | None
+    length: int
+    """Tokens that it has read and taken."""
+    skipped: int
+    """Tokens that it has read and not taken."""

@@ -7,14 +7,15 @@ holds and waits at the front. The first therefore always advances; what could ne
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from specdec.core.batch import ScheduledRequest
 from specdec.core.request import Request
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import Committed, settle
 from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache, as_ids
 from specdec.state_slots.prefix.tree import common
 
@@ -26,24 +27,35 @@ WORTH_WAITING = 64
 """So many tokens that another reads are better waited for than read again."""
 
 
+@dataclass(slots=True)
+class Events:
+    """What has happened to requests since the last plan, in this order."""
+
+    dropped: list[Request] = field(default_factory=list)
+    """They were cancelled or refused, and have been told."""
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[tuple[Request, Hit | None]] = field(default_factory=list)
+    """With what each need not read, if anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     rows: tuple[ScheduledRequest, ...]
+    events: Events
 
 
-def _ignore(_: Request) -> None:
-    """Hear of a request that concerns nobody else."""
+class Folder(Protocol):
+    """Brings states up to date with the accepted records beside them, which can be given back then."""
 
-
-def _ignore_hit(_: Request, __: Hit) -> None:
-    """Hear of one of which nobody else has to read anything."""
+    def fold(self, committed: Sequence[Committed]) -> None: ...
 
 
 class Scheduler:
     """Owns the waiting and the running requests and all that they hold of the arena."""
 
-    def __init__(self, arena: Arena, *, max_running: int, chunk_tokens: int) -> None:
-        self.arena, self.max_running, self.chunk_tokens = arena, max_running, chunk_tokens
+    def __init__(self, arena: Arena, folder: Folder, *, max_running: int, chunk_tokens: int) -> None:
+        self.arena, self.folder = arena, folder
+        self.max_running, self.chunk_tokens = max_running, chunk_tokens
         self.cache: PrefixCache | None = None
         """What earlier requests have read; None: nothing is kept."""
         self.waiting: deque[Request] = deque()
@@ -52,14 +64,7 @@ class Scheduler:
         """How many steps left a request waiting, by what it waited for."""
         self.preemptions = 0
         self._last_limit = ""
-        self.reclaim: Callable[[], bool] = lambda: False
-        """Gives back what drafts still hold; says whether that was anything."""
-        self.on_lose: Callable[[Request], None] = _ignore
-        """Told of a request whose memory was taken back."""
-        self.on_end: Callable[[Request], None] = _ignore
-        """Told of a request that is over."""
-        self.on_hit: Callable[[Request, Hit], None] = _ignore_hit
-        """Told of a request that need not read all of its tokens."""
+        self._events = Events()
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
@@ -88,14 +93,14 @@ class Scheduler:
             budget -= count if request.owed > 1 else 0
             if count and (count < request.owed or request.chooser.knows()):
                 rows.append(ScheduledRequest.of(request, count))
-        return StepPlan(tuple(rows))
+        events, self._events = self._events, Events()
+        return StepPlan(tuple(rows), events)
 
     def release(self, request: Request) -> None:
         """Take back all that a request holds and forget it.
 
         It leaves the lists last: where anything fails before, it is still known as one that must hear of it.
         """
-        self.on_end(request)
         if request.lease and self.cache and not request.first_token_s and request.lease.own is not None:
             # What it was the first to read has never been seen to give numbers.
             self.cache.cut(request.lease, request.lease.own)
@@ -107,6 +112,7 @@ class Scheduler:
         That is all that run, or where none does the first that waits: whatever it is that keeps it out. The
         others have no memory, and go on as they are.
         """
+        self._events = Events()
         spoilt, self.running = self.running, []
         if not spoilt and self.waiting:
             spoilt = [self.waiting.popleft()]
@@ -133,12 +139,21 @@ class Scheduler:
             request.table_N = request.table_N[:needed]
         return bool(surplus)
 
+    def reclaim(self) -> bool:
+        """Fold all running requests' paths and give back what drafts held; tell whether that was anything."""
+        held = [(r, r.committed) for r in self.running if r.committed and r.committed.path]
+        if held:
+            self.folder.fold([committed for _, committed in held])
+            for request, committed in held:
+                request.committed = settle(self.arena, request.number, committed)
+        trimmed = [self.trim(request) for request in self.running]
+        return bool(held) or any(trimmed)
+
     def _take_back(self, request: Request) -> None:
         self.arena.release_owner(request.number)
         if request.lease and self.cache:
             self.cache.leave(request.lease)
         request.forget_memory()
-        self.on_lose(request)
         if request in self.running:
             self.running.remove(request)
         else:
@@ -147,6 +162,7 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         for request in [r for r in (*self.running, *self.waiting) if r.cancelled]:
             self.release(request)
+            self._events.dropped.append(request)
             request.abort()
 
     def _blocks_missing(self, request: Request) -> int:
@@ -165,14 +181,16 @@ class Scheduler:
             if self.reclaim():
                 continue
             youngest = self.running[-1]
-            self._preempt(youngest)
+            self.preempt(youngest)
             if youngest is request:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take a running request's memory back; it waits at the front to be computed anew."""
         logger.info("preempted request %d: no KV block was free", request.number)
         self._take_back(request)
+        self._events.preempted.append(request)
         self.waiting.appendleft(request)
         request.preemptions += 1
         self.preemptions += 1
@@ -242,8 +260,8 @@ class Scheduler:
     def _refuse(self, limit: str) -> None:
         """Fail the first waiting request: nothing runs that will ever make room for it."""
         request = self.waiting[0]
-        self.on_end(request)
         self.waiting.popleft()
+        self._events.dropped.append(request)
         request.fail(
             CapacityError(
                 f"memory_bytes: the arena has no room for this request, which needs {limit}; raise it.",
@@ -261,7 +279,7 @@ class Scheduler:
         hit = self.cache.lend(request.number, lease, state) if self.cache and lease else None
         if hit and lease:
             request.begin_at(hit.length, hit.blocks, lease)
-            self.on_hit(request, hit)
+        self._events.admitted.append((request, hit))
         blocks = self.arena.take_blocks(request.number, self._blocks_missing(request))
         assert blocks is not None
         request.add_blocks(blocks)

@@ -371,16 +371,25 @@ class Speculation:
             while not self.head.settle([want_of(request, None) for request in requests], most=1):
                 pass
 
-    def last_hidden(self, request: Request, skipped: int = 0) -> Tensor | None:
-        """Have the head read what it has of a request, and return what it reads next.
+    def read_ended(self, ended: Sequence[tuple[Request, int]]) -> None:
+        """Have the head read what it has of requests that are over, all but the last hidden state.
 
-        It forgets the last `skipped` hidden states, of tokens that the request did not take.
+        It forgets those of the tokens, so many, that each did not take.
         """
-        if self.head is None:
-            return None
-        known = request.tokens[: request.computed + 1 - skipped]
-        want = Want(request.number, request.prompt_length, known, request.table_N, None)
-        return self.head.last(want, skipped)
+        if self.head is None or not ended:
+            return
+        wants = []
+        for request, skipped in ended:
+            if skipped:
+                self.head.drop(request.number, skipped)
+            known = request.tokens[: request.computed + 1 - skipped]
+            wants.append(Want(request.number, request.prompt_length, known, request.table_N, None))
+        while not self.head.settle(wants, most=1):
+            pass
+
+    def last_hidden(self, request: Request) -> Tensor | None:
+        """Return the hidden state that the head has kept of what a request has read last."""
+        return self.head.last(request.number) if self.head else None
 
     def lose(self, request: Request) -> None:
         """Hear that a request's memory went back to the arena."""

@@ -173,16 +173,16 @@ class HeadDrafter:
         if hidden_MD is not None:
             self.read(key, hidden_MD)
 
-    def last(self, want: Want, skipped: int = 0) -> Tensor:
-        """Read up to the last hidden state but the last `skipped`, which are dropped, and return that one."""
-        unread = self._unread[want.key]
-        if skipped:
-            whole_MD = unread.take(unread.count)
-            unread.read -= len(whole_MD)
-            self.read(want.key, whole_MD[:-skipped])
-        while not self.settle([want], most=1):
-            pass
-        return unread.hidden[-1][-1:].clone()
+    def drop(self, key: Hashable, count: int) -> None:
+        """Forget the last hidden states, of tokens that the sequence did not take."""
+        unread = self._unread[key]
+        whole_MD = unread.take(unread.count)
+        unread.read -= len(whole_MD)
+        self.read(key, whole_MD[:-count])
+
+    def last(self, key: Hashable) -> Tensor:
+        """Return the last hidden state that waits to be read."""
+        return self._unread[key].hidden[-1][-1:].clone()
 
     def lose(self, key: Hashable) -> None:
         """Drop what was to be read: the head's KV is gone with the sequence's blocks."""

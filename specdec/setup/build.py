@@ -18,6 +18,7 @@ from specdec.core.device.rows import Rows
 from specdec.core.device.runner import Host, Pipeline, Runner, Stepwise
 from specdec.core.device.step import DeviceStep
 from specdec.core.device.streak import Streak, Uncaptured
+from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
@@ -141,7 +142,10 @@ def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> Ea
 def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeLoop:
     """Put the loop together around a loaded network, and let it learn what its steps cost."""
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
-    scheduler = Scheduler(arena, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens)
+    executor = LocalExecutor(network, arena, settings.device)
+    scheduler = Scheduler(
+        arena, executor, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens
+    )
     # A step that waits for its processor costs no more by that; what a GPU does takes no thread's time.
     clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
     policy = Policy(settings.bounds, adaptive=settings.adaptive, clock=clock)
@@ -156,12 +160,12 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
     )
     for name in settings.drafters:
         speculation.enlist(_drafter(name, head, arena, speculation, settings))
-    loop = DecodeLoop(network, arena, scheduler, speculation, settings.device)
+    loop = DecodeLoop(executor, arena, scheduler, speculation)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":
-        precompile(loop, settings.max_model_len)
+        precompile(loop, network, settings.max_model_len)
     speculation.learns = bool(settings.drafters) and settings.adaptive
     if speculation.learns:
-        warm_up(loop, settings.max_model_len)
+        warm_up(loop, network.spec.vocab, settings.max_model_len)
     if settings.prefix_cache:
         own = _prefix_cache(arena, network, settings, has_head=head is not None)
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
@@ -208,7 +212,9 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     is_alone = settings.drafters in ((), ("mtp",), ("eagle",))
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
-    pack = Packer(kernels, loop.conv_width, settings.max_model_len, asks=not is_free, block_tokens=size)
+    pack = Packer(
+        kernels, settings.layout.conv_width, settings.max_model_len, asks=not is_free, block_tokens=size
+    )
     drafter = None
     if head and is_alone:
         own, table = (kernels, arena, pack), head.calibrator.table()
@@ -230,7 +236,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
     run = graphs or Uncaptured(step, rows)
     streak = Streak(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
-    host = Host(loop.scheduler, loop.speculation, loop.counts, loop.emit_whole)
+    host = Host(loop.scheduler, loop.speculation, loop.counts, loop.commit_and_emit)
     runner: Runner = Stepwise(streak, host)
     if is_alone:
         policy = UniformPolicy(settings.bounds if settings.drafters else None, adaptive=settings.adaptive)

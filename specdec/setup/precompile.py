@@ -15,20 +15,20 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from specdec.core.loop import DecodeLoop
 from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.rules import Rules
-from specdec.models.network import LOGITS
+from specdec.models.network import LOGITS, Network
 from specdec.state_slots.backing import RecordBacking
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 
 
 @torch.inference_mode()
-def precompile(loop: DecodeLoop, max_length: int) -> None:
+def precompile(loop: DecodeLoop, network: Network, max_length: int) -> None:
     """Run windows of every form, choose by every kind of rule, and take back; nothing of it is left."""
-    network, device, head = loop.network, loop.device, loop.speculation.head
+    device, head = loop.device, loop.speculation.head
     windows = list(_windows(loop, max_length))
     logits_NV = torch.zeros(0)
     for rows in tqdm(windows, desc="Compiling kernels", unit="window", leave=False, disable=None):
-        window = build_window(rows, loop.conv_width, device)
+        window = build_window(rows, loop.arena.layout.conv_width, device)
         hidden_TD, tapped = network.forward_tapped(window, loop.arena, head.head.taps if head else ())
         logits_NV = network.logits(hidden_TD[:LOGITS])
         if head:
@@ -36,10 +36,10 @@ def precompile(loop: DecodeLoop, max_length: int) -> None:
             head.head.logits(after_TD[:LOGITS])
     _choose(loop, logits_NV[:1])
     if head:
-        _grow(loop, max_length)
-        _draft_at_once(loop, max_length)
+        _grow(loop, network, max_length)
+        _draft_at_once(loop, network, max_length)
     if loop.speculation.drafters:
-        _take_back(loop, max_length)
+        _take_back(loop, network, max_length)
 
 
 def _windows(loop: DecodeLoop, max_length: int) -> Iterator[list[Row]]:
@@ -76,7 +76,7 @@ def _choose(loop: DecodeLoop, logits_1V: Tensor) -> None:
             speculation.kernels.best(logits_1V, rules, place_N, place_N, count)
 
 
-def _grow(loop: DecodeLoop, max_length: int) -> None:
+def _grow(loop: DecodeLoop, network: Network, max_length: int) -> None:
     """Let the head read the trees that it grows: they may be wider than what is verified of them."""
     drafter, bounds = loop.speculation.head, loop.speculation.policy.bounds
     assert drafter
@@ -85,17 +85,17 @@ def _grow(loop: DecodeLoop, max_length: int) -> None:
         for length in (0, max_length - width):
             row = Row(_star(width), length, _table(loop, max_length), 0)
             hidden_TD = torch.zeros(
-                width, drafter.head.width, dtype=loop.network.embed_VD.dtype, device=loop.device
+                width, drafter.head.width, dtype=network.embed_VD.dtype, device=loop.device
             )
             drafter.head.forward(build_window([row], 1, loop.device), hidden_TD, loop.arena)
 
 
-def _draft_at_once(loop: DecodeLoop, max_length: int) -> None:
+def _draft_at_once(loop: DecodeLoop, network: Network, max_length: int) -> None:
     """Draft a chain in one pass of the head, as steps of the host do."""
     drafter = loop.speculation.head
     assert drafter and drafter.straight
     place_N = torch.zeros(1, dtype=torch.int64, device=loop.device)
-    hidden_TD = torch.zeros(1, drafter.head.width, dtype=loop.network.embed_VD.dtype, device=loop.device)
+    hidden_TD = torch.zeros(1, drafter.head.width, dtype=network.embed_VD.dtype, device=loop.device)
     levels = min(2, loop.speculation.policy.bounds.num_steps)
     for length in (0, max_length - 1 - levels):
         window = build_window([Row(_chain(1), length, _table(loop, max_length), 0)], 1, loop.device)
@@ -109,16 +109,16 @@ def _rules(loop: DecodeLoop) -> tuple[Rules, Rules]:
     return Rules(warm_N), Rules(warm_N, top_p_N=warm_N)
 
 
-def _take_back(loop: DecodeLoop, max_length: int) -> None:
+def _take_back(loop: DecodeLoop, network: Network, max_length: int) -> None:
     """Fold a path into its state, and move the keys of accepted branches."""
     place_B1 = torch.zeros(1, 1, dtype=torch.int64, device=loop.device)
     if _keeps_records(loop):
         path = RecordIds(place_B1, place_B1)
-        loop.network.materialize(loop.arena, place_B1[0], path, place_B1[0])
+        network.materialize(loop.arena, place_B1[0], path, place_B1[0])
     table_BN = _table(loop, max_length)[None].to(loop.device)
     for moves in _powers(loop.speculation.policy.bounds.num_draft_tokens):
         at_BP = place_B1.expand(1, moves)
-        loop.network.move(loop.arena, table_BN, at_BP, at_BP)
+        network.move(loop.arena, table_BN, at_BP, at_BP)
 
 
 def _keeps_records(loop: DecodeLoop) -> bool:

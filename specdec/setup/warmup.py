@@ -56,7 +56,7 @@ class Filler:
         """Keep nothing."""
 
 
-def warm_up(loop: DecodeLoop, max_length: int) -> None:
+def warm_up(loop: DecodeLoop, vocab: int, max_length: int) -> None:
     """Teach the policy what steps and drafts cost, and leave nothing else behind."""
     speculation, policy = loop.speculation, loop.speculation.policy
     drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
@@ -79,7 +79,7 @@ def warm_up(loop: DecodeLoop, max_length: int) -> None:
             _end(loop, request)
             request = None
         if request is None:
-            request = _request(loop, max_length)
+            request = _request(vocab, max_length)
             loop.scheduler.submit(request)
             while request.finish_reason is None and not request.decodes:
                 loop.step()
@@ -139,9 +139,8 @@ def _is_known(turn: Turn, policy: Policy) -> bool:
     return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
 
 
-def _request(loop: DecodeLoop, max_length: int) -> Request:
+def _request(vocab: int, max_length: int) -> Request:
     params = SamplingParams(max_tokens=max_length, temperature=0.0)
-    vocab = loop.network.spec.vocab
     prompt = [token % vocab for token in range(min(PROMPT, max_length - 1))]
     return Request(
         NUMBER,

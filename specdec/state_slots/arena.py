@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +45,30 @@ class ArenaUsage:
     @property
     def kept_bytes(self) -> int:
         return self.kept_block_bytes + self.kept_state_bytes
+
+
+class Evictor(Protocol):
+    """Holds what is only kept for later, and gives it back when memory is short."""
+
+    def make_room(self, fits: Callable[[], bool]) -> bool:
+        """Evict until something fits; tell whether it does."""
+        ...
+
+    def pinned(self) -> tuple[Iterable[int], Iterable[int]]:
+        """Return the kept blocks and states that cannot be evicted now."""
+        ...
+
+
+class BlockTables(Protocol):
+    """Knows blocks by their ids, and follows at once when they move."""
+
+    def may_move(self) -> bool:
+        """Tell whether every table can be put right now."""
+        ...
+
+    def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
+        """Put the tables of these owners right after blocks have moved."""
+        ...
 
 
 class Arena:
@@ -91,15 +116,17 @@ class Arena:
         self._states = SlotPool(Kind.STATE, layout.states_per_slab, self._slabs)
         self._records = SlotPool(Kind.RECORD, layout.records_per_slab, self._slabs)
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
-        self.make_room: Callable[[Callable[[], bool]], bool] = lambda fits: fits()
-        """Has what is only kept for later give way until something fits; tells whether it does."""
-        self.pinned: Callable[[], tuple[Iterable[int], Iterable[int]]] = lambda: ((), ())
-        """Names the blocks and states that are only kept, and do not give way now."""
-        self.may_move: Callable[[], bool] = lambda: False
-        """Tells whether all who know of blocks can be told that they have moved."""
-        self.on_move: Callable[[Mapping[int, int], Set[Owner]], None] = lambda moved, owners: None
-        """Told which blocks have moved where, and whose they are, so that tables are put right."""
+        self._evictor: Evictor | None = None
+        self._tables: BlockTables | None = None
         self.moved_blocks = 0
+
+    def attach_evictor(self, evictor: Evictor) -> None:
+        """Evict what this one keeps when memory is short."""
+        self._evictor = evictor
+
+    def attach_tables(self, tables: BlockTables) -> None:
+        """Move blocks together where that wins a slab: these tables follow. Without any no block moves."""
+        self._tables = tables
 
     def pages(self, layer: int) -> Tensor:
         """Return the blocks of the layer-th attention layer: [num_blocks, 2, block_tokens, J, D]."""
@@ -161,11 +188,16 @@ class Arena:
 
     def _compact(self) -> bool:
         """Win a slab by moving the blocks of the emptiest one to others; tell whether it was won."""
-        moved = self._blocks.evacuate() if self.layout.kv and self.may_move() else {}
+        tables = self._tables
+        if tables is None or not self.layout.kv or not tables.may_move():
+            return False
+        moved = self._blocks.evacuate()
         for source, to in moved.items():
             self.block_bytes_X(to).copy_(self.block_bytes_X(source))
         self.moved_blocks += len(moved)
-        self.on_move(moved, {owner for block in moved.values() for owner in self._blocks.owners_of(block)})
+        tables.move_blocks(
+            moved, {owner for block in moved.values() for owner in self._blocks.owners_of(block)}
+        )
         return bool(moved)
 
     def hand_over_state(self, owner: Owner, heir: Owner, state: int) -> None:
@@ -193,7 +225,11 @@ class Arena:
                     return False
             return True
 
-        return fits() or (self._could_fit(blocks, states, records) and self.make_room(fits))
+        return fits() or (
+            self._evictor is not None
+            and self._could_fit(blocks, states, records)
+            and self._evictor.make_room(fits)
+        )
 
     @property
     def held(self) -> int:
@@ -206,7 +242,7 @@ class Arena:
 
     def _could_fit(self, blocks: int, states: int, records: int) -> bool:
         """Tell whether these might fit if all gave way that would: nobody is to give way for nothing."""
-        pinned_blocks, pinned_states = self.pinned()
+        pinned_blocks, pinned_states = self._evictor.pinned() if self._evictor else ((), ())
         slabs = self._records.new_slabs(records) + len(self._records.used)
         for pool, pinned, wanted in (
             (self._blocks, pinned_blocks, blocks),

@@ -149,6 +149,11 @@ class Layout:
         return RecordParts(tuple(map(RecordOffsets, *(offsets[part::3] for part in range(3)))), size)
 
     @property
+    def conv_width(self) -> int:
+        """The inputs of the longest convolution, its own token's included; 1 when there is none."""
+        return max((shape.conv_inputs + 1 for shape in self.states), default=1)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a KV block over all attention layers; 0 when there are none."""
         return self.page_parts.size

@@ -75,9 +75,9 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
         case "said in part":
             return loop, "_emit", 3
         case "ended":
-            return loop.scheduler, "on_end", 1
+            return loop.speculation, "end", 1
         case "forgotten":
-            return loop.scheduler, "on_lose", 1
+            return loop.speculation.records, "end", 1
         case "inside the arena":
             return loop.arena._blocks, "_file", 3
         case "noted":

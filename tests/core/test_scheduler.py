@@ -1,7 +1,7 @@
 """Who takes part, whose memory gives way, and who is told: the scheduler without a model."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -23,7 +23,7 @@ from specdec.errors import CapacityError, SpecdecError
 from specdec.kernels.table import load_kernels
 from specdec.setup.warmup import Filler
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import BACKINGS, settle
+from specdec.state_slots.backing import BACKINGS, Committed, settle
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.verify.choose import Chooser
 
@@ -47,9 +47,12 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.arena = Arena(LAYOUT, (self.slabs + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
-        self.scheduler = Scheduler(self.arena, max_running=self.max_running, chunk_tokens=self.chunk_tokens)
-        self.scheduler.on_lose = lambda request: self.lost.append(request.number)
-        self.scheduler.on_end = lambda request: self.ended.append(request.number)
+        self.scheduler = Scheduler(
+            self.arena, self, max_running=self.max_running, chunk_tokens=self.chunk_tokens
+        )
+
+    def fold(self, committed: Sequence[Committed]) -> None:
+        raise AssertionError("no request has a path")
 
     def submit(self, number: int, prompt: int, max_tokens: int = 8) -> Request:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -78,10 +81,18 @@ class Bench:
             if not request.owed:
                 request.accept([Said(TOKEN)])
             if request.finish_reason:
+                self._end(request)
                 self.scheduler.release(request)
                 request.send(request.take_delta())
+        for request in plan.events.dropped:
+            self._end(request)
+        self.lost += [request.number for request in plan.events.preempted]
         self.arena.check_integrity()
         return [(row.request.number, row.num_tokens) for row in plan.rows]
+
+    def _end(self, request: Request) -> None:
+        self.ended.append(request.number)
+        self.lost.append(request.number)
 
     def is_empty(self) -> bool:
         return self.arena.usage().free_slabs == self.arena.usage().slabs
@@ -141,19 +152,14 @@ def test_trimming_leaves_the_blocks_of_the_tokens(reserved: int) -> None:
     bench.arena.check_integrity()
 
 
-def test_what_drafts_hold_is_reclaimed_before_anyone_is_preempted() -> None:
+def test_what_drafts_hold_is_reclaimed_before_anyone_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     first, second = bench.submit(1, prompt=4, max_tokens=20), bench.submit(2, prompt=4, max_tokens=20)
     bench.step()
     bench.scheduler.reserve(second, LONGEST)
     fill(bench)
-    reclaimed = []
-
-    def reclaim() -> bool:
-        reclaimed.append(bench.scheduler.trim(second))
-        return reclaimed[-1]
-
-    bench.scheduler.reclaim = reclaim
+    reclaimed, reclaim = list[bool](), bench.scheduler.reclaim
+    monkeypatch.setattr(bench.scheduler, "reclaim", lambda: reclaimed.append(reclaim()) or reclaimed[-1])
     while first.output_length < 12:
         bench.step()
     assert reclaimed == [True] and bench.scheduler.preemptions == 0 and not bench.lost
@@ -165,7 +171,6 @@ def test_what_drafts_hold_is_reclaimed_before_anyone_waits() -> None:
     bench.step()
     bench.scheduler.reserve(first, 3 * LAYOUT.blocks_per_slab * LAYOUT.block_tokens)
     assert bench.arena.usage().free_slabs == 0
-    bench.scheduler.reclaim = lambda: bench.scheduler.trim(first)
     bench.submit(2, prompt=4)
     assert [number for number, _ in bench.step()] == [1, 2]
     assert not bench.scheduler.limited_by
@@ -199,7 +204,7 @@ def test_a_request_is_queued_until_it_first_runs(monkeypatch: pytest.MonkeyPatch
     bench.step()
     waited = second.queued_s
     assert waited > first.first_token_s
-    bench.scheduler._preempt(second)
+    bench.scheduler.preempt(second)
     while not second.finish_reason:
         bench.step()
         assert second.queued_s == waited < second.first_token_s
@@ -210,7 +215,7 @@ def cancel(bench: Bench, request: Request) -> None:
 
 
 def preempt_and_cancel(bench: Bench, request: Request) -> None:
-    bench.scheduler._preempt(request)
+    bench.scheduler.preempt(request)
     request.cancelled = True
 
 
@@ -261,7 +266,6 @@ def test_what_can_never_fit_is_refused_and_told_of_once() -> None:
 def test_every_request_ends_once_and_nothing_stays(seed: int) -> None:
     rng = Random(seed)
     bench = Bench(slabs=rng.randint(4, 12), max_running=rng.randint(1, 5), chunk_tokens=rng.randint(1, 40))
-    bench.scheduler.reclaim = lambda: any([bench.scheduler.trim(r) for r in bench.scheduler.running])
     requests: list[Request] = []
     fitting = (bench.slabs - 1) * LAYOUT.blocks_per_slab * LAYOUT.block_tokens
     while len(requests) < 12 or bench.scheduler.has_work:

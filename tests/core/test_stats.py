@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.core.batch import ScheduledRequest
-from specdec.verify.walk import AcceptedPath
+from specdec.core.batch import StepReport
 from tests.lossless.cases import SHAPES, Case, drafting_engine, preempt_each
 from tests.models.agreeing import END, write_agreeing
 
@@ -46,20 +45,19 @@ class Ledger:
 
 def watch(engine: SpecEngine) -> Ledger:
     ledger, loop = Ledger(), engine.model.loop
-    inner = loop._walk
 
-    def walk(row: ScheduledRequest, choices: Any) -> AcceptedPath:
-        path = inner(row, choices)
-        if row.is_drafted:
+    def note(report: StepReport) -> None:
+        for row, path in zip(report.result.rows, report.result.paths, strict=True):
+            if not row.is_drafted:
+                continue
             ledger.drafted += len(row.tree) - 1
             for depth, node in enumerate(path.nodes, start=1):
                 # Below each node that was accepted a child was drafted, or the draft had come to its end.
                 if node in row.tree.parents:
                     ledger.reached[depth] += 1
                     ledger.followed[depth] += depth < len(path.nodes)
-        return path
 
-    loop._walk = walk  # type: ignore[method-assign]
+    loop.observers.append(note)
     return ledger
 
 

@@ -57,7 +57,7 @@ def test_they_survive_preemptions(hybrid: Path) -> None:
             """Take the request's memory back after some of its steps."""
             taken[:] = [steps - 1 for steps in taken]
             if 0 in taken and scheduler.running:
-                scheduler._preempt(scheduler.running[-1])
+                scheduler.preempt(scheduler.running[-1])
             return plan()
 
         scheduler.schedule = lose  # type: ignore[method-assign]

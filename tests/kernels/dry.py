@@ -120,7 +120,7 @@ def make(shape: Mapping[str, Any], config: EngineConfig, *, ready: bool = True) 
     """Build an engine of a shape; `ready`: launch beforehand what one on a GPU does."""
     model = build_random(network(shape), config, stored=torch.bfloat16, stored_bytes=1, seed=0)
     if ready:
-        precompile(model.loop, model.settings.max_model_len)
+        precompile(model.loop, model.network, model.settings.max_model_len)
         runner = model.loop.runner
         assert runner
         streak = runner.streak

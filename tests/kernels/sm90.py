@@ -91,7 +91,7 @@ def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compil
             chain = TokenTree.chain([0])
             for longest in PATHS:
                 row = Row(chain, 100, table_N, 0, [(0, 0)] * longest)
-                window = build_window([row], loop.conv_width, loop.device)
+                window = build_window([row], loop.arena.layout.conv_width, loop.device)
                 with torch.inference_mode():
                     model.network.forward(window, loop.arena)
     model.loop.close()

@@ -195,7 +195,8 @@ def test_no_module_is_built_for_the_width_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch, scratches: Scratches
 ) -> None:
     """Neither for what a head reads: a module takes nvcc a minute or two."""
-    precompile(make_engine(monkeypatch).loop, 4096)
+    model = make_engine(monkeypatch)
+    precompile(model.loop, model.network, 4096)
     assert sorted(scratches) == [1, 2, 4, 8]
 
 

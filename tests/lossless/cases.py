@@ -10,11 +10,10 @@ from random import Random
 from typing import Any
 
 from specdec import Completion, SamplingParams, SpecEngine, Structure
-from specdec.core.batch import ScheduledRequest
+from specdec.core.batch import StepReport
 from specdec.core.outputs import TokenLogprob
 from specdec.core.scheduler import StepPlan
 from specdec.state_slots.layout import Layout
-from specdec.verify.walk import AcceptedPath
 from tests.draft.oracle import Oracle
 from tests.models.agreeing import END, VOCAB
 
@@ -154,30 +153,18 @@ def drafting_engine(
 
 
 def _watch(engine: SpecEngine, seen: Seen) -> None:
-    loop = engine.model.loop
-    inner_walk, inner_emit, inner_step = loop._walk, loop._emit, loop.speculation.observe_step
-
-    def walk(row: ScheduledRequest, choices: Any) -> AcceptedPath:
-        path = inner_walk(row, choices)
-        if row.is_drafted:
-            depth, reached = max(row.tree.depths), len(path.nodes) - 1
-            seen.outcomes["none" if not reached else "all" if reached == depth else "part"] += 1
-            seen.winding += path.nodes[-1] != reached
-        return path
-
-    def emit(row: ScheduledRequest, path: AcceptedPath, choices: Any, clock: Any) -> None:
-        before = len(row.request.tokens)
-        inner_emit(row, path, choices, clock)
-        seen.overshot += len(row.request.tokens) - before < len(path.emitted)
-
-    def observe(rows: Sequence[ScheduledRequest]) -> None:
+    def note(report: StepReport) -> None:
+        rows, paths = report.result.rows, report.result.paths
+        for row, path, taken in zip(rows, paths, report.taken, strict=True):
+            seen.overshot += taken < len(path.emitted)
+            if row.is_drafted and report.result.ahead is None:
+                depth, reached = max(row.tree.depths), len(path.nodes) - 1
+                seen.outcomes["none" if not reached else "all" if reached == depth else "part"] += 1
+                seen.winding += path.nodes[-1] != reached
         kinds = {(row.is_decode, row.is_drafted) for row in rows}
         seen.mixed += (True, True) in kinds and (False, False) in kinds
-        inner_step(rows)
 
-    loop._walk = walk  # type: ignore[method-assign]
-    loop._emit = emit  # type: ignore[method-assign]
-    loop.speculation.observe_step = observe  # type: ignore[method-assign]
+    engine.model.loop.observers.append(note)
 
 
 def preempt_each(engine: SpecEngine) -> None:
@@ -188,7 +175,7 @@ def preempt_each(engine: SpecEngine) -> None:
     def preempt_and_schedule() -> StepPlan:
         for request in reversed(scheduler.running):
             if request.preemptions == 0 and request.output_length > 0:
-                scheduler._preempt(request)
+                scheduler.preempt(request)
         return schedule()
 
     scheduler.schedule = preempt_and_schedule  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
-from specdec.core.request import Request
+from specdec.core.batch import StepReport
 from tests.draft.oracle import Oracle
 from tests.tolerances import DRIFT_FLOAT32
 
@@ -22,17 +22,16 @@ def run(
 ) -> tuple[Sequence[int], list[Tensor]]:
     """Complete a prompt; return its tokens and all layers' states when the last of them but one was read."""
     loop, states = engine.model.loop, list[Tensor]()
-    release = loop.scheduler.release
 
-    def copy_and_release(request: Request) -> None:
-        loop.fold()
-        assert request.committed and not request.committed.path
-        assert request.computed == len(request.tokens) - 1
-        for layer in range(len(engine.model.settings.layout.states)):
-            states.append(loop.arena.recurrent(layer).state_SHKW[request.committed.state].clone())
-        release(request)
+    def copy_states(report: StepReport) -> None:
+        for request in report.finished:
+            loop.scheduler.reclaim()
+            assert request.committed and not request.committed.path
+            assert request.computed == len(request.tokens) - 1
+            for layer in range(len(engine.model.settings.layout.states)):
+                states.append(loop.arena.recurrent(layer).state_SHKW[request.committed.state].clone())
 
-    loop.scheduler.release = copy_and_release  # type: ignore[method-assign]
+    loop.observers.append(copy_states)
     done = engine.generate([prompt], params)[0]
     return [*prompt, *done.token_ids], states
 

@@ -232,7 +232,7 @@ def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: st
                     if why == "cancelled":
                         request.cancelled = True
                     else:
-                        loop.scheduler._preempt(request)
+                        loop.scheduler.preempt(request)
 
         loop.step = step  # type: ignore[method-assign]
         engine.generate([[*shared[:60], *[VOCAB - 1] * 80]], params)

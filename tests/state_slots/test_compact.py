@@ -20,11 +20,15 @@ class Tables:
     def __init__(self, seed: int) -> None:
         self.draw = Random(seed)
         self.arena = Arena(LAYOUT, (SLABS + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
-        self.arena.on_move, self.arena.may_move = self.follow, lambda: True
+        self.arena.attach_tables(self)
+        self.can_move = True
         self.tables: dict[int, dict[int, int]] = {}
         """Block -> what was written there, by owner."""
 
-    def follow(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
+    def may_move(self) -> bool:
+        return self.can_move
+
+    def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
         for owner, table in self.tables.items():
             assert (owner in owners) == any(block in moved for block in table)
             self.tables[owner] = {moved.get(block, block): mark for block, mark in table.items()}
@@ -82,7 +86,7 @@ def test_states_get_the_slabs_that_blocks_leave_when_moved_together(seed: int) -
 def test_nothing_moves_while_somebody_cannot_be_told() -> None:
     tables = Tables(0)
     tables.scatter()
-    tables.arena.may_move = lambda: False
+    tables.can_move = False
     free = tables.arena.usage().free_slabs
     assert not tables.arena.can_take(states=free + 1) and not tables.arena.moved_blocks
     tables.check()

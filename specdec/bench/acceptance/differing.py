@@ -49,7 +49,7 @@ def gap_between(
     state = arena.take_state(OWNER) if arena.layout.states else 0
     assert blocks is not None and state is not None
     row = Row(TokenTree.chain(tokens), 0, torch.tensor(blocks, dtype=torch.int64), state)
-    hidden_TD = network.forward(build_window([row], model.loop.conv_width, model.loop.device), arena)
+    hidden_TD = network.forward(build_window([row], arena.layout.conv_width, model.loop.device), arena)
     logits_1V = network.logits(hidden_TD[-1:])
     arena.release_owner(OWNER)
     assert params.seed is not None

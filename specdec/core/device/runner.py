@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.core.batch import ScheduledRequest
+from specdec.core.batch import ScheduledRequest, StepResult
 from specdec.core.device.form import Form
 from specdec.core.device.result import Outcome
-from specdec.core.device.streak import Streak
+from specdec.core.device.streak import Output, Streak
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
@@ -19,12 +19,11 @@ from specdec.draft.policy import WIDTHS
 from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
 from specdec.kernels.sampling.rules import NO_TOKEN
-from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import AcceptedPath
 
-Emit = Callable[[ScheduledRequest, AcceptedPath, dict[str, float]], None]
-"""Gives a request its tokens, after seconds by phase."""
+Commit = Callable[[StepResult], Sequence[Request]]
+"""Gives requests what a step made for them; returns those that are over."""
 
 FEWEST = 0.5
 """Part of the rows below which those that are left are loaded anew, as a smaller batch."""
@@ -37,7 +36,7 @@ class Host:
     scheduler: Scheduler
     speculation: Speculation
     counts: Counts
-    emit: Emit
+    commit: Commit
 
 
 class Runner(ABC):
@@ -86,11 +85,6 @@ class Runner(ABC):
         self._over = self._over or self._is_interrupted()
         return self._run()
 
-    def left_by(self, request: Request) -> tuple[Committed | None, int] | None:
-        """Return the state that a request leaves which ends here, and at which length; None: it does not."""
-        held = any(own.request is request for own in self.streak.held)
-        return self.streak.left_by(request) if held else None
-
     def abandon(self) -> None:
         """Forget the streak after a step that failed."""
         self.streak.abandon()
@@ -115,20 +109,31 @@ class Runner(ABC):
         came = len(scheduler.waiting) != self._waiting and len(scheduler.running) < scheduler.max_running
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
-    def _take(self, request: Request, outcome: Outcome, seconds: dict[str, float], form: Form) -> None:
-        """Give a request what a step made for it."""
-        path = AcceptedPath(outcome.nodes, outcome.emitted)
-        if not outcome.nodes and form.nodes > 1:
-            # Its numbers may be NaN for another node's sake: the token is tried again without any.
-            self.host.speculation.distrust(request)
-            self._over = True
-            return
-        if not outcome.nodes:
-            path = AcceptedPath((0,), (NO_TOKEN,))
-        slots = () if len(outcome.tree) > 1 else None
-        self.host.emit(ScheduledRequest(request, outcome.tree, is_decode=True, slots=slots), path, seconds)
-        # What it held may let somebody in.
-        self._over = self._over or (request.finish_reason is not None and bool(self.host.scheduler.waiting))
+    def _commit(self, read: Output, seconds: dict[str, float]) -> None:
+        """Give requests what a step made for them."""
+        self.steps += 1
+        self.host.counts.spend(seconds)
+        rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
+        paths = [self._path(*own, read.form) for own in zip(read.requests, read.outcomes, strict=True)]
+        result = StepResult(rows, paths, read.committed, seconds, ahead=read.ahead)
+        # What those held that are over may let others in.
+        self._over |= bool(self.host.commit(result)) and bool(self.host.scheduler.waiting)
+
+    def _path(self, request: Request, outcome: Outcome, form: Form) -> AcceptedPath:
+        """Return the path that the device has accepted: none where the numbers were NaN at the root."""
+        if outcome.nodes:
+            return AcceptedPath(outcome.nodes, outcome.emitted)
+        if form.nodes == 1:
+            return AcceptedPath((0,), (NO_TOKEN,))
+        # They may be NaN for another node's sake: the token is tried again without any.
+        self.host.speculation.distrust(request)
+        self._over = True
+        return AcceptedPath((), ())
+
+
+def _row(request: Request, outcome: Outcome) -> ScheduledRequest:
+    slots = () if len(outcome.tree) > 1 else None
+    return ScheduledRequest(request, outcome.tree, is_decode=True, slots=slots)
 
 
 class Pipeline(Runner):
@@ -188,16 +193,13 @@ class Pipeline(Runner):
             return False
         now_s, before_s = time.perf_counter(), self._mark_s
         self._mark_s = now_s
-        self.steps += 1
         seconds = {"whole": 0.0 if before_s is None else now_s - before_s}
-        self.host.counts.spend(seconds)
-        self.host.counts.sizes[sum(len(outcome.nodes) for _, outcome in read.came)] += 1
-        if before_s is not None and read.as_drafted and read.came:
-            self.policy.observe(read.form.shape, len(read.came), seconds["whole"])
-        for request, outcome in read.came:
-            shape = read.form.shape if read.as_drafted else None
+        if before_s is not None and read.as_drafted and read.requests:
+            self.policy.observe(read.form.shape, len(read.requests), seconds["whole"])
+        shape = read.form.shape if read.as_drafted else None
+        for request, outcome in zip(read.requests, read.outcomes, strict=True):
             self.host.speculation.propose(request, shape, outcome.proposal)
-            self._take(request, outcome, seconds, read.form)
+        self._commit(read, seconds)
         return True
 
 
@@ -236,10 +238,6 @@ class Stepwise(Runner):
         read = self.streak.read()
         assert read is not None
         clock.lap("whole")
-        self.steps += 1
-        self.host.counts.spend(clock.seconds)
-        self.host.counts.sizes[sum(len(outcome.nodes) for _, outcome in read.came)] += 1
-        for request, outcome in read.came:
-            self._take(request, outcome, clock.seconds, form)
+        self._commit(read, clock.seconds)
         speculation.observe_step(rows)
         return True

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from specdec.core.asked import want_of
+from specdec.core.batch import Ahead
 from specdec.core.device.extent import IN_FLIGHT, Extent
 from specdec.core.device.form import Form
 from specdec.core.device.loading import Held, ids, load, load_blocks, load_trees
@@ -51,13 +52,16 @@ class Uncaptured:
         return self.step(self.rows.part(0, size), form)
 
 
-class Came(NamedTuple):
-    """What a step gave to the requests that still wanted it."""
+class Output(NamedTuple):
+    """What a step gave to the requests that still run."""
 
     form: Form
     as_drafted: bool
     """Whether its windows had been drafted in its own shape."""
-    came: list[tuple[Request, Outcome]]
+    requests: list[Request]
+    outcomes: list[Outcome]
+    committed: list[Committed | None]
+    ahead: Ahead
 
 
 class Streak:
@@ -122,8 +126,8 @@ class Streak:
         """Whether a result should be read before another step is launched."""
         return len(self._pending) >= IN_FLIGHT
 
-    def read(self) -> Came | None:
-        """Wait for the oldest step and note what its requests have committed; None: none is under way.
+    def read(self) -> Output | None:
+        """Wait for the oldest step and follow what it did with each row's slots; None: none is under way.
 
         Requests that have ended before are left out.
         """
@@ -132,22 +136,16 @@ class Streak:
         pending = self._pending.popleft()
         pending.wait()
         wanted = [b for b, own in enumerate(self.held) if own.request.finish_reason is None]
-        came = []
-        for b, outcome in zip(wanted, pending.outcomes(wanted), strict=True):
-            self._note(self.held[b], pending.form, outcome)
-            came.append((self.held[b].request, outcome))
-        return Came(pending.form, pending.as_drafted, came)
-
-    def left_by(self, request: Request) -> tuple[Committed | None, int]:
-        """Return what a request that has just ended leaves, and how far it has read, once all has run.
-
-        A step that was under way has folded its path in; one without drafts has read the last token too.
-        """
-        committed = request.committed
-        if not self._pending:
-            return committed, request.computed
-        alone = all(pending.form.nodes == 1 for pending in self._pending)
-        return committed and Committed(committed.state), request.computed + alone * len(self._pending)
+        outcomes = list(pending.outcomes(wanted))
+        committed = [
+            self._committed(self.held[b], pending.form, outcome)
+            for b, outcome in zip(wanted, outcomes, strict=True)
+        ]
+        # A step without drafts reads its row's last token whatever comes of the one before.
+        alone = all(own.form.nodes == 1 for own in self._pending)
+        ahead = Ahead(len(self._pending), alone * len(self._pending))
+        requests = [self.held[b].request for b in wanted]
+        return Output(pending.form, pending.as_drafted, requests, outcomes, committed, ahead)
 
     def end(self) -> None:
         """Hand every request back to the host as the last step left it; the results have been read."""
@@ -196,20 +194,19 @@ class Streak:
         for b in over:
             self.held[b].gone = True
 
-    def _note(self, held: Held, form: Form, outcome: Outcome) -> None:
+    def _committed(self, held: Held, form: Form, outcome: Outcome) -> Committed | None:
         """Follow on the host what the device did with a row's slots."""
-        request, nodes = held.request, outcome.nodes
-        request.computed += len(nodes)
-        if request.committed is None:
-            return
-        state, path = request.committed.state, tuple[RecordSlot, ...]()
+        before, nodes = held.request.committed, outcome.nodes
+        if before is None:
+            return None
+        state, path = before.state, tuple[RecordSlot, ...]()
         if form.nodes > 1 and held.sets:
             own = held.sets[0]
             path = tuple(own[node] for node in nodes)
             held.sets = held.sets[::-1]
         elif form.nodes > 1 and nodes:
             state, held.snapshots[nodes[-1]] = held.snapshots[nodes[-1]], state
-        request.committed = Committed(state, path)
+        return Committed(state, path)
 
     def _borrow(self, request: Request) -> Held | None:
         """Take the slots of two windows' records, or of one's states."""

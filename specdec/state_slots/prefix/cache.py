@@ -95,7 +95,7 @@ class PrefixCache:
         self._now = 0
         self._order: list[tuple[Node, int]] = []
         """Who gives way next, the first of them last, and when each had last been used."""
-        arena.make_room, arena.pinned = self.make_room, self.pinned
+        arena.attach_evictor(self)
 
     def lease(self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = ()) -> Lease:
         """Find what is known of a prompt, and keep it from giving way until `lend` or `leave`.

@@ -88,7 +88,7 @@ class Trial:
             under.data.fill_(0xFF)
             lower = PrefixCache(under, score, has_head=self.head)
         self.cache = PrefixCache(self.arena, score, has_head=self.head, lower=lower)
-        self.arena.may_move, self.arena.on_move = lambda: True, self._move
+        self.arena.attach_tables(self)
         self.pages, self.states = views(self.arena)
 
     def run(self, operations: int, *, every: int = 100) -> None:
@@ -113,7 +113,10 @@ class Trial:
                 self.prove()
         self.drain()
 
-    def _move(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
+    def may_move(self) -> bool:
+        return True
+
+    def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
         """Hear of blocks that have moved, as the loop does."""
         for own in self.readers:
             own.table = [moved.get(block, block) for block in own.table]

@@ -1,0 +1,73 @@
+"""What the loop asks of the network, wherever its weights and the sequences' memory lie."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.table import Kernels
+from specdec.models.network import Network
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import Committed
+from specdec.state_slots.window import Row, build_window, record_ids
+
+
+class Forward(NamedTuple):
+    """The hidden states of a packed window."""
+
+    first_B: Sequence[int]
+    """Where each row's tokens begin."""
+    hidden_TD: Tensor
+    aux: Sequence[Tensor]
+    """The residual streams that enter the layers asked for."""
+
+
+class Executor(Protocol):
+    """Runs the network over the rows of a step; the loop sees ids and hidden states, no weights or memory."""
+
+    device: torch.device
+    kernels: Kernels
+
+    def forward(self, rows: Sequence[Row], aux_layers: Sequence[int]) -> Forward:
+        """Compute the hidden states of every row's window, and write its keys, values and records."""
+        ...
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return the logits of a few hidden states."""
+        ...
+
+    def move(self, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+        """Copy keys and values from positions to others of the same sequence."""
+        ...
+
+    def fold(self, committed: Sequence[Committed]) -> None:
+        """Bring states up to date with the accepted records beside them."""
+        ...
+
+
+class LocalExecutor:
+    """Runs the network in this process, on one device."""
+
+    def __init__(self, network: Network, arena: Arena, device: torch.device) -> None:
+        self.network, self.arena, self.device, self.kernels = network, arena, device, network.kernels
+        self._conv_width = arena.layout.conv_width
+
+    def forward(self, rows: Sequence[Row], aux_layers: Sequence[int]) -> Forward:
+        """Compute the hidden states of every row's window."""
+        window = build_window(rows, self._conv_width, self.device)
+        return Forward(window.first_B, *self.network.forward_tapped(window, self.arena, aux_layers))
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return the logits of a few hidden states."""
+        return self.network.logits(hidden_TD)
+
+    def move(self, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+        """Copy keys and values from positions to others of the same sequence."""
+        self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
+
+    def fold(self, committed: Sequence[Committed]) -> None:
+        """Bring states up to date with the accepted records beside them."""
+        path, length_B = record_ids([own.path for own in committed], self.device)
+        state_B = torch.tensor([own.state for own in committed], device=self.device)
+        self.network.materialize(self.arena, state_B, path, length_B)
