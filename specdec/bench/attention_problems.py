@@ -11,8 +11,7 @@ from specdec.bench.excerpt import excerpt_pages, tokens_of
 from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
 from specdec.bench.window_problems import path_length, tree
 from specdec.kernels.group import Group
-from specdec.models import spec
-from specdec.models.mixers import Attention
+from specdec.models.mixers import Attention, Place
 from specdec.models.weights import RandomWeights
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
@@ -21,7 +20,7 @@ from specdec.state_slots.window import Row, build_window
 
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
     """List the problems of a shape at one load."""
-    mixers = [layer.mixer for layer in sizes.network.layers if isinstance(layer.mixer, spec.Attention)]
+    mixers = [mixer for mixer in sizes.network.mixers() if isinstance(mixer, Attention)]
     if not mixers:
         return
     mixer, item = mixers[0], bench.dtype.itemsize
@@ -34,10 +33,10 @@ def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
     yield sizes.plan("move", f"{path} of {detail}", needs, partial(_move, bench, sizes, mixer, path, less))
 
 
-def _self_attention(bench: Bench, sizes: Sizes, mixer: spec.Attention, moved: int) -> Problem:
+def _self_attention(bench: Bench, sizes: Sizes, mixer: Attention, moved: int) -> Problem:
     arena, group, position_T = _hold(bench, sizes, mixer, layers=bench.sets(moved))
     weights = RandomWeights(0, bench.dtype, bench.device)
-    layer = Attention(mixer, 1, weights.within("mixer"), bench.reference, 0).layer
+    layer = mixer.build(weights.within("mixer"), bench.reference, Place(1, 1)).layer
     projected_TN = bench.draw(group.rows * group.width, sum(layer.widths), seed=3)
     rotation = (
         bench.reference.rope_table(position_T, mixer.rope.dim, mixer.rope.theta) if mixer.rope else None
@@ -62,7 +61,7 @@ def _self_attention(bench: Bench, sizes: Sizes, mixer: spec.Attention, moved: in
     return Problem(moved, [partial(call, own) for own in pages], error)
 
 
-def _move(bench: Bench, sizes: Sizes, mixer: spec.Attention, path: int, moved: int) -> Problem:
+def _move(bench: Bench, sizes: Sizes, mixer: Attention, path: int, moved: int) -> Problem:
     arena, group, _ = _hold(bench, sizes, mixer, layers=bench.sets(moved))
     length_B1 = group.length_B[:, None]
     order = torch.arange(path, device=bench.device)
@@ -82,7 +81,7 @@ def _move(bench: Bench, sizes: Sizes, mixer: spec.Attention, path: int, moved: i
     return Problem(moved, calls, error)
 
 
-def _hold(bench: Bench, sizes: Sizes, mixer: spec.Attention, *, layers: int) -> tuple[Arena, Group, Tensor]:
+def _hold(bench: Bench, sizes: Sizes, mixer: Attention, *, layers: int) -> tuple[Arena, Group, Tensor]:
     """Take each row's blocks, fill them with noise, and build the windows behind what is committed."""
     layout = Layout((KVShape(mixer.kv_heads, mixer.head_dim),) * layers, (), bench.dtype)
     blocks = layout.blocks_for(sizes.context + sizes.window)

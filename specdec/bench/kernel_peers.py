@@ -13,7 +13,7 @@ from specdec.bench import traffic
 from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
 from specdec.bench.window_problems import DECAY
 from specdec.kernels.gates.reference import delta_gates, l2_normalise
-from specdec.models import spec
+from specdec.models.mixers import GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,12 @@ def absent() -> list[str]:
 
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
     """List the peers' problems for a shape with gated delta nets."""
-    mixers = [layer.mixer for layer in sizes.network.layers if isinstance(layer.mixer, spec.GatedDeltaNet)]
+    mixers = [mixer for mixer in sizes.network.mixers() if isinstance(mixer, GatedDeltaNet)]
     missing = absent()
     for name, (package, prepare) in PEERS.items():
         if mixers and package not in missing:
             m = mixers[0]
-            size = traffic.recurrent(m, bench.dtype.itemsize)
+            size = traffic.recurrent(m.state_shape(), bench.dtype.itemsize)
             needs = 3 * bench.sets(2 * sizes.batch * size.state) * sizes.batch * size.state
             detail = f"{m.value_heads}x{m.key_dim}x{m.value_dim} plain"
             build = partial(_build, bench, sizes, m, name, prepare)
@@ -117,10 +117,10 @@ def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
 
 
 def _build(
-    bench: Bench, sizes: Sizes, m: spec.GatedDeltaNet, name: str, prepare: Callable[[str, Inputs], Prepared]
+    bench: Bench, sizes: Sizes, m: GatedDeltaNet, name: str, prepare: Callable[[str, Inputs], Prepared]
 ) -> Problem:
     rows, width = sizes.batch, sizes.window
-    size = traffic.recurrent(m, bench.dtype.itemsize)
+    size = traffic.recurrent(m.state_shape(), bench.dtype.itemsize)
     tokens = traffic.pointwise(
         (rows, width, 2 * m.key_heads * m.key_dim + 2 * m.value_heads * m.value_dim),
         item=bench.dtype.itemsize,

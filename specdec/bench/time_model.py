@@ -111,8 +111,9 @@ class TimeModel:
         if ".ffn." in name:
             return "dense feed-forward"
         if ".mixer." in name:
-            mixer = self.network.layers[int(name.split(".")[1])].mixer
-            return "attention projections" if isinstance(mixer, spec.Attention) else "recurrent projections"
+            mixers = self.network.layers[int(name.split(".")[1])].mixers
+            recurrent = any(mixer.state_shape() for mixer in mixers)
+            return "recurrent projections" if recurrent else "attention projections"
         return "norms"
 
     def _shrink(self, parameter: Parameter, work: Work) -> float:
@@ -219,4 +220,4 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _attentions(layers: tuple[spec.Layer, ...]) -> int:
-    return sum(isinstance(layer.mixer, spec.Attention) for layer in layers)
+    return sum(mixer.kv_shape() is not None for layer in layers for mixer in layer.mixers)

@@ -23,6 +23,8 @@ from specdec.kernels.linear.fp8 import Fp8, Matrix, quantise, widen
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models import spec
+from specdec.models.feed_forward import MLP, FeedForward, MoE
+from specdec.models.mixers import GatedDeltaNet, Mamba2, Mixer
 
 NARROW = 1
 """Bytes of an 8-bit weight's entry; the scales, one to a block of 16,384, are not counted."""
@@ -48,9 +50,9 @@ def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
     for operation in ("rms_norm", "add_rms_norm"):
         build = partial(_norm, bench, operation, tokens, s.hidden, s.norm.eps)
         yield sizes.plan(operation, f"{s.hidden}", 0, build)
-    for mixer in {type(layer.mixer): layer.mixer for layer in s.layers}.values():
+    for mixer in {mixer.kind: mixer for layer in s.layers for mixer in layer.mixers}.values():
         yield from _plan_mixer(bench, sizes, mixer)
-    for ffn in {type(layer.ffn): layer.ffn for layer in s.layers}.values():
+    for ffn in {layer.ffn.kind: layer.ffn for layer in s.layers if layer.ffn}.values():
         yield from _plan_feed_forward(bench, sizes, ffn)
     chosen = min(tokens, MOST_CHOSEN)
     needs = 8 * traffic.WIDE * chosen * s.vocab
@@ -60,25 +62,25 @@ def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
             yield sizes.plan(operation, f"{chosen} x {s.vocab}", needs, build)
 
 
-def _plan_mixer(bench: Bench, sizes: Sizes, mixer: spec.Mixer | None) -> Iterator[Planned]:
+def _plan_mixer(bench: Bench, sizes: Sizes, mixer: Mixer) -> Iterator[Planned]:
     match mixer:
-        case spec.GatedDeltaNet() as m:
+        case GatedDeltaNet() as m:
             width, run = m.value_heads * m.value_dim, m.value_dim
-        case spec.Mamba2() as m:
+        case Mamba2() as m:
             width, run = m.heads * m.head_dim, m.heads * m.head_dim // m.groups
         case _:
             return
-    gate_first = isinstance(mixer, spec.Mamba2)
+    gate_first = isinstance(mixer, Mamba2)
     build = partial(_gated_norm, bench, sizes.tokens, width, run, gate_first=gate_first)
     yield sizes.plan("gated_norm", f"{width} by {run}", 0, build)
 
 
-def _plan_feed_forward(bench: Bench, sizes: Sizes, ffn: spec.FeedForward | None) -> Iterator[Planned]:
+def _plan_feed_forward(bench: Bench, sizes: Sizes, ffn: FeedForward) -> Iterator[Planned]:
     match ffn:
-        case spec.MLP():
+        case MLP():
             build = partial(_activation, bench, ffn.activation, sizes.tokens, ffn.width)
             yield sizes.plan(ffn.activation, f"{ffn.width}", 0, build)
-        case spec.MoE():
+        case MoE():
             inner, detail = ffn.latent or sizes.network.hidden, f"{ffn.top_k} of {ffn.experts}"
             build = partial(_route, bench, ffn, sizes.tokens)
             yield sizes.plan(f"route_{ffn.router}", detail, 0, build)
@@ -92,32 +94,13 @@ def _plan_feed_forward(bench: Bench, sizes: Sizes, ffn: spec.FeedForward | None)
 
 def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
     """Name the products that a step runs, and their weights' sizes [out, inner], as the layers pack them."""
-    found: dict[str, tuple[int, int]] = {}
-    hidden = s.hidden
-    for layer in s.layers:
-        match layer.mixer:
-            case spec.GatedDeltaNet() as m:
-                key, value = m.key_heads * m.key_dim, m.value_heads * m.value_dim
-                found["delta in"] = (2 * key + 2 * value + 2 * m.value_heads, hidden)
-                found["delta out"] = (hidden, value)
-            case spec.Mamba2() as m:
-                inner = m.heads * m.head_dim
-                found["mamba in"] = (2 * inner + 2 * m.groups * m.state_dim + m.heads, hidden)
-                found["mamba out"] = (hidden, inner)
-            case spec.Attention() as m:
-                query = m.heads * m.head_dim
-                found["attention in"] = (query * (2 if m.gated else 1) + 2 * m.kv_heads * m.head_dim, hidden)
-                found["attention out"] = (hidden, query)
-        match layer.ffn:
-            case spec.MLP() as f:
-                found["up"] = (f.width * (2 if f.activation == "swiglu" else 1), hidden)
-                found["down"] = (hidden, f.width)
-            case spec.MoE() as f:
-                found["router"] = (f.experts, hidden)
-                if f.shared_width:
-                    found["shared up"] = (f.shared_width * (2 if f.activation == "swiglu" else 1), hidden)
-                    found["shared down"] = (hidden, f.shared_width)
-    return found | {"head": (s.vocab, hidden)}
+    found = {
+        name: size
+        for layer in s.layers
+        for part in layer.parts
+        for name, size in part.matrices(s.hidden).items()
+    }
+    return found | {"head": (s.vocab, s.hidden)}
 
 
 def _linear(bench: Bench, tokens: int, out: int, inner: int, *, fp8: bool) -> Problem:
@@ -183,7 +166,7 @@ def _activation(bench: Bench, operation: str, tokens: int, width: int) -> Proble
     return by_token(bench, moved, lambda ops, x_TI: getattr(ops, operation)(x_TI), inputs)
 
 
-def _route(bench: Bench, moe: spec.MoE, tokens: int) -> Problem:
+def _route(bench: Bench, moe: MoE, tokens: int) -> Problem:
     sigmoid = moe.router == "sigmoid"
     logits_TE = bench.draw(tokens, moe.experts, dtype=torch.float32 if sigmoid else None)
     bias_E = bench.draw(moe.experts, dtype=torch.float32, seed=1, scale=0.1)
@@ -205,7 +188,7 @@ def _route(bench: Bench, moe: spec.MoE, tokens: int) -> Problem:
     return Problem(moved, [lambda: route(bench.kernels, logits_TE, bias_E)], error)
 
 
-def _experts(bench: Bench, moe: spec.MoE, inner: int, tokens: int, *, fp8: bool) -> Problem:
+def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, *, fp8: bool) -> Problem:
     gated, item = moe.activation == "swiglu", bench.dtype.itemsize
     weight_item = NARROW if fp8 else item
     rows = moe.width * (2 if gated else 1)

@@ -7,7 +7,9 @@ w its convolution's window. An activation has `item` bytes an entry; `wide` are 
 from dataclasses import dataclass
 from math import prod
 
-from specdec.models import spec
+from specdec.models.feed_forward import MoE
+from specdec.models.mixers import Attention
+from specdec.state_slots.layout import StateShape
 
 WIDE = 4
 
@@ -26,17 +28,13 @@ class Recurrent:
         return self.update + self.inputs
 
 
-def recurrent(mixer: spec.GatedDeltaNet | spec.Mamba2, item: int) -> Recurrent:
+def recurrent(shape: StateShape, item: int) -> Recurrent:
     """Return the sizes of a layer: a float32 state, and conv inputs in the model's dtype."""
-    match mixer:
-        case spec.GatedDeltaNet():
-            heads, key, value = mixer.value_heads, mixer.key_dim, mixer.value_dim
-            channels = 2 * mixer.key_heads * key + heads * value
-        case spec.Mamba2():
-            heads, key, value = mixer.heads, mixer.state_dim, mixer.head_dim
-            channels = heads * value + 2 * mixer.groups * key
-    state, update = heads * key * value * WIDE, heads * (value + 1) * WIDE
-    return Recurrent(state, (mixer.conv - 1) * channels * item, update, channels * item)
+    heads, key, value = shape.heads, shape.key_dim, shape.value_dim
+    inputs = shape.channels * item
+    return Recurrent(
+        heads * key * value * WIDE, shape.conv_inputs * inputs, heads * (value + 1) * WIDE, inputs
+    )
 
 
 def states(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
@@ -69,7 +67,7 @@ def path_conv(size: Recurrent, rows: int, path: int, share: float) -> int:
     return round(share * rows * (size.window + 2 * path * size.inputs))
 
 
-def attention(mixer: spec.Attention, rows: int, width: int, length: int, item: int) -> int:
+def attention(mixer: Attention, rows: int, width: int, length: int, item: int) -> int:
     """Count an attention layer: KV of all that is seen read, the window's written, queries in, output out."""
     kv = 2 * mixer.kv_heads * mixer.head_dim * item
     query = mixer.heads * mixer.head_dim * item
@@ -77,7 +75,7 @@ def attention(mixer: spec.Attention, rows: int, width: int, length: int, item: i
     return rows * (length + width) * kv + 2 * tokens * kv + tokens * query * (3 if mixer.gated else 2)
 
 
-def move(mixer: spec.Attention, rows: int, path: int, item: int) -> int:
+def move(mixer: Attention, rows: int, path: int, item: int) -> int:
     """Count keys and values read at one place and written at another."""
     return 2 * rows * path * 2 * mixer.kv_heads * mixer.head_dim * item
 
@@ -87,7 +85,7 @@ def linear(tokens: int, out: int, inner: int, item: int, weight_item: int) -> in
     return out * inner * weight_item + tokens * (out + inner) * item
 
 
-def experts(moe: spec.MoE, inner: int, tokens: int, distinct: int, item: int, weight_item: int) -> int:
+def experts(moe: MoE, inner: int, tokens: int, distinct: int, item: int, weight_item: int) -> int:
     """Count the matrices of the distinct experts that were chosen, and the tokens in and out."""
     matrices = (3 if moe.activation == "swiglu" else 2) * moe.width * inner
     return distinct * matrices * weight_item + 2 * tokens * inner * item

@@ -18,8 +18,7 @@ from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.table import Kernels
-from specdec.models import spec
-from specdec.models.mixers import GatedDeltaNet, Mamba2
+from specdec.models.mixers import GatedDeltaNet, Mamba2, Place
 from specdec.models.weights import RandomWeights
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import Layout, StateShape
@@ -31,7 +30,7 @@ BACKINGS = ("plain", "record", "snapshot")
 DECAY, STATE = 0.1, 0.3
 """Scales of the noise."""
 
-RecurrentMixer = spec.GatedDeltaNet | spec.Mamba2
+RecurrentMixer = GatedDeltaNet | Mamba2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +129,8 @@ def _fold(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, grou
 
 
 LAYERS: dict[type, tuple[Operation, Operation]] = {
-    spec.GatedDeltaNet: (Operation("delta_net", _delta_net), Operation("path_keys", _path_keys, by_row=True)),
-    spec.Mamba2: (Operation("mamba", _mamba), Operation("mamba_keys", _mamba_keys, by_row=True)),
+    GatedDeltaNet: (Operation("delta_net", _delta_net), Operation("path_keys", _path_keys, by_row=True)),
+    Mamba2: (Operation("mamba", _mamba), Operation("mamba_keys", _mamba_keys, by_row=True)),
 }
 """What a kind of layer is between its projections, and the keys of its pending paths."""
 
@@ -139,15 +138,15 @@ LAYERS: dict[type, tuple[Operation, Operation]] = {
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
     """List the problems of a shape at one load."""
     kinds: dict[type, RecurrentMixer] = {}
-    for layer in sizes.network.layers:
-        if isinstance(layer.mixer, RecurrentMixer):
-            kinds.setdefault(type(layer.mixer), layer.mixer)
+    for mixer in sizes.network.mixers():
+        if isinstance(mixer, RecurrentMixer):
+            kinds.setdefault(type(mixer), mixer)
     for mixer in kinds.values():
         yield from _plan(bench, sizes, mixer)
 
 
 def _plan(bench: Bench, sizes: Sizes, mixer: RecurrentMixer) -> Iterator[Planned]:
-    shape, size = shape_of(mixer), traffic.recurrent(mixer, bench.dtype.itemsize)
+    shape, size = shape_of(mixer), traffic.recurrent(mixer.state_shape(), bench.dtype.itemsize)
     between, keys = LAYERS[type(mixer)]
     rows, width, path = sizes.batch, sizes.window, path_length(sizes.window)
     tokens, inner = rows * width, shape.heads * shape.value
@@ -202,16 +201,16 @@ def problem(
 
 def shape_of(mixer: RecurrentMixer) -> Shape:
     match mixer:
-        case spec.GatedDeltaNet() as m:
+        case GatedDeltaNet() as m:
             return Shape(m.key_heads, m.value_heads, m.key_dim, m.value_dim, m.conv)
-        case spec.Mamba2() as m:
+        case Mamba2() as m:
             return Shape(m.groups, m.heads, m.state_dim, m.head_dim, m.conv)
 
 
 def columns(mixer: RecurrentMixer) -> int:
     """Count what a projection gives a token: the convolution's channels, a gate, and what each head has."""
     shape = shape_of(mixer)
-    per_head = 2 if isinstance(mixer, spec.GatedDeltaNet) else 1
+    per_head = 2 if isinstance(mixer, GatedDeltaNet) else 1
     return shape.channels + shape.heads * (shape.value + per_head)
 
 
@@ -270,10 +269,10 @@ def _fill(bench: Bench, memory: RecurrentMemory, group: Group, *, seed: int) -> 
 def _layer(bench: Bench, mixer: RecurrentMixer) -> Layer:
     """Draw a layer as a random model has it. Its projections, no part of the operations, have one column."""
     weights = RandomWeights(0, bench.dtype, bench.device)
-    if isinstance(mixer, spec.GatedDeltaNet):
-        delta = GatedDeltaNet(mixer, 1, weights.within("mixer"), bench.reference, 0).layer
+    if isinstance(mixer, GatedDeltaNet):
+        delta = mixer.build(weights.within("mixer"), bench.reference, Place(1, 1)).layer
         return Layer(delta, None)
-    mamba = Mamba2(mixer, 1, weights.within("mixer"), bench.reference, 0).layer
+    mamba = mixer.build(weights.within("mixer"), bench.reference, Place(1, 1)).layer
     return Layer(mamba, mamba.conv_C)
 
 
@@ -295,6 +294,6 @@ def _inputs(bench: Bench, group: Group, mixer: RecurrentMixer) -> Inputs:
         k_TGK=k,
         v_THW=bench.draw(tokens, shape.heads, shape.value, dtype=wide, seed=3),
         decay_TH=-DECAY * heads.abs(),
-        beta_TH=heads.sigmoid() if isinstance(mixer, spec.GatedDeltaNet) else None,
+        beta_TH=heads.sigmoid() if isinstance(mixer, GatedDeltaNet) else None,
         k_path_BPGK=keys,
     )

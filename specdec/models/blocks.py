@@ -1,9 +1,13 @@
 """Parts of a network from config fields that several families spell the same way."""
 
 from specdec.errors import CheckpointError
+from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
+from specdec.models.mixers import Attention, GatedDeltaNet
 from specdec.models.narrow import stores_fp8
-from specdec.models.spec import MLP, Attention, GatedDeltaNet, Layer, MoE, Network, Norm, Rope
+from specdec.models.norm import Norm
+from specdec.models.rope import Rope
+from specdec.models.spec import Layer, Network
 
 FULL, LINEAR = "full_attention", "linear_attention"
 

@@ -24,6 +24,7 @@ from specdec.models.checkpoint import Checkpoint, few
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule
 from specdec.models.narrow import stores_fp8
+from specdec.models.norm import Norm
 from specdec.models.weights import CheckpointWeights
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
     if width != target.hidden and not (fuses and has("embed.weight") and has("head.weight")):
         needed = f"the target's width ({target.hidden})"
         fields.refuse("hidden_size", f"{needed}, or EAGLE-3 with embed_tokens and lm_head of its own")
-    norm = spec.Norm(fields.number("rms_norm_eps"), wide=False)
+    norm = Norm(fields.number("rms_norm_eps"), wide=False)
     mixer = replace(
         attention(fields, norm=norm, gated=False, partial=1.0),
         qk_norm=norm if has("layers.0.mixer.q_norm.weight") else None,
@@ -128,7 +129,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
     head = spec.Eagle(
         width=width,
         vocab=vocab,
-        layer=spec.Layer(mixer, swiglu(fields), reads=2 * width if fuses else width),
+        layer=spec.Layer((mixer,), swiglu(fields), reads=2 * width if fuses else width),
         norm=norm,
         taps=_taps(fields, len(target.layers)) if fuses else (),
         target_width=target.hidden,

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 from specdec.models import spec
-from specdec.models.mixers import Attention, Memory, take_norm
-from specdec.models.network import Block, Network, attention_layers, begin_step, rope_tables
+from specdec.models.mixers.base import Memory
+from specdec.models.network import Block, Network, begin_step, first_place
 from specdec.models.replay import Replays
+from specdec.models.rope import rope_tables
 from specdec.models.shortlist import Shortlist
 from specdec.models.weights import Weights
 from specdec.state_slots.window import Window
@@ -32,12 +33,13 @@ class EagleHead:
         self.fc = kernels.pack(weights.take("fc.weight", (width, reads)), bias_D)
         if s.taps:
             self.embed_norm_D, self.hidden_norm_D, self.norm_D = (
-                take_norm(weights, f"{name}.weight", width, s.norm)
+                s.norm.load(weights, f"{name}.weight", width)
                 for name in ("embed_norm", "hidden_norm", "norm")
             )
-        own = width, s.norm, weights.within("layers.0"), kernels, attention_layers(target.spec)
-        self.block = Block(s.layer, *own)
-        self.rope = rope_tables((s.layer,), max_length, kernels, device)
+        place = first_place(target.spec.layers, width, reads=s.layer.reads)
+        self.block = Block(s.layer, width, s.norm, weights.within("layers.0"), kernels, place)
+        ropes = (rope for mixer in s.layer.mixers for rope in mixer.ropes())
+        self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)
         self.project = self._output(weights, ids_C) if s.own_head else target.project_drafts
 
@@ -58,8 +60,7 @@ class EagleHead:
     def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step = begin_step(window, memory, self.rope, self.kernels)
         x_TD, read_TD = self._enter(self.kernels.look_up(self.embed_VD, window.token_T), hidden_TD)
-        assert isinstance(self.block.mixer, Attention)
-        added_TD = self.block.feed(x_TD, self.block.mixer(read_TD, step))
+        added_TD = self.block.feed(x_TD, self.block.mix(read_TD, step))
         assert added_TD is not None
         return (self.kernels.add(x_TD, added_TD),)
 

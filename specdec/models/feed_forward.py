@@ -1,16 +1,114 @@
 """The layers that work on each token alone: dense and mixture-of-experts."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
 import torch
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import join
 from specdec.kernels.table import Kernels
-from specdec.models import spec
 from specdec.models.weights import Weights
 
+Activation = Literal["swiglu", "relu2"]
 
-class MLP:
-    def __init__(self, s: spec.MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
+
+class LoadedFeedForward(Protocol):
+    """A feed-forward with its weights."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+
+class FeedForward(ABC):
+    """One kind of feed-forward with its sizes: a frozen dataclass."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    """What people call it."""
+
+    @abstractmethod
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        """Name the matrices that every token is multiplied by, with their sizes [out, in]."""
+
+    def token_flops(self, hidden: int) -> float:
+        """Count a token's arithmetic beside these matrices."""
+        return 0.0
+
+    @abstractmethod
+    def build(self, hidden: int, weights: Weights, kernels: Kernels) -> LoadedFeedForward:
+        """Take the weights, by names relative to the layer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLP(FeedForward):
+    width: int
+    activation: Activation
+    bias: bool = False
+
+    kind: ClassVar[str] = "dense feed-forward"
+
+    @property
+    def up_rows(self) -> int:
+        """Outputs of the first product: a gate beside what it scales, or this alone."""
+        return self.width * (2 if self.activation == "swiglu" else 1)
+
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        return {"up": (self.up_rows, hidden), "down": (hidden, self.width)}
+
+    def build(self, hidden: int, weights: Weights, kernels: Kernels) -> "LoadedMLP":
+        return LoadedMLP(self, hidden, weights, kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class MoE(FeedForward):
+    experts: int
+    top_k: int
+    width: int
+    activation: Activation
+    router: Literal["softmax", "sigmoid"]
+    renormalise: bool
+    shared_width: int
+    """0: no shared expert."""
+    shared_gate: bool
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    latent: int | None = None
+    """The experts work in this width, between two projections."""
+
+    kind: ClassVar[str] = "mixture of experts"
+
+    @property
+    def shared(self) -> MLP | None:
+        """The expert that all tokens visit."""
+        return MLP(self.shared_width, self.activation) if self.shared_width else None
+
+    @property
+    def up_rows(self) -> int:
+        """Outputs of an expert's first product."""
+        return self.width * (2 if self.activation == "swiglu" else 1)
+
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        found = {"router": (self.experts, hidden)}
+        if self.shared:
+            found |= {f"shared {name}": size for name, size in self.shared.matrices(hidden).items()}
+        if self.latent:
+            found |= {"latent in": (self.latent, hidden), "latent out": (hidden, self.latent)}
+        return found
+
+    def token_flops(self, hidden: int) -> float:
+        """Count the products with the chosen experts."""
+        return 2.0 * self.top_k * (self.up_rows + self.width) * (self.latent or hidden)
+
+    def build(self, hidden: int, weights: Weights, kernels: Kernels) -> "LoadedMoE":
+        return LoadedMoE(self, hidden, weights, kernels)
+
+
+class LoadedMLP:
+    def __init__(self, s: MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
         self.kernels = kernels
         rows = ("gate", "up") if s.activation == "swiglu" else ("up",)
         weight = join([weights.matrix(f"{name}.weight", (s.width, hidden)) for name in rows])
@@ -24,10 +122,9 @@ class MLP:
         return self.kernels.linear(self.activate(self.kernels.linear(x_TD, self.up)), self.down)
 
 
-class MoE:
-    def __init__(self, s: spec.MoE, hidden: int, weights: Weights, kernels: Kernels) -> None:
+class LoadedMoE:
+    def __init__(self, s: MoE, hidden: int, weights: Weights, kernels: Kernels) -> None:
         self.spec, self.kernels = s, kernels
-        gated = s.activation == "swiglu"
         router_dtype = torch.float32 if s.router == "sigmoid" else None
         router_ED = weights.take("router.weight", (s.experts, hidden), router_dtype)
         if s.shared_gate:
@@ -38,16 +135,12 @@ class MoE:
             weights.take("router.correction", (s.experts,), torch.float32) if s.router == "sigmoid" else None
         )
         inner = s.latent or hidden
-        rows = s.width * (2 if gated else 1)
-        self.up_EID = kernels.pack_experts(weights.matrix("experts.up", (s.experts, rows, inner)))
+        self.up_EID = kernels.pack_experts(weights.matrix("experts.up", (s.experts, s.up_rows, inner)))
         self.down_EDI = kernels.pack_experts(weights.matrix("experts.down", (s.experts, inner, s.width)))
         if s.latent:
             self.latent_in = kernels.pack(weights.matrix("latent_in.weight", (s.latent, hidden)))
             self.latent_out = kernels.pack(weights.matrix("latent_out.weight", (hidden, s.latent)))
-        self.shared = None
-        if s.shared_width:
-            shared = spec.MLP(s.shared_width, s.activation)
-            self.shared = MLP(shared, hidden, weights.within("shared"), kernels)
+        self.shared = s.shared.build(hidden, weights.within("shared"), kernels) if s.shared else None
 
     def _route(self, score_TE: Tensor) -> tuple[Tensor, Tensor]:
         s, ops = self.spec, self.kernels

@@ -1,9 +1,9 @@
 """Hold what a config makes of a network against the files' headers, before any memory is taken for it."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
@@ -24,26 +24,20 @@ def check_headers(
     The network is built as it is when it is loaded, of tensors without elements: whatever asks for a tensor
     is checked, and there is no second list of them.
     """
-    network = replace(network, layers=_unrotated(network.layers), mtp=_unrotated(network.mtp))
+    kernels = replace(load_kernels("reference"), rope_table=_no_table)
     weights = open_weights(
         checkpoint, network, dtype=torch.float32, mtp=mtp, headers_only=True, progress=False
     )
-    target = Network(network, weights, load_kernels("reference"), max_length=1, device=_CPU)
+    target = Network(network, weights, kernels, max_length=1, device=_CPU)
     if mtp:
         MTPHead(target, weights)
     weights.finish()
     if eagle:
-        (layer,) = _unrotated((eagle.spec.layer,))
         own = eagle.open(dtype=torch.float32, device=_CPU, headers_only=True, progress=False)
-        EagleHead(replace(eagle.spec, layer=layer), target, own, None, max_length=1)
+        EagleHead(eagle.spec, target, own, None, max_length=1)
         eagle.finish(own)
 
 
-def _unrotated(layers: Iterable[spec.Layer]) -> tuple[spec.Layer, ...]:
-    """Leave out rotations, whose tables are as wide as the config says and no tensor of the files."""
-    return tuple(
-        replace(layer, mixer=replace(layer.mixer, rope=None))
-        if isinstance(layer.mixer, spec.Attention)
-        else layer
-        for layer in layers
-    )
+def _no_table(position_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Leave out a rotary table, which is as wide as the config says and no tensor of the files."""
+    return torch.empty(0), torch.empty(0)

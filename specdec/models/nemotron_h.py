@@ -6,8 +6,11 @@ from typing import Any
 
 from specdec.models import rules, spec
 from specdec.models.blocks import FULL, LINEAR, assemble, head_wanted, modern_kinds, refuse_unsupported, top_k
+from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule, layer_rules, stack, taps
+from specdec.models.mixers import Attention, Mamba2
+from specdec.models.norm import Norm
 
 NAME = "nemotron_h"
 MODEL_TYPES: tuple[str, ...] = ("nemotron_h",)
@@ -19,7 +22,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     """Describe the network of a config."""
     fields = Fields(config)
     _refuse_unsupported(fields)
-    norm = spec.Norm(fields.number("layer_norm_epsilon", default=1e-5))
+    norm = Norm(fields.number("layer_norm_epsilon", default=1e-5))
     kinds = _kinds(fields, "layers_block_type", "hybrid_override_pattern", "layer_types")
     if kinds is None:
         fields.refuse("layers_block_type", "it, or hybrid_override_pattern, to say what each layer is")
@@ -63,29 +66,29 @@ def _kinds(fields: Fields, *names: str) -> tuple[str, ...] | None:
 
 def _layer(fields: Fields, kind: str, eps: float) -> spec.Layer:
     if kind == LINEAR:
-        return spec.Layer(_mamba(fields, eps), None)
+        return spec.Layer((_mamba(fields, eps),), None)
     if kind == FULL:
-        return spec.Layer(_attention(fields), None)
-    return spec.Layer(None, _dense(fields) if kind == "mlp" else _experts(fields))
+        return spec.Layer((_attention(fields),), None)
+    return spec.Layer((), _dense(fields) if kind == "mlp" else _experts(fields))
 
 
-def _attention(fields: Fields) -> spec.Attention:
+def _attention(fields: Fields) -> Attention:
     """Attention has no position encoding."""
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", "attention_head_dim", default=128)
     kv_heads = fields.integer("num_key_value_heads", default=heads)
-    return spec.Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=None, qk_norm=None, gated=False)
+    return Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=None, qk_norm=None, gated=False)
 
 
-def _mamba(fields: Fields, eps: float) -> spec.Mamba2:
+def _mamba(fields: Fields, eps: float) -> Mamba2:
     heads, groups = fields.integer("mamba_num_heads"), fields.integer("n_groups", "mamba_n_groups", default=8)
     if heads % groups:
         fields.refuse("mamba_num_heads", f"a multiple of n_groups ({groups})")
     # The reference bounds the step from below where it reads a prompt and forgets to where it decodes. We
     # bound it in both: a token's step must not depend on how it entered.
     least = fields.number("time_step_min", "mamba_dt_min", default=1e-3)
-    return spec.Mamba2(
+    return Mamba2(
         heads=heads,
         head_dim=fields.integer("mamba_head_dim"),
         groups=groups,
@@ -98,11 +101,11 @@ def _mamba(fields: Fields, eps: float) -> spec.Mamba2:
     )
 
 
-def _dense(fields: Fields) -> spec.MLP:
-    return spec.MLP(fields.integer("intermediate_size"), "relu2", bias=fields.flag("mlp_bias", default=False))
+def _dense(fields: Fields) -> MLP:
+    return MLP(fields.integer("intermediate_size"), "relu2", bias=fields.flag("mlp_bias", default=False))
 
 
-def _experts(fields: Fields) -> spec.MoE:
+def _experts(fields: Fields) -> MoE:
     fields.absent("mlp_bias", "experts without biases (false)")
     fields.only("n_shared_experts", 1)
     fields.divides("n_group", "n_routed_experts")
@@ -113,7 +116,7 @@ def _experts(fields: Fields) -> spec.MoE:
         fields.refuse("topk_group", f"no more groups than there are ({groups})")
     if top_k(fields, "n_routed_experts") > experts // groups * fields.integer("topk_group", default=1):
         fields.refuse("num_experts_per_tok", "no more experts than the chosen groups (topk_group) hold")
-    return spec.MoE(
+    return MoE(
         experts=fields.integer("n_routed_experts"),
         top_k=top_k(fields, "n_routed_experts"),
         width=fields.integer("moe_intermediate_size"),

@@ -1,6 +1,6 @@
 """A network as a list of layers, run over one packed window."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -8,12 +8,13 @@ from torch import Tensor
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models import spec
-from specdec.models.feed_forward import MLP, MoE
-from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2, Memory, Step, take_norm
+from specdec.models.mixers.base import LoadedMixer, Memory, Place, Step
+from specdec.models.norm import Norm
 from specdec.models.replay import Replays
+from specdec.models.rope import Rotations, rope_tables
 from specdec.models.shortlist import Shortlist
 from specdec.models.weights import Weights
-from specdec.state_slots.layout import KVShape, Layout, StateShape
+from specdec.state_slots.layout import Layout
 from specdec.state_slots.window import Window
 
 LOGITS = 256
@@ -30,69 +31,60 @@ def memory_layout(
     kv_dtype: torch.dtype | None = None,
 ) -> Layout:
     """Say what the arena must hold for one token and for one sequence of this network, and for its head."""
-    kv: list[KVShape] = []
-    states: list[StateShape] = []
     head = (eagle.layer,) if eagle else network.mtp if mtp else ()
-    for layer in (*network.layers, *head):
-        match layer.mixer:
-            case spec.Attention() as m:
-                kv.append(KVShape(m.kv_heads, m.head_dim))
-            case spec.GatedDeltaNet() as m:
-                channels = 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
-                states.append(StateShape(m.value_heads, m.key_dim, m.value_dim, m.conv - 1, channels))
-            case spec.Mamba2() as m:
-                channels = m.heads * m.head_dim + 2 * m.groups * m.state_dim
-                states.append(StateShape(m.heads, m.state_dim, m.head_dim, m.conv - 1, channels))
-            case None:
-                pass
+    mixers = [mixer for layer in (*network.layers, *head) for mixer in layer.mixers]
+    kv = tuple(kept for mixer in mixers if (kept := mixer.kv_shape()))
+    states = tuple(shape for mixer in mixers if (shape := mixer.state_shape()))
     assert len({state.conv_inputs for state in states}) <= 1, "a window's taps serve every convolution"
-    return Layout(tuple(kv), tuple(states), dtype, state_dtype, kv_dtype=kv_dtype)
+    return Layout(kv, states, dtype, state_dtype, kv_dtype=kv_dtype)
 
 
 class Block:
     """One layer in its residual frame: x + mixer(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
-        self, layer: spec.Layer, hidden: int, norm: spec.Norm, weights: Weights, kernels: Kernels, index: int
+        self, layer: spec.Layer, hidden: int, norm: Norm, weights: Weights, kernels: Kernels, first: Place
     ) -> None:
+        """Take the weights; `first` is the place of the first mixer, and others count on from there."""
         self.eps, self.kernels = norm.eps, kernels
-        self.mixer: Attention | GatedDeltaNet | Mamba2 | None = None
-        self.ffn: MLP | MoE | None = None
-        if layer.mixer:
-            if layer.reads is None:
-                self.mixer_norm_D = take_norm(weights, "mixer_norm.weight", hidden, norm)
-            inner = weights.within("mixer")
-            match layer.mixer:
-                case spec.Attention() as m:
-                    self.mixer = Attention(m, hidden, inner, kernels, index, reads=layer.reads)
-                case spec.GatedDeltaNet() as m:
-                    self.mixer = GatedDeltaNet(m, hidden, inner, kernels, index)
-                case spec.Mamba2() as m:
-                    self.mixer = Mamba2(m, hidden, inner, kernels, index)
+        if layer.mixers and layer.reads is None:
+            self.mixer_norm_D = norm.load(weights, "mixer_norm.weight", hidden)
+        self.mixers = tuple(_build_mixers(layer, weights, kernels, first))
         if layer.ffn:
-            self.ffn_norm_D = take_norm(weights, "ffn_norm.weight", hidden, norm)
-            inner = weights.within("ffn")
-            match layer.ffn:
-                case spec.MLP() as f:
-                    self.ffn = MLP(f, hidden, inner, kernels)
-                case spec.MoE() as f:
-                    self.ffn = MoE(f, hidden, inner, kernels)
+            self.ffn_norm_D = norm.load(weights, "ffn_norm.weight", hidden)
+        self.ffn = layer.ffn.build(hidden, weights.within("ffn"), kernels) if layer.ffn else None
 
     def __call__(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> Tensor | None:
         """Run both halves; the last one's output is returned and not yet added to the residual stream x.
 
         Mutates x: what each half finds waiting is added by the norm that reads it.
         """
-        if self.mixer:
+        if self.mixers:
             read_TD = self.kernels.add_rms_norm(x_TD, added_TD, self.mixer_norm_D, self.eps)
-            added_TD = self.mixer(read_TD, step)
+            added_TD = self.mix(read_TD, step)
         return self.feed(x_TD, added_TD)
+
+    def mix(self, read_TD: Tensor, step: Step) -> Tensor:
+        """Run the mixers side by side on what the first half reads."""
+        first, *others = self.mixers
+        mixed_TD = first(read_TD, step)
+        for other in others:
+            mixed_TD = self.kernels.add(mixed_TD, other(read_TD, step))
+        return mixed_TD
 
     def feed(self, x_TD: Tensor, added_TD: Tensor | None) -> Tensor | None:
         """Run the second half alone, after whatever the first gave."""
         if self.ffn is None:
             return added_TD
         return self.ffn(self.kernels.add_rms_norm(x_TD, added_TD, self.ffn_norm_D, self.eps))
+
+
+def _build_mixers(
+    layer: spec.Layer, weights: Weights, kernels: Kernels, place: Place
+) -> Iterator[LoadedMixer]:
+    for i, mixer in enumerate(layer.mixers):
+        yield mixer.build(weights.within(f"mixer{i + 1}" if i else "mixer"), kernels, place)
+        place = place.after(mixer)
 
 
 def run_blocks(
@@ -126,38 +118,24 @@ def build_blocks(
     weights: Weights,
     kernels: Kernels,
     *,
-    first_attention: int = 0,
+    behind: Sequence[spec.Layer] = (),
 ) -> list[Block]:
-    """Build the layers in order; attention and recurrent layers count separately into the arena's views."""
-    attention, recurrent, blocks = first_attention, 0, []
+    """Build the layers in order; in the arena's views their KV and states come after those of `behind`."""
+    blocks: list[Block] = []
+    place = first_place(behind, network.hidden)
     for i, layer in enumerate(layers):
-        is_attention = isinstance(layer.mixer, spec.Attention)
-        index = attention if is_attention else recurrent
-        blocks.append(
-            Block(layer, network.hidden, network.norm, weights.within(f"layers.{i}"), kernels, index)
-        )
-        attention += is_attention
-        recurrent += layer.mixer is not None and not is_attention
+        own = weights.within(f"layers.{i}")
+        blocks.append(Block(layer, network.hidden, network.norm, own, kernels, place))
+        place = place.after(*layer.mixers)
     return blocks
 
 
-def attention_layers(network: spec.Network) -> int:
-    """Count the target's attention layers: a head's pages come behind theirs."""
-    return sum(isinstance(layer.mixer, spec.Attention) for layer in network.layers)
+def first_place(behind: Sequence[spec.Layer], writes: int, *, reads: int | None = None) -> Place:
+    """Return the place of a mixer that follows on other layers, those of another network."""
+    return Place(reads or writes, writes).after(*(mixer for layer in behind for mixer in layer.mixers))
 
 
-def rope_tables(
-    layers: Iterable[spec.Layer], max_length: int, kernels: Kernels, device: torch.device
-) -> dict[spec.Rope, tuple[Tensor, Tensor]]:
-    """Tabulate cosines and sines of every position once."""
-    ropes = {m.rope for m in (layer.mixer for layer in layers) if isinstance(m, spec.Attention) and m.rope}
-    position_T = torch.arange(max_length, device=device)
-    return {rope: kernels.rope_table(position_T, rope.dim, rope.theta) for rope in ropes}
-
-
-def begin_step(
-    window: Window, memory: Memory, tables: Mapping[spec.Rope, tuple[Tensor, Tensor]], kernels: Kernels
-) -> Step:
+def begin_step(window: Window, memory: Memory, tables: Rotations, kernels: Kernels) -> Step:
     """Look the rotations of a window's positions up."""
     at_T = window.position_T
     rope = {
@@ -184,14 +162,15 @@ class Network:
         self.spec, self.kernels = s, kernels
         self.embed_VD = weights.take("embed.weight", (s.vocab, s.hidden))
         self.blocks = build_blocks(s.layers, s, weights, kernels)
-        self.norm_D = take_norm(weights, "norm.weight", s.hidden, s.norm)
+        self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         head_VD = self.embed_VD if s.tied else weights.take("head.weight", (s.vocab, s.hidden))
         self.head = kernels.pack(head_VD)
         self.shortlist: Shortlist | None = None
         if shortlist_C is not None:
             shortlist_C = shortlist_C.to(device)
             self.shortlist = Shortlist(head_VD[shortlist_C], shortlist_C, s.vocab, kernels)
-        self.rope = rope_tables((*s.layers, *s.mtp), max_length, kernels, device)
+        ropes = (rope for mixer in s.mixers() for rope in mixer.ropes())
+        self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)
 
     def begin(self, window: Window, memory: Memory) -> Step:
@@ -222,8 +201,8 @@ class Network:
         A shorter length gives the state at an earlier position of the path. The records are no longer needed.
         """
         for block in self.blocks:
-            if isinstance(block.mixer, GatedDeltaNet | Mamba2):
-                block.mixer.fold(memory, slot_B, path, length_B)
+            for mixer in block.mixers:
+                mixer.fold(memory, slot_B, path, length_B)
 
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         """Move keys and values to other positions of their rows in every attention layer of the target.
@@ -231,8 +210,8 @@ class Network:
         After a tree was verified the accepted path's must follow on what was committed before.
         """
         for block in self.blocks:
-            if isinstance(block.mixer, Attention):
-                self.kernels.move(memory.pages(block.mixer.index), table_BN, from_BP, to_BP)
+            for mixer in block.mixers:
+                mixer.move(memory, table_BN, from_BP, to_BP)
 
     def project(self, hidden_TD: Tensor) -> Tensor:
         """Project hidden states (after the final norm) to the vocabulary's logits, in the model's dtype."""
@@ -261,11 +240,11 @@ class MTPHead:
         s, kernels = target.spec, target.kernels
         self.target, self.eps, self.width = target, s.norm.eps, s.hidden
         weights = weights.within("mtp")
-        self.embed_norm_D = take_norm(weights, "embed_norm.weight", s.hidden, s.norm)
-        self.hidden_norm_D = take_norm(weights, "hidden_norm.weight", s.hidden, s.norm)
+        self.embed_norm_D = s.norm.load(weights, "embed_norm.weight", s.hidden)
+        self.hidden_norm_D = s.norm.load(weights, "hidden_norm.weight", s.hidden)
         self.fc = kernels.pack(weights.take("fc.weight", (s.hidden, 2 * s.hidden)))
-        self.blocks = build_blocks(s.mtp, s, weights, kernels, first_attention=attention_layers(s))
-        self.norm_D = take_norm(weights, "norm.weight", s.hidden, s.norm)
+        self.blocks = build_blocks(s.mtp, s, weights, kernels, behind=s.layers)
+        self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         self._replays = Replays(self._run, kernels)
 
     def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:

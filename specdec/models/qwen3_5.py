@@ -21,8 +21,11 @@ from specdec.models.blocks import (
     swiglu,
     text_fields,
 )
+from specdec.models.feed_forward import FeedForward
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout
+from specdec.models.mixers import Mixer
+from specdec.models.norm import Norm
 
 NAME = "qwen3_5"
 MODEL_TYPES: tuple[str, ...] = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -36,17 +39,19 @@ def network(config: Mapping[str, Any]) -> spec.Network:
         refuse_unsupported(fields)
     text.only("attn_output_gate", True)
     text.only("output_gate_type", "swish", "silu")
-    norm = spec.Norm(text.number("rms_norm_eps"), offset=1.0)
+    norm = Norm(text.number("rms_norm_eps"), offset=1.0)
     full = attention(text, norm=norm, gated=True, partial=0.25)
     kinds = layer_kinds(text, supported=(FULL, LINEAR), interval=4)
-    linear = delta_net(text, eps=norm.eps) if LINEAR in kinds else None
+    mixers: dict[str, tuple[Mixer, ...]] = {FULL: (full,)}
+    if LINEAR in kinds:
+        mixers[LINEAR] = (delta_net(text, eps=norm.eps),)
     ffn = _feed_forward(text, model_type(outer))
-    layers = tuple(spec.Layer(full if kind == FULL else linear, ffn) for kind in kinds)
-    mtp = (spec.Layer(full, ffn),) if head_wanted(text, default=True) else ()
+    layers = tuple(spec.Layer(mixers[kind], ffn) for kind in kinds)
+    mtp = (spec.Layer((full,), ffn),) if head_wanted(text, default=True) else ()
     return assemble(NAME, outer, layers, norm, mtp=mtp)
 
 
-def _feed_forward(text: Fields, kind: str) -> spec.FeedForward:
+def _feed_forward(text: Fields, kind: str) -> FeedForward:
     if "moe" not in kind:
         return swiglu(text)
     text.only("mlp_only_layers", [])

@@ -20,8 +20,11 @@ from specdec.models.blocks import (
     softmax_moe,
     swiglu,
 )
+from specdec.models.feed_forward import FeedForward, MoE
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.mixers import GatedDeltaNet, Mixer
+from specdec.models.norm import Norm
 
 NAME = "qwen3_next"
 MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
@@ -31,25 +34,26 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
-    norm = spec.Norm(fields.number("rms_norm_eps"), offset=1.0)
+    norm = Norm(fields.number("rms_norm_eps"), offset=1.0)
     full = attention(fields, norm=norm, gated=True, partial=0.25)
     kinds = layer_kinds(fields, supported=(FULL, LINEAR), interval=4)
-    linear = delta_net(fields, eps=norm.eps) if LINEAR in kinds else None
-    layers = tuple(
-        spec.Layer(full if kind == FULL else linear, _feed_forward(fields, i)) for i, kind in enumerate(kinds)
-    )
+    mixers: dict[str, tuple[Mixer, ...]] = {FULL: (full,)}
+    if LINEAR in kinds:
+        mixers[LINEAR] = (delta_net(fields, eps=norm.eps),)
+    layers = tuple(spec.Layer(mixers[kind], _feed_forward(fields, i)) for i, kind in enumerate(kinds))
     # The published configs do not mention the head that their checkpoints hold.
-    mtp = (spec.Layer(full, _experts(fields) or swiglu(fields)),) if head_wanted(fields, default=True) else ()
+    head = spec.Layer((full,), _experts(fields) or swiglu(fields))
+    mtp = (head,) if head_wanted(fields, default=True) else ()
     return assemble(NAME, fields, layers, norm, mtp=mtp)
 
 
-def _feed_forward(fields: Fields, layer: int) -> spec.FeedForward:
+def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     dense = layer in fields.integers("mlp_only_layers")
     sparse = (layer + 1) % fields.integer("decoder_sparse_step", default=1) == 0
     return (_experts(fields) if sparse and not dense else None) or swiglu(fields)
 
 
-def _experts(fields: Fields) -> spec.MoE | None:
+def _experts(fields: Fields) -> MoE | None:
     if not fields.integer("num_experts", least=0):
         return None
     return softmax_moe(fields, renormalise=fields.flag("norm_topk_prob", default=True))
@@ -57,7 +61,7 @@ def _experts(fields: Fields) -> spec.MoE | None:
 
 def layout(network: spec.Network) -> Layout:
     """Say where the tensors lie."""
-    nets = {layer.mixer for layer in network.layers if isinstance(layer.mixer, spec.GatedDeltaNet)}
+    nets = {mixer for mixer in network.mixers() if isinstance(mixer, GatedDeltaNet)}
     return Layout(
         rules=(
             *rules.OUTER,
@@ -75,7 +79,7 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
-def _interleaved(net: spec.GatedDeltaNet) -> Iterator[Rule]:
+def _interleaved(net: GatedDeltaNet) -> Iterator[Rule]:
     """Cut the two fused projections, whose rows are grouped by key head, into flat ones.
 
     A key head's rows are [q | k | its value heads' v | their z], and [their b | their a].

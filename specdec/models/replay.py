@@ -12,7 +12,7 @@ from specdec.kernels.group import Group, RecordIds
 from specdec.kernels.native.call import listening, room
 from specdec.kernels.native.tape import Tape
 from specdec.kernels.table import Kernels
-from specdec.models.mixers import Memory
+from specdec.models.mixers.base import Memory
 from specdec.state_slots.window import Window
 
 Pass = Callable[..., tuple[Tensor, ...]]

@@ -1,7 +1,7 @@
 """What a model costs, told before anything is loaded: its parameters and the bytes that a step reads."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.eagle import EagleFolder, find_head
 from specdec.models.eagle_head import EagleHead
+from specdec.models.feed_forward import MoE
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.resolve import open_model
@@ -73,7 +74,7 @@ class ShapeWeights:
             return None
         layers = self.network.mtp if name.startswith("mtp.") else self.network.layers
         ffn = layers[int(name.removeprefix("mtp.").split(".")[1])].ffn
-        assert isinstance(ffn, spec.MoE)
+        assert isinstance(ffn, MoE)
         return ffn.top_k, ffn.experts
 
 
@@ -112,7 +113,7 @@ class Footprint:
 
     def kinds(self) -> dict[str, int]:
         """Count the target's mixers and feed-forwards by kind."""
-        return dict(Counter(_kinds(self.network.layers)))
+        return dict(Counter(part.kind for layer in self.network.layers for part in layer.parts))
 
 
 def measure(
@@ -130,18 +131,6 @@ def measure(
         EagleHead(eagle.spec, target, own, eagle.ids_C, max_length=1)
     found = weights.parameters
     return Footprint(network, tuple(found[:split]), tuple(found[split:]), tuple(own.parameters))
-
-
-def _kinds(layers: tuple[spec.Layer, ...]) -> Iterator[str]:
-    names = {
-        spec.Attention: "attention",
-        spec.GatedDeltaNet: "gated delta net",
-        spec.Mamba2: "Mamba-2",
-        spec.MLP: "dense feed-forward",
-        spec.MoE: "mixture of experts",
-    }
-    for layer in layers:
-        yield from (names[type(part)] for part in (layer.mixer, layer.ffn) if part is not None)
 
 
 def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.table import load_kernels
-from specdec.models import spec
-from specdec.models.mixers import GatedDeltaNet, Mamba2, Step
+from specdec.models.mixers import GatedDeltaNet, LoadedMixer, Mamba2, Place, Step
 from specdec.models.weights import Scoped, Weights
 from specdec.state_slots.window import Window
 from tests.kernels import trees
@@ -68,16 +67,16 @@ class Mixer:
     def __init__(self, kind: str, kernels: str, dtype: torch.dtype) -> None:
         self.kernels, self.dtype = load_kernels(kernels), dtype
         weights = RandomWeights(dtype)
-        self.layer: GatedDeltaNet | Mamba2
+        self.layer: LoadedMixer
         if kind == "mamba-2":
             self.sizes = trees.Layer(heads=6, key=5, value=7, channels=6 * 7 + 2 * 2 * 5, dtype=dtype)
-            mamba = spec.Mamba2(6, 7, 2, 5, 4, True, True, 1e-5, (0.0, float("inf")))
-            self.layer = Mamba2(mamba, HIDDEN, weights, self.kernels, 0)
+            mamba = Mamba2(6, 7, 2, 5, 4, True, True, 1e-5, (0.0, float("inf")))
+            self.layer = mamba.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
         else:
             heads = 2 if kind.endswith("1 to 1") else 4
             self.sizes = trees.Layer(heads=heads, key=6, value=5, channels=2 * 2 * 6 + heads * 5, dtype=dtype)
-            delta = spec.GatedDeltaNet(2, heads, 6, 5, 4, 1e-6)
-            self.layer = GatedDeltaNet(delta, HIDDEN, weights, self.kernels, 0)
+            delta = GatedDeltaNet(2, heads, 6, 5, 4, 1e-6)
+            self.layer = delta.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
 
     def inputs(self, tokens: int, seed: int = 1) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from specdec.models import spec
+from specdec.models.feed_forward import MLP, MoE
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
 
 
 def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -23,19 +25,19 @@ def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[
 
 
 def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if layer.mixer:
+    for mixer in layer.mixers:
         yield f"{at}.mixer_norm.weight", (width,)
-        parts = {spec.Attention: _attention, spec.GatedDeltaNet: _delta_net, spec.Mamba2: _mamba}
-        for name, shape in parts[type(layer.mixer)](layer.mixer, width).items():
+        parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba2: _mamba}
+        for name, shape in parts[type(mixer)](mixer, width).items():
             yield f"{at}.mixer.{name}", shape
     if layer.ffn:
         yield f"{at}.ffn_norm.weight", (width,)
-        dense = isinstance(layer.ffn, spec.MLP)
+        dense = isinstance(layer.ffn, MLP)
         for name, shape in (_dense(layer.ffn, width) if dense else _experts(layer.ffn, width)).items():
             yield f"{at}.ffn.{name}", shape
 
 
-def _attention(m: spec.Attention, width: int) -> dict[str, tuple[int, ...]]:
+def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
     rows = {"q": m.heads * m.head_dim * (1 + m.gated), "k": m.kv_heads * m.head_dim}
     rows |= {"v": rows["k"], "o": width}
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, width) for n, r in rows.items()}
@@ -47,7 +49,7 @@ def _attention(m: spec.Attention, width: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _delta_net(m: spec.GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
+def _delta_net(m: GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
     value, channels = m.value_heads * m.value_dim, 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
     return {
         "in_qkv.weight": (channels, width),
@@ -62,7 +64,7 @@ def _delta_net(m: spec.GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _mamba(m: spec.Mamba2, width: int) -> dict[str, tuple[int, ...]]:
+def _mamba(m: Mamba2, width: int) -> dict[str, tuple[int, ...]]:
     inner = m.heads * m.head_dim
     channels = inner + 2 * m.groups * m.state_dim
     rows = inner + channels + m.heads
@@ -74,14 +76,14 @@ def _mamba(m: spec.Mamba2, width: int) -> dict[str, tuple[int, ...]]:
     return shapes | ({"in.bias": (rows,), "out.bias": (width,)} if m.bias else {})
 
 
-def _dense(f: spec.MLP, width: int) -> dict[str, tuple[int, ...]]:
+def _dense(f: MLP, width: int) -> dict[str, tuple[int, ...]]:
     ups = ("gate", "up") if f.activation == "swiglu" else ("up",)
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (f.width, width) for n in ups}
     shapes["down.weight"] = (width, f.width)
     return shapes | ({"up.bias": (f.width,), "down.bias": (width,)} if f.bias else {})
 
 
-def _experts(f: spec.MoE, width: int) -> dict[str, tuple[int, ...]]:
+def _experts(f: MoE, width: int) -> dict[str, tuple[int, ...]]:
     inner, rows = f.latent or width, f.width * (2 if f.activation == "swiglu" else 1)
     shapes: dict[str, tuple[int, ...]] = {
         "router.weight": (f.experts, width),
@@ -92,6 +94,6 @@ def _experts(f: spec.MoE, width: int) -> dict[str, tuple[int, ...]]:
         shapes["router.correction"] = (f.experts,)
     if f.latent:
         shapes |= {"latent_in.weight": (inner, width), "latent_out.weight": (width, inner)}
-    shared = _dense(spec.MLP(f.shared_width, f.activation), width)
+    shared = _dense(MLP(f.shared_width, f.activation), width)
     shapes |= {f"shared.{name}": shape for name, shape in shared.items()}
     return shapes | ({"shared_gate.weight": (1, width)} if f.shared_gate else {})

@@ -15,7 +15,7 @@ from specdec.kernels.ffn import cpu as ffn
 from specdec.kernels.moe import cpu as moe
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.norm import cpu as norm
-from specdec.models import spec
+from specdec.models.feed_forward import MoE
 from tests.models.random_checkpoints import FAMILIES, draw, save
 from tests.models.runner import Runner
 from tests.tolerances import BFLOAT16_ASTRAY, BFLOAT16_UNIT
@@ -84,7 +84,7 @@ def excess(one: Case, kernels: str, chunk: int | None) -> float:
     runner = Runner(one.folder, torch.bfloat16, kernels=kernels)
     own = runner.sequence()
     found_TV = torch.cat([runner.step([(own, piece)])[0] for piece in pieces(one.tokens, chunk)])
-    experts = any(isinstance(layer.ffn, spec.MoE) for layer in runner.spec.layers)
+    experts = any(isinstance(layer.ffn, MoE) for layer in runner.spec.layers)
     gap = distance(one.decode_TV, one.prefill_TV, experts=experts)
     forms = [one.prefill_TV] if chunk == 64 else [one.prefill_TV, one.decode_TV]
     return min(distance(found_TV, form_TV, experts=experts) for form_TV in forms) / max(gap, BFLOAT16_UNIT)

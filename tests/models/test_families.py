@@ -14,8 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.models import families, spec
+from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.feed_forward import MoE
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
+from specdec.models.norm import Norm
+from specdec.models.rope import Rope
 from specdec.models.shapes import SHAPES
 from tests.models.canonical import canonical
 from tests.models.random_checkpoints import (
@@ -162,7 +166,7 @@ def test_experts_may_be_fused_or_apart(family: str, tmp_path: Path) -> None:
 
 
 def _has_experts(sample: Sample) -> bool:
-    return any(isinstance(x.ffn, spec.MoE) for x in families.network(sample.config.to_dict()).layers)
+    return any(isinstance(x.ffn, MoE) for x in families.network(sample.config.to_dict()).layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -266,15 +270,15 @@ def test_older_layout_of_a_config_means_the_same(family: str, seed: int) -> None
 def test_each_level_of_a_network_is_read(tmp_path: Path) -> None:
     network = families.network(SHAPES["qwen3.5-35b-a3b"])
     linear, full = network.layers[0], network.layers[3]
-    assert linear.mixer == spec.GatedDeltaNet(16, 32, 128, 128, 4, 1e-6)
-    norm = spec.Norm(1e-6, offset=1.0)
-    rope = spec.Rope(64, 1e7)
-    assert full.mixer == spec.Attention(16, 2, 256, 256**-0.5, rope, norm, gated=True, bias=False)
-    assert full.ffn == spec.MoE(256, 8, 512, "swiglu", "softmax", True, 512, True)
+    assert linear.mixers[0] == GatedDeltaNet(16, 32, 128, 128, 4, 1e-6)
+    norm = Norm(1e-6, offset=1.0)
+    rope = Rope(64, 1e7)
+    assert full.mixers[0] == Attention(16, 2, 256, 256**-0.5, rope, norm, gated=True, bias=False)
+    assert full.ffn == MoE(256, 8, 512, "swiglu", "softmax", True, 512, True)
     assert network.mtp == (full,)
     assert network.norm == norm
-    mamba = families.network(SHAPES["nemotron-h-8b"]).layers[0].mixer
-    assert mamba == spec.Mamba2(128, 64, 8, 128, 4, True, False, 1e-5, (1e-3, math.inf))
+    mamba = families.network(SHAPES["nemotron-h-8b"]).layers[0].mixers[0]
+    assert mamba == Mamba2(128, 64, 8, 128, 4, True, False, 1e-5, (1e-3, math.inf))
 
 
 @pytest.mark.parametrize(

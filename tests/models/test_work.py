@@ -2,18 +2,14 @@
 
 from specdec.bench.random_model import shape_config
 from specdec.models.families import network
-from specdec.models.spec import Attention
+from specdec.models.mixers import Attention
 from specdec.models.work import ReadingWork
 
 
 def test_work_is_that_of_each_token_and_each_pair() -> None:
     spec = network(shape_config("nemotron-h-8b"))
     work = ReadingWork.of(spec)
-    wide = sum(
-        layer.mixer.heads * layer.mixer.head_dim
-        for layer in spec.layers
-        if isinstance(layer.mixer, Attention)
-    )
+    wide = sum(mixer.heads * mixer.head_dim for mixer in spec.mixers() if isinstance(mixer, Attention))
     assert work(0) == 0
     for tokens in (1, 63, 4096):
         further = work(tokens + 1) - work(tokens)

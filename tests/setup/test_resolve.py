@@ -12,6 +12,7 @@ from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.models import spec
 from specdec.models.families import network
+from specdec.models.mixers import Attention
 from specdec.models.shapes import SHAPES
 from specdec.setup import resolve as resolution
 from specdec.setup.resolve import Resolved, resolve
@@ -34,7 +35,7 @@ windows = st.integers(2, MAX_WINDOW)
 EAGLE = spec.Eagle(
     width=32,
     vocab=65,
-    layer=spec.Layer(spec.Attention(2, 1, 8, 1.0, None, None, gated=False), None, reads=64),
+    layer=spec.Layer((Attention(2, 1, 8, 1.0, None, None, gated=False),), None, reads=64),
     norm=WITH_HEAD.norm,
     taps=(0, 1, 2),
     target_width=32,

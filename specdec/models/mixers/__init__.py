@@ -1,0 +1,8 @@
+"""The layers that mix tokens, one file each: what a kind keeps of a sequence, what it costs, how it runs."""
+
+from specdec.models.mixers.attention import Attention
+from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.mixers.gated_delta_net import GatedDeltaNet
+from specdec.models.mixers.mamba2 import Mamba2
+
+__all__ = ["Attention", "GatedDeltaNet", "LoadedMixer", "Mamba2", "Memory", "Mixer", "Place", "Step"]

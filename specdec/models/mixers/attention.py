@@ -1,0 +1,86 @@
+"""Softmax attention over the KV cache, with rope, norms of queries and keys, and an output gate."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import Group
+from specdec.kernels.linear.fp8 import join
+from specdec.kernels.self_attention.layer import AttentionLayer
+from specdec.kernels.table import Kernels
+from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.norm import Norm
+from specdec.models.rope import Rope
+from specdec.models.weights import Weights
+from specdec.state_slots.layout import KVShape
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Mixer):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None
+    qk_norm: Norm | None
+    gated: bool
+    """The query projection holds [query | gate] per head; the output is multiplied by sigmoid(gate)."""
+    bias: bool = False
+    out_bias: bool = True
+    """Of one whose projections have biases: the last one too."""
+
+    kind: ClassVar[str] = "attention"
+
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.kv_heads, self.head_dim)
+
+    def ropes(self) -> tuple[Rope, ...]:
+        return (self.rope,) if self.rope else ()
+
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        wide = self.heads * self.head_dim
+        rows = wide * (2 if self.gated else 1) + 2 * self.kv_heads * self.head_dim
+        return {"attention in": (rows, hidden), "attention out": (hidden, wide)}
+
+    def pair_flops(self) -> float:
+        return 4.0 * self.heads * self.head_dim
+
+    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedAttention":
+        return LoadedAttention(self, weights, kernels, place)
+
+
+class LoadedAttention(LoadedMixer):
+    def __init__(self, s: Attention, weights: Weights, kernels: Kernels, place: Place) -> None:
+        self.kernels, self.index, self.rope = kernels, place.kv, s.rope
+        norm = s.qk_norm
+        self.layer = AttentionLayer(
+            *(s.heads, s.kv_heads, s.head_dim, s.scale, s.gated),
+            q_norm_D=norm.load(weights, "q_norm.weight", s.head_dim) if norm else None,
+            k_norm_D=norm.load(weights, "k_norm.weight", s.head_dim) if norm else None,
+            eps=norm.eps if norm else 0.0,
+        )
+        rows = dict(zip("qkv", self.layer.widths, strict=True))
+        weight = join([weights.matrix(f"{n}.weight", (width, place.reads)) for n, width in rows.items()])
+        bias = (
+            torch.cat([weights.take(f"{n}.bias", (width,)) for n, width in rows.items()]) if s.bias else None
+        )
+        self.project = kernels.pack(weight, bias)
+        out_bias = weights.take("o.bias", (place.writes,)) if s.bias and s.out_bias else None
+        self.out = kernels.pack(weights.matrix("o.weight", (place.writes, s.heads * s.head_dim)), out_bias)
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        ops, pages = self.kernels, step.memory.pages(self.index)
+        projected_TN = ops.linear(x_TD, self.project)
+        rotation = step.rope[self.rope] if self.rope else None
+
+        def attend(group: Group) -> Tensor:
+            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
+
+        return ops.linear(step.by_group(attend), self.out)
+
+    def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+        self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)

@@ -1,0 +1,83 @@
+"""The gated delta net: S ← a S + k uᵀ with u = β (v − a Sᵀ k), behind a short convolution."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.delta_net.layer import DeltaLayer
+from specdec.kernels.group import RecordIds
+from specdec.kernels.linear.fp8 import join
+from specdec.kernels.table import Kernels
+from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
+from specdec.models.weights import Weights
+from specdec.state_slots.layout import StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet(Mixer):
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    eps: float
+
+    kind: ClassVar[str] = "gated delta net"
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state_shape(self) -> StateShape:
+        return StateShape(self.value_heads, self.key_dim, self.value_dim, self.conv - 1, self.channels)
+
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        value = self.value_heads * self.value_dim
+        return {
+            "delta in": (self.channels + value + 2 * self.value_heads, hidden),
+            "delta out": (hidden, value),
+        }
+
+    def token_flops(self) -> float:
+        """Count the convolution, and decay, correction, update and reading of the state."""
+        return 2.0 * self.conv * self.channels + 7.0 * self.value_heads * self.key_dim * self.value_dim
+
+    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedGatedDeltaNet":
+        return LoadedGatedDeltaNet(self, weights, kernels, place)
+
+
+class LoadedGatedDeltaNet(LoadedMixer):
+    def __init__(self, s: GatedDeltaNet, weights: Weights, kernels: Kernels, place: Place) -> None:
+        self.kernels, self.index = kernels, place.state
+        value = s.value_heads * s.value_dim
+        large = [
+            weights.matrix("in_qkv.weight", (s.channels, place.reads)),
+            weights.matrix("in_z.weight", (value, place.reads)),
+        ]
+        # The gates stay exact: what they decide is multiplied into the state at every token.
+        gates = [weights.take(f"in_{n}.weight", (s.value_heads, place.reads)) for n in "ba"]
+        self.project = kernels.pack(join([*large, *gates]))
+        self.layer = DeltaLayer(
+            *(s.key_heads, s.value_heads, s.key_dim, s.value_dim),
+            conv_CK=load_conv(weights, s.channels, s.conv),
+            A_log_H=weights.take("A_log", (s.value_heads,), torch.float32),
+            dt_bias_H=weights.take("dt_bias", (s.value_heads,), torch.float32),
+            norm_W=weights.take("norm.weight", (s.value_dim,)),
+            eps=s.eps,
+        )
+        self.out = kernels.pack(weights.matrix("out.weight", (place.writes, value)))
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        ops, memory = self.kernels, step.memory.recurrent(self.index)
+        projected_TN = ops.linear(x_TD, self.project)
+        o_TV = step.by_group(lambda group: ops.delta_net(group.take(projected_TN), self.layer, memory, group))
+        return ops.linear(o_TV, self.out)
+
+    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+        own = memory.recurrent(self.index)
+        k_path_BPGK = self.kernels.path_keys(self.layer, own, slot_B, path, length_B)
+        self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)

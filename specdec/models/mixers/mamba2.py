@@ -1,0 +1,89 @@
+"""Mamba-2: S ← a S + B (Δ x)ᵀ with one decay a head, behind a short convolution."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.group import RecordIds
+from specdec.kernels.mamba.layer import MambaLayer
+from specdec.kernels.table import Kernels
+from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
+from specdec.models.weights import Weights
+from specdec.state_slots.layout import StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2(Mixer):
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv: int
+    conv_bias: bool
+    bias: bool
+    eps: float
+    step_limit: tuple[float, float]
+    """Bounds on the discretisation step after softplus."""
+
+    kind: ClassVar[str] = "Mamba-2"
+
+    @property
+    def inner(self) -> int:
+        """Width of x and of the gate."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    def state_shape(self) -> StateShape:
+        return StateShape(self.heads, self.state_dim, self.head_dim, self.conv - 1, self.channels)
+
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        return {
+            "mamba in": (self.inner + self.channels + self.heads, hidden),
+            "mamba out": (hidden, self.inner),
+        }
+
+    def token_flops(self) -> float:
+        """Count the convolution, and decay, update and reading of the state."""
+        return 2.0 * self.conv * self.channels + 5.0 * self.inner * self.state_dim
+
+    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedMamba2":
+        return LoadedMamba2(self, weights, kernels, place)
+
+
+class LoadedMamba2(LoadedMixer):
+    def __init__(self, s: Mamba2, weights: Weights, kernels: Kernels, place: Place) -> None:
+        self.kernels, self.index = kernels, place.state
+        rows = s.inner + s.channels + s.heads
+        bias = weights.take("in.bias", (rows,)) if s.bias else None
+        self.project = kernels.pack(weights.matrix("in.weight", (rows, place.reads)), bias)
+        self.layer = MambaLayer(
+            *(s.groups, s.heads, s.state_dim, s.head_dim),
+            conv_CK=load_conv(weights, s.channels, s.conv),
+            conv_C=weights.take("conv.bias", (s.channels,)) if s.conv_bias else None,
+            A_H=-torch.exp(weights.take("A_log", (s.heads,), torch.float32)),
+            D_H=weights.take("D", (s.heads,), torch.float32),
+            dt_bias_H=weights.take("dt_bias", (s.heads,), torch.float32),
+            step_limit=s.step_limit,
+            norm_N=weights.take("norm.weight", (s.inner,)),
+            eps=s.eps,
+        )
+        out_bias = weights.take("out.bias", (place.writes,)) if s.bias else None
+        self.out = kernels.pack(weights.matrix("out.weight", (place.writes, s.inner)), out_bias)
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        ops, memory = self.kernels, step.memory.recurrent(self.index)
+        projected_TN = ops.linear(x_TD, self.project)
+        o_TN = step.by_group(lambda group: ops.mamba(group.take(projected_TN), self.layer, memory, group))
+        return ops.linear(o_TN, self.out)
+
+    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+        own = memory.recurrent(self.index)
+        k_path_BPGK = self.kernels.mamba_keys(self.layer, own, slot_B, path, length_B)
+        self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)
