@@ -14,7 +14,7 @@ from specdec.bench import attention_problems, kernel_peers, token_problems, wind
 from specdec.bench.options import KernelOptions
 from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.bench.random_model import quiet_transformers, shape_config
-from specdec.bench.report import environment, publish, table
+from specdec.bench.report import environment, publish, setup_line, table
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
@@ -256,11 +256,9 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def render(report: Mapping[str, Any]) -> str:
     """Lay the report out for people."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
-    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
     copy, launch = report["copy_bytes_per_s"], report["launch_s"]
     lines = [
-        f"{machine}; {versions}; commit {report['commit']}",
+        setup_line(report),
         f"kernels: {report['kernels']}, {report['dtype']}; copied at {copy / 1e9:,.0f} GB/s in this run, "
         f"reads and writes together; a launch takes {launch * 1e6:.2f} µs",
         "model: bytes / copy speed + a launch. Weights and states come from memory, activations may not",

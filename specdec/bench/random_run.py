@@ -12,9 +12,9 @@ from specdec.bench.agreement import rounding
 from specdec.bench.options import ThroughputOptions
 from specdec.bench.peers import Sample
 from specdec.bench.random_fit import Fit, fit, fitting
-from specdec.bench.report import environment, publish, summarise, table
+from specdec.bench.report import environment, publish, setup_line, summarise, table, until_interrupted
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.throughput import WINDOW_ROUNDS, Case, legend, longest, until_interrupted
+from specdec.bench.throughput import WINDOW_ROUNDS, Case, legend, longest
 from specdec.bench.time_model import Work
 from specdec.bench.timing import Machine, measure_machine
 from specdec.bench.windows import window_costs, window_table
@@ -218,13 +218,11 @@ def _memory(found: Fit, batch: int, tokens: int) -> dict[str, Any]:
 
 def render(report: Mapping[str, Any]) -> str:
     """Lay the report out for people."""
-    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     lines = [
         f"random weights of shape {report['shape']}: {report['parameters'] / 1e6:,.1f} M parameters, "
         f"{report['dtype']}{', layers in FP8' if report['fp8'] else ''}, "
         f"{report['weight_bytes'] / 1e9:.2f} GB",
-        f"{machine}; {versions}; commit {report['commit']}",
+        setup_line(report),
         f"memory copied at {report['copy_bytes_per_s'] / 1e9:,.0f} GB/s in this run (reads and writes)",
         "NO TEXT: random weights write none, and no peer has them. Drafts are compared with draft none.",
     ]

@@ -4,7 +4,8 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,24 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
+class Interruption:
+    """Says whether Ctrl-C ended a measurement."""
+
+    happened = False
+
+
+@contextmanager
+def until_interrupted(results: Sized) -> Iterator[Interruption]:
+    """Take Ctrl-C as the end of a measurement that has results; without any, it ends the command."""
+    interruption = Interruption()
+    try:
+        yield interruption
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        interruption.happened = True
+
+
 def environment() -> dict[str, Any]:
     """Say what a figure was measured on and with."""
     import torch  # imported late: without torch the other benchmarks still explain what is missing
@@ -46,6 +65,13 @@ def environment() -> dict[str, Any]:
         "gpu": device,
         "versions": {"python": platform.python_version(), **versions},
     }
+
+
+def setup_line(report: Mapping[str, Any]) -> str:
+    """Name the machine, the versions and the commit of a report."""
+    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    return f"{machine}; {versions}; commit {report['commit']}"
 
 
 def commit() -> str | None:

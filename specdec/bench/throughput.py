@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.agreement import rounding
-from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
+from specdec.bench.agreement import EXCUSED_GAP, rounding
 from specdec.bench.options import ThroughputOptions
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
-from specdec.bench.report import Summary, environment, publish, summarise, table
+from specdec.bench.report import (
+    Summary,
+    environment,
+    publish,
+    setup_line,
+    summarise,
+    table,
+    until_interrupted,
+)
 from specdec.bench.runner import ENGINE, EngineRunner
+from specdec.bench.timing import BandwidthProbe, cache_bytes
 from specdec.bench.windows import PROMPT, window_costs, window_table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
@@ -26,9 +33,6 @@ from specdec.models.families import is_narrow
 from specdec.setup.footprint import Footprint, measure
 
 WINDOW_ROUNDS = 30
-EXCUSED_GAP = 1e-4
-"""How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
-implementations round differently, and a tie this close may fall to either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +161,6 @@ def _cases(options: ThroughputOptions) -> list[Case]:
     return [Case(*pair) for pair in itertools.product(options.batch, options.prompt_tokens)]
 
 
-@contextmanager
-def until_interrupted(results: Sequence[object]) -> Iterator[None]:
-    """Take Ctrl-C as the end of the measurement where it has results."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not results:
-            raise
-
-
 def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig:
     """Size the engine for the largest case, where the user did not."""
     room = EngineConfig(max_running=max(options.batch), max_model_len=longest(options, config))
@@ -267,14 +261,12 @@ def _ratio(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sa
 def render(report: Mapping[str, Any]) -> str:
     """Lay the report out for people."""
     what = report["model"] or f"random weights of shape {report['shape']}"
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     checked = [case["agreement"] for case in report["cases"]]
     tokens, equal = (sum(agreement[key] for agreement in checked) for key in ("tokens", "equal"))
     worst = max(agreement["largest_gap"] for agreement in checked)
-    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
     lines = [
         f"{what}: {report['family']}, {report['parameters'] / 1e6:,.1f} M parameters, {report['dtype']}",
-        f"{machine}; {versions}; commit {report['commit']}",
+        setup_line(report),
         f"memory read at {report['read_bytes_per_s']['median'] / 1e9:.1f} GB/s, measured in this run",
         f"checked: {equal} of {tokens} greedy tokens have the best of transformers' logits"
         + (f"; the others lie at most {worst:.1g} of the largest under it" if equal < tokens else "")

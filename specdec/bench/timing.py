@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,8 @@ Call = Callable[[], object]
 
 WARMUP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+PROBE_BYTES = 1 << 30
+"""More than any cache holds."""
 LAUNCHES = 200
 CPU_SECONDS = 0.25
 """A problem's samples end here once there are a few: some of torch's plain forms are slow."""
@@ -63,6 +66,30 @@ def measure_machine(device: torch.device, num_bytes: int | None = None) -> Machi
     calls = [lambda: one.add_(1)] * LAUNCHES
     launch = time_calls(calls, device, 7 if device.type == "cuda" else LAUNCHES)
     return Machine(2 * count / copy.seconds.median, launch.seconds.median)
+
+
+class BandwidthProbe:
+    """Read one large tensor with every thread that torch has."""
+
+    def __init__(self, device: torch.device, num_bytes: int = PROBE_BYTES) -> None:
+        # Written once, or the system would back every page with the same zeros.
+        self.data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+
+    def bytes_per_second(self) -> float:
+        """Take one pass; a sum writes nothing back, and the read of its result waits for the device."""
+        start_s = time.perf_counter()
+        self.data.sum().item()
+        return self.data.nbytes / (time.perf_counter() - start_s)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the cache nearest to memory; 0 where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [
+        path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
 
 
 def _clock(calls: Sequence[Call], repeats: int) -> list[float]:

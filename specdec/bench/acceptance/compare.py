@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specdec.bench.acceptance.pictures import Record, field, plain, setting_key
-from specdec.bench.acceptance.store import RESULT
+from specdec.bench.acceptance.summary import RESULT
 from specdec.bench.report import publish, table
 from specdec.errors import ConfigError
 

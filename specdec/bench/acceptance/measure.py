@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from specdec.bench.acceptance.looping import loops
 from specdec.bench.acceptance.settings import Group
 from specdec.bench.peers import TransformersPeer
 from specdec.config.sampling import SamplingParams
@@ -17,6 +16,9 @@ from specdec.errors import SpecdecError
 from specdec.setup.build import Model
 from specdec.text.tokenizer import Cutter, TextStream, Tokenizer
 from specdec.verify.choose import Chooser
+
+LOOPS = 3
+"""How many times the last half of a text that loops repeats its period, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,15 @@ class Measurement:
         """Read what `as_json` wrote."""
         answers = tuple(Answer.of(own) for own in fields["answers"])
         return cls(**{**fields, "answers": answers})
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Tell whether an output's last half repeats with a period of at most a third of it.
+
+    Such a text is easy to draft, and says nothing of a drafter.
+    """
+    last = tokens[len(tokens) // 2 :]
+    return any(last[period:] == last[:-period] for period in range(1, len(last) // LOOPS + 1))
 
 
 def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str = "") -> SamplingParams:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.acceptance.differing import differ, require_rounding
 from specdec.bench.acceptance.engines import Engines
 from specdec.bench.acceptance.measure import (
     Asked,
@@ -25,14 +24,13 @@ from specdec.bench.acceptance.measure import (
 from specdec.bench.acceptance.page import write_page
 from specdec.bench.acceptance.prompts import Prompt
 from specdec.bench.acceptance.settings import NONE, TRANSFORMERS, Group, Setting, Sweep
-from specdec.bench.acceptance.store import RESULT, Store
-from specdec.bench.acceptance.summary import Pair, records
+from specdec.bench.acceptance.summary import RESULT, Pair, records
 from specdec.bench.acceptance.table import render
-from specdec.bench.agreement import rounding
-from specdec.bench.kept import is_cut_short
+from specdec.bench.agreement import require_rounding, rounding
 from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
-from specdec.bench.report import environment, json_line, publish
+from specdec.bench.report import environment, json_line, publish, until_interrupted
+from specdec.bench.store import ResultStore
 from specdec.config.engine import EngineConfig
 from specdec.core.records import Experience
 from specdec.errors import ConfigError
@@ -98,7 +96,8 @@ class Run:
         config = EngineConfig.of(
             config, {"max_running": max(options.sweep.batches), "max_model_len": min(longest, most)}
         )
-        self.store = Store(out, _identity(options, config, checkpoint, self.asked))
+        identity = _identity(options, config, checkpoint, self.asked)
+        self.store = ResultStore(out, identity, as_json=Measurement.as_json, of=Measurement.of)
         draftings, left_out = options.sweep.draftings()
         self.engines = Engines(options.model, config, draftings, options.memory)
         self.left_out = [*too_long, *left_out, *self.engines.left_out]
@@ -128,8 +127,9 @@ class Run:
             for unit in units:
                 for setting in unit.turns(self.settings[unit.group]):
                     progress.set_description(f"{unit.group}: {unit.category}, {setting.name}")
-                    if self.store.get(setting, unit.number) is None:
-                        self.store.add(setting, unit.number, self._measure(setting, unit))
+                    key = _key(setting, unit)
+                    if self.store.get(*key) is None:
+                        self.store.add(*key, measurement=self._measure(setting, unit))
                     progress.update()
                 self._check(unit)
                 self.done.append(unit)
@@ -199,12 +199,12 @@ class Run:
         return params_for(asked, group, self.options.length, self.options.seed, what)
 
     def _plain(self, unit: Unit) -> Measurement:
-        plain = self.store.get(self.settings[unit.group][0], unit.number)
+        plain = self.store.get(*_key(self.settings[unit.group][0], unit))
         assert plain is not None
         return plain
 
     def _pair(self, setting: Setting, unit: Unit) -> Pair:
-        own = self.store.get(setting, unit.number)
+        own = self.store.get(*_key(setting, unit))
         assert own is not None
         return Pair(unit.category, own, self._plain(unit))
 
@@ -217,10 +217,14 @@ class Run:
                 continue  # its texts are counted: at a temperature it draws no tokens
             pair = self._pair(setting, unit)
             for asked, plain, own in zip(unit.batch, pair.plain.answers, pair.own.answers, strict=True):
-                if differ(plain, own):
+                if plain.token_ids != own.token_ids:
                     model = self.engines.open(self.settings[unit.group][0].drafting)
                     params = self._params(asked, unit.group)
-                    require_rounding(model, f"{setting.name}, {unit.group}", asked, params, plain, own)
+                    what = (
+                        f"{setting.name}, {unit.group} says something else than draft none to "
+                        f"{asked.category} {asked.name!r}"
+                    )
+                    require_rounding(model, asked.ids, params, plain.token_ids, own.token_ids, what)
 
     def _examples(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Show the first text of some categories, cut by where each token came from."""
@@ -240,6 +244,10 @@ class Run:
             }
 
 
+def _key(setting: Setting, unit: Unit) -> tuple[Any, ...]:
+    return setting.name, repr(setting.group), unit.number
+
+
 def run(options: Options, config: EngineConfig, out: Path | None) -> None:
     """Measure, print the tables and, as the last line, the report; with `out`, write it all there.
 
@@ -247,12 +255,13 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
     """
     with quiet_transformers() if options.sweep.transformers else nullcontext():
         whole = Run(options, config, out)
-        interrupted = is_cut_short(whole)
-    report = whole.report(interrupted=interrupted)
+        with until_interrupted(whole.done) as interruption:
+            whole.measure()
+    report = whole.report(interrupted=interruption.happened)
     publish(render(report), report, out / RESULT if out else None)
     if out:
         write_results(report, out)
-    if interrupted:
+    if interruption.happened:
         raise KeyboardInterrupt
 
 

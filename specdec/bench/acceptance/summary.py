@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from specdec.bench.acceptance.differing import differ
 from specdec.bench.acceptance.measure import Answer, Measurement
 from specdec.bench.acceptance.settings import TRANSFORMERS, Setting
 from specdec.bench.report import Summary, percentile, summarise
 from specdec.core.stats import PHASES
 
 ALL = "all"
+RESULT = "acceptance.json"
+"""The file of a finished run's report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,9 @@ class Pair:
 
     @property
     def differing(self) -> int:
-        return sum(differ(*both) for both in zip(self.plain.answers, self.own.answers, strict=True))
+        return sum(
+            a.token_ids != b.token_ids for a, b in zip(self.plain.answers, self.own.answers, strict=True)
+        )
 
 
 def records(measured: Mapping[Setting, Sequence[Pair]]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.bench.acceptance.settings import NONE, TRANSFORMERS, Group
 from specdec.bench.acceptance.summary import ALL
-from specdec.bench.report import table
+from specdec.bench.report import setup_line, table
 
 Record = Mapping[str, Any]
 
@@ -26,11 +26,9 @@ by depth: the share accepted of the drafts that got there; accepted 0 1 2 …: t
 
 def render(report: Mapping[str, Any]) -> str:
     """Lay the report out."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
-    machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
     said = [
         f"{report['model']}: {report['family']}, {report['dtype']}",
-        f"{machine}; {versions}; commit {report['commit']}",
+        setup_line(report),
         _checked(report),
         *(f"left out: {what}" for what in report["left_out"]),
     ]

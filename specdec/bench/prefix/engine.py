@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
-from specdec.bench.acceptance.differing import gap_between
-from specdec.bench.kept import is_cut_short
+from specdec.bench.agreement import EXACT, require_rounding
 from specdec.bench.prefix.generate import KINDS, LONGEST, generate
 from specdec.bench.prefix.traces import Trace, Turn
-from specdec.bench.report import environment, percentile, publish, table
-from specdec.bench.throughput import EXCUSED_GAP
+from specdec.bench.report import environment, percentile, publish, table, until_interrupted
 from specdec.config.engine import PREFIX_FIELDS
-from specdec.errors import ConfigError, EngineError
+from specdec.errors import ConfigError
 
 RESULT = "prefix-engine.json"
 LONGEST_OF = {"system-prompts": 4096}
@@ -110,15 +107,13 @@ class Engines:
     def check(self, pair: Pair) -> None:
         """Refuse a text that a prefix has changed, where rounding is too fine to have done it."""
         model = self.off.model
-        if not pair.differs or model.settings.dtype not in (torch.float32, torch.float64):
+        if not pair.differs or model.settings.dtype not in EXACT:
             return
-        gap = gap_between(model, pair.prompt, self._params(), pair.off.token_ids, pair.on.token_ids)
-        if not gap <= EXCUSED_GAP:
-            raise EngineError(
-                f"a prompt of {len(pair.prompt)} tokens is answered otherwise where its first "
-                f"{pair.on.stats.cached_tokens} were kept: the tokens lie {gap:.2g} of the largest logit "
-                f"apart, and rounding explains {EXCUSED_GAP:g}; no figure is shown for a result that is wrong"
-            )
+        what = (
+            f"a prompt of {len(pair.prompt)} tokens is answered otherwise where its first "
+            f"{pair.on.stats.cached_tokens} were cached"
+        )
+        require_rounding(model, pair.prompt, self._params(), pair.off.token_ids, pair.on.token_ids, what)
 
     def _params(self) -> SamplingParams:
         return SamplingParams(
@@ -180,10 +175,11 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         whole = Run(Engines(options, config, stack))
-        interrupted = is_cut_short(whole)
-        report = whole.report(interrupted=interrupted)
+        with until_interrupted(whole.done) as interruption:
+            whole.measure()
+        report = whole.report(interrupted=interruption.happened)
     publish(render(report), report, out / RESULT if out else None)
-    if interrupted:
+    if interruption.happened:
         raise KeyboardInterrupt
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.kept import Kept, is_cut_short
 from specdec.bench.prefix.figures import figures
 from specdec.bench.prefix.pictures import write_pictures
 from specdec.bench.prefix.policies import Ground, Nothing, PerBlock, Prefix
@@ -17,7 +16,8 @@ from specdec.bench.prefix.simulate import Policy, Speeds, simulate
 from specdec.bench.prefix.table import render
 from specdec.bench.prefix.traces import Trace
 from specdec.bench.random_model import shape_config
-from specdec.bench.report import environment, publish
+from specdec.bench.report import environment, publish, until_interrupted
+from specdec.bench.store import ResultStore
 from specdec.errors import ConfigError
 from specdec.models.families import network
 from specdec.models.network import memory_layout
@@ -62,7 +62,7 @@ class Run:
         # A file may hold something else by the time the same command is repeated.
         content = [trace.digest() for trace in options.traces]
         identity = {"commit": environment()["commit"], **options.arguments, "trace content": content}
-        self.kept = Kept[Record](out, identity, as_json=dict, of=dict)
+        self.store = ResultStore[Record](out, identity, as_json=dict, of=dict)
         self.done: list[Record] = []
 
     def measure(self) -> None:
@@ -72,10 +72,10 @@ class Run:
             for trace, memory, policy in units:
                 bar.set_description(f"{trace.name}, {memory / 1e9:g} GB, {policy}")
                 key = trace.name, memory, policy
-                record = self.kept.get(*key)
+                record = self.store.get(*key)
                 if record is None:
                     record = self._measure(trace, memory, policy, bar.update)
-                    self.kept.add(*key, measurement=record)
+                    self.store.add(*key, measurement=record)
                 else:
                     bar.update(len(trace.turns))
                 self.done.append(record)
@@ -134,10 +134,11 @@ def run(options: Options, out: Path | None) -> None:
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
     whole = Run(options, out)
-    interrupted = is_cut_short(whole)
-    report = whole.report(interrupted=interrupted)
+    with until_interrupted(whole.done) as interruption:
+        whole.measure()
+    report = whole.report(interrupted=interruption.happened)
     publish(render(report), report, out / RESULT if out else None)
     if out:
         write_pictures(report["records"], out)
-    if interrupted:
+    if interruption.happened:
         raise KeyboardInterrupt

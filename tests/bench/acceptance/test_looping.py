@@ -1,6 +1,6 @@
 import pytest
 
-from specdec.bench.acceptance.looping import loops
+from specdec.bench.acceptance.measure import loops
 
 
 @pytest.mark.parametrize(

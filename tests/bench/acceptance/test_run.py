@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.acceptance import differing, run
+from specdec.bench import agreement
+from specdec.bench.acceptance import run
 from specdec.bench.acceptance.engines import Engines
 from specdec.bench.acceptance.measure import Asked, Length, Measurement, measure, params_for
 from specdec.bench.acceptance.settings import Drafting, Group
@@ -221,7 +222,7 @@ def test_a_wrong_text_withholds_every_figure(
     assert captured.out == "" and "suffix 4x1" in captured.err and "no figure is shown" in captured.err
     # Where two tokens as good as tie, and where numbers are coarse, it is counted and shown.
     with monkeypatch.context() as patched:
-        patched.setattr(differing, "EXCUSED_GAP", 10.0)
+        patched.setattr(agreement, "EXCUSED_GAP", 10.0)
         assert bench("--draft", "suffix") == 0
         assert "differing texts (near ties): suffix 4x1 5" in capsys.readouterr().out
     assert bench("--draft", "suffix", "--dtype", "bfloat16") == 0
@@ -239,8 +240,9 @@ def test_a_text_that_only_ends_elsewhere_is_wrong(agreeing: Path) -> None:
     assert shorter.answers == ()
     fields = {**measure(engines.open(Drafting("none")), [asked], [params]).as_json()["answers"][0]}
     cut = type(answer).of({**fields, "token_ids": answer.token_ids[:-1]})
-    with pytest.raises(differing.EngineError, match="no figure is shown"):
-        differing.require_rounding(engines.open(Drafting("none")), "cut", asked, params, answer, cut)
+    model = engines.open(Drafting("none"))
+    with pytest.raises(agreement.EngineError, match="no figure is shown"):
+        agreement.require_rounding(model, asked.ids, params, answer.token_ids, cut.token_ids, "cut")
     engines.open(Drafting("none")).loop.arena.check_integrity()
 
 

@@ -1,9 +1,9 @@
 """Measurements on disk, one a line, so that a run that was cut short goes on where it ended."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from specdec.errors import ConfigError
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 Key = tuple[Any, ...]
 
 
-class Kept(Generic[T]):
+class ResultStore(Generic[T]):
     """Owns what was measured; with a folder, each measurement is written there as soon as it is made."""
 
     def __init__(
@@ -32,11 +32,11 @@ class Kept(Generic[T]):
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = list(_whole_lines(self._path.read_bytes())) if self._path.exists() else []
-            if kept:
-                self._read(kept, json.loads(json.dumps(run)))
+            lines = list(_whole_lines(self._path.read_bytes())) if self._path.exists() else []
+            if lines:
+                self._read(lines, json.loads(json.dumps(run)))
             # What a run that was killed left half written goes.
-            self._path.write_text("".join(f"{line}\n" for line in kept or [json.dumps(run)]), "utf-8")
+            self._path.write_text("".join(f"{line}\n" for line in lines or [json.dumps(run)]), "utf-8")
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"--out: {self._path} cannot be read or written ({error}); name another folder, or remove it",
@@ -76,27 +76,3 @@ def _whole_lines(data: bytes) -> list[str]:
 def _short(value: Any) -> str:
     shown = json.dumps(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-class Measuring(Protocol):
-    """A run whose records are kept as they come."""
-
-    @property
-    def done(self) -> Sized:
-        """What was measured so far."""
-        ...
-
-    def measure(self) -> None:
-        """Measure what is missing."""
-        ...
-
-
-def is_cut_short(run: Measuring) -> bool:
-    """Measure; tell whether Ctrl-C ended it. Where nothing was done by then, that ends all."""
-    try:
-        run.measure()
-    except KeyboardInterrupt:
-        if not run.done:
-            raise
-        return True
-    return False
