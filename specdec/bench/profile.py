@@ -17,22 +17,21 @@ TOP = 25
 
 def profile_steps(runner: EngineRunner, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Read the prompts, then watch some steps in which every row decodes."""
-    loop, on_gpu = runner.model.loop, runner.model.settings.device.type == "cuda"
+    core, on_gpu = runner.model.core, runner.model.settings.device.type == "cuda"
     requests = runner.submit(prompts, room(runner.model.settings.bounds.num_steps))
     while not all(request.output_length for request in requests):
-        loop.step()
+        core.step()
     for _ in range(STEPS):
-        loop.step()
+        core.step()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as found, _Named():
         steps = 0
         while steps < STEPS and all(request.finish_reason is None for request in requests):
-            loop.step()
+            core.step()
             steps += 1
         if on_gpu:
             torch.cuda.synchronize()
-    while loop.scheduler.has_work:
-        loop.step()
+    core.run_until_idle()
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     events = [event for event in found.events() or [] if event.device_type == kind]
     spans = [(event.time_range.start, event.time_range.end) for event in events]

@@ -10,11 +10,9 @@ from typing import Any
 from specdec.bench.peers import Sample
 from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
-from specdec.core.outputs import Delta
 from specdec.core.request import Request
 from specdec.errors import ConfigError
 from specdec.setup.build import Model, assemble, build
-from specdec.verify.choose import Chooser
 
 ENGINE = "specdec"
 
@@ -36,8 +34,8 @@ class EngineRunner:
         """Return a runner of the same weights, with memory of its own, that drafts nothing."""
         twin = copy.copy(self)
         settings = replace(self.model.settings, drafters=(), synthetic=None)
-        loop = assemble(self.model.network, None, settings)
-        twin.model, twin.name = replace(self.model, loop=loop, settings=settings), f"{ENGINE}, draft none"
+        core = assemble(self.model.network, None, settings)
+        twin.model, twin.name = replace(self.model, core=core, settings=settings), f"{ENGINE}, draft none"
         return twin
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
@@ -46,15 +44,15 @@ class EngineRunner:
         Reading the prompts ends with the step in which the last row gets its first token; steps count as
         decoding while every row takes part in them.
         """
-        loop = self.model.loop
+        core = self.model.core
         requests = self.submit(prompts, new_tokens)
         prefill_s, step_s, tokens, silent_s = 0.0, [], 0, 0.0
-        while loop.scheduler.has_work:
+        while core.has_work:
             reading = not all(request.output_length for request in requests)
             decoding = not reading and all(request.finish_reason is None for request in requests)
             before = sum(request.output_length for request in requests)
             start_s = time.perf_counter()
-            loop.step()
+            core.step()
             took_s = time.perf_counter() - start_s
             if reading:
                 prefill_s += took_s
@@ -76,27 +74,12 @@ class EngineRunner:
 
     def submit(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
         """Put requests into the queue that give 1 + `new_tokens` tokens each."""
-        loop = self.model.loop
+        core = self.model.core
         # Each run reads the same prompts: drafting what the last one said would measure its replay.
-        loop.keep_apart()
-        requests = [self._request(row, prompt, 1 + new_tokens) for row, prompt in enumerate(prompts)]
-        for request in requests:
-            loop.scheduler.submit(request)
-        return requests
-
-    def _request(self, row: int, prompt: Sequence[int], max_tokens: int) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        vocab = self.model.network.spec.vocab
-        return Request(
-            row + 1,
-            prompt,
-            params,
-            chooser=Chooser(params, seed=row, prompt=prompt, vocab=vocab),
-            text=None,
-            stop_ids={},
-            max_length=self.model.settings.max_model_len,
-            emit=_discard,
-        )
+        core.loop.keep_apart()
+        params = SamplingParams(max_tokens=1 + new_tokens, temperature=0.0, ignore_eos=True)
+        requests = [core.new_request(prompt, params, seed=row) for row, prompt in enumerate(prompts)]
+        return [core.add_request(request) for request in requests]
 
     def describe(self) -> dict[str, Any]:
         """Say which kernels ran and who drafted."""
@@ -107,7 +90,3 @@ class EngineRunner:
             "slots": settings.slots,
             "synthetic_acceptance": settings.synthetic,
         }
-
-
-def _discard(_: Delta | Exception) -> None:
-    """Drop a delta."""

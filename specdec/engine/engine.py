@@ -1,7 +1,6 @@
 """SpecEngine: the synchronous and the asyncio face of one decode loop."""
 
 import asyncio
-import itertools
 import queue
 import random
 import weakref
@@ -26,7 +25,7 @@ from specdec.setup.capabilities import check_request
 from specdec.text.grammar.compiler import Grammars
 from specdec.text.grammar.guide import Form
 from specdec.text.tokenizer import TextStream
-from specdec.verify.choose import Chooser, choice_seed
+from specdec.verify.choose import choice_seed
 from specdec.verify.limits import Limit
 
 
@@ -41,7 +40,6 @@ class SpecEngine:
         self._worker = Worker(partial(build, model, self.config))
         self.model = self._worker.model
         self.tokenizer = self.model.tokenizer
-        self._numbers = itertools.count(1)
         self._seeds = random.Random(self.config.seed)
         spec = self.model.network.spec
         self._grammars = Grammars(self.tokenizer, spec.vocab, spec.eos)
@@ -220,29 +218,7 @@ class SpecEngine:
 
     def stats(self) -> EngineStats:
         """Return what the engine's steps have done since it started, and what it holds now."""
-        loop = self.model.loop
-        counts, scheduler = loop.counts, loop.scheduler
-        return EngineStats(
-            steps=counts.steps,
-            tokens=counts.tokens,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            acceptance_length=counts.acceptance_length,
-            per_depth=counts.per_depth,
-            histogram=dict(sorted(counts.histogram.copy().items())),
-            seconds=dict(counts.seconds),
-            synthetic=self.model.settings.synthetic is not None,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            preemptions=scheduler.preemptions,
-            limited_by=dict(scheduler.limited_by),
-            arena=loop.arena.usage(),
-            failed_steps=self._worker.failed_steps,
-            clean_checks=self._worker.clean_checks,
-            moved_blocks=loop.arena.moved_blocks,
-            prefixes=loop.prefixes.stats() if loop.prefixes else None,
-            speculation=loop.outlook,
-        )
+        return self.model.core.stats()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End every request with an error and stop the thread; a second call does nothing.
@@ -300,23 +276,15 @@ class SpecEngine:
         prompt, params, terms = prepared.ids, prepared.params, prepared.terms
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         return [
-            Request(
-                next(self._numbers),
+            self.model.core.new_request(
                 prompt,
                 params,
-                chooser=Chooser(
-                    params,
-                    seed=choice_seed(seed, index),
-                    prompt=prompt,
-                    vocab=self.model.network.spec.vocab,
-                    limits=self._limits(terms),
-                ),
+                seed=choice_seed(seed, index),
+                emit=emit,
+                limits=self._limits(terms),
                 text=self._text(params),
                 stop_ids=terms.stop_ids,
-                max_length=self.model.settings.max_model_len,
-                emit=emit,
                 index=index,
-                synthetic=self.model.settings.synthetic is not None,
                 tenant=terms.tenant,
             )
             for index in range(params.n)

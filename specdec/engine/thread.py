@@ -54,10 +54,6 @@ class Worker:
         """Where the thread runs: a process that is forked from it has a copy of everything but threads."""
         self.fault: str | None = None
         """Why no request is taken any more."""
-        self.failed_steps = 0
-        """Steps that raised something, and after which the engine went on."""
-        self.clean_checks = 0
-        """How often nothing was left to do and the arena was proved empty and whole."""
         self._step_start_s: float | None = None
         self._thread = threading.Thread(
             target=self._work, args=(make, built), name="specdec-engine", daemon=True
@@ -101,7 +97,7 @@ class Worker:
 
         def flush() -> None:
             try:
-                self._loop.flush(caller)
+                self._core.flush(caller)
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)
@@ -118,7 +114,7 @@ class Worker:
 
     def cancel(self, request: Request) -> None:
         """End a request between two steps; one that has already ended is left alone."""
-        request.cancelled = True
+        self.model.core.abort(request)
         if not self.is_copy:
             self._inbox.put(_wake)
 
@@ -129,8 +125,7 @@ class Worker:
         """
         self._stop(fault)
         self._receive(wait=False)
-        scheduler = self._loop.scheduler
-        for request in (*scheduler.running, *scheduler.waiting):
+        for request in self._core.requests:
             request.send(EngineError(fault))
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -174,7 +169,7 @@ class Worker:
                 except BaseException as error:
                     built.set_exception(error)
                     return
-                self._loop = model.loop
+                self._core = model.core
                 built.set_result(model)
                 del model, built, make
                 self._run()
@@ -184,15 +179,16 @@ class Worker:
 
     def _run(self) -> None:
         why = "The engine was closed while this request ran."
-        if self._loop.device.type == "cuda":
-            torch.cuda.set_device(self._loop.device)  # kernels go to the thread's device, not to the tensors'
+        device = self._core.loop.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels go to the thread's device, not to the tensors'
         is_proved = True
         try:
             while not self.fault:
-                idle = not self._loop.scheduler.has_work
-                quiet_s = max(QUIET_S, QUIET_SLOT_S * self._loop.arena.held)
+                idle = not self._core.has_work
+                quiet_s = max(QUIET_S, QUIET_SLOT_S * self._core.loop.arena.held)
                 came = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
-                done = self._attempt(self._loop.step if came else self._prove)
+                done = self._attempt(self._core.step if came else self._core.check_idle)
                 is_proved = done and not came
         except GivenUp:
             raise  # it came to be built in the very moment
@@ -201,39 +197,21 @@ class Worker:
             self._stop(why)
             logger.critical("the engine has stopped", exc_info=failure)
         finally:
-            self._loop.close()
+            self._core.close()
             self._receive(wait=False)
-            scheduler = self._loop.scheduler
-            for request in (*scheduler.running, *scheduler.waiting):
-                self._release(request)
-                request.fail(EngineError(why))
-
-    def _prove(self) -> None:
-        """Look, while there is nothing to do, whether memory is as it should be."""
-        self._loop.check_idle()
-        self.clean_checks += 1
+            for fault in self._core.end_all(why):
+                logger.error("a request could not be released", exc_info=fault)
 
     def _attempt(self, step: Callable[[], None]) -> bool:
         """Run a step; what it raises ends the requests that it may have spoilt, not the engine."""
-        failures, self._step_start_s = self.failed_steps, time.monotonic()
+        failures, self._step_start_s = self._core.failed_steps, time.monotonic()
         try:
             step()
         except Exception as failure:
             logger.exception("a step failed; those who took part are told, and the engine goes on")
-            self._recover(failure)
+            self._core.recover(failure)
         self._step_start_s = None
-        return self.failed_steps == failures
-
-    def _recover(self, failure: Exception) -> None:
-        """Begin afresh, and tell those whom the failed step may have spoilt, whatever comes of it."""
-        spoilt = self._loop.scheduler.give_up()
-        try:
-            self._loop.recover()
-            self.failed_steps += 1
-        finally:
-            why = f"The engine failed while this request ran: {failure!r}."
-            for request in spoilt:
-                request.fail(EngineError(why))  # each its own: a caller may keep it, and write on it
+        return self._core.failed_steps == failures
 
     def _receive(self, *, wait: bool, limit_s: float | None = None) -> bool:
         """Do what other threads want done; with nothing to do, sleep until something comes.
@@ -253,14 +231,7 @@ class Worker:
 
     def _begin(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._loop.scheduler.submit(request)
-
-    def _release(self, request: Request) -> None:
-        """Take a request's memory back; what goes wrong with one keeps no other waiting."""
-        try:
-            self._loop.scheduler.release(request)
-        except Exception:
-            logger.exception("request %d could not be released", request.number)
+            self._core.add_request(request)
 
 
 def _wake() -> None:

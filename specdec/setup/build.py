@@ -18,6 +18,7 @@ from specdec.core.device.rows import Rows
 from specdec.core.device.runner import Host, Pipeline, Runner, Stepwise
 from specdec.core.device.step import DeviceStep
 from specdec.core.device.streak import Streak, Uncaptured
+from specdec.core.engine_core import EngineCore
 from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
@@ -57,10 +58,14 @@ logger = logging.getLogger(__name__)
 class Model:
     """A loaded model with the memory and the loop that serve it."""
 
-    loop: DecodeLoop
+    core: EngineCore
     network: Network
     tokenizer: Tokenizer | None
     settings: Resolved
+
+    @property
+    def loop(self) -> DecodeLoop:
+        return self.core.loop
 
 
 def build(folder: str | Path, config: EngineConfig) -> Model:
@@ -127,8 +132,7 @@ def _load(
     if eagle and "eagle" in settings.drafters:
         head = _load_eagle(eagle, network, settings)
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    loop = assemble(network, head, settings)
-    return Model(loop, network, tokenizer, settings)
+    return Model(assemble(network, head, settings), network, tokenizer, settings)
 
 
 def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> EagleHead:
@@ -139,7 +143,7 @@ def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> Ea
     return head
 
 
-def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeLoop:
+def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineCore:
     """Put the loop together around a loaded network, and let it learn what its steps cost."""
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     executor = LocalExecutor(network, arena, settings.device)
@@ -161,17 +165,18 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> DecodeL
     for name in settings.drafters:
         speculation.enlist(_drafter(name, head, arena, speculation, settings))
     loop = DecodeLoop(executor, arena, scheduler, speculation)
+    core = EngineCore(loop, vocab=network.spec.vocab, eos=network.spec.eos, max_length=settings.max_model_len)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":
         precompile(loop, network, settings.max_model_len)
     speculation.learns = bool(settings.drafters) and settings.adaptive
     if speculation.learns:
-        warm_up(loop, network.spec.vocab, settings.max_model_len)
+        warm_up(core)
     if settings.prefix_cache:
         own = _prefix_cache(arena, network, settings, has_head=head is not None)
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     if settings.graphs:
         loop.runner = _runner(loop, network, settings)
-    return loop
+    return core
 
 
 def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_head: bool) -> PrefixCache:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
-from specdec.core.loop import DecodeLoop
+from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
 from specdec.core.stats import Counts
 from specdec.draft.calibration import Calibrator
@@ -15,7 +15,6 @@ from specdec.draft.drafter import Drafter, Want
 from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import WIDTHS, Policy
 from specdec.draft.proposal import Proposal, Shape
-from specdec.verify.choose import Chooser
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,6 @@ EVERY = 5
 ENOUGH, LONGEST_S = 10, 0.2
 """Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
 PROMPT = 8
-NUMBER = 0
-"""Callers' requests count from 1."""
 
 Turn = tuple[list[Drafter], Shape | None]
 
@@ -56,9 +53,9 @@ class Filler:
         """Keep nothing."""
 
 
-def warm_up(loop: DecodeLoop, vocab: int, max_length: int) -> None:
+def warm_up(core: EngineCore) -> None:
     """Teach the policy what steps and drafts cost, and leave nothing else behind."""
-    speculation, policy = loop.speculation, loop.speculation.policy
+    loop, speculation, policy = core.loop, core.loop.speculation, core.loop.speculation.policy
     drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
     heads: list[Drafter] = [speculation.head] if speculation.head else []
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
@@ -68,7 +65,7 @@ def warm_up(loop: DecodeLoop, vocab: int, max_length: int) -> None:
     drafts: list[Turn] = [(heads, shape) for shape in _tried(policy) if heads]
     # What no text has room for cannot be learnt.
     steps, drafts = (
-        [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < max_length]
+        [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < core.max_length]
         for turns in (steps, drafts)
     )
     logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
@@ -76,21 +73,20 @@ def warm_up(loop: DecodeLoop, vocab: int, max_length: int) -> None:
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
         if request and (request.finish_reason or request.room <= _depth(shape)):
-            _end(loop, request)
+            _end(core, request)
             request = None
         if request is None:
-            request = _request(vocab, max_length)
-            loop.scheduler.submit(request)
+            request = _begin(core)
             while request.finish_reason is None and not request.decodes:
-                loop.step()
+                core.step()
         speculation.policy = Policy(shape or policy.bounds, adaptive=False)
         speculation.policy.steps = policy.steps
         if own is heads:
             speculation.policy.drafts = policy.drafts
         if request.finish_reason is None:
-            loop.step()
+            core.step()
     if request:
-        _end(loop, request)
+        _end(core, request)
     speculation.drafters, speculation.policy = drafters, policy
     speculation.forget_experience()
     loop.counts = Counts()
@@ -124,12 +120,12 @@ def _depth(shape: Shape | None) -> int:
     return shape.num_steps if shape else 0
 
 
-def _end(loop: DecodeLoop, request: Request) -> None:
-    """Take back what a request has, if it still has any; the head may not have been among those who heard."""
-    if request.finish_reason is None:
-        loop.scheduler.release(request)
-    if loop.speculation.head:
-        loop.speculation.head.lose(NUMBER)
+def _end(core: EngineCore, request: Request) -> None:
+    """End a request, if it still runs; the head may not have been among the drafters that heard of it."""
+    core.abort(request)
+    core.run_until_idle()
+    if head := core.loop.speculation.head:
+        head.lose(request.number)
 
 
 def _is_known(turn: Turn, policy: Policy) -> bool:
@@ -139,16 +135,7 @@ def _is_known(turn: Turn, policy: Policy) -> bool:
     return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
 
 
-def _request(vocab: int, max_length: int) -> Request:
-    params = SamplingParams(max_tokens=max_length, temperature=0.0)
-    prompt = [token % vocab for token in range(min(PROMPT, max_length - 1))]
-    return Request(
-        NUMBER,
-        prompt,
-        params,
-        chooser=Chooser(params, seed=0, prompt=prompt, vocab=vocab),
-        text=None,
-        stop_ids={},
-        max_length=max_length,
-        emit=lambda _: None,
-    )
+def _begin(core: EngineCore) -> Request:
+    params = SamplingParams(max_tokens=core.max_length, temperature=0.0, ignore_eos=True)
+    prompt = [token % core.vocab for token in range(min(PROMPT, core.max_length - 1))]
+    return core.add_request(core.new_request(prompt, params, seed=0))

@@ -21,7 +21,6 @@ from specdec.config.options import at_least
 from specdec.config.sampling import SamplingParams
 from specdec.core.request import Request
 from specdec.setup.build import Model, assemble, build
-from specdec.verify.choose import Chooser
 
 FIRST, TURN = 64, 16
 LONGEST_PROMPT = 512
@@ -40,25 +39,15 @@ class Text:
     def write(self, until: int) -> None:
         while self.request.output_length < until:
             start_s, before = self.clock(), self.request.output_length
-            self.model.loop.step()
+            self.model.core.step()
             self.seconds += (self.clock() - start_s) * (before >= FIRST)
 
 
 def ask(model: Model, prompt: Sequence[int], params: SamplingParams, clock: Callable[[], float]) -> Text:
     """Begin an answer."""
     assert params.seed is not None
-    vocab = model.network.spec.vocab
-    request = Request(
-        1 + params.seed,
-        prompt,
-        params,
-        chooser=Chooser(params, seed=params.seed, prompt=prompt, vocab=vocab),
-        text=None,
-        stop_ids=frozenset(),
-        max_length=model.settings.max_model_len,
-        emit=lambda _: None,
-    )
-    model.loop.scheduler.submit(request)
+    request = model.core.new_request(prompt, params, seed=params.seed, stop_ids={})
+    model.core.add_request(request)
     return Text(model, request, clock)
 
 
@@ -83,7 +72,7 @@ def main() -> None:
     config = EngineConfig(draft=args.draft, memory_bytes=256 << 20, max_model_len=2048, prefix_cache=False)
     folder = cached_checkpoint(shape_config(args.shape), seed=0) if args.shape else "tiny"
     on = build(folder, config)
-    off = replace(on, loop=assemble(on.network, None, replace(on.settings, drafters=())))
+    off = replace(on, core=assemble(on.network, None, replace(on.settings, drafters=())))
     texts = [prompt.text for prompt in choose(None, (), args.limit)]
     draw = torch.Generator().manual_seed(0)
     prompts = (

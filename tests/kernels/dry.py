@@ -22,8 +22,8 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.core.device.graphs import Graphs
+from specdec.core.engine_core import EngineCore
 from specdec.core.outputs import Delta
-from specdec.core.request import Request
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Matrix
 from specdec.kernels.table import OPERATIONS, Kernels, load_kernels
@@ -32,7 +32,6 @@ from specdec.models.weights import Scoped, Weights
 from specdec.setup import build
 from specdec.setup.build import Model, build_random
 from specdec.setup.precompile import precompile
-from specdec.verify.choose import Chooser
 
 TARGET = GPUTarget("cuda", 90, 32)
 STEERING = {*OPERATIONS["tree"], "pick", "best"} - {"hang"}
@@ -134,36 +133,23 @@ def make(shape: Mapping[str, Any], config: EngineConfig, *, ready: bool = True) 
 
 def serve(model: Model, prompts: Sequence[int], params: Sequence[SamplingParams]) -> None:
     """Run requests to their ends: each prompt alone, then all kinds of request at once, coming one by one."""
-    loop, numbers = model.loop, itertools.count(1)
+    core, numbers = model.core, itertools.count(1)
     for length in prompts:
-        _submit(model, next(numbers), length, params[0])
-        while loop.scheduler.has_work:
-            loop.step()
+        _submit(core, next(numbers), length, params[0])
+        core.run_until_idle()
     for own in params:
-        _submit(model, next(numbers), 40, own)
+        _submit(core, next(numbers), 40, own)
         for _ in range(3):
-            loop.step()
-    while loop.scheduler.has_work:
-        loop.step()
+            core.step()
+    core.run_until_idle()
 
 
-def _submit(model: Model, number: int, length: int, params: SamplingParams) -> None:
-    prompt, vocab = [number] * length, model.network.spec.vocab
-
+def _submit(core: EngineCore, number: int, length: int, params: SamplingParams) -> None:
     def emit(said: Delta | Exception) -> None:
         if isinstance(said, Exception):
             raise said
 
-    model.loop.scheduler.submit(
-        Request(
-            *(number, prompt, params),
-            chooser=Chooser(params, seed=number, prompt=prompt, vocab=vocab),
-            text=None,
-            stop_ids={},
-            max_length=model.settings.max_model_len,
-            emit=emit,
-        )
-    )
+    core.add_request(core.new_request([number] * length, params, seed=number, emit=emit, stop_ids={}))
 
 
 _empty = torch.empty

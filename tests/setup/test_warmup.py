@@ -186,7 +186,7 @@ def test_who_always_drafts_alike_learns_nothing_beforehand(
     engine: Open, fields: dict[str, Any], learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[DecodeLoop] = []
-    monkeypatch.setattr(builder, "warm_up", lambda loop, _: calls.append(loop))
+    monkeypatch.setattr(builder, "warm_up", lambda core: calls.append(core.loop))
     with engine(**fields) as made:
         assert calls == [made.model.loop] * learns
 

@@ -122,5 +122,5 @@ class Engines:
             draft_window=drafting.window,
         )
         head = donor.head if drafting.draft in HEADS else None
-        loop = assemble(donor.network, head, settings)
-        return Model(loop, donor.network, donor.tokenizer, settings)
+        core = assemble(donor.network, head, settings)
+        return Model(core, donor.network, donor.tokenizer, settings)

@@ -9,13 +9,13 @@ from typing import Any, Self
 from specdec.bench.acceptance.settings import Group
 from specdec.bench.peers import TransformersPeer
 from specdec.config.sampling import SamplingParams
+from specdec.core.engine_core import EngineCore
 from specdec.core.outputs import Delta
 from specdec.core.request import Request
 from specdec.core.stats import PHASES
 from specdec.errors import SpecdecError
 from specdec.setup.build import Model
 from specdec.text.tokenizer import Cutter, TextStream, Tokenizer
-from specdec.verify.choose import Chooser
 
 LOOPS = 3
 """How many times the last half of a text that loops repeats its period, at least."""
@@ -129,19 +129,18 @@ def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str 
 
 def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParams]) -> Measurement:
     """Step an engine, in this thread, until it has answered a batch; later ones look nothing of it up."""
-    loop = model.loop
+    core, loop = model.core, model.loop
     loop.keep_apart()
     said: list[list[Delta | SpecdecError]] = [[] for _ in batch]
     requests = [
-        _request(model, row, asked, own, said[row])
-        for row, (asked, own) in enumerate(zip(batch, params, strict=True))
+        _request(core, asked, own, inbox) for asked, own, inbox in zip(batch, params, said, strict=True)
     ]
     before, timed = dict(loop.counts.seconds), loop.counts.timed
     start_s, reading_s = time.perf_counter(), 0.0
     for request in requests:
-        loop.scheduler.submit(request)
-    while loop.scheduler.has_work:
-        loop.step()
+        core.add_request(request)
+    while core.has_work:
+        core.step()
         if not reading_s and all(request.output_length for request in requests):
             reading_s = time.perf_counter() - start_s
     seconds = time.perf_counter() - start_s
@@ -189,20 +188,10 @@ def pieces(tokenizer: Tokenizer | None, answer: Answer) -> list[tuple[str, int]]
 
 
 def _request(
-    model: Model, row: int, asked: Asked, params: SamplingParams, said: list[Delta | SpecdecError]
+    core: EngineCore, asked: Asked, params: SamplingParams, said: list[Delta | SpecdecError]
 ) -> Request:
-    spec = model.network.spec
     assert params.seed is not None
-    return Request(
-        row + 1,
-        asked.ids,
-        params,
-        chooser=Chooser(params, seed=params.seed, prompt=asked.ids, vocab=spec.vocab),
-        text=None,
-        stop_ids={} if params.ignore_eos else dict.fromkeys(spec.eos),
-        max_length=model.settings.max_model_len,
-        emit=said.append,
-    )
+    return core.new_request(asked.ids, params, seed=params.seed, emit=said.append)
 
 
 def _answer(asked: Asked, request: Request, said: Sequence[Delta | SpecdecError]) -> Answer:

@@ -1,0 +1,147 @@
+"""EngineCore: requests are added, stepped and aborted, in the one thread that owns the model."""
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import SOLE, Tenant
+from specdec.core.loop import DecodeLoop
+from specdec.core.outputs import Delta, EngineStats
+from specdec.core.request import Emit, Request
+from specdec.core.terms import find_stops
+from specdec.errors import EngineError, SpecdecError
+from specdec.text.tokenizer import TextStream
+from specdec.verify.choose import Chooser
+from specdec.verify.limits import Limit
+
+
+def discard(_: Delta | SpecdecError) -> None:
+    """Take what nobody reads."""
+
+
+class EngineCore:
+    """A decode loop and the life of its requests. `new_request` and `abort` may be called from any thread."""
+
+    def __init__(self, loop: DecodeLoop, *, vocab: int, eos: Collection[int], max_length: int) -> None:
+        self.loop, self.vocab, self.eos, self.max_length = loop, vocab, eos, max_length
+        self.failed_steps = 0
+        """Steps that raised something, and after which the engine went on."""
+        self.clean_checks = 0
+        """How often nothing was left to do and the arena was proved empty and whole."""
+        self._numbers = itertools.count(1)
+
+    def new_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        emit: Emit = discard,
+        limits: Sequence[Limit] = (),
+        text: TextStream | None = None,
+        stop_ids: Mapping[int, int | None] | None = None,
+        index: int = 0,
+        tenant: Tenant = SOLE,
+    ) -> Request:
+        """Make a request, of choice `index`; without `stop_ids` those of the parameters end it."""
+        return Request(
+            next(self._numbers),
+            prompt,
+            params,
+            chooser=Chooser(params, seed=seed, prompt=prompt, vocab=self.vocab, limits=limits),
+            text=text,
+            stop_ids=find_stops(params, self.eos) if stop_ids is None else stop_ids,
+            max_length=self.max_length,
+            emit=emit,
+            index=index,
+            synthetic=self.loop.speculation.synthetic is not None,
+            tenant=tenant,
+        )
+
+    def add_request(self, request: Request) -> Request:
+        """Let a request take part from the next step on that has room for it."""
+        self.loop.scheduler.submit(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request with the next step; one that has ended already is left alone."""
+        request.cancelled = True
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.scheduler.has_work
+
+    @property
+    def requests(self) -> list[Request]:
+        """List those that run and those that wait."""
+        return [*self.loop.scheduler.running, *self.loop.scheduler.waiting]
+
+    def step(self) -> None:
+        """Advance every request that takes part by one window."""
+        self.loop.step()
+
+    def run_until_idle(self) -> None:
+        """Step until every request has ended."""
+        while self.has_work:
+            self.step()
+
+    def check_idle(self) -> None:
+        """Prove, while there is nothing to do, that memory is as it should be."""
+        self.loop.check_idle()
+        self.clean_checks += 1
+
+    def recover(self, failure: Exception) -> None:
+        """Begin afresh after a step that failed; tell those whom it may have spoilt, whatever comes of it."""
+        spoilt = self.loop.scheduler.give_up()
+        try:
+            self.loop.recover()
+            self.failed_steps += 1
+        finally:
+            why = f"The engine failed while this request ran: {failure!r}."
+            for request in spoilt:
+                request.fail(EngineError(why))  # each its own: a caller may keep it, and write on it
+
+    def end_all(self, why: str) -> Sequence[Exception]:
+        """Give every request's memory back and end it with an error; return what went wrong with that."""
+        faults = []
+        for request in self.requests:
+            try:
+                self.loop.scheduler.release(request)
+            except Exception as fault:  # what goes wrong with one keeps no other waiting
+                faults.append(fault)
+            request.fail(EngineError(why))
+        return faults
+
+    def flush(self, caller: str | None = None) -> None:
+        """Forget what ended requests, or one caller's, left for later ones."""
+        self.loop.flush(caller)
+
+    def close(self) -> None:
+        """End what runs beside the loop."""
+        self.loop.close()
+
+    def stats(self) -> EngineStats:
+        """Say what the steps have done since the start, and what is held now; any thread may ask."""
+        loop = self.loop
+        counts, scheduler = loop.counts, loop.scheduler
+        return EngineStats(
+            steps=counts.steps,
+            tokens=counts.tokens,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            acceptance_length=counts.acceptance_length,
+            per_depth=counts.per_depth,
+            histogram=dict(sorted(counts.histogram.copy().items())),
+            seconds=dict(counts.seconds),
+            synthetic=loop.speculation.synthetic is not None,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            limited_by=dict(scheduler.limited_by),
+            arena=loop.arena.usage(),
+            failed_steps=self.failed_steps,
+            clean_checks=self.clean_checks,
+            moved_blocks=loop.arena.moved_blocks,
+            prefixes=loop.prefixes.stats() if loop.prefixes else None,
+            speculation=loop.outlook,
+        )
