@@ -95,6 +95,31 @@ def hybrid(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint()
 
 
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that writes a family's small model whose heads agree with it in part, or finds it.
+
+    A test that changes what lies in the folder writes one of its own.
+    """
+    from tests.models.agreeing import VOCAB, write_agreeing
+
+    written: dict[tuple[str, int], Path] = {}
+
+    def write(family: str, *, vocab: int = VOCAB) -> Path:
+        if (family, vocab) not in written:
+            folder = written[family, vocab] = tmp_path_factory.mktemp(family)
+            write_agreeing(folder, family, vocab=vocab)
+        return written[family, vocab]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def folder(family_folder: Callable[..., Path]) -> Path:
+    """Return the model that most tests of whole engines draft with."""
+    return family_folder("qwen3_5")
+
+
 class SharedTemplate(Template):
     """The process that has xgrammar loaded, left to the engines that come after the one which is closed."""
 

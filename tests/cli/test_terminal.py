@@ -13,7 +13,6 @@ import pytest
 from specdec import Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.cli import main
 from specdec.cli.terminal import ACCEPTED, LEGEND, PLAIN, figures, print_choices, stream_text, visible
-from tests.models.agreeing import write_agreeing
 
 PROMPT = "def f():"
 CODES = re.compile(r"\x1b\[\d+m")
@@ -33,9 +32,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(scope="module")
-def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("agreeing")
-    write_agreeing(folder, "qwen3_5")
+def agreeing(folder: Path) -> Path:
     return folder
 
 

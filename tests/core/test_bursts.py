@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from specdec import SamplingParams, SpecEngine
 from specdec.core.scheduler import PREFIXES, WORTH_WAITING, Scheduler
 from tests.lossless.test_prefixes import DRAFTS, SETTINGS, VOCAB, folder
-from tests.models.agreeing import END, write_agreeing
+from tests.models.agreeing import END
 
 __all__ = ["folder"]
 STEM = 130
@@ -42,12 +43,14 @@ def test_what_a_burst_shares_is_read_once(folder: Path, draft: str, slots: str) 
 
 
 @pytest.mark.parametrize("draft", ["none", "suffix", "ngram"])
-def test_a_model_without_states_shares_what_has_been_read(tmp_path: Path, draft: str) -> None:
-    write_agreeing(tmp_path, "qwen3")
+def test_a_model_without_states_shares_what_has_been_read(
+    family_folder: Callable[..., Path], draft: str
+) -> None:
+    folder = family_folder("qwen3")
     prompts = burst(6, vocab=END)
-    with SpecEngine(tmp_path, draft="none", prefix_cache=False, **MANY) as engine:
+    with SpecEngine(folder, draft="none", prefix_cache=False, **MANY) as engine:
         alone = [engine.generate([p], [own])[0].token_ids for p, own in zip(prompts, params(6), strict=True)]
-    with SpecEngine(tmp_path, draft=draft, **MANY) as engine:
+    with SpecEngine(folder, draft=draft, **MANY) as engine:
         first, *others = engine.generate(prompts, params(6))
     assert [own.token_ids for own in (first, *others)] == alone
     assert not first.stats.cached_tokens

@@ -12,7 +12,7 @@ from specdec import Completion, Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.core.batch import ScheduledRequest
 from specdec.verify.walk import AcceptedPath
 from tests.lossless.cases import SHAPES, drafting_engine, generate, plain_cases, preempt_each
-from tests.models.agreeing import END, write_agreeing
+from tests.models.agreeing import END
 
 COUNT = 10
 MODES: dict[str, dict[str, Any]] = {
@@ -26,13 +26,6 @@ MODES: dict[str, dict[str, Any]] = {
     "device suffix": {"draft": "suffix", "adaptive": False, "graphs": True, **SHAPES["tree"]},
     "synthetic": {"draft": "mtp", "adaptive": False, "num_steps": 4, "synthetic_acceptance": 2.7},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(made, "qwen3_5")
-    return made
 
 
 def accepted_by_depth(stats: RequestStats) -> Counter[int]:

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from specdec import Delta, SamplingParams, SpecEngine
-from specdec.bench.random_model import write_random_checkpoint
 from specdec.draft.history import Table
 from specdec.errors import EngineError, SpecdecError
 from specdec.state_slots.prefix.tree import Node
-from tests.conftest import HYBRID
 from tests.draft.oracle import Oracle
 
 PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8, 9], [5] * 20)
@@ -241,13 +239,13 @@ def test_whose_draft_is_not_trusted_is_forgotten_too(
     "name", ["planned", "drafted", "chosen", "committed in part", "learnt", "said in part"]
 )
 def test_a_head_forgets_what_a_failed_step_has_left(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden states of requests that are over would be read by nobody, for ever."""
-    write_random_checkpoint(tmp_path, {**HYBRID, "mtp_num_hidden_layers": 1}, seed=0)
+    """Hidden states of requests that are over would never be read."""
+    folder = checkpoint(mtp_num_hidden_layers=1)
     chain = {"adaptive": False, "num_steps": 3, "topk": 1}
     with SpecEngine(
-        tmp_path, dtype="float64", draft="mtp", max_running=2, max_model_len=128, **chain
+        folder, dtype="float64", draft="mtp", max_running=2, max_model_len=128, **chain
     ) as engine:
         expected = ask(engine)
         break_once(*place(engine, name), MemoryError(), monkeypatch)

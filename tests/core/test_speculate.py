@@ -13,7 +13,7 @@ from specdec.core.device.runner import Runner
 from specdec.core.outputs import DraftTree
 from specdec.verify.walk import AcceptedPath
 from tests.lossless.cases import SHAPES, drafting_engine, plain_cases
-from tests.models.agreeing import END, write_agreeing
+from tests.models.agreeing import END
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"draft": "none"},
@@ -26,13 +26,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 DRAFTING = [mode for mode in MODES if "none" not in mode]
 PROMPTS = [[(7 * i + 3 * j) % END for j in range(1 + i % 5)] for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(made, "qwen3_5")
-    return made
 
 
 def open_engine(folder: Path, mode: str) -> SpecEngine:

@@ -11,7 +11,7 @@ import pytest
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.core.batch import StepReport
 from tests.lossless.cases import SHAPES, Case, drafting_engine, preempt_each
-from tests.models.agreeing import END, write_agreeing
+from tests.models.agreeing import END
 
 COUNT = 14
 MODES: dict[str, dict[str, Any]] = {
@@ -21,13 +21,6 @@ MODES: dict[str, dict[str, Any]] = {
     "auto": {"draft": "auto"},
     "synthetic": {"draft": "mtp", "adaptive": False, "num_steps": 4, "synthetic_acceptance": 2.7},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(made, "qwen3_5")
-    return made
 
 
 @dataclass

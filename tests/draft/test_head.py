@@ -18,7 +18,7 @@ from specdec.models.network import MTPHead
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
-from tests.models.agreeing import VOCAB, write_agreeing
+from tests.models.agreeing import VOCAB
 from tests.models.runner import CPU, Runner, Sequence_
 
 FAMILIES = ("qwen3_5", "nemotron_h")
@@ -88,23 +88,10 @@ def want(key: str, own: Sequence_, shape: Shape | None, start: int = 0) -> Want:
     return Want(key, 1, TEXT[start : start + own.length + 1], own.table_N, shape)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def write(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            write_agreeing(made[family], family)
-        return made[family]
-
-    return write
-
-
 @pytest.fixture(params=FAMILIES)
-def bench(folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Bench:
+def bench(family_folder: Callable[..., Path], request: pytest.FixtureRequest) -> Bench:
     with torch.inference_mode():
-        return Bench(folder(request.param))
+        return Bench(family_folder(request.param))
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

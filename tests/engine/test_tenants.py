@@ -1,17 +1,16 @@
 """What one tenant wrote neither shows nor tells in what another gets: trees, counts and prefixes."""
 
 import queue
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from specdec import SamplingParams, SpecdecError, SpecEngine
-from specdec.bench.random_model import write_random_checkpoint
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import Delta
 from specdec.engine import engine as engine_module
-from tests.conftest import HYBRID
 
 SETTINGS = {"dtype": "float32", "max_model_len": 256, "max_running": 4, "adaptive": False, "num_steps": 4}
 CHAIN, TREE = {"topk": 1}, {"topk": 3, "num_draft_tokens": 10}
@@ -31,10 +30,8 @@ class Got(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tenants")
-    write_random_checkpoint(path, {**HYBRID, "mtp_num_hidden_layers": 1}, seed=0)
-    return path
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(mtp_num_hidden_layers=1)
 
 
 def ask(engine: SpecEngine, tenant: Tenant, prompt: list[int], params: SamplingParams) -> Got:

@@ -7,16 +7,9 @@ import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
 from tests.lossless.cases import SHAPES
-from tests.models.agreeing import END, write_agreeing
+from tests.models.agreeing import END
 
 COUNT = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(made, "qwen3_5")
-    return made
 
 
 def ask(folder: Path, temperature: float, **fields: Any) -> list[Completion]:

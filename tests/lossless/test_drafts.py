@@ -22,7 +22,7 @@ from tests.lossless.cases import (
     generate,
     memory_for,
 )
-from tests.models.agreeing import CONFIGS, END, VOCAB, write_agreeing
+from tests.models.agreeing import CONFIGS, END, VOCAB
 from tests.models.runner import Runner
 from tests.tolerances import FLOAT32_GAP
 
@@ -32,16 +32,8 @@ Folder = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            write_agreeing(made[family], family)
-        return made[family]
-
-    return make
+def folder(family_folder: Folder) -> Folder:
+    return family_folder
 
 
 def ask(engine: SpecEngine, count: int, **changes: object) -> list[Case]:

@@ -6,7 +6,7 @@ That texts equal those of plain decoding says nothing if both share a mistake; t
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from specdec.kernels.table import Kernels
 from specdec.verify import choose as choosing
 from specdec.verify.choose import Choice, Logprob, Node
 from specdec.verify.walk import AcceptedPath
-from tests.models.agreeing import write_agreeing
 from tests.models.runner import Runner
 
 PROMPT, TEMPERATURE = [4, 1, 2], 2.0
@@ -41,10 +40,8 @@ Outcome = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("law")
-    write_agreeing(folder, "qwen3_5", vocab=VOCAB)
-    return folder
+def folder(family_folder: Callable[..., Path]) -> Path:
+    return family_folder("qwen3_5", vocab=VOCAB)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from tests.lossless.cases import (
     plain_cases,
     preempt_each,
 )
-from tests.models.agreeing import write_agreeing
 from tests.tolerances import FLOAT64_LOGITS
 
 Cases = Callable[[str], tuple[Path, list[Case], list[Case]]]
@@ -33,14 +32,13 @@ BATCHES = AXES["batch"]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def plain(family_folder: Callable[..., Path]) -> Cases:
     """Return a family's checkpoint and what plain decoding says to every request, at length and in brief."""
     made: dict[str, tuple[Path, list[Case], list[Case]]] = {}
 
     def make(family: str) -> tuple[Path, list[Case], list[Case]]:
         if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            write_agreeing(folder, family)
+            folder = family_folder(family)
             cases = plain_cases(folder)
             made[family] = folder, cases, in_brief(folder, cases)
         return made[family]

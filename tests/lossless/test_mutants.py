@@ -22,7 +22,6 @@ from specdec.verify import choose as choosing
 from specdec.verify.choose import Node
 from specdec.verify.walk import AcceptedPath, walk
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
-from tests.models.agreeing import write_agreeing
 
 FAMILIES = ("qwen3_5", "nemotron_h")
 Patch = pytest.MonkeyPatch
@@ -30,11 +29,8 @@ Mutant = Callable[[Patch], None]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def known(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[Case]]:
-    folder = tmp_path_factory.mktemp(request.param)
-    write_agreeing(folder, request.param)
+def known(request: pytest.FixtureRequest, family_folder: Callable[..., Path]) -> tuple[Path, list[Case]]:
+    folder = family_folder(request.param)
     return folder, plain_cases(folder)
 
 

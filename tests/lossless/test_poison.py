@@ -1,7 +1,7 @@
 """A drafted token whose numbers are not finite: plain decoding never reads it, so it must not matter."""
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.proposal import Proposal
 from specdec.errors import EngineError
-from tests.models.agreeing import CONFIGS, write_agreeing
+from tests.models.agreeing import CONFIGS
 
 POISON = 62
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logit_bias={POISON: -100.0})
@@ -43,10 +43,8 @@ class Poisoner:
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    write_agreeing(folder, request.param)
-    return folder
+def folder(request: pytest.FixtureRequest, family_folder: Callable[..., Path]) -> Path:
+    return family_folder(request.param)
 
 
 def poisoned(engine: SpecEngine, value: float) -> SpecEngine:

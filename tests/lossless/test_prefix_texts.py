@@ -16,7 +16,7 @@ import pytest
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.setup.capabilities import AXES, NO_HEAD, RULES
 from tests.lossless.cases import SHAPES, memory_for, preempt_each
-from tests.models.agreeing import END, write_agreeing
+from tests.models.agreeing import END
 from tests.tolerances import FLOAT64_LOGITS
 
 FAMILIES = ("qwen3_next", "nemotron_h", "qwen3")
@@ -56,13 +56,12 @@ PARAMS = [SamplingParams(**{"max_tokens": 8 + 2 * (i % 9), **own}) for i, own in
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
+def known(family_folder: Callable[..., Path]) -> Callable[[str], Known]:
     made: dict[str, Known] = {}
 
     def make(family: str) -> Known:
         if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            write_agreeing(folder, family)
+            folder = family_folder(family)
             with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as engine:
                 said = [engine.generate([p], [own]) for p, own in zip(PROMPTS, PARAMS, strict=True)]
             made[family] = Known(folder, said)

@@ -1,14 +1,13 @@
 """Texts with prefixes that are kept equal those without, whoever drafts and whatever gives way."""
 
 import random
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec import Completion, SamplingParams, SpecdecError, SpecEngine
-from specdec.bench.random_model import write_random_checkpoint
 from specdec.errors import ConfigError, RequestError
 from specdec.models.network import Block
 from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
@@ -27,10 +26,8 @@ DRAFTS: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prefixes")
-    write_random_checkpoint(path, {**HYBRID, "mtp_num_hidden_layers": 1}, seed=0)
-    return path
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(mtp_num_hidden_layers=1)
 
 
 def family(seed: int, count: int) -> list[list[int]]:

@@ -9,16 +9,13 @@ from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.compiled import compiled
 from specdec.setup.footprint import describe_model
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
-from tests.models.agreeing import write_agreeing
 
 FAMILY = "qwen3_5"
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
+def plain(folder: Path) -> tuple[Path, list[Case]]:
     """Return a checkpoint and what plain decoding with 8 bits says to every request."""
-    folder = tmp_path_factory.mktemp(FAMILY)
-    write_agreeing(folder, FAMILY)
     return folder, plain_cases(folder, kv_dtype="fp8")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ from specdec.state_slots import window as windows
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row
-from tests.models.agreeing import CONFIGS, VOCAB, write_agreeing
+from tests.models.agreeing import CONFIGS, VOCAB
 from tests.models.drafted import Drafted, random_tree, reorder
 from tests.models.runner import Runner
 from tests.tolerances import FLOAT64_LOGITS
@@ -27,14 +28,12 @@ EXACT = 1e-9
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runner]:
+def runner(family_folder: Callable[..., Path]) -> Callable[[str], Runner]:
     made: dict[str, Runner] = {}
 
     def make(family: str) -> Runner:
         if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            write_agreeing(folder, family)
-            made[family] = Runner(folder, torch.float64, slabs=400)
+            made[family] = Runner(family_folder(family), torch.float64, slabs=400)
         return made[family]
 
     return make

@@ -1,6 +1,6 @@
 """Allowed tokens and bad words along every path of a draft, and where a text ends and what it spells out."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from specdec import ConfigError, RequestError, SamplingParams, SpecEngine, Struc
 from specdec.config.sampling import MAX_IDS
 from specdec.verify.limits import Allowed, Banned
 from tests.lossless.cases import BAD_WORDS, SHAPES
-from tests.models.agreeing import END, write_agreeing
+from tests.models.agreeing import END
 
 LIKELY = dict.fromkeys(range(4), 6.0)
 """The letters a to d, of which the words are made."""
@@ -26,9 +26,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SpecEngine]]:
-    folder = tmp_path_factory.mktemp("words")
-    write_agreeing(folder, "qwen3_next")
+def engines(family_folder: Callable[..., Path]) -> Iterator[dict[str, SpecEngine]]:
+    folder = family_folder("qwen3_next")
     made = {}
     for name, fields in ENGINES.items():
         adaptive = {} if fields["draft"] == "none" else {"adaptive": False}
@@ -160,9 +159,8 @@ def test_the_models_own_end_has_no_reason_though_it_is_asked_for_too(engines: di
         assert (own.finish_reason, own.stop_reason) == ("stop", reason)
 
 
-def test_synthetic_acceptance_takes_no_rules_of_words(tmp_path: Path) -> None:
-    write_agreeing(tmp_path, "qwen3_next")
-    with SpecEngine(tmp_path, draft="mtp", synthetic_acceptance=2.0) as engine:
+def test_synthetic_acceptance_takes_no_rules_of_words(family_folder: Callable[..., Path]) -> None:
+    with SpecEngine(family_folder("qwen3_next"), draft="mtp", synthetic_acceptance=2.0) as engine:
         for field, value in (("bad_words", ["a"]), ("allowed_token_ids", [1])):
             with pytest.raises(RequestError) as caught:
                 engine.generate([[1]], SamplingParams(**{field: value}))

@@ -18,7 +18,7 @@ from specdec.models.eagle_head import EagleHead
 from specdec.models.families import read_network
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
-from tests.models.agreeing import VOCAB, write_agreeing
+from tests.models.agreeing import VOCAB
 from tests.models.eagle_oracle import Oracle
 from tests.models.random_checkpoints import draw, save
 from tests.models.random_eagle import eagle_config, eagle_tensors, write_eagle, write_random_eagle
@@ -87,9 +87,7 @@ PUBLISHED = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_agreeing(folder, "qwen3_5")
+def target(folder: Path) -> Path:
     return folder
 
 

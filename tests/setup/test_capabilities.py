@@ -1,6 +1,7 @@
 """The table of what can be combined: shown, true, the source of refusals. Its cells: test_lossless.py."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +12,7 @@ from specdec.errors import ConfigError, RequestError
 from specdec.models.families import supported
 from specdec.setup.capabilities import AXES, NO_HEAD, Cell, cells, readme_table, refusal
 from tests.lossless.cases import FEATURES, SHAPES
-from tests.models.agreeing import CONFIGS, write_agreeing
+from tests.models.agreeing import CONFIGS
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -40,11 +41,8 @@ def test_a_row_of_the_readme_hides_nothing(drafter: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {family: tmp_path_factory.mktemp(family) for family in CONFIGS}
-    for family, folder in made.items():
-        write_agreeing(folder, family)
-    return made
+def folders(family_folder: Callable[..., Path]) -> dict[str, Path]:
+    return {family: family_folder(family) for family in CONFIGS}
 
 
 def test_every_refused_cell_is_refused_in_the_tables_words(folders: dict[str, Path]) -> None:

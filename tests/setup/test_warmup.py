@@ -23,19 +23,11 @@ from specdec.draft.worth import Worth
 from specdec.setup import build as builder
 from specdec.setup.warmup import ROUNDS, _tried
 from tests.lossless.cases import memory_for
-from tests.models.agreeing import write_agreeing
 
 KNOWN = 4
 """Times that a cost must have been seen to be trusted."""
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PROMPTS = [[0, 1, 2, 3], [5], [7, 3, 7, 3, 7]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(made, "qwen3_5")
-    return made
 
 
 Open = Callable[..., SpecEngine]

@@ -63,10 +63,9 @@ FORMS: dict[str, tuple[Structure, Callable[[str], object]]] = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SpecEngine]]:
+def engines(checkpoint: Callable[..., Path]) -> Iterator[list[SpecEngine]]:
     """One without drafts, and others with each kind."""
-    folder = tmp_path_factory.mktemp("structured")
-    write_random_checkpoint(folder, {**HYBRID, "mtp_num_hidden_layers": 1}, seed=0)
+    folder = checkpoint(mtp_num_hidden_layers=1)
     shared = {"dtype": "float64", "max_model_len": 256}
     tree = {"adaptive": False, "num_steps": 3, "topk": 3, "num_draft_tokens": 10}
     chain = {"adaptive": False, "num_steps": 4, "topk": 1}

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.agreeing import write_agreeing
-
 PROMPTS = {
     "code": ("deffx", "importos", "classA"),
     "edit": ("abcabcabcabc", "xyzxyz"),
@@ -15,9 +13,7 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="session")
-def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("agreeing")
-    write_agreeing(folder, "qwen3_5")
+def agreeing(folder: Path) -> Path:
     return folder
 
 

@@ -15,17 +15,9 @@ from specdec.core.device import streak as streaks
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.streak import Streak
 from specdec.errors import EngineError
-from tests.models.agreeing import write_agreeing
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 ENDLESS = GREEDY.model_copy(update={"max_tokens": 10**6})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(made, "qwen3_5")
-    return made
 
 
 def within(seconds: float, run: Callable[[], list[Completion]]) -> list[Completion]:

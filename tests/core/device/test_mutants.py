@@ -14,7 +14,6 @@ from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
 from specdec.core.device.streak import Streak
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
-from tests.models.agreeing import write_agreeing
 
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
@@ -22,9 +21,7 @@ FEATURES = ("greedy", "temperature", "filters")
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
-    folder = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(folder, "qwen3_5")
+def known(folder: Path) -> tuple[Path, list[Case]]:
     return folder, [case for case in plain_cases(folder) if case.feature in FEATURES]
 
 

@@ -19,16 +19,13 @@ from specdec.core.device.runner import Pipeline
 from specdec.core.device.streak import Uncaptured
 from specdec.errors import EngineError
 from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
-from tests.models.agreeing import write_agreeing
 
 FEATURES = ("greedy", "temperature", "filters", "stop")
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
-    folder = tmp_path_factory.mktemp("qwen3_5")
-    write_agreeing(folder, "qwen3_5")
+def known(folder: Path) -> tuple[Path, list[Case]]:
     return folder, [case for case in plain_cases(folder) if case.feature in FEATURES]
 
 

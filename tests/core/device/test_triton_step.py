@@ -1,12 +1,12 @@
 """A whole step of Triton kernels, as a GPU captures it, in the interpreter: it says what plain torch says."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec import SamplingParams, SpecEngine
-from tests.models.agreeing import write_agreeing
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
 PARAMS = [
@@ -22,12 +22,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_step_of_triton_kernels_says_what_torch_says(family: str, tmp_path: Path) -> None:
-    write_agreeing(tmp_path, family)
+def test_a_step_of_triton_kernels_says_what_torch_says(
+    family: str, family_folder: Callable[..., Path]
+) -> None:
+    folder = family_folder(family)
     said = {}
     for kernels in ("cpu", "triton"):
         fields = {"draft": "mtp", "adaptive": False, "max_model_len": 32, **CASES[family]}
-        with SpecEngine(tmp_path, dtype="float32", kernels=kernels, graphs=True, **fields) as engine:
+        with SpecEngine(folder, dtype="float32", kernels=kernels, graphs=True, **fields) as engine:
             said[kernels] = [c.token_ids for c in engine.generate(PROMPTS, PARAMS)]
             runner = engine.model.loop.runner
             assert runner is not None and runner.steps > 1
@@ -35,17 +37,19 @@ def test_a_step_of_triton_kernels_says_what_torch_says(family: str, tmp_path: Pa
     assert said["triton"] == said["cpu"]
 
 
-def test_an_eagle_head_that_looks_back_in_part_drafts_as_in_torch(tmp_path: Path) -> None:
+def test_an_eagle_head_that_looks_back_in_part_drafts_as_in_torch(
+    family_folder: Callable[..., Path],
+) -> None:
     """Its kernels are told how far back there is to read; blocks before that are not in its tables.
 
     The row is alone: what is said of it must reach each of its nodes.
     """
-    write_agreeing(tmp_path, "qwen3")
+    folder = family_folder("qwen3")
     made = {}
     for kernels in ("cpu", "triton"):
         shape = {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}
         fields = {"draft": "eagle", "draft_window": 5, "adaptive": False, "max_model_len": 48, **shape}
-        with SpecEngine(tmp_path, dtype="float32", kernels=kernels, graphs=True, **fields) as engine:
+        with SpecEngine(folder, dtype="float32", kernels=kernels, graphs=True, **fields) as engine:
             params = SamplingParams(max_tokens=4, temperature=0.8, seed=5, ignore_eos=True)
             text = engine.generate([list(range(24))], params)[0].token_ids
             made[kernels] = text, engine.stats().drafted, engine.stats().accepted
