@@ -7,7 +7,7 @@ import torch
 from specdec.config.sampling import SamplingParams
 from specdec.errors import EngineError
 from specdec.setup.build import Model
-from specdec.setup.resolve import Resolved
+from specdec.setup.settings import Resolved
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from specdec.verify.choose import Chooser, Node, perturb

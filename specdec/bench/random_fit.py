@@ -12,7 +12,9 @@ from specdec.core.device.extent import Extent
 from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.setup.devices import free_memory
-from specdec.setup.resolve import Resolved, resolve
+from specdec.setup.drafters import has_head
+from specdec.setup.resolve import resolve
+from specdec.setup.settings import Resolved
 
 ARENA_SHARE = 0.8
 """Of what the weights leave; the rest is for activations, logits and graphs."""
@@ -71,7 +73,7 @@ def fit(name: str, config: EngineConfig) -> Fit:
     roomy = EngineConfig.of(config, {"memory_bytes": ANYTHING})
     settings = resolve(roomy, network, stored, stored_bytes)
     model = TimeModel(network, settings.dtype)
-    weight_bytes = model.weight_bytes(fp8=settings.quantize, mtp="mtp" in settings.drafters)
+    weight_bytes = model.weight_bytes(fp8=settings.quantize, mtp=has_head(settings.drafters))
     # While the last matrix is drawn it stands beside all others once more.
     largest = max(p.count for p in model.footprint.target) * settings.dtype.itemsize
     free = free_memory(settings.device)

@@ -50,7 +50,7 @@ class TimeModel:
     def __init__(self, network: spec.Network, dtype: torch.dtype = torch.bfloat16) -> None:
         self.network = network
         self.footprint: Footprint = measure(network, dtype)
-        self.layout: Layout = memory_layout(network, dtype, mtp=bool(network.mtp))
+        self.layout: Layout = memory_layout(network, dtype, head=network.mtp)
 
     def step(self, work: Work) -> dict[str, float]:
         """Return the bytes of one step by kernel class, the largest first.

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from specdec.config.base import MAX_BYTES, Settings, contradiction, parse_bytes
+from specdec.config.drafters import AUTO, DRAFTERS, NONE, drafters_of_folders, known_drafter
 from specdec.errors import ConfigError
 
 MAX_WINDOW = 64
@@ -18,7 +19,7 @@ PREFIX_FIELDS = ("prefix_policy", "prefix_alpha", "host_cache_bytes")
 """What only a cache of prefixes has a use for."""
 HEAD_FIELDS = ("draft_model", "draft_vocab", "draft_window")
 """What only a head has a use for."""
-DRAFTERS = "auto, none, mtp, eagle, ngram or suffix"
+*_FIRST, _LAST = (AUTO, NONE, *DRAFTERS)
 
 
 class EngineConfig(Settings):
@@ -53,11 +54,11 @@ class EngineConfig(Settings):
         "them so, a CPU widens them again and saves nothing",
         description="fp8 or None",
     )
-    draft: Literal["auto", "none", "mtp", "eagle", "ngram", "suffix"] = Field(
-        "auto",
+    draft: Annotated[str, AfterValidator(known_drafter)] = Field(
+        AUTO,
         title="who drafts; auto: the head of draft_model, or else the model's multi-token head, where it has "
-        "one, with suffixes on a CPU",
-        description=DRAFTERS,
+        "one, with suffixes on a CPU; " + "; ".join(f"{name}: {own.help}" for name, own in DRAFTERS.items()),
+        description=f"{', '.join(_FIRST)} or {_LAST}",
     )
     draft_model: NonEmpty | None = Field(
         None,
@@ -211,16 +212,17 @@ class EngineConfig(Settings):
         return self
 
     def _check_draft(self) -> None:
-        if self.draft == "none":
+        if self.draft == NONE:
             for field in (*HEAD_FIELDS, "num_steps", "topk", "num_draft_tokens", "synthetic_acceptance"):
                 if getattr(self, field) is not None:
                     raise contradiction(
                         field, 'it has no meaning with draft="none"; choose a drafter or leave it out.'
                     )
-        elif self.draft_model is not None and self.draft not in ("auto", "eagle"):
+        elif self.draft_model is not None and self.draft not in (AUTO, *drafters_of_folders()):
             raise contradiction(
                 "draft_model",
-                f"draft={self.draft!r} reads no weights of its own; leave it out or choose eagle.",
+                f"draft={self.draft!r} reads no weights of its own; leave it out or choose "
+                f"{' or '.join(drafters_of_folders())}.",
             )
 
     def _check_tree(self) -> None:

@@ -21,11 +21,13 @@ from specdec.errors import CheckpointError
 from specdec.models import spec
 from specdec.models.blocks import attention, refuse_unsupported, swiglu
 from specdec.models.checkpoint import Checkpoint, few
+from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule
 from specdec.models.narrow import stores_fp8
+from specdec.models.network import Network
 from specdec.models.norm import Norm
-from specdec.models.weights import CheckpointWeights
+from specdec.models.weights import CheckpointWeights, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ EXPECTED = (
     "or with midlayer.hidden_norm.weight (EAGLE-3)"
 )
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+Layers = tuple[spec.Layer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class EagleFolder:
     layout: Layout
     ids_C: Tensor | None
     """The tokens that its logits rank; None: all of the target's."""
+
+    @property
+    def layers(self) -> Layers:
+        return (self.spec.layer,)
 
     def open(
         self,
@@ -69,6 +76,10 @@ class EagleFolder:
             headers_only=headers_only,
             progress=progress,
         )
+
+    def fill(self, target: Network, weights: Weights, *, max_length: int) -> EagleHead:
+        """Build the head from its tensors."""
+        return EagleHead(self.spec, target, weights, self.ids_C, max_length=max_length)
 
     def finish(self, weights: CheckpointWeights) -> None:
         """Say of what is wrong with its tensors that they are the head's."""

@@ -8,34 +8,37 @@ from torch import Tensor
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.eagle import EagleFolder
-from specdec.models.eagle_head import EagleHead
 from specdec.models.families import open_weights
-from specdec.models.network import MTPHead, Network
+from specdec.models.heads import HeadSource, load_head
+from specdec.models.network import Network
 
 _CPU = torch.device("cpu")
 
 
-def check_headers(
-    checkpoint: Checkpoint, network: spec.Network, *, mtp: bool, eagle: EagleFolder | None
-) -> None:
-    """Refuse a config whose sizes are not those of its tensors; `mtp`: with those of the multi-token head.
+def check_headers(checkpoint: Checkpoint, network: spec.Network, head: HeadSource | None) -> None:
+    """Refuse a config whose sizes are not those of its tensors; `head`: with those of the head that drafts.
 
     The network is built as it is when it is loaded, of tensors without elements: whatever asks for a tensor
     is checked, and there is no second list of them.
     """
     kernels = replace(load_kernels("reference"), rope_table=_no_table)
+    beside = head is not None and head.checkpoint is None
     weights = open_weights(
-        checkpoint, network, dtype=torch.float32, mtp=mtp, headers_only=True, progress=False
+        checkpoint, network, dtype=torch.float32, mtp=beside, headers_only=True, progress=False
     )
     target = Network(network, weights, kernels, max_length=1, device=_CPU)
-    if mtp:
-        MTPHead(target, weights)
+    if head:
+        load_head(
+            head,
+            target,
+            weights,
+            max_length=1,
+            dtype=torch.float32,
+            device=_CPU,
+            headers_only=True,
+            progress=False,
+        )
     weights.finish()
-    if eagle:
-        own = eagle.open(dtype=torch.float32, device=_CPU, headers_only=True, progress=False)
-        EagleHead(eagle.spec, target, own, None, max_length=1)
-        eagle.finish(own)
 
 
 def _no_table(position_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -25,13 +25,11 @@ def memory_layout(
     network: spec.Network,
     dtype: torch.dtype,
     *,
-    mtp: bool,
-    eagle: spec.Eagle | None = None,
+    head: Sequence[spec.Layer] = (),
     state_dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
 ) -> Layout:
-    """Say what the arena must hold for one token and for one sequence of this network, and for its head."""
-    head = (eagle.layer,) if eagle else network.mtp if mtp else ()
+    """Say what the arena must hold for one token and one sequence of this network and its head's layers."""
     mixers = [mixer for layer in (*network.layers, *head) for mixer in layer.mixers]
     kv = tuple(kept for mixer in mixers if (kept := mixer.kv_shape()))
     states = tuple(shape for mixer in mixers if (shape := mixer.state_shape()))

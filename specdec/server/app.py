@@ -27,7 +27,7 @@ from specdec.server.protocol import SERVER
 from specdec.server.state import State, worked
 from specdec.server.streams import send_whole
 from specdec.server.tools.offer import make_offer, untold
-from specdec.setup.resolve import Resolved
+from specdec.setup.settings import Resolved
 
 logger = logging.getLogger(__name__)
 

@@ -23,26 +23,22 @@ from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
-from specdec.draft.drafter import Drafter
-from specdec.draft.head import Head, HeadDrafter, Straight
-from specdec.draft.lookup import Lookup
-from specdec.draft.ngram import NgramDrafter
+from specdec.draft.head import Head
 from specdec.draft.policy import Policy
-from specdec.draft.suffix import SuffixDrafter
 from specdec.draft.uniform import UniformPolicy
 from specdec.errors import CapacityError
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
-from specdec.models.eagle import EagleFolder
-from specdec.models.eagle_head import EagleHead
 from specdec.models.families import is_narrow, open_weights
-from specdec.models.network import MTPHead, Network
-from specdec.models.unrolled import Unrolled
+from specdec.models.heads import HeadSource, load_head
+from specdec.models.network import Network
 from specdec.models.weights import CheckpointWeights, RandomWeights
 from specdec.models.work import ReadingWork
+from specdec.setup.drafters import DRAFTERS, Surroundings, find_heads, head_of
 from specdec.setup.precompile import precompile
-from specdec.setup.resolve import Resolved, open_model, resolve
+from specdec.setup.resolve import open_model, resolve
+from specdec.setup.settings import Resolved
 from specdec.setup.warmup import warm_up
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
@@ -75,19 +71,18 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
     tokenizer = load_tokenizer(checkpoint.folder)
     if settings.device.type == "cuda":
         torch.cuda.set_device(settings.device)
-    wants_head = "mtp" in settings.drafters
     weights = open_weights(
         checkpoint,
         network_spec,
         dtype=settings.dtype,
         device=settings.device,
-        mtp=wants_head,
+        mtp=opened.head is not None and opened.head.checkpoint is None,
         quantize=settings.quantize,
     )
     if settings.quantize or is_narrow(checkpoint.config):
         form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if settings.narrow else logging.WARNING, "8-bit weights: %s", form)
-    return _load(network_spec, weights, tokenizer, settings, opened.eagle, opened.shortlist_C)
+    return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
 
 
 def build_random(
@@ -97,7 +92,8 @@ def build_random(
 
     `stored` and `stored_bytes` are the type and the size that a checkpoint of this network would have.
     """
-    settings = resolve(config, network_spec, stored, stored_bytes)
+    heads = find_heads(None, network_spec, config)
+    settings = resolve(config, network_spec, stored, stored_bytes, heads=heads)
     if settings.device.type == "cuda":
         torch.cuda.set_device(settings.device)
     weights = RandomWeights(
@@ -107,7 +103,7 @@ def build_random(
     )
     # Of weights that are drawn no token is commoner than another.
     shortlist_C = torch.arange(min(config.draft_vocab, network_spec.vocab)) if config.draft_vocab else None
-    return _load(network_spec, weights, None, settings, None, shortlist_C)
+    return _load(network_spec, weights, None, settings, head_of(settings.drafters, heads), shortlist_C)
 
 
 def _load(
@@ -115,7 +111,7 @@ def _load(
     weights: CheckpointWeights | RandomWeights,
     tokenizer: Tokenizer | None,
     settings: Resolved,
-    eagle: EagleFolder | None,
+    source: HeadSource | None,
     shortlist_C: Tensor | None,
 ) -> Model:
     """Fill the network and the head, and put the loop together."""
@@ -127,20 +123,20 @@ def _load(
         device=settings.device,
         shortlist_C=shortlist_C,
     )
-    head: Head | None = MTPHead(network, weights) if "mtp" in settings.drafters else None
+    head: Head | None = None
+    if source:
+        head = load_head(
+            source,
+            network,
+            weights,
+            max_length=settings.max_model_len,
+            dtype=settings.dtype,
+            device=settings.device,
+            quantize=settings.quantize,
+        )
     weights.finish()
-    if eagle and "eagle" in settings.drafters:
-        head = _load_eagle(eagle, network, settings)
     logger.info("kernels: %s", describe_kernels(settings.kernels))
     return Model(assemble(network, head, settings), network, tokenizer, settings)
-
-
-def _load_eagle(folder: EagleFolder, network: Network, settings: Resolved) -> EagleHead:
-    """Fill a head that has a folder of its own."""
-    weights = folder.open(dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
-    head = EagleHead(folder.spec, network, weights, folder.ids_C, max_length=settings.max_model_len)
-    folder.finish(weights)
-    return head
 
 
 def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineCore:
@@ -163,7 +159,7 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
         clock=clock,
     )
     for name in settings.drafters:
-        speculation.enlist(_drafter(name, head, arena, speculation, settings))
+        speculation.enlist(DRAFTERS[name].make(Surroundings(head, arena, speculation, settings)))
     loop = DecodeLoop(executor, arena, scheduler, speculation)
     core = EngineCore(loop, vocab=network.spec.vocab, eos=network.spec.eos, max_length=settings.max_model_len)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":
@@ -214,7 +210,7 @@ def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
     head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
-    is_alone = settings.drafters in ((), ("mtp",), ("eagle",))
+    is_alone = all(DRAFTERS[name].runs_on_device for name in settings.drafters)
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
     pack = Packer(
@@ -249,20 +245,3 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     if graphs:
         graphs.capture(runner.forms())
     return runner
-
-
-def _drafter(
-    name: str, head: Head | None, arena: Arena, speculation: Speculation, settings: Resolved
-) -> Drafter:
-    match name:
-        case "mtp" | "eagle":
-            assert head is not None
-            own = arena, speculation.rank, settings.device, settings.chunk_tokens
-            unrolled = Unrolled(head, speculation.kernels)
-            straight = Straight(unrolled, speculation.goes_straight, speculation.rules)
-            return HeadDrafter(head, *own, window=settings.draft_window, straight=straight)
-        case "ngram":
-            return Lookup(NgramDrafter())
-        case "suffix":
-            return Lookup(SuffixDrafter())
-    raise AssertionError(name)

@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 
+from specdec.config.drafters import AUTO, NONE
 from specdec.config.sampling import SamplingParams
 from specdec.errors import ConfigError, RequestError
-from specdec.models import spec
+from specdec.setup.drafters import DRAFTERS, auto_drafters, quoted_heads
+from specdec.setup.refusal import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Cell:
 
 
 AXES: Mapping[str, tuple[str, ...]] = {
-    "drafter": ("none", "mtp", "ngram", "suffix", "auto", "eagle"),
+    "drafter": (NONE, *DRAFTERS, AUTO),
     "shape": ("chain", "tree"),
     "backing": ("record", "snapshot"),
     "steps": ("host", "device"),
@@ -73,33 +75,11 @@ LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batc
 """The axes that the README names as lists, and what it calls them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why something is refused, and what to do instead; `field` is the setting that asks for it."""
-
-    field: str
-    reason: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.reason}; {self.remedy}."
-
-
-NO_HEAD = Refusal(
-    "draft",
-    "'mtp' needs the model's own multi-token head, and this checkpoint holds no mtp.* tensors",
-    "use draft='suffix' or 'auto'",
-)
-NO_EAGLE = Refusal(
-    "draft_model",
-    "draft='eagle' needs the folder of a head, and the model's own folder holds none called eagle3 or eagle",
-    "give draft_model=FOLDER, or use draft='auto'",
-)
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
 SYNTHETIC_LOOKUP = Refusal(
     "synthetic_acceptance",
     "look-ups draft only where the text repeats itself, so no length can be promised of them",
-    "use draft='mtp' or 'eagle', with a model that has such a head",
+    f"use draft={quoted_heads()}, with a model that has such a head",
 )
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",
@@ -122,8 +102,13 @@ SYNTHETIC_WORDS = {
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
 
 RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
-    ({"drafter": "mtp", "family": "qwen3"}, NO_HEAD),
-    ({"drafter": "none", "shape": "tree"}, NO_DRAFT),
+    *(
+        ({"drafter": name, "family": family}, own.missing)
+        for name, own in DRAFTERS.items()
+        for family in own.lacking
+        if own.missing
+    ),
+    ({"drafter": NONE, "shape": "tree"}, NO_DRAFT),
 )
 """Cells that have all of these values are refused."""
 
@@ -140,26 +125,24 @@ def refusal(cell: Cell) -> Refusal | None:
 
 
 def resolve_drafters(
-    draft: str, network: spec.Network, *, eagle: bool = False, synthetic: bool = False, graphs: bool = False
+    draft: str, heads: Collection[str], *, synthetic: bool = False, graphs: bool = False
 ) -> tuple[str, ...]:
-    """Say who drafts. `auto` asks the EAGLE head that was given, or else the model's own, and looks text up.
+    """Say who drafts, given whose heads were found. `auto` asks the first of them, and looks text up.
 
     Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
     graphs run steps, which the device then drafts for itself.
     """
-    head = "eagle" if eagle else "mtp" if network.mtp else None
-    if synthetic and (draft in ("ngram", "suffix") or (draft == "auto" and not head)):
-        raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
-    if draft == "auto" and head and (synthetic or graphs):
-        return (head,)
-    if draft == "none":
+    if draft == NONE:
         return ()
-    if draft == "auto":
-        return (head, "suffix") if head else ("suffix",)
-    refused = {"mtp": None if network.mtp else NO_HEAD, "eagle": None if eagle else NO_EAGLE}.get(draft)
+    head, beside = auto_drafters(heads) if draft == AUTO else (draft, ())
+    if synthetic and not (head and DRAFTERS[head].has_head):
+        raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
+    refused = DRAFTERS[head].missing if head and head not in heads else None
     if refused:
         raise ConfigError(str(refused), field=refused.field)
-    return (draft,)
+    if head and (synthetic or graphs):
+        return (head,)
+    return (*([head] if head else []), *beside)
 
 
 def check_request(params: SamplingParams, *, synthetic: bool) -> None:

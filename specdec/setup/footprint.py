@@ -15,9 +15,9 @@ from specdec.kernels.linear import fp8
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
-from specdec.models.eagle import EagleFolder, find_head
-from specdec.models.eagle_head import EagleHead
+from specdec.models.eagle import find_head
 from specdec.models.feed_forward import MoE
+from specdec.models.heads import HeadSource
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.resolve import open_model
@@ -117,7 +117,7 @@ class Footprint:
 
 
 def measure(
-    network: spec.Network, dtype: torch.dtype, *, narrow: bool = False, eagle: EagleFolder | None = None
+    network: spec.Network, dtype: torch.dtype, *, narrow: bool = False, head: HeadSource | None = None
 ) -> Footprint:
     """List every parameter of a network without holding any; `narrow` counts large matrices in eight bits."""
     weights = ShapeWeights(network, dtype, narrow=narrow)
@@ -127,8 +127,8 @@ def measure(
     if network.mtp:
         MTPHead(target, weights)
     own = ShapeWeights(network, dtype, narrow=narrow)
-    if eagle:
-        EagleHead(eagle.spec, target, own, eagle.ids_C, max_length=1)
+    if head and head.checkpoint:
+        head.fill(target, own, max_length=1)
     found = weights.parameters
     return Footprint(network, tuple(found[:split]), tuple(found[split:]), tuple(own.parameters))
 
@@ -142,7 +142,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings
     stored_bytes, narrow_bytes = opened.checkpoint.sizes()
-    footprint = measure(network, settings.dtype, narrow=settings.narrow, eagle=opened.eagle)
+    footprint = measure(network, settings.dtype, narrow=settings.narrow, head=opened.head)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)

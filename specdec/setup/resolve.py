@@ -3,8 +3,8 @@
 import logging
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,13 +21,15 @@ from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.eagle import EagleFolder, find_head, read_head
 from specdec.models.families import read_network, stored_dtype
 from specdec.models.headers import check_headers
+from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
 from specdec.models.shortlist import commonest
 from specdec.setup.capabilities import resolve_drafters
 from specdec.setup.devices import free_memory, pick_device
+from specdec.setup.drafters import find_heads, has_head, head_of, quoted_heads
+from specdec.setup.settings import Resolved
 from specdec.state_slots.layout import Layout
 from specdec.verify.synthetic import rates_for
 
@@ -42,62 +44,12 @@ AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """What an engine runs with; nothing in it is "auto"."""
-
-    device: torch.device
-    dtype: torch.dtype
-    kernels: str
-    quantize: bool
-    """Large matrices that are not stored in eight bits are rounded to them."""
-    narrow: bool
-    """Large matrices are kept in eight bits."""
-    layout: Layout
-    memory_bytes: int
-    max_running: int
-    max_model_len: int
-    chunk_tokens: int
-    drafters: tuple[str, ...]
-    """Who drafts; nobody where this is empty."""
-    bounds: Shape
-    """The largest draft."""
-    adaptive: bool
-    draft_noise: bool
-    slots: str
-    synthetic: tuple[float, ...] | None
-    """Rates by depth at which drafts are accepted whatever they say."""
-    graphs: bool = False
-    """Whether steps in which every row decodes are the device's to decide, captured where it is a GPU."""
-    draft_vocab: int | None = None
-    """How many tokens a head drafts; None: all."""
-    draft_window: int | None = None
-    """How many tokens a head's attention looks back; None: to the first."""
-    prefix_cache: bool = False
-    """Whether what requests have read is kept for those that begin alike."""
-    prefix_policy: str = "tuned"
-    prefix_alpha: float = 0.0
-    """What the work that a prefix saves counts beside how recently it was used, at first if that is tuned."""
-    host_cache_bytes: int = 0
-    """Memory of the host for prefixes that give way."""
-
-    def __str__(self) -> str:
-        """Show one setting a line."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        named["layout"] = ", ".join(
-            f"{name} {value:,}" for name, value in asdict(self.layout.describe()).items()
-        )
-        named["memory_bytes"] = f"{self.memory_bytes:,}"
-        named["drafters"] = ", ".join(self.drafters) or "none"
-        return "".join(f"\n  {name}: {value}" for name, value in named.items())
-
-
-@dataclass(frozen=True, slots=True)
 class Opened:
-    """A model's folder, described and not yet read, with the head that is to draft if it has its own."""
+    """A model's folder, described and not yet read, with the head that is to draft."""
 
     checkpoint: Checkpoint
     network: spec.Network
-    eagle: EagleFolder | None
+    head: HeadSource | None
     settings: Resolved
     shortlist_C: Tensor | None
     """The tokens that a head drafts; None: all."""
@@ -107,17 +59,16 @@ def open_model(folder: str | Path, config: EngineConfig) -> Opened:
     """Describe a folder's model and its draft head, and settle how they run; nothing large is read."""
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
-    place = find_head(checkpoint.folder, config.draft, config.draft_model)
-    eagle = read_head(place, network) if place else None
-    drafters = resolve_drafters(config.draft, network, eagle=eagle is not None)
-    check_headers(checkpoint, network, mtp="mtp" in drafters, eagle=eagle)
-    held = [checkpoint, eagle.checkpoint] if eagle else [checkpoint]
+    heads = find_heads(checkpoint.folder, network, config)
+    drafters = resolve_drafters(config.draft, heads)
+    head = head_of(drafters, heads)
+    check_headers(checkpoint, network, head)
+    held = [checkpoint, *([head.checkpoint] if head and head.checkpoint else [])]
     sizes = map(sum, zip(*(own.sizes() for own in held), strict=True))
-    head = eagle.spec if eagle else None
-    settings = resolve(config, network, stored_dtype(checkpoint.config), *sizes, eagle=head)
+    settings = resolve(config, network, stored_dtype(checkpoint.config), *sizes, heads=heads)
     count = settings.draft_vocab
     shortlist_C = commonest(checkpoint.folder, count, network.vocab) if count else None
-    return Opened(checkpoint, network, eagle, settings, shortlist_C)
+    return Opened(checkpoint, network, head, settings, shortlist_C)
 
 
 def resolve(
@@ -127,13 +78,14 @@ def resolve(
     stored_bytes: int,
     narrow_bytes: int = 0,
     *,
-    eagle: spec.Eagle | None = None,
+    heads: Mapping[str, HeadSource] | None = None,
 ) -> Resolved:
     """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is 8-bit.
 
-    `eagle` is the draft head that was found in a folder of its own.
+    `heads` are those that were found, by their drafters' names; None: what a network of drawn weights has.
     """
-    _refuse_unbuilt(config, eagle)
+    heads = find_heads(None, network, config) if heads is None else heads
+    _refuse_unbuilt(config)
     device = pick_device(config.device)
     dtype = _dtype(config, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
@@ -142,9 +94,8 @@ def resolve(
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
-    drafters = resolve_drafters(
-        config.draft, network, eagle=eagle is not None, synthetic=synthetic, graphs=graphs
-    )
+    drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
+    head = head_of(drafters, heads)
     _refuse_without_head(config, drafters)
     kv_dtype = FP8 if config.kv_dtype == "fp8" else None
     if kv_dtype and kernels == "native":
@@ -152,8 +103,7 @@ def resolve(
     layout = memory_layout(
         network,
         dtype,
-        mtp="mtp" in drafters,
-        eagle=eagle if "eagle" in drafters else None,
+        head=head.layers if head else (),
         state_dtype=state_dtype,
         kv_dtype=kv_dtype,
     )
@@ -204,7 +154,7 @@ def resolve(
     return settings
 
 
-def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
+def _refuse_unbuilt(config: EngineConfig) -> None:
     """Refuse by name what the configuration can say and this version cannot do."""
     for field in PREFIX_FIELDS:
         if not config.prefix_cache and getattr(config, field) != EngineConfig.model_fields[field].default:
@@ -212,11 +162,6 @@ def _refuse_unbuilt(config: EngineConfig, eagle: spec.Eagle | None) -> None:
                 f"{field}: nothing is kept where prefix_cache is off; leave out either.",
                 field=field,
             )
-    if config.draft_model is not None and eagle is None:
-        raise ConfigError(
-            "draft_model: weights that are drawn have no head's beside them; leave it out.",
-            field="draft_model",
-        )
 
 
 def _alpha(config: EngineConfig) -> float:
@@ -235,10 +180,10 @@ def _alpha(config: EngineConfig) -> float:
 def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
     """Refuse what would be left unread where no head drafts."""
     for field in HEAD_FIELDS:
-        if getattr(config, field) is not None and not {"mtp", "eagle"}.intersection(drafters):
+        if getattr(config, field) is not None and not has_head(drafters):
             raise ConfigError(
-                f"{field}: only a head has a use for it, and {' and '.join(drafters) or 'nobody'} drafts; "
-                "leave it out, or choose draft='mtp' or 'eagle'.",
+                f"{field}: only a head has a use for it, and {' and '.join(drafters) or 'nothing'} drafts; "
+                f"leave it out, or choose draft={quoted_heads()}.",
                 field=field,
             )
 

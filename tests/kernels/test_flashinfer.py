@@ -21,7 +21,7 @@ from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.models.shapes import SHAPES
 from specdec.setup.build import Model
 from specdec.setup.precompile import precompile
-from specdec.setup.resolve import Resolved
+from specdec.setup.settings import Resolved
 from tests.core.device import without_host
 from tests.kernels.test_attention import SCALE, Heads, assert_close, copy_of, make_case, random_tree
 from tests.kernels.test_attention_triton import make_layer

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.setup.capabilities import AXES, NO_HEAD, RULES
+from specdec.setup.capabilities import AXES, RULES
+from specdec.setup.drafters import NO_HEAD
 from tests.lossless.cases import SHAPES, memory_for, preempt_each
 from tests.models.agreeing import END
 from tests.tolerances import FLOAT64_LOGITS

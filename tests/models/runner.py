@@ -46,8 +46,8 @@ class Runner:
             self.head = EagleHead(found.spec, self.network, weights, found.ids_C, max_length=MAX_LENGTH)
             weights.finish()
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        own = found.spec if found else None
-        self.layout = memory_layout(self.spec, dtype, mtp=mtp, eagle=own, state_dtype=state_dtype)
+        own = found.layers if found else self.spec.mtp if mtp else ()
+        self.layout = memory_layout(self.spec, dtype, head=own, state_dtype=state_dtype)
         blocks = self.layout.blocks_for(MAX_LENGTH)
         per_sequence = 2 * self.layout.slab_bytes + blocks * self.layout.block_bytes
         self.arena = Arena(self.layout, slabs * per_sequence, CPU)

@@ -15,6 +15,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network
 from specdec.models.fields import LARGEST
 from specdec.models.headers import check_headers
+from specdec.models.heads import OwnHead
 from specdec.setup.resolve import open_model
 from tests.models.agreeing import write_agreeing
 from tests.models.fp8_checkpoints import sample, write
@@ -136,7 +137,7 @@ def test_no_tensor_is_read_to_compare_headers(
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(own, "tensor", refuse)
-    check_headers(own, network, mtp=bool(network.mtp), eagle=None)
+    check_headers(own, network, OwnHead(network.mtp) if network.mtp else None)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])

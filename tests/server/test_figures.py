@@ -19,7 +19,8 @@ from specdec.models.folder import SHIPPED
 from specdec.server.answers import Said
 from specdec.server.failures import Failure
 from specdec.server.metrics import REASONS, Metrics
-from specdec.setup.resolve import Resolved, open_model
+from specdec.setup.resolve import open_model
+from specdec.setup.settings import Resolved
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
 from tests.server.test_guards import LONG, PLAIN, open_stream, running, wait_for

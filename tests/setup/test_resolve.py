@@ -11,11 +11,14 @@ from specdec.config.engine import MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, ConfigError
 from specdec.models import spec
+from specdec.models.eagle import EagleFolder
 from specdec.models.families import network
+from specdec.models.heads import HeadSource, OwnHead
 from specdec.models.mixers import Attention
 from specdec.models.shapes import SHAPES
 from specdec.setup import resolve as resolution
-from specdec.setup.resolve import Resolved, resolve
+from specdec.setup.resolve import resolve
+from specdec.setup.settings import Resolved
 from specdec.state_slots.layout import KVShape
 
 SMALL = {
@@ -48,7 +51,11 @@ EAGLE = spec.Eagle(
 
 def settle(model: spec.Network = WITH_HEAD, /, *, eagle: spec.Eagle | None = None, **fields: Any) -> Resolved:
     config = EngineConfig.of(None, {"device": "cpu", "memory_bytes": PLENTY, **fields})
-    return resolve(config, model, torch.float32, stored_bytes=1 << 20, eagle=eagle)
+    heads: dict[str, HeadSource] = {"mtp": OwnHead(model.mtp)} if model.mtp else {}
+    if eagle:
+        # No folder is looked at to resolve its settings.
+        heads["eagle"] = EagleFolder(None, eagle, None, None)  # type: ignore[arg-type]
+    return resolve(config, model, torch.float32, stored_bytes=1 << 20, heads=heads if eagle else None)
 
 
 def most_tokens(num_steps: int, topk: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
+from specdec.config.drafters import AUTO, DRAFTERS, NONE
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.config.sampling import SamplingParams
@@ -18,7 +19,7 @@ from specdec.models.folder import find_folder
 DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
 DEFAULT_TREE = 16
 """Tokens of a tree of which nothing is said."""
-DRAFTS = ("auto", "mtp", "eagle", "ngram", "suffix", "none")
+DRAFTS = (AUTO, *DRAFTERS, NONE)
 SWEPT = {
     *("draft", "num_steps", "topk", "num_draft_tokens", "adaptive", "draft_noise", "draft_vocab"),
     *("draft_window", "seed", "prefix_cache", "prefix_policy", "prefix_alpha", "host_cache_bytes"),
@@ -47,7 +48,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="NAMES",
         type=listed(one_of(*DRAFTS)),
-        default=["auto"],
+        default=[AUTO],
         help=f"{', '.join(DRAFTS)} (default: auto); none is always measured",
     )
     sweep("--num-steps", metavar="STEPS", type=counts, help="how deep drafts are")

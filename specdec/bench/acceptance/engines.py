@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specdec.bench.acceptance.settings import HEADS, NONE, TRANSFORMERS, Drafting, widest
+from specdec.bench.acceptance.settings import HEADS, TRANSFORMERS, Drafting, widest
+from specdec.config.drafters import AUTO, NONE, drafters_of_folders
 from specdec.config.engine import EngineConfig
 from specdec.draft.head import Head
 from specdec.errors import ConfigError
 from specdec.models.network import Network
 from specdec.setup.build import Model, assemble, build
 from specdec.setup.devices import free_memory
-from specdec.setup.resolve import Resolved
+from specdec.setup.settings import Resolved
 from specdec.text.tokenizer import Tokenizer
 
 SHARE = 0.5
@@ -78,7 +79,7 @@ class Engines:
     ) -> None:
         """Read the weights and a head; who has none is left out."""
         draft = asked.draft
-        own_head = config.draft_model if draft in ("auto", "eagle") else None
+        own_head = config.draft_model if draft in (AUTO, *drafters_of_folders()) else None
         fields = {**widest(draftings, draft), "adaptive": False, "draft_model": own_head}
         fields |= {"draft_vocab": asked.vocab} if asked.vocab else {}
         try:
@@ -112,7 +113,7 @@ class Engines:
     def _assemble(self, drafting: Drafting) -> Model:
         donor = self._donor(drafting)
         assert donor is not None and drafting.draft != TRANSFORMERS
-        drafters = {NONE: (), "auto": donor.settings.drafters}.get(drafting.draft, (drafting.draft,))
+        drafters = {NONE: (), AUTO: donor.settings.drafters}.get(drafting.draft, (drafting.draft,))
         settings = replace(
             donor.settings,
             drafters=drafters,

@@ -23,7 +23,7 @@ from specdec.bench.acceptance.measure import (
 )
 from specdec.bench.acceptance.page import write_page
 from specdec.bench.acceptance.prompts import Prompt
-from specdec.bench.acceptance.settings import NONE, TRANSFORMERS, Group, Setting, Sweep
+from specdec.bench.acceptance.settings import TRANSFORMERS, Group, Setting, Sweep
 from specdec.bench.acceptance.summary import RESULT, Pair, records
 from specdec.bench.acceptance.table import render
 from specdec.bench.agreement import require_rounding, rounding
@@ -31,6 +31,7 @@ from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
 from specdec.bench.report import environment, json_line, publish, until_interrupted
 from specdec.bench.store import ResultStore
+from specdec.config.drafters import NONE
 from specdec.config.engine import EngineConfig
 from specdec.core.records import Experience
 from specdec.errors import ConfigError

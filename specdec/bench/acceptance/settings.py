@@ -5,13 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specdec.config.drafters import AUTO, NONE
 from specdec.config.engine import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
+from specdec.setup.drafters import DRAFTERS
 from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_of
 
-NONE, TRANSFORMERS = "none", "transformers"
-HEADS = ("auto", "mtp", "eagle")
+TRANSFORMERS = "transformers"
+HEADS = (AUTO, *(name for name, own in DRAFTERS.items() if own.has_head))
 """Who may draft with a head, and so rank guesses with the noise or without; `auto` may have another's."""
 DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from specdec.bench.acceptance.settings import NONE, TRANSFORMERS, Group
+from specdec.bench.acceptance.settings import TRANSFORMERS, Group
 from specdec.bench.acceptance.summary import ALL
 from specdec.bench.report import setup_line, table
+from specdec.config.drafters import NONE
 
 Record = Mapping[str, Any]
 

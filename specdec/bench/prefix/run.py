@@ -51,7 +51,7 @@ class Run:
     def __init__(self, options: Options, out: Path | None) -> None:
         self.options = options
         spec = network(shape_config(options.shape))
-        self.layout = memory_layout(spec, torch.bfloat16, mtp=bool(spec.mtp))
+        self.layout = memory_layout(spec, torch.bfloat16, head=spec.mtp)
         least = 2 * self.layout.slab_bytes
         if few := [size for size in options.memory if size < least]:
             raise ConfigError(

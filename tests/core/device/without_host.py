@@ -21,7 +21,7 @@ from specdec.config.engine import EngineConfig
 from specdec.models.families import network
 from specdec.setup import build
 from specdec.setup.build import Model, build_random
-from specdec.setup.resolve import Resolved
+from specdec.setup.settings import Resolved
 from tests.kernels.dry import Blank
 
 META = torch.device("meta")

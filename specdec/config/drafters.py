@@ -1,0 +1,35 @@
+"""The drafters that a user may name; `setup/drafters.py` knows how each of them is made."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterOption:
+    """What a drafter's name means to a user."""
+
+    help: str
+    reads_folder: bool = False
+    """Its weights lie in a folder of their own, `draft_model`."""
+
+
+DRAFTERS: dict[str, DrafterOption] = {
+    "mtp": DrafterOption("the model's own multi-token head"),
+    "eagle": DrafterOption("an EAGLE head in a folder of its own", reads_folder=True),
+    "ngram": DrafterOption("what followed the last few tokens before"),
+    "suffix": DrafterOption("what most often followed the longest match, in finished outputs too"),
+}
+"""By the names that `draft` takes beside `auto` and `none`."""
+
+AUTO, NONE = "auto", "none"
+
+
+def known_drafter(name: str) -> str:
+    """Return a name that `draft` may have; refuse any other."""
+    if name not in (AUTO, NONE, *DRAFTERS):
+        raise ValueError(name)
+    return name
+
+
+def drafters_of_folders() -> list[str]:
+    """Name the drafters whose weights lie in a folder of their own."""
+    return [name for name, option in DRAFTERS.items() if option.reads_folder]

@@ -1,0 +1,116 @@
+"""The registry of drafters: what each needs of a model, and how it is made."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.config.drafters import DRAFTERS as OPTIONS
+from specdec.config.engine import EngineConfig
+from specdec.core.speculator import Speculation
+from specdec.draft.drafter import Drafter
+from specdec.draft.head import Head, HeadDrafter, Straight
+from specdec.draft.lookup import Lookup
+from specdec.draft.ngram import NgramDrafter
+from specdec.draft.suffix import SuffixDrafter
+from specdec.models import spec
+from specdec.models.heads import HeadSource, find_eagle, find_mtp
+from specdec.models.unrolled import Unrolled
+from specdec.setup.refusal import Refusal
+from specdec.setup.settings import Resolved
+from specdec.state_slots.arena import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a drafter is made beside."""
+
+    head: Head | None
+    """Its own; None: it has no head."""
+    arena: Arena
+    speculation: Speculation
+    settings: Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """How a drafter is made, and what it needs. `config/drafters.py` says what its name means to a user."""
+
+    make: Callable[[Surroundings], Drafter]
+    find_head: Callable[[Path | None, spec.Network, EngineConfig], HeadSource | None] | None = None
+    """Finds its head in a model's folder (None: weights are drawn); a drafter without a head has none."""
+    missing: Refusal | None = None
+    """Why it is refused where its head was not found."""
+    lacking: tuple[str, ...] = ()
+    """Families whose checkpoints never hold its head."""
+    runs_on_device: bool = False
+    """Whether the device drafts in the steps that it decides by itself."""
+    in_auto: bool = False
+    """Whether `auto` asks it beside a head, or alone."""
+
+    @property
+    def has_head(self) -> bool:
+        return self.find_head is not None
+
+
+NO_HEAD = Refusal(
+    "draft",
+    "'mtp' needs the model's own multi-token head, and this checkpoint holds no mtp.* tensors",
+    "use draft='suffix' or 'auto'",
+)
+NO_EAGLE = Refusal(
+    "draft_model",
+    "draft='eagle' needs the folder of a head, and the model's own folder holds none called eagle3 or eagle",
+    "give draft_model=FOLDER, or use draft='auto'",
+)
+
+
+def _head_drafter(beside: Surroundings) -> HeadDrafter:
+    head, speculation, settings = beside.head, beside.speculation, beside.settings
+    assert head is not None
+    unrolled = Unrolled(head, speculation.kernels)
+    return HeadDrafter(
+        head,
+        beside.arena,
+        speculation.rank,
+        settings.device,
+        settings.chunk_tokens,
+        window=settings.draft_window,
+        straight=Straight(unrolled, speculation.goes_straight, speculation.rules),
+    )
+
+
+DRAFTERS: dict[str, DrafterSpec] = {
+    "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=("qwen3",), runs_on_device=True),
+    "eagle": DrafterSpec(_head_drafter, find_eagle, NO_EAGLE, runs_on_device=True),
+    "ngram": DrafterSpec(lambda _: Lookup(NgramDrafter())),
+    "suffix": DrafterSpec(lambda _: Lookup(SuffixDrafter()), in_auto=True),
+}
+"""By the names that users know them by, in the order of `config/drafters.py`."""
+
+
+def find_heads(folder: Path | None, network: spec.Network, config: EngineConfig) -> dict[str, HeadSource]:
+    """Find the heads that could draft for a network, by their drafters' names."""
+    finders = {name: own.find_head for name, own in DRAFTERS.items() if own.find_head}
+    found = ((name, find(folder, network, config)) for name, find in finders.items())
+    return {name: head for name, head in found if head}
+
+
+def auto_drafters(heads: Collection[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the head that `auto` asks, one in a folder of its own before the model's, and the rest."""
+    head = min(heads, key=lambda name: not OPTIONS[name].reads_folder, default=None)
+    return head, tuple(name for name, own in DRAFTERS.items() if own.in_auto)
+
+
+def head_of(drafters: Collection[str], heads: Mapping[str, HeadSource]) -> HeadSource | None:
+    """Return the head of those who draft, at most one of whom has any."""
+    return next((heads[name] for name in drafters if name in heads), None)
+
+
+def has_head(drafters: Collection[str]) -> bool:
+    """Tell whether a head is among those who draft."""
+    return any(DRAFTERS[name].has_head for name in drafters)
+
+
+def quoted_heads() -> str:
+    """Name the drafters that have a head, as an error does."""
+    return " or ".join(repr(name) for name, own in DRAFTERS.items() if own.has_head)
