@@ -19,6 +19,7 @@ from specdec.server.answers import Deadline
 from specdec.server.connections import expect_later, read_body
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
+from specdec.server.messages import as_read
 from specdec.server.openapi import described
 from specdec.server.origins import is_preflight, let_through
 from specdec.server.page import playground
@@ -205,7 +206,7 @@ async def _tokens(body: TokenizeBody, state: State) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
-        plain = [message.plain(i) for i, message in enumerate(body.messages)]
+        plain = as_read(body.messages)
         offer = make_offer(body.tools, None, parallel=True, form=state.calls, told=state.told)
         variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
         return await state.encode_chat(plain, variables, answer=body.add_generation_prompt)

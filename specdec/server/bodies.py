@@ -3,32 +3,18 @@
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    SkipValidation,
-    StrictInt,
-    Tag,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, StrictInt, ValidationError
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.structured import Structure
 from specdec.errors import ConfigError
 from specdec.server.failures import Failure, misfit
 from specdec.server.fields import given_fields, refuse, unknown
-from specdec.server.tools.bodies import Called, Tool
+from specdec.server.messages import Many, Message
+from specdec.server.tools.bodies import Tool
 from specdec.server.tools.offer import Choice, Offer, make_offer
 from specdec.server.tools.parser import CallFormat
 
-T = TypeVar("T")
-Many = Annotated[list[T], Field(fail_fast=True)]
-"""Its first mistake is told: to collect those of millions would keep all others waiting."""
 Ids = Many[StrictInt]
 BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]
 """Larger ones may be chosen so that their hashes are alike."""
@@ -222,75 +208,6 @@ class CompletionBody(Body):
         return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-CACHE = "cache_control"
-MOST_MARKS = 4
-
-
-class Mark(BaseModel):
-    """Says that other chats will be the same up to here, in the words of Anthropic's API."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = Field(
-        None, description="has no effect: prefixes are evicted when memory is needed"
-    )
-
-
-def _whole_mark(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """Speak of a mark as one: it has but one form, whichever part of it is wrong."""
-    try:
-        return read(value)
-    except ValidationError:
-        raise PydanticCustomError("mark", 'give {"type": "ephemeral"}, or leave it out') from None
-
-
-def _kind(content: Any) -> str:
-    return "list" if isinstance(content, list) else "str"
-
-
-CacheControl = Annotated[Mark, WrapValidator(_whole_mark)]
-
-
-class Part(BaseModel):
-    type: str = "text"
-    text: str | None = None
-    cache_control: CacheControl | None = None
-
-
-Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")],
-    # Errors are those of the kind that was given, with their place in it.
-    Discriminator(_kind),
-]
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
-    content: Content | None = Field(None, description="a text, or parts of type text")
-    tool_calls: Many[Called] | None = Field(None, description="what an assistant has called")
-    cache_control: CacheControl | None = None
-
-    def plain(self, index: int) -> dict[str, Any]:
-        """Return it as a template reads it, its parts joined; it is the message of this index."""
-        calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
-        own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE})
-        return {**own, "content": _text(self.content, index), **calls}
-
-    @property
-    def marks(self) -> list[int]:
-        """Say after how many of its parts there is a mark of what other chats begin with too."""
-        parts = self.content if isinstance(self.content, list) else [Part()]
-        found = [i + 1 for i, part in enumerate(parts) if part.cache_control]
-        return [*found, len(parts)] if self.cache_control else found
-
-    def until(self, mark: int) -> str:
-        """Return its text up to a mark."""
-        return _text(self.content[:mark] if isinstance(self.content, list) else self.content, 0)
-
-
 class ChatBody(Body):
     messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(
@@ -328,22 +245,6 @@ class ChatBody(Body):
         return effort | (self.chat_template_kwargs or {})
 
     @property
-    def plain(self) -> list[dict[str, Any]]:
-        """Return the messages as a template reads them."""
-        return [message.plain(i) for i, message in enumerate(self.messages)]
-
-    @property
-    def beginnings(self) -> list[list[dict[str, Any]]]:
-        """Return what of the chat stands before each mark, as a template reads it."""
-        marks = [(i, mark) for i, message in enumerate(self.messages) for mark in message.marks]
-        if len(marks) > MOST_MARKS:
-            raise Failure(
-                400, f"{CACHE}: {len(marks)} marks are more than {MOST_MARKS}; leave some out.", param=CACHE
-            )
-        plain = self.plain if marks else []
-        return [[*plain[:i], {**plain[i], "content": self.messages[i].until(mark)}] for i, mark in marks]
-
-    @property
     def shown(self) -> int | None:
         """Say how many alternatives are shown beside each token; None: no log-probabilities at all."""
         if self.top_logprobs and not self.logprobs:
@@ -351,16 +252,3 @@ class ChatBody(Body):
                 400, "top_logprobs: it belongs to logprobs; set logprobs to true.", param="top_logprobs"
             )
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def _text(content: str | list[Part] | None, index: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type != "text" or part.text is None:
-            raise Failure(
-                400,
-                f"messages.{index}.content: a part of type {part.type!r:.40}; send text alone.",
-                param="messages",
-            )
-    return "".join(part.text or "" for part in content)

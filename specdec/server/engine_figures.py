@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -12,6 +12,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from specdec.core.outputs import EngineStats, PrefixStats
+from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -32,85 +34,88 @@ class EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, counts = self.engine.stats(), self.engine.model.loop.counts
-        arena, names, values = stats.arena, list(self.labels), list(self.labels.values())
-
-        def gauge(name: str, says: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, says, labels=names)
-            family.add_metric(values, value)
-            return family
-
-        def counter(name: str, says: str, by: dict[str, float], label: str | None = None) -> Metric:
-            family = CounterMetricFamily(name, says, labels=[*names, *([label] if label else [])])
-            for key, value in by.items():
-                family.add_metric([*values, *([key] if label else [])], value)
-            return family
-
-        yield gauge("vllm:num_requests_running", "Sequences that take part in steps.", stats.running)
-        yield gauge("vllm:num_requests_waiting", "Sequences that wait for memory or a place.", stats.waiting)
-        share = arena.used_bytes / arena.capacity_bytes
+        yield self._gauge("vllm:num_requests_running", "Sequences that take part in steps.", stats.running)
+        yield self._gauge(
+            "vllm:num_requests_waiting", "Sequences that wait for memory or a place.", stats.waiting
+        )
         yield from self._state(stats.waiting)
         yield self._sizes(counts.sizes.copy())
-        yield gauge("vllm:kv_cache_usage_perc", "Part of the arena that requests use.", share)
-        held = {"kv": arena.block_bytes, "state": arena.state_bytes, "draft": arena.record_bytes}
-        held["prefix"] = arena.kept_bytes
-        family = GaugeMetricFamily("specdec:arena_bytes", "Bytes in use by kind.", labels=[*names, "kind"])
-        for kind, used in (held | {"free": arena.free_bytes}).items():
-            family.add_metric([*values, kind], used)
+        yield from self._memory(stats)
+        yield from self._speculation(counts)
+        yield from self._health(stats)
+        if stats.prefixes:
+            yield from self._prefixes(stats.prefixes)
+        yield self._counter("specdec:steps", "Verify steps, each row's own.", counts.steps)
+        yield self._counter("specdec:step_tokens", "Tokens that those steps wrote.", counts.tokens)
+        yield self._by("specdec:step_seconds", "Their time by phase.", "phase", counts.seconds)
+        limited = "Steps in which something was short, by what."
+        yield self._by("specdec:limited", limited, "what", stats.limited_by)
+
+    def _gauge(self, name: str, says: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, says, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
+        return family
+
+    def _counter(self, name: str, says: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, says, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), float(value))
+        return family
+
+    def _by(self, name: str, says: str, label: str, counts: Mapping[str, float]) -> Metric:
+        """Return a counter that is split by a label."""
+        family = CounterMetricFamily(name, says, labels=[*self.labels, label])
+        for key, value in dict(counts).items():
+            family.add_metric([*self.labels.values(), key], float(value))
+        return family
+
+    def _memory(self, stats: EngineStats) -> Iterator[Metric]:
+        arena = stats.arena
+        share = arena.used_bytes / arena.capacity_bytes
+        yield self._gauge("vllm:kv_cache_usage_perc", "Part of the arena that requests use.", share)
+        held = {
+            "kv": arena.block_bytes,
+            "state": arena.state_bytes,
+            "draft": arena.record_bytes,
+            "prefix": arena.kept_bytes,
+            "free": arena.free_bytes,
+        }
+        family = GaugeMetricFamily(
+            "specdec:arena_bytes", "Bytes in use by kind.", labels=[*self.labels, "kind"]
+        )
+        for kind, used in held.items():
+            family.add_metric([*self.labels.values(), kind], used)
         yield family
-        yield counter(
-            "vllm:num_preemptions", "Sequences whose memory was taken back.", {"": stats.preemptions}
-        )
-        yield counter(
-            "vllm:spec_decode_num_drafts", "Drafts that were verified.", {"": float(sum(counts.reached[:1]))}
-        )
-        yield counter("vllm:spec_decode_num_draft_tokens", "Tokens in them.", {"": float(counts.drafted)})
-        yield counter(
-            "vllm:spec_decode_num_accepted_tokens", "Of those, accepted.", {"": float(counts.accepted)}
-        )
-        followed = {str(depth): float(count) for depth, count in enumerate(counts.followed)}
-        yield counter(
+        yield self._counter("vllm:num_preemptions", "Sequences that were preempted.", stats.preemptions)
+
+    def _speculation(self, counts: Counts) -> Iterator[Metric]:
+        drafts = sum(counts.reached[:1])
+        yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.", drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens in them.", counts.drafted)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Of those, accepted.", counts.accepted)
+        yield self._by(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted by place in the draft, from 0.",
-            followed,
             "position",
+            {str(depth): count for depth, count in enumerate(counts.followed)},
         )
-        yield counter(
-            "specdec:failed_steps",
-            "Steps that failed; those who took part were told.",
-            {"": float(stats.failed_steps)},
-        )
-        yield counter(
-            "specdec:clean_checks",
-            "Times that all was done and memory was proved empty and whole.",
-            {"": float(stats.clean_checks)},
-        )
-        yield counter("specdec:moved_blocks", "Blocks moved together.", {"": float(stats.moved_blocks)})
-        if kept := stats.prefixes:
-            yield counter("vllm:prefix_cache_queries", "Tokens looked up.", {"": float(kept.asked)})
-            yield counter("vllm:prefix_cache_hits", "Tokens that need not be read.", {"": float(kept.hit)})
-            yield counter("specdec:prefix_fetched", "Of those, from the host.", {"": float(kept.fetched)})
-            yield gauge(
-                "specdec:prefix_bytes",
-                "Bytes of the arena that kept prefixes hold; evicted on demand.",
-                kept.cached_bytes,
-            )
-            yield gauge("specdec:prefix_alpha", "Weight of the work saved beside recency.", kept.alpha)
-            evicted = {"state": float(kept.states_evicted), "kv": float(kept.blocks_evicted)}
-            yield counter(
-                "specdec:prefix_evicted",
-                "States and KV blocks that were evicted or flushed.",
-                evicted,
-                "kind",
-            )
-        yield counter("specdec:steps", "Verify steps, each row's own.", {"": float(counts.steps)})
-        yield counter("specdec:step_tokens", "Tokens that those steps wrote.", {"": float(counts.tokens)})
-        yield counter("specdec:step_seconds", "Their time by phase.", dict(counts.seconds), "phase")
-        yield counter(
-            "specdec:limited",
-            "Steps in which something was short, by what.",
-            _floats(stats.limited_by),
-            "what",
-        )
+
+    def _health(self, stats: EngineStats) -> Iterator[Metric]:
+        failed = "Steps that failed; the requests that took part were told."
+        yield self._counter("specdec:failed_steps", failed, stats.failed_steps)
+        clean = "Times that the engine was idle and its memory was proved empty and whole."
+        yield self._counter("specdec:clean_checks", clean, stats.clean_checks)
+        yield self._counter("specdec:moved_blocks", "KV blocks moved together.", stats.moved_blocks)
+
+    def _prefixes(self, stats: PrefixStats) -> Iterator[Metric]:
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.asked)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens that were cache hits.", stats.hit)
+        yield self._counter("specdec:prefix_fetched", "Of those, from the host.", stats.fetched)
+        held = "Bytes of the arena that cached prefixes hold; evicted on demand."
+        yield self._gauge("specdec:prefix_bytes", held, stats.cached_bytes)
+        yield self._gauge("specdec:prefix_alpha", "Weight of the work saved beside recency.", stats.alpha)
+        evicted = {"state": stats.states_evicted, "kv": stats.blocks_evicted}
+        says = "States and KV blocks that were evicted or flushed."
+        yield self._by("specdec:prefix_evicted", says, "kind", evicted)
 
     def _state(self, waiting: int) -> Iterator[Metric]:
         """Say in vLLM's words what state the engine is in: always awake, and short of one thing alone."""
@@ -158,7 +163,3 @@ def renamed(text: bytes) -> bytes:
         )
         again += [own.sub(rb"\1" + older.encode(), line, count=1) for line in lines if own.match(line)]
     return b"\n".join([*lines[:-1], *again, b""])
-
-
-def _floats(counts: dict[str, int]) -> dict[str, float]:
-    return {name: float(count) for name, count in counts.items()}

@@ -14,6 +14,7 @@ from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure, Names, naming, renamed
 from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
+from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
@@ -70,8 +71,11 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     names = {"prompt": "messages", "structured_outputs": asker}
     with naming(names), state.under_way(params.n, until):
         async with until.held():
-            ids = await state.encode_chat(body.plain, variables, answer=body.add_generation_prompt)
-            own: dict[str, Any] = {"cache_marks": await state.marks(ids, body.beginnings, variables) or None}
+            ids = await state.encode_chat(
+                as_read(body.messages), variables, answer=body.add_generation_prompt
+            )
+            marks = await state.marks(ids, beginnings(body.messages), variables)
+            own: dict[str, Any] = {"cache_marks": marks or None}
             if asked is None:
                 own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)

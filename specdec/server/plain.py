@@ -4,9 +4,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from specdec.server.bodies import Ids, Many, Message
+from specdec.server.bodies import Ids
 from specdec.server.failures import misfit
 from specdec.server.fields import given_fields, unknown
+from specdec.server.messages import Many, Message
 from specdec.server.tools.bodies import Tool
 
 

@@ -17,6 +17,7 @@ from specdec.errors import ConfigError
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
 from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, MOST_PARTS, REFUSED
+from specdec.server.messages import as_read
 from specdec.server.state import LONG, State
 
 SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -60,7 +61,7 @@ def test_what_nests_too_deep_is_refused_wherever_it_stands(
         failure = refusal(ChatBody, CHAT, **place(nested(levels)))
         assert "levels" in str(failure) and "\n" not in str(failure)
     body = read(ChatBody, CHAT, **place(nested(MOST_LEVELS - 8)))
-    assert body.plain and body.params()
+    assert as_read(body.messages) and body.params()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_what_nests_too_deep_is_refused_wherever_it_stands(
 )
 def test_what_has_too_many_parts_is_refused(value: object) -> None:
     assert "objects, fields and lists" in str(refusal(ChatBody, CHAT, unheard_of=value))
-    assert read(ChatBody, CHAT, unheard_of=[0] * 2 * MOST_PARTS).plain
+    assert as_read(read(ChatBody, CHAT, unheard_of=[0] * 2 * MOST_PARTS).messages)
 
 
 @pytest.mark.parametrize(

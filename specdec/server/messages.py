@@ -1,0 +1,119 @@
+"""A chat's messages as clients send them, and the marks that say where chats begin alike."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from specdec.server.failures import Failure
+from specdec.server.tools.bodies import Called
+
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""Only the first mistake is reported: collecting those of millions would block the server."""
+CACHE = "cache_control"
+MOST_MARKS = 4
+
+
+class Mark(BaseModel):
+    """Says that other chats will be the same up to here, in the words of Anthropic's API."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = Field(
+        None, description="has no effect: prefixes are evicted when memory is needed"
+    )
+
+
+def _whole_mark(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Speak of a mark as one: it has but one form, whichever part of it is wrong."""
+    try:
+        return read(value)
+    except ValidationError:
+        raise PydanticCustomError("mark", 'give {"type": "ephemeral"}, or leave it out') from None
+
+
+def _kind(content: Any) -> str:
+    return "list" if isinstance(content, list) else "str"
+
+
+CacheControl = Annotated[Mark, WrapValidator(_whole_mark)]
+
+
+class Part(BaseModel):
+    type: str = "text"
+    text: str | None = None
+    cache_control: CacheControl | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")],
+    # Errors are those of the kind that was given, with their place in it.
+    Discriminator(_kind),
+]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
+    content: Content | None = Field(None, description="a text, or parts of type text")
+    tool_calls: Many[Called] | None = Field(None, description="what an assistant has called")
+    cache_control: CacheControl | None = None
+
+    def plain(self, index: int) -> dict[str, Any]:
+        """Return it as a template reads it, its parts joined; it is the message of this index."""
+        calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
+        own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE})
+        return {**own, "content": _text(self.content, index), **calls}
+
+    @property
+    def marks(self) -> list[int]:
+        """Say after how many of its parts there is a mark of what other chats begin with too."""
+        parts = self.content if isinstance(self.content, list) else [Part()]
+        found = [i + 1 for i, part in enumerate(parts) if part.cache_control]
+        return [*found, len(parts)] if self.cache_control else found
+
+    def until(self, mark: int) -> str:
+        """Return its text up to a mark."""
+        return _text(self.content[:mark] if isinstance(self.content, list) else self.content, 0)
+
+
+def as_read(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the form that a chat template takes."""
+    return [message.plain(i) for i, message in enumerate(messages)]
+
+
+def beginnings(messages: Sequence[Message]) -> list[list[dict[str, Any]]]:
+    """Return what of a chat stands before each mark, as a template reads it."""
+    marks = [(i, mark) for i, message in enumerate(messages) for mark in message.marks]
+    if len(marks) > MOST_MARKS:
+        raise Failure(
+            400, f"{CACHE}: {len(marks)} marks are more than {MOST_MARKS}; leave some out.", param=CACHE
+        )
+    read = as_read(messages) if marks else []
+    return [[*read[:i], {**read[i], "content": messages[i].until(mark)}] for i, mark in marks]
+
+
+def _text(content: str | list[Part] | None, index: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type != "text" or part.text is None:
+            raise Failure(
+                400,
+                f"messages.{index}.content: a part of type {part.type!r:.40}; send text alone.",
+                param="messages",
+            )
+    return "".join(part.text or "" for part in content)
