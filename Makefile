@@ -19,12 +19,13 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo serve test isa check map bench gpu clean
+.PHONY: help demo serve quick test isa check map bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, then stream a completion in this terminal"
 	@echo "make serve   set up, then serve the shipped model over HTTP (SERVE=\"...\" for options)"
+	@echo "make quick   set up, then run the fast tests of each room: under a minute, at each save"
 	@echo "make test    set up, then run every test"
 	@echo "make isa     set up, then run what depends on the processor's features without the newest of them"
 	@echo "make check   ruff, mypy --strict and the import rule"
@@ -38,6 +39,19 @@ demo: $(stamp)
 
 serve: $(stamp)
 	@$(bin)/specdec serve tiny $(SERVE)
+
+# The unit tests of each room, and a few cells of losslessness, on the host and on the device.
+lossless := tests/lossless/test_lossless.py::test_every_supported_cell_says_what_plain_decoding_says
+quick := tests/test_imports.py tests/test_repository.py tests/config tests/state_slots tests/verify tests/draft \
+  $(addprefix tests/kernels/test_,conv.py norm.py recurrence.py sampling.py tree.py) tests/models/test_families.py \
+  $(addprefix tests/core/test_,counts.py scheduler.py) tests/setup/test_resolve.py tests/setup/test_footprint.py \
+  $(addprefix tests/text/test_,chat.py forms.py text.py) tests/engine/test_engine.py tests/engine/test_completions.py \
+  tests/server/test_bodies.py tests/server/test_protocol.py tests/bench/test_report.py tests/bench/charts \
+  "$(lossless)[qwen3_5-mtp-tree-record-host]" "$(lossless)[nemotron_h-suffix-chain-snapshot-device]"
+not_quick := $(addprefix --ignore=tests/,draft/test_unrolled.py draft/test_policy.py state_slots/prefix/test_cache.py)
+
+quick: $(stamp)
+	OMP_NUM_THREADS=1 $(bin)/pytest -q $(workers) $(quick) $(not_quick)
 
 test: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/pytest $(workers)
