@@ -125,7 +125,7 @@ def _build(
         (rows, width, 2 * m.key_heads * m.key_dim + 2 * m.value_heads * m.value_dim),
         item=bench.dtype.itemsize,
     )
-    moved = traffic.recur(size, rows, width, 0, "plain") + tokens
+    moved = traffic.scan_window(size, rows, width, 0, "plain") + tokens
 
     def draw(seed: int) -> Inputs:
         wide = torch.float32

@@ -32,7 +32,7 @@ MOST_CHOSEN = 256
 """Tokens whose logits the loop holds at once."""
 WIDE = ("router", "head")
 """Products whose weights stay as they are where the others take eight bits."""
-PICK = "pick"
+PICK = "sample"
 CHECKED_VOCAB = 4096
 """The reference sorts and mixes in Python's own numbers: it is asked about this much of a vocabulary."""
 

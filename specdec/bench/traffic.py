@@ -46,7 +46,7 @@ def states(size: Recurrent, rows: int, width: int, path: int, backing: str) -> i
     return rows * (2 * whole + kept)
 
 
-def recur(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
+def scan_window(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
     """Count the recurrence alone: the same without the convolution's windows and inputs."""
     return states(Recurrent(size.state, 0, size.update, 0), rows, width, path, backing)
 

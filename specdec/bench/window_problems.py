@@ -103,7 +103,7 @@ def _mamba(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, gro
 
 def _recur(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
     fed = own.q_TGK, own.k_TGK, own.v_THW, own.decay_TH, own.beta_TH
-    return ops.recur(*fed, memory, group, own.k_path_BPGK)
+    return ops.scan_window(*fed, memory, group, own.k_path_BPGK)
 
 
 def _causal_conv(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
@@ -164,7 +164,7 @@ def _plan(bench: Bench, sizes: Sizes, mixer: RecurrentMixer) -> Iterator[Planned
     for backing in BACKINGS:
         counted = size, rows, width, path, backing
         yield planned(between, backing, traffic.states(*counted) + around)
-        yield planned(Operation("recur", _recur), backing, traffic.recur(*counted) + fed)
+        yield planned(Operation("scan_window", _recur), backing, traffic.scan_window(*counted) + fed)
         yield planned(Operation("causal_conv", _causal_conv), backing, traffic.conv(*counted))
     share = shape.groups * shape.key / shape.channels
     yield planned(keys, "record", traffic.path_conv(size, rows, path, share))

@@ -9,21 +9,21 @@ from torch import Tensor
 
 OPERATIONS = {
     "linear": ("pack", "linear"),
-    "gather": ("look_up", "beside", "add", "spread"),
+    "gather": ("embedding", "concat", "add", "scatter_columns"),
     "norm": ("rms_norm", "add_rms_norm", "gated_norm"),
     "rope": ("rope_table",),
     "self_attention": ("self_attention",),
     "attention": ("move",),
     "conv": ("causal_conv", "path_conv"),
-    "recurrence": ("recur", "fold"),
+    "recurrence": ("scan_window", "fold"),
     "delta_net": ("delta_net", "path_keys"),
     "mamba": ("mamba", "mamba_keys"),
     "ffn": ("swiglu", "relu2", "add_gated"),
     "moe": ("route_softmax", "route_sigmoid", "pack_experts", "experts"),
-    "sampling": ("gumbel", "process", "pick", "best", "top"),
+    "sampling": ("gumbel", "process", "sample", "topk_with_noise", "topk"),
     "tree": (
         *("relations", "walk", "synthetic_walk", "promote"),
-        *("children", "frontier", "prune", "hang"),
+        *("children", "frontier", "prune", "attach_root"),
     ),
 }
 """Every operation's folder and the functions that each of its implementations must have."""
@@ -31,14 +31,14 @@ OPERATIONS = {
 SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
     "native": {
         "native.linear": ("pack", "linear"),
-        "native.gather": ("look_up", "beside", "add", "spread"),
+        "native.gather": ("embedding", "concat", "add", "scatter_columns"),
         "native.pointwise": ("rms_norm", "add_rms_norm", "gated_norm", "swiglu"),
         "native.recurrent": (
-            *("causal_conv", "path_conv", "recur"),
+            *("causal_conv", "path_conv", "scan_window"),
             *("delta_net", "path_keys", "mamba", "mamba_keys"),
         ),
         "native.attention": ("self_attention",),
-        "native.sampling": ("gumbel", "pick", "best", "top"),
+        "native.sampling": ("gumbel", "sample", "topk_with_noise", "topk"),
     },
     "triton": {
         "linear.triton": ("pack", "linear"),
@@ -46,7 +46,7 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
         "routing.triton": ("route_softmax", "route_sigmoid"),
         "moe.triton": ("pack_experts", "experts"),
         "norm.triton": ("rms_norm", "add_rms_norm", "gated_norm"),
-        "sampling.triton": ("pick", "best"),
+        "sampling.triton": ("sample", "topk_with_noise"),
         "tree.triton": (
             *("relations", "walk", "synthetic_walk", "promote"),
             *("children", "frontier", "prune"),
@@ -54,7 +54,7 @@ SPECIAL: dict[str, dict[str, tuple[str, ...]]] = {
         "self_attention.triton": ("self_attention",),
         "attention.triton": ("move",),
         "conv.triton": ("causal_conv", "path_conv"),
-        "recurrence.triton": ("recur", "fold"),
+        "recurrence.triton": ("scan_window", "fold"),
         "delta_net.triton": ("delta_net", "path_keys"),
         "mamba.triton": ("mamba", "mamba_keys"),
     },
@@ -77,10 +77,10 @@ class Kernels:
     name: str
     pack: Callable[..., Any]
     linear: Callable[..., Tensor]
-    look_up: Callable[..., Tensor]
-    beside: Callable[..., Tensor]
+    embedding: Callable[..., Tensor]
+    concat: Callable[..., Tensor]
     add: Callable[..., Tensor]
-    spread: Callable[..., Tensor]
+    scatter_columns: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
@@ -89,7 +89,7 @@ class Kernels:
     move: Callable[..., None]
     causal_conv: Callable[..., Tensor]
     path_conv: Callable[..., Tensor]
-    recur: Callable[..., Tensor]
+    scan_window: Callable[..., Tensor]
     fold: Callable[..., None]
     delta_net: Callable[..., Tensor]
     path_keys: Callable[..., Tensor]
@@ -104,9 +104,9 @@ class Kernels:
     experts: Callable[..., Tensor]
     gumbel: Callable[..., Tensor]
     process: Callable[..., Tensor]
-    pick: Callable[..., Tensor]
-    best: Callable[..., tuple[Tensor, Tensor]]
-    top: Callable[..., tuple[Tensor, Tensor]]
+    sample: Callable[..., Tensor]
+    topk_with_noise: Callable[..., tuple[Tensor, Tensor]]
+    topk: Callable[..., tuple[Tensor, Tensor]]
     relations: Callable[..., tuple[Tensor, Tensor, Tensor]]
     walk: Callable[..., tuple[Tensor, Tensor]]
     synthetic_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -114,7 +114,7 @@ class Kernels:
     children: Callable[..., Tensor]
     frontier: Callable[..., Tensor]
     prune: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    hang: Callable[..., tuple[Tensor, Tensor]]
+    attach_root: Callable[..., tuple[Tensor, Tensor]]
 
 
 def load_kernels(name: str) -> Kernels:

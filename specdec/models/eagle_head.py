@@ -47,7 +47,7 @@ class EagleHead:
         """Fuse what was tapped of the target; a head that taps nothing takes its last hidden states."""
         if not self.taps:
             return hidden_TD
-        fused_TD: Tensor = self.kernels.linear(self.kernels.beside(*tapped), self.fc)
+        fused_TD: Tensor = self.kernels.linear(self.kernels.concat(*tapped), self.fc)
         return fused_TD
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
@@ -59,7 +59,7 @@ class EagleHead:
 
     def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step = begin_step(window, memory, self.rope, self.kernels)
-        x_TD, read_TD = self._enter(self.kernels.look_up(self.embed_VD, window.token_T), hidden_TD)
+        x_TD, read_TD = self._enter(self.kernels.embedding(self.embed_VD, window.token_T), hidden_TD)
         added_TD = self.block.feed(x_TD, self.block.mix(read_TD, step))
         assert added_TD is not None
         return (self.kernels.add(x_TD, added_TD),)
@@ -73,12 +73,12 @@ class EagleHead:
     def _enter(self, embed_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return a residual stream that may be written to, and what attention reads."""
         if not self.taps:
-            x_TD: Tensor = self.kernels.linear(self.kernels.beside(embed_TD, hidden_TD), self.fc)
+            x_TD: Tensor = self.kernels.linear(self.kernels.concat(embed_TD, hidden_TD), self.fc)
             return x_TD, x_TD
         normed_TD = self.kernels.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
         embed_TD = self.kernels.rms_norm(embed_TD, self.embed_norm_D, self.eps)
-        x_TD = self.kernels.beside(normed_TD if self.spec.normed_residual else hidden_TD)
-        return x_TD, self.kernels.beside(embed_TD, normed_TD)
+        x_TD = self.kernels.concat(normed_TD if self.spec.normed_residual else hidden_TD)
+        return x_TD, self.kernels.concat(embed_TD, normed_TD)
 
     def _output(self, weights: Weights, ids_C: Tensor | None) -> Shortlist:
         """Take the rows of the head's own output head whose tokens are to be drafted."""

@@ -102,7 +102,7 @@ def run_blocks(
     tapped: dict[int, Tensor] = {}
     for i, block in enumerate(blocks):
         if i in taps:
-            tapped[i] = ops.beside(x_TD) if added_TD is None else ops.add(x_TD, added_TD)
+            tapped[i] = ops.concat(x_TD) if added_TD is None else ops.add(x_TD, added_TD)
         added_TD = block(x_TD, added_TD, step)
     out_TD = ops.add_rms_norm(x_TD, added_TD, norm_D, eps)
     if len(blocks) in taps:
@@ -137,7 +137,7 @@ def begin_step(window: Window, memory: Memory, tables: Rotations, kernels: Kerne
     """Look the rotations of a window's positions up."""
     at_T = window.position_T
     rope = {
-        key: (kernels.look_up(cos_LR, at_T), kernels.look_up(sin_LR, at_T))
+        key: (kernels.embedding(cos_LR, at_T), kernels.embedding(sin_LR, at_T))
         for key, (cos_LR, sin_LR) in tables.items()
     }
     return Step(window, memory, rope, kernels)
@@ -187,7 +187,7 @@ class Network:
         return hidden_TD, tapped
 
     def _run(self, window: Window, memory: Memory, *, taps: tuple[int, ...]) -> tuple[Tensor, ...]:
-        x_TD = self.kernels.look_up(self.embed_VD, window.token_T)
+        x_TD = self.kernels.embedding(self.embed_VD, window.token_T)
         step = self.begin(window, memory)
         own = self.norm_D, self.spec.norm.eps
         hidden_TD, tapped = run_blocks(self.blocks, x_TD, step, *own, taps=taps)
@@ -258,10 +258,10 @@ class MTPHead:
 
     def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step, ops = self.target.begin(window, memory), self.target.kernels
-        embed_TD = ops.look_up(self.target.embed_VD, window.token_T)
+        embed_TD = ops.embedding(self.target.embed_VD, window.token_T)
         embed_TD = ops.rms_norm(embed_TD, self.embed_norm_D, self.eps)
         hidden_TD = ops.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
-        x_TD = ops.linear(ops.beside(embed_TD, hidden_TD), self.fc)
+        x_TD = ops.linear(ops.concat(embed_TD, hidden_TD), self.fc)
         return (run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)[0],)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

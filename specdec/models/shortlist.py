@@ -55,5 +55,5 @@ class Shortlist:
         logits_TC: Tensor = self.kernels.linear(hidden_TD, self.head)
         if self.ids_C is None:
             return logits_TC
-        logits_TV: Tensor = self.kernels.spread(logits_TC, self.ids_C, self.vocab)
+        logits_TV: Tensor = self.kernels.scatter_columns(logits_TC, self.ids_C, self.vocab)
         return logits_TV

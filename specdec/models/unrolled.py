@@ -65,11 +65,13 @@ class Unrolled:
         tokens, shares = [], []
         for level in range(levels):
             logits_BV = self.head.logits(after_BD)
-            token_B1, share_B1 = self.kernels.best(logits_BV, rules, seed_B, position_LB[level + 1], 1)
+            token_B1, share_B1 = self.kernels.topk_with_noise(
+                logits_BV, rules, seed_B, position_LB[level + 1], 1
+            )
             tokens.append(token_B1)
             shares.append(share_B1)
             if level + 1 < levels:
                 own = replace(group, length_B=length_LB[level])
                 read = replace(window, token_T=token_B1[:, 0], position_T=position_LB[level], groups=(own,))
                 after_BD = self.head.forward(read, after_BD, memory)
-        return self.kernels.beside(*tokens), self.kernels.beside(*shares)
+        return self.kernels.concat(*tokens), self.kernels.concat(*shares)

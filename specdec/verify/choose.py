@@ -147,7 +147,7 @@ def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tenso
     if len(parts) == 1:
         if not nodes[0].chooser.is_static:
             return best_of(perturb(logits_NV, nodes, kernels))
-        picked_N: Tensor = kernels.pick(logits_NV, *places(logits_NV.device, nodes))
+        picked_N: Tensor = kernels.sample(logits_NV, *places(logits_NV.device, nodes))
         return picked_N
     token_N = torch.empty(len(nodes), dtype=torch.int64, device=logits_NV.device)
     for part in parts.values():

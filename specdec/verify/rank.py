@@ -23,7 +23,7 @@ def rank(
     """
     choosers = [node.chooser for node in nodes]
     if noise and all(own.is_static for own in choosers) and not all(own.is_plain for own in choosers):
-        token_NK, share_NK = kernels.best(logits_NV, *places(logits_NV.device, nodes), count)
+        token_NK, share_NK = kernels.topk_with_noise(logits_NV, *places(logits_NV.device, nodes), count)
     else:
-        token_NK, share_NK = kernels.top(perturb(logits_NV, nodes, kernels, noise=noise), count)
+        token_NK, share_NK = kernels.topk(perturb(logits_NV, nodes, kernels, noise=noise), count)
     return list(zip(token_NK.tolist(), share_NK.tolist(), strict=True))

@@ -51,8 +51,8 @@ def test_every_operation_of_a_step_has_a_problem() -> None:
     measured = planned | set(ONCE)
     assert {
         "linear", "rms_norm", "add_rms_norm", "gated_norm", "self_attention", "move", "causal_conv",
-        "path_conv", "recur", "fold", "delta_net", "path_keys", "mamba", "mamba_keys", "swiglu", "relu2",
-        "route_softmax", "route_sigmoid", "experts", "gumbel", "process", "pick", *ONCE,
+        "path_conv", "scan_window", "fold", "delta_net", "path_keys", "mamba", "mamba_keys", "swiglu",
+        "relu2", "route_softmax", "route_sigmoid", "experts", "gumbel", "process", "sample", *ONCE,
     } == measured  # fmt: skip
     assert planned <= {field.name for field in fields(Kernels)}
 
@@ -171,7 +171,7 @@ def test_bytes_follow_the_formulas() -> None:
         assert traffic.states(size, rows, width, path, "snapshot") == (width + 1) * rows * whole
         record = traffic.states(size, rows, width, path, "record")
         assert record == 2 * rows * whole + rows * (width + path) * size.record
-        assert traffic.recur(size, rows, width, path, "snapshot") == (width + 1) * rows * size.state
+        assert traffic.scan_window(size, rows, width, path, "snapshot") == (width + 1) * rows * size.state
 
 
 def test_windows_of_drafts_are_trees() -> None:

@@ -34,7 +34,7 @@ from specdec.setup.build import Model, build_random
 from specdec.setup.precompile import precompile
 
 TARGET = GPUTarget("cuda", 90, 32)
-STEERING = {*OPERATIONS["tree"], "pick", "best"} - {"hang"}
+STEERING = {*OPERATIONS["tree"], "sample", "topk_with_noise"} - {"attach_root"}
 """What decides which tokens and trees come next."""
 
 

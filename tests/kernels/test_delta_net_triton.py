@@ -123,11 +123,11 @@ def test_keys_are_made_again_to_the_same_bits() -> None:
 
     def catch(q: Tensor, k: Tensor, *rest: object) -> Tensor:
         found["new"], found["path"] = k, rest[-1]
-        return recur(q, k, *rest)
+        return scan_window(q, k, *rest)
 
-    recur = triton.recur
+    scan_window = triton.scan_window
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton, "recur", catch)
+        patch.setattr(triton, "scan_window", catch)
         triton.delta_net(projected_TN, layer, memory, group)
         first, nodes = found["new"].view(3, 5, 1, 6), [path_to(tree, 4), [], [0]]
         paths = [[records[b][node] for node in own] for b, own in enumerate(nodes)]

@@ -45,7 +45,7 @@ def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
         (ffn, ("swiglu",)),
         (attention, ("append", "attend")),
         (conv, ("causal_conv", "path_conv")),
-        (recurrence, ("recur",)),
+        (recurrence, ("scan_window",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
@@ -60,7 +60,7 @@ PLAIN = {
         (gates, ("l2_normalise", "delta_gates")),
         (attention, ("append", "attend")),
         (conv, ("causal_conv", "path_conv")),
-        (recurrence, ("recur",)),
+        (recurrence, ("scan_window",)),
     )
     for name in names
 }
@@ -163,8 +163,8 @@ def test_recurrence_equals_the_plain_form_over_two_windows(
         beta_TH = draw(tokens, layer.heads, seed=10 * seed + 5).sigmoid() if with_beta else None
         inputs = (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)
         k_path = None if group.path is None else k_path_BPGK
-        found = recurrent.recur(*inputs, ours, group, k_path)
-        close(found, PLAIN["recur"](*inputs, theirs, group, k_path))
+        found = recurrent.scan_window(*inputs, ours, group, k_path)
+        close(found, PLAIN["scan_window"](*inputs, theirs, group, k_path))
         trees.assert_same_memory(ours, theirs, KERNEL[torch.float32])
 
 
@@ -389,10 +389,10 @@ def test_no_buffer_follows_the_processs_default_type() -> None:
     memories = [trees.make_memory(layer, [7]) for _ in range(2)]
     group = trees.build_group([trees.chain(3)], [7])
     inputs = (draw(3, 2, 6), draw(3, 2, 6), draw(3, 4, 5), -draw(3, 4).abs(), None)
-    expected = recurrent.recur(*inputs, memories[0], group, None)
+    expected = recurrent.scan_window(*inputs, memories[0], group, None)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = recurrent.recur(*inputs, memories[1], group, None)
+        found = recurrent.scan_window(*inputs, memories[1], group, None)
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.dtype == torch.float32 and torch.equal(found, expected)

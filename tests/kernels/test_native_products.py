@@ -115,8 +115,8 @@ def test_ranking_is_the_references(vocab: int, count: int) -> None:
     scores_NV[1] = scores_NV[1].round()  # many are equal
     scores_NV[2, vocab // 2 :] = -math.inf
     scores_NV[3] = -math.inf
-    token_NC, share_NC = sampling.top(scores_NV, count)
-    wanted_NC, wanted_share_NC = reference.top(scores_NV, count)
+    token_NC, share_NC = sampling.topk(scores_NV, count)
+    wanted_NC, wanted_share_NC = reference.topk(scores_NV, count)
     assert torch.equal(token_NC, wanted_NC)
     torch.testing.assert_close(share_NC, wanted_share_NC, rtol=2e-6, atol=1e-7)
 
@@ -130,8 +130,8 @@ def test_ranking_of_what_is_no_number(odd: dict[int, float], count: int) -> None
     scores_NV = torch.randn(3, 40, generator=torch.Generator().manual_seed(count)).round()
     for token, score in odd.items():
         scores_NV[1, token] = score
-    token_NC, share_NC = sampling.top(scores_NV, count)
-    wanted_NC, wanted_share_NC = reference.top(scores_NV, count)
+    token_NC, share_NC = sampling.topk(scores_NV, count)
+    wanted_NC, wanted_share_NC = reference.topk(scores_NV, count)
     assert torch.equal(token_NC, wanted_NC)
     torch.testing.assert_close(share_NC, wanted_share_NC, rtol=2e-6, atol=1e-7)
 
@@ -146,8 +146,11 @@ def test_what_is_compared_is_logits_over_temperature_plus_noise(dtype: torch.dty
     compared_NV = cpu.perturb(logits_NV, rules, seed_N, position_N, sampling.gumbel)
     assert torch.equal(sampling._perturb(logits_NV, rules, seed_N, position_N), compared_NV)
     before_NV = logits_NV.clone()
-    assert torch.equal(sampling.pick(logits_NV, rules, seed_N, position_N), compared_NV.max(-1).indices)
-    found, wanted = sampling.best(logits_NV, rules, seed_N, position_N, 5), sampling.top(compared_NV, 5)
+    assert torch.equal(sampling.sample(logits_NV, rules, seed_N, position_N), compared_NV.max(-1).indices)
+    found, wanted = (
+        sampling.topk_with_noise(logits_NV, rules, seed_N, position_N, 5),
+        sampling.topk(compared_NV, 5),
+    )
     assert all(map(torch.equal, found, wanted)) and torch.equal(logits_NV, before_NV)
     logits_NV[4, 8] = math.nan
-    assert sampling.pick(logits_NV, rules, seed_N, position_N)[4] == NO_TOKEN
+    assert sampling.sample(logits_NV, rules, seed_N, position_N)[4] == NO_TOKEN

@@ -43,9 +43,9 @@ def test_prompts_equal_the_plain_form(
         beta_TH = draw(tokens, layer.heads).sigmoid() if with_beta else None
         inputs = (q_TGK, k_TGK, v_THW, decay_TH, beta_TH)
         k_path = None if group.path is None else k_path_BPGK
-        expected = recurrence.recur(*inputs, theirs, group, k_path)
+        expected = recurrence.scan_window(*inputs, theirs, group, k_path)
         with monkeypatch.context() as patch:
-            patch.setattr(recurrence, "recur", None)  # the comparison would be of a thing with itself
-            found = recurrent.recur(*inputs, ours, group, k_path)
+            patch.setattr(recurrence, "scan_window", None)  # the comparison would be of a thing with itself
+            found = recurrent.scan_window(*inputs, ours, group, k_path)
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
         trees.assert_same_memory(ours, theirs, TOLERANCE)

@@ -104,11 +104,11 @@ def test_pick_and_best_equal_reference(ops: ModuleType, vocab: int) -> None:
     for seed in range(30 if ops is cpu else 4):
         logits_NV, rules = draw(vocab, seed), draw_rules(vocab, seed)
         before_NV = logits_NV.clone()
-        expected_N = reference.pick(logits_NV, rules, SEEDS, POSITIONS)
-        assert ops.pick(logits_NV, rules, SEEDS, POSITIONS).tolist() == expected_N.tolist()
+        expected_N = reference.sample(logits_NV, rules, SEEDS, POSITIONS)
+        assert ops.sample(logits_NV, rules, SEEDS, POSITIONS).tolist() == expected_N.tolist()
         for count in (1, 4):
-            token_NC, share_NC = ops.best(logits_NV, rules, SEEDS, POSITIONS, count)
-            wanted_NC, own_NC = reference.best(logits_NV, rules, SEEDS, POSITIONS, count)
+            token_NC, share_NC = ops.topk_with_noise(logits_NV, rules, SEEDS, POSITIONS, count)
+            wanted_NC, own_NC = reference.topk_with_noise(logits_NV, rules, SEEDS, POSITIONS, count)
             assert token_NC.tolist() == wanted_NC.tolist()
             torch.testing.assert_close(share_NC, own_NC, rtol=SHARE, atol=SHARE)
         assert torch.equal(logits_NV, before_NV)
@@ -120,10 +120,10 @@ def test_parts_of_a_vocabulary_make_one_row(vocab: int, dtype: torch.dtype) -> N
     for seed in range(2):
         wide_NV, rules = draw(vocab + 3, seed, dtype), draw_rules(vocab, seed)
         logits_NV = wide_NV[:, 1 : vocab + 1]
-        expected_N = cpu.pick(logits_NV, rules, SEEDS, POSITIONS)
-        assert triton.pick(logits_NV, rules, SEEDS, POSITIONS).tolist() == expected_N.tolist()
-        token_NC, share_NC = triton.best(logits_NV, rules, SEEDS, POSITIONS, 4)
-        wanted_NC, own_NC = cpu.best(logits_NV, rules, SEEDS, POSITIONS, 4)
+        expected_N = cpu.sample(logits_NV, rules, SEEDS, POSITIONS)
+        assert triton.sample(logits_NV, rules, SEEDS, POSITIONS).tolist() == expected_N.tolist()
+        token_NC, share_NC = triton.topk_with_noise(logits_NV, rules, SEEDS, POSITIONS, 4)
+        wanted_NC, own_NC = cpu.topk_with_noise(logits_NV, rules, SEEDS, POSITIONS, 4)
         assert token_NC.tolist() == wanted_NC.tolist()
         torch.testing.assert_close(share_NC, own_NC.float(), rtol=SHARE, atol=SHARE)
 
@@ -189,9 +189,9 @@ def test_of_equals_the_smallest_id_is_first(ops: ModuleType) -> None:
     logits_NV[3, -2:] = torch.inf
     last = triton.PART + 7
     expected = [[5, triton.PART, triton.PART + 3, 0], *[[0, 1, 2, 3]] * 2, [last, last + 1, 0, 1]]
-    token_NC, share_NC = ops.best(logits_NV, cold, SEEDS, POSITIONS, 4)
+    token_NC, share_NC = ops.topk_with_noise(logits_NV, cold, SEEDS, POSITIONS, 4)
     assert token_NC.tolist() == [*expected, *[[0, 1, 2, 3]] * 2]
-    assert ops.pick(logits_NV, cold, SEEDS, POSITIONS).tolist() == [row[0] for row in token_NC.tolist()]
+    assert ops.sample(logits_NV, cold, SEEDS, POSITIONS).tolist() == [row[0] for row in token_NC.tolist()]
     assert share_NC[[1, 3]].tolist() == [[0.0] * 4] * 2
 
 
@@ -206,10 +206,10 @@ def test_a_row_with_what_is_no_number_is_told(ops: ModuleType, filters: dict[str
     columns = {name: torch.full((6,), value) for name, value in filters.items()}
     rules = replace(sampled(**columns), temperature_N=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0]))
     logits_NV = draw(70, 4)
-    expected_N = reference.pick(logits_NV, rules, SEEDS, POSITIONS)
+    expected_N = reference.sample(logits_NV, rules, SEEDS, POSITIONS)
     logits_NV[0], logits_NV[1, 69], logits_NV[2], logits_NV[3, 5] = torch.nan, torch.nan, torch.nan, torch.nan
-    assert ops.pick(logits_NV, rules, SEEDS, POSITIONS).tolist() == [-1] * 4 + expected_N[4:].tolist()
-    token_NC, share_NC = ops.best(logits_NV, rules, SEEDS, POSITIONS, 3)
+    assert ops.sample(logits_NV, rules, SEEDS, POSITIONS).tolist() == [-1] * 4 + expected_N[4:].tolist()
+    token_NC, share_NC = ops.topk_with_noise(logits_NV, rules, SEEDS, POSITIONS, 3)
     assert share_NC[:4].tolist() == [[0.0] * 3] * 4 and (share_NC[4:, 0] > 0).all()
     assert token_NC[[0, 2]].tolist() == [[0, 1, 2]] * 2 and token_NC[[1, 3], 0].tolist() == [69, 5]
     assert all(len(set(row)) == 3 for row in token_NC.tolist())
@@ -227,9 +227,13 @@ def test_what_the_kernels_have_no_part_in_goes_to_plain_torch() -> None:
         (replace(rules, penalties=penalties), logits_NV),
         (rules, logits_NV.double()),
     ):
-        assert torch.equal(triton.pick(x_NV, own, SEEDS, POSITIONS), cpu.pick(x_NV, own, SEEDS, POSITIONS))
+        assert torch.equal(
+            triton.sample(x_NV, own, SEEDS, POSITIONS), cpu.sample(x_NV, own, SEEDS, POSITIONS)
+        )
         for found, wanted in zip(
-            triton.best(x_NV, own, SEEDS, POSITIONS, 3), cpu.best(x_NV, own, SEEDS, POSITIONS, 3), strict=True
+            triton.topk_with_noise(x_NV, own, SEEDS, POSITIONS, 3),
+            cpu.topk_with_noise(x_NV, own, SEEDS, POSITIONS, 3),
+            strict=True,
         ):
             assert torch.equal(found, wanted)
 
@@ -239,7 +243,7 @@ def test_another_seed_or_position_is_another_token(ops: ModuleType) -> None:
     """That forms agree says something only where noise decides."""
     flat_NV, rules = torch.zeros(6, 65), sampled()
     tokens = [
-        tuple(ops.pick(flat_NV, rules, SEEDS + i, POSITIONS + j).tolist())
+        tuple(ops.sample(flat_NV, rules, SEEDS + i, POSITIONS + j).tolist())
         for i, j in ((0, 0), (1, 0), (0, 1))
     ]
     assert all(len(set(row)) > 1 for row in zip(*tokens, strict=True))

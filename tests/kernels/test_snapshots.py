@@ -60,9 +60,9 @@ def test_recurrence_equals_reference(kind: str, width: int, rows: int, delta: bo
     decay = -noise(tokens, layer.heads, dtype=dtype, seed=4).square()
     beta = noise(tokens, layer.heads, dtype=dtype, seed=5).sigmoid() if delta else None
     actual_memory, expected_memory = (make_memory(layer, slots) for _ in range(2))
-    run = recurrent.recur if ops == "native" else cpu.recur
+    run = recurrent.scan_window if ops == "native" else cpu.scan_window
     actual = run(q, k, v, decay, beta, actual_memory, group, None)
-    expected = reference.recur(q, k, v, decay, beta, expected_memory, group, None)
+    expected = reference.scan_window(q, k, v, decay, beta, expected_memory, group, None)
     torch.testing.assert_close(actual, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
     assert_same_memory(actual_memory, expected_memory, KERNEL[dtype])
 

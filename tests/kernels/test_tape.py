@@ -26,9 +26,9 @@ def test_rows_are_copied_as_the_reference_copies_them(ops: object, dtype: torch.
     table, ids = drawn(9, 6, dtype=dtype), torch.tensor([8, 0, 8, 3])
     left, right = drawn(4, 6, dtype=dtype), drawn(4, 20, dtype=dtype)[:, 3:9]
     for name, given in (
-        ("look_up", (table, ids)),
-        ("beside", (left, right)),
-        ("beside", (right,)),
+        ("embedding", (table, ids)),
+        ("concat", (left, right)),
+        ("concat", (right,)),
         ("add", (left, left)),
     ):
         found = getattr(ops, name)(*given)
@@ -40,9 +40,9 @@ def test_rows_are_copied_as_the_reference_copies_them(ops: object, dtype: torch.
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
 def test_columns_are_spread_as_the_reference_spreads_them(ops: Any, dtype: torch.dtype) -> None:
     given = drawn(3, 4, dtype=dtype), torch.tensor([6, 0, 2, 8]), 9
-    assert torch.equal(ops.spread(*given), reference.spread(*given))
+    assert torch.equal(ops.scatter_columns(*given), reference.scatter_columns(*given))
     tokens_T1 = torch.tensor([[1 << 40], [3]])
-    assert torch.equal(ops.beside(tokens_T1, tokens_T1 + 1), torch.cat([tokens_T1, tokens_T1 + 1], 1))
+    assert torch.equal(ops.concat(tokens_T1, tokens_T1 + 1), torch.cat([tokens_T1, tokens_T1 + 1], 1))
 
 
 @needs_c
@@ -52,7 +52,7 @@ def test_a_guess_is_played_for_what_now_lies_there() -> None:
     seed_N, position_N = torch.tensor([1, 2]), torch.tensor([8, 9])
     given = logits_NV, rules, seed_N, position_N, 2
     with Tape() as tape:
-        found = sampling.best(*given)
+        found = sampling.topk_with_noise(*given)
     assert tape.refused is None
     for i, odd in enumerate((0.0, torch.nan)):
         logits_NV.copy_(drawn(2, 50 + i)[:, :50])
@@ -61,7 +61,7 @@ def test_a_guess_is_played_for_what_now_lies_there() -> None:
         seed_N += i + 1
         position_N += 3
         tape.play()
-        for played, now in zip(found, sampling.best(*given), strict=True):
+        for played, now in zip(found, sampling.topk_with_noise(*given), strict=True):
             assert torch.equal(played, now)
 
 
@@ -72,7 +72,7 @@ def test_what_is_played_reads_what_now_lies_there(dtype: torch.dtype) -> None:
     x, y, weight = drawn(3, 8, dtype=dtype), drawn(3, 8, dtype=dtype), drawn(8)
 
     def run() -> Tensor:
-        return gather.beside(pointwise.swiglu(pointwise.add_rms_norm(x, y, weight, 1e-6)[:, :6]), x)
+        return gather.concat(pointwise.swiglu(pointwise.add_rms_norm(x, y, weight, 1e-6)[:, :6]), x)
 
     with Tape() as tape:
         out = run()

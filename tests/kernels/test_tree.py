@@ -228,7 +228,7 @@ def test_pruning_keeps_what_a_proposal_keeps(ops: ModuleType, rows: int) -> None
         expected = [own.best(count) for own in proposals]
         assert as_proposals(pruned) == expected
         roots = [rng.randrange(99) for _ in proposals]
-        hung = ops.hang(torch.tensor(roots), *pruned[:2])
+        hung = ops.attach_root(torch.tensor(roots), *pruned[:2])
         trees = [own.tree(root) for own, root in zip(expected, roots, strict=True)]
         assert [x.tolist() for x in hung] == [x.tolist() for x in draws.windows(trees)]
 
@@ -249,7 +249,7 @@ def test_no_tensor_is_ever_asked_what_it_holds() -> None:
         score_BN = cpu.children(share_BFK, float_B[:, None].expand(rows, topk), 2, table_3DR).flatten(1)
         index_BF = cpu.frontier(score_BN, topk)
         pruned = cpu.prune(score_BN.long(), score_BN.long(), score_BN, score_BN, width - 1)
-        token_BM, parent_BM = cpu.hang(ids_B, *pruned[:2])
+        token_BM, parent_BM = cpu.attach_root(ids_B, *pruned[:2])
         assert index_BF.shape == (rows, topk) and token_BM.shape == parent_BM.shape == (rows, width)
         with pytest.raises(RuntimeError):
             token_BM.sum().item()

@@ -48,7 +48,7 @@ def draw_tokens(layer: Layer, count: int, seed: int = 1, *, delta: bool = True) 
 def run(
     ops: ModuleType, tokens: Tokens, memory: RecurrentMemory, group: Group, k_path: Tensor | None = None
 ) -> Tensor:
-    return ops.recur(tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta, memory, group, k_path)
+    return ops.scan_window(tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta, memory, group, k_path)
 
 
 def keys_of(tokens: Tokens, nodes: Sequence[Sequence[int]], width: int) -> Tensor:

@@ -100,7 +100,7 @@ class DeviceDrafter:
         whole = (torch.cat(x, dim=1) for x in (tokens, parents, scores, beliefs))
         token_BN, parent_BN, score_BN, belief_BN = ops.prune(*whole, form.nodes - 1)
         m = form.nodes
-        rows.token_BM[:, :m], rows.parent_BM[:, :m] = ops.hang(root_B1[:, 0], token_BN, parent_BN)
+        rows.token_BM[:, :m], rows.parent_BM[:, :m] = ops.attach_root(root_B1[:, 0], token_BN, parent_BN)
         rows.score_BM[:, 1:m], rows.belief_BM[:, 1:m] = score_BN, belief_BN
 
     def _follow(self, rows: Rows, shape: Shape, depth: int, read: Read, level: Read) -> tuple[Tensor, Read]:
@@ -127,7 +127,7 @@ class DeviceDrafter:
             # A temperature orders nothing; what is asked for at none gets no noise.
             own = Rules(spread(part.temperature_B if self.noise else 0 * part.temperature_B, f))
             at_N = spread(part.seed_B, f), spread(part.length_B + depth, f)
-            token_NK, share_NK = self.kernels.best(logits_NV, own, *at_N, count)
+            token_NK, share_NK = self.kernels.topk_with_noise(logits_NV, own, *at_N, count)
             tokens.append(token_NK.view(-1, f, token_NK.shape[1]))
             shares.append(share_NK.view(-1, f, share_NK.shape[1]))
         return torch.cat(tokens), torch.cat(shares)

@@ -98,7 +98,7 @@ class DeviceStep:
             logits_NV = self.network.project(hidden_BMD[start : start + some].flatten(0, 1))
             at_N = position_BM[start : start + some].flatten()
             own = rules(part, form.nodes, greedy=form.greedy)
-            chosen.append(self.kernels.pick(logits_NV, own, spread(part.seed_B, form.nodes), at_N))
+            chosen.append(self.kernels.sample(logits_NV, own, spread(part.seed_B, form.nodes), at_N))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _walk(

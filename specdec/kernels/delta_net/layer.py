@@ -34,7 +34,7 @@ class Operations(NamedTuple):
     path_conv: Callable[..., Tensor]
     l2_normalise: Callable[..., Tensor]
     delta_gates: Callable[..., tuple[Tensor, Tensor]]
-    recur: Callable[..., Tensor]
+    scan_window: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
 
 
@@ -54,7 +54,7 @@ def run(
     k_TGK = ops.l2_normalise(k_TN.view(tokens, layer.key_heads, -1), 1.0)
     v_THW = v_TN.view(tokens, heads, -1).to(q_TGK.dtype)
     decay_TH, beta_TH = ops.delta_gates(b_TH, a_TH, layer.A_log_H, layer.dt_bias_H)
-    o_THW = ops.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
+    o_THW = ops.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     return ops.gated_norm(o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim, gate_first=False)
 
 

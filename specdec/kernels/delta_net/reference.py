@@ -8,9 +8,9 @@ from specdec.kernels.delta_net.layer import DeltaLayer, Operations, run
 from specdec.kernels.gates.reference import delta_gates, l2_normalise
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.norm.reference import gated_norm
-from specdec.kernels.recurrence.reference import recur
+from specdec.kernels.recurrence.reference import scan_window
 
-OPERATIONS = Operations(causal_conv, path_conv, l2_normalise, delta_gates, recur, gated_norm)
+OPERATIONS = Operations(causal_conv, path_conv, l2_normalise, delta_gates, scan_window, gated_norm)
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:

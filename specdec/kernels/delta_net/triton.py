@@ -20,7 +20,7 @@ from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.norm.triton import gated_norm
-from specdec.kernels.recurrence.triton import recur
+from specdec.kernels.recurrence.triton import scan_window
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
@@ -52,7 +52,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     )
     if blocks > 1:
         move(projected_TN, memory, group)
-    o_THW = recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
+    o_THW = scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     z_TV = projected_TN[:, 2 * key + value : 2 * (key + value)]
     return gated_norm(o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim, gate_first=False)
 

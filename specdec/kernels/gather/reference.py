@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 
-def look_up(table_VD: Tensor, id_T: Tensor) -> Tensor:
+def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
     """Return the rows of a table that ids name."""
     return torch.stack([table_VD[i] for i in id_T.tolist()])
 
 
-def beside(*parts_TD: Tensor) -> Tensor:
+def concat(*parts_TD: Tensor) -> Tensor:
     """Return each token's rows side by side, in fresh memory; of one tensor a copy."""
     return torch.stack([torch.cat(rows) for rows in zip(*parts_TD, strict=True)])
 
@@ -19,7 +19,7 @@ def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     return x_TD + y_TD
 
 
-def spread(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
+def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     """Return rows so wide with x in the columns that ids name, and minus infinity elsewhere."""
     wide_TV = x_TC.new_full((len(x_TC), width), -torch.inf)
     for column, i in enumerate(ids_C.tolist()):

@@ -45,7 +45,7 @@ class Operations(NamedTuple):
     causal_conv: Callable[..., Tensor]
     path_conv: Callable[..., Tensor]
     mamba_step: Callable[..., Tensor]
-    recur: Callable[..., Tensor]
+    scan_window: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
 
 
@@ -65,7 +65,7 @@ def run(
     k_TGK = b_TN.view(tokens, layer.groups, layer.state_dim)
     q_TGK = c_TN.view(tokens, layer.groups, layer.state_dim)
     v_THW, decay_TH = dt_TH[..., None] * x_THW, dt_TH * layer.A_H
-    o_THW = ops.recur(q_TGK, k_TGK, v_THW, decay_TH, None, memory, group, k_path_BPGK)
+    o_THW = ops.scan_window(q_TGK, k_TGK, v_THW, decay_TH, None, memory, group, k_path_BPGK)
     o_TN = (o_THW + layer.D_H[:, None] * x_THW).reshape(tokens, layer.inner)
     size = layer.inner // layer.groups
     return ops.gated_norm(o_TN, gate_TN, layer.norm_N, layer.eps, size, gate_first=True)

@@ -8,9 +8,9 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba import layer as mamba_layer
 from specdec.kernels.mamba.layer import MambaLayer, Operations, run
 from specdec.kernels.norm.reference import gated_norm
-from specdec.kernels.recurrence.reference import recur
+from specdec.kernels.recurrence.reference import scan_window
 
-OPERATIONS = Operations(causal_conv, path_conv, mamba_step, recur, gated_norm)
+OPERATIONS = Operations(causal_conv, path_conv, mamba_step, scan_window, gated_norm)
 
 
 def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:

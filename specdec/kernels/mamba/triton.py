@@ -23,7 +23,7 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba import cpu
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.pending.triton import inside
-from specdec.kernels.recurrence.triton import recur
+from specdec.kernels.recurrence.triton import scan_window
 
 CHANNELS = 64
 """Of a tile: half of the convolution's own, for what is made beside its sums wants registers too."""
@@ -68,7 +68,7 @@ def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, grou
     )
     if blocks > 1:
         move(xbc_TC, memory, group)
-    o_THW = recur(q_TGK, k_TGK, v_THW, decay_TH, None, memory, group, k_path_BPGK)
+    o_THW = scan_window(q_TGK, k_TGK, v_THW, decay_TH, None, memory, group, k_path_BPGK)
     out_TN = torch.empty(tokens, inner, dtype=dtype, device=device)
     size = inner // layer.groups
     block = triton.next_power_of_2(size)

@@ -7,10 +7,10 @@ from specdec.kernels.gather import cpu
 from specdec.kernels.native.call import TOKENS, function, serves
 
 
-def look_up(table_VD: Tensor, id_T: Tensor) -> Tensor:
+def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
     """Return the rows of a table that ids name."""
     if len(id_T) > TOKENS or not table_VD.is_cpu or table_VD.stride(1) != 1 or not id_T.is_contiguous():
-        return cpu.look_up(table_VD, id_T)
+        return cpu.embedding(table_VD, id_T)
     out_TD = table_VD.new_empty((len(id_T), table_VD.shape[1]))
     size = table_VD.element_size()
     row = out_TD.shape[1] * size
@@ -21,11 +21,11 @@ def look_up(table_VD: Tensor, id_T: Tensor) -> Tensor:
     return out_TD
 
 
-def beside(*parts_TD: Tensor) -> Tensor:
+def concat(*parts_TD: Tensor) -> Tensor:
     """Return each token's rows side by side, in fresh memory; of one tensor a copy."""
     alike = all(part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD)
     if not alike or len(parts_TD[0]) > TOKENS or not parts_TD[0].is_cpu:
-        return cpu.beside(*parts_TD)
+        return cpu.concat(*parts_TD)
     assert all(len(part) == len(parts_TD[0]) for part in parts_TD)
     widths, size = [part.shape[1] for part in parts_TD], parts_TD[0].element_size()
     out_TD = parts_TD[0].new_empty((len(parts_TD[0]), sum(widths)))
@@ -49,13 +49,13 @@ def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     return out_TD
 
 
-def spread(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
+def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     """Return rows so wide with x in the columns that ids name, and minus infinity elsewhere."""
     if not serves(x_TC) or not x_TC.is_contiguous() or not ids_C.is_contiguous():
-        return cpu.spread(x_TC, ids_C, width)
+        return cpu.scatter_columns(x_TC, ids_C, width)
     assert ids_C.dtype == torch.int64 and len(ids_C) == x_TC.shape[1]
     out_TV = x_TC.new_empty((len(x_TC), width))
-    function("spread", x_TC.dtype)(
+    function("scatter_columns", x_TC.dtype)(
         *(x_TC.data_ptr(), *x_TC.shape, ids_C.data_ptr(), width, out_TV.data_ptr()),
     )
     return out_TV

@@ -228,7 +228,7 @@ static head later(const head *x, ix m) {
 // snapshot null: the tokens are certain and the states move on. Otherwise each leaves a record, or the state after
 // it in a slot of its own; above[b, i, j] says whether j is above i or i itself. Heads are independent: they are
 // shared out between torch's own threads where there is enough to do.
-void recur(const float *q, const float *k, const float *v, const float *decay, const float *beta, float *out, ix B,
+void scan_window(const float *q, const float *k, const float *v, const float *decay, const float *beta, float *out, ix B,
            ix M, ix G, ix H, ix K, ix W, float *state, ix state_stride, const ix *slot, const records *r,
            const float *keys, const ix *path_slab, const ix *path_place, const ix *path_length, ix P,
            const ix *slab, const ix *place, const ix *snapshot, const uint8_t *above) {

@@ -78,7 +78,7 @@ def path_conv(
     return out_BPC
 
 
-def recur(
+def scan_window(
     q_TGK: Tensor,
     k_TGK: Tensor,
     v_THW: Tensor,
@@ -92,13 +92,13 @@ def recur(
     state = memory.state_SHKW
     fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32 and state.is_cpu
     if not fits or group.width > TOKENS or not _has_room(group) or group.kept is not None:
-        return recurrence.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
+        return recurrence.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
     records = records_of(memory)
     q_TGK, k_TGK, v_THW, decay_TH = (x.contiguous() for x in (q_TGK, k_TGK, v_THW, decay_TH))
     beta_TH = None if beta_TH is None else beta_TH.contiguous()
     k_path_BPGK = None if k_path_BPGK is None else k_path_BPGK.float().contiguous()
-    function("recur")(
+    function("scan_window")(
         *(x.data_ptr() for x in (q_TGK, k_TGK, v_THW, decay_TH)),
         pointer(beta_TH),
         out_THW.data_ptr(),
@@ -162,7 +162,9 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     return out_TV
 
 
-OPERATIONS = delta_layer.Operations(causal_conv, path_conv, l2_normalise, delta_gates, recur, gated_norm)
+OPERATIONS = delta_layer.Operations(
+    causal_conv, path_conv, l2_normalise, delta_gates, scan_window, gated_norm
+)
 
 
 def path_keys(
@@ -172,7 +174,7 @@ def path_keys(
     return delta_layer.path_keys(OPERATIONS, layer, memory, slot_B, path, length_B)
 
 
-MAMBA = mamba_layer.Operations(causal_conv, path_conv, mamba_step, recur, gated_norm)
+MAMBA = mamba_layer.Operations(causal_conv, path_conv, mamba_step, scan_window, gated_norm)
 
 
 def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:

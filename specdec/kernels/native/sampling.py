@@ -27,26 +27,26 @@ def _noise(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
     return noise_RV
 
 
-def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return each row's best token, as `cpu.pick` does, with this file's noise."""
+def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+    """Return each row's best token, as `cpu.sample` does, with this file's noise."""
     scores_NV = _perturb(logits_NV, rules, seed_N, position_N)
     if not _is_ranked(scores_NV, 1):
         return cpu.best_of(scores_NV)
     return _top(scores_NV, 1, None)[:, 0]
 
 
-def best(
+def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best tokens and their shares, as `cpu.best` does, with this file's noise."""
-    return top(_perturb(logits_NV, rules, seed_N, position_N), count)
+    """Return the best tokens and their shares, as `cpu.topk_with_noise` does, with this file's noise."""
+    return topk(_perturb(logits_NV, rules, seed_N, position_N), count)
 
 
-def top(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` best tokens and their shares in one pass over each row."""
     count = min(count, scores_NV.shape[1])
     if not _is_ranked(scores_NV, count):
-        return cpu.top(scores_NV, count)
+        return cpu.topk(scores_NV, count)
     share_NC = torch.empty(len(scores_NV), count, dtype=torch.float32)
     return _top(scores_NV, count, share_NC), share_NC
 
@@ -58,7 +58,7 @@ def _is_ranked(scores_NV: Tensor, count: int) -> bool:
 def _top(scores_NV: Tensor, count: int, share_NC: Tensor | None) -> Tensor:
     scores_NV = scores_NV.contiguous()
     token_NC = torch.empty(len(scores_NV), count, dtype=torch.int64)
-    function("top")(scores_NV.data_ptr(), *scores_NV.shape, count, token_NC.data_ptr(), pointer(share_NC))
+    function("topk")(scores_NV.data_ptr(), *scores_NV.shape, count, token_NC.data_ptr(), pointer(share_NC))
     return token_NC
 
 

@@ -12,8 +12,8 @@ ARGUMENTS = {
     "linear": "p nnn ppp p n",
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
-    "top": "p nnn pp",
-    "spread": "p nn p n p",
+    "topk": "p nnn pp",
+    "scatter_columns": "p nn p n p",
     "gather": "p n p n n p n",
     "add": "pp n p",
     "rms_norm": "p nnn nn p i f p",
@@ -24,13 +24,13 @@ ARGUMENTS = {
     "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p p",
     "path_conv": "nnn nn pp p n p p nn ppp n p p",
     "append": "pp nnn nn p nn n p n p",
-    "recur": "ppppp p nnnnnn p n p p p ppp n ppp p",
+    "scan_window": "ppppp p nnnnnn p n p p p ppp n ppp p",
     "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
     "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f pp p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
-UNTYPED = ("gather", "gumbel", "top", "recur")
+UNTYPED = ("gather", "gumbel", "topk", "scan_window")
 """One form serves all types."""
 
 FORMS = {

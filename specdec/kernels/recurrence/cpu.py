@@ -45,7 +45,7 @@ class Solved(NamedTuple):
     """G, summed from the window's root."""
 
 
-def recur(
+def scan_window(
     q_TGK: Tensor,
     k_TGK: Tensor,
     v_THW: Tensor,

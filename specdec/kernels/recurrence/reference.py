@@ -11,7 +11,7 @@ from specdec.kernels.conv.reference import fold_window
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 
 
-def recur(
+def scan_window(
     q_TGK: Tensor,
     k_TGK: Tensor,
     v_THW: Tensor,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.chunk_scan.triton import chunk_scan
 from specdec.kernels.conv.triton import fold_window, record_ids
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.pending.triton import (
@@ -18,7 +19,6 @@ from specdec.kernels.pending.triton import (
     path_arguments,
 )
 from specdec.kernels.recurrence import cpu
-from specdec.kernels.sweep.triton import sweep
 
 WALK, CERTAIN = 8, 4
 """The widest windows of one kernel: those that leave records, and those that leave the state itself."""
@@ -28,7 +28,7 @@ COLUMNS = 16
 """Of a state, in one program: one warp, which shares its sums without waiting for another."""
 
 
-def recur(
+def scan_window(
     q_TGK: Tensor,
     k_TGK: Tensor,
     v_THW: Tensor,
@@ -47,12 +47,12 @@ def recur(
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     state = memory.state_SHKW
     if state.dtype == torch.float64:
-        return cpu.recur(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
+        return cpu.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     q_TGK, k_TGK, v_THW = _dense(q_TGK), _dense(k_TGK), _dense(v_THW)
     decay_TH, beta_TH = decay_TH.contiguous(), None if beta_TH is None else beta_TH.contiguous()
     walked = CERTAIN if group.record is None else WALK
     if group.snapshot_BM is None and (group.width > walked or group.kept is not None):
-        return sweep(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
+        return chunk_scan(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
     out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=q_TGK.device)
     above = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)

@@ -43,7 +43,7 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     return scores_NV
 
 
-def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
     """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
 
     -1 where something of what is compared is no number.
@@ -53,14 +53,14 @@ def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) ->
     return torch.tensor(tokens, dtype=torch.int64, device=logits_NV.device)
 
 
-def best(
+def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it."""
-    return top(_perturb(logits_NV, rules, seed_N, position_N), count)
+    """Return the `count` best tokens of what `sample` compares, and their shares under a softmax."""
+    return topk(_perturb(logits_NV, rules, seed_N, position_N), count)
 
 
-def top(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` best tokens, of equals the smaller id first, and their shares under a softmax.
 
     What is no number counts as the best; its share, and all shares beside it, are 0.

@@ -24,27 +24,27 @@ NONE = tl.constexpr(-(2**63))
 """A key below those of all tokens."""
 
 
-def pick(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
+def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
     """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
 
     -1 where something of what is compared is no number. Penalties, biases and float64 are left to cpu.py.
     """
     if not _is_ours(logits_NV, rules):
-        return cpu.pick(logits_NV, rules, seed_N, position_N)
+        return cpu.sample(logits_NV, rules, seed_N, position_N)
     token_NC, _ = _best(logits_NV, rules, seed_N, position_N, 1, ranks=False)
     return token_NC[:, 0]
 
 
-def best(
+def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best tokens of what `pick` compares, and the share of each under a softmax of all of it.
+    """Return the `count` best tokens of what `sample` compares, and their shares under a softmax.
 
     Of equals the smaller id is first. What is no number counts as the best; its share, and all shares beside
     it, are 0. Penalties, biases and float64 are left to cpu.py.
     """
     if not _is_ours(logits_NV, rules):
-        return cpu.best(logits_NV, rules, seed_N, position_N, count)
+        return cpu.topk_with_noise(logits_NV, rules, seed_N, position_N, count)
     return _best(logits_NV, rules, seed_N, position_N, min(count, logits_NV.shape[1]), ranks=True)
 
 

@@ -138,7 +138,7 @@ def prune(
     return token_BM, parent_BM, score_BM, belief_BM
 
 
-def hang(root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]:
+def attach_root(root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Hang a proposal's nodes on the root tokens, which become node 0; return tokens and parents."""
     return torch.cat((root_B[:, None], token_BN), 1), F.pad(parent_BN + 1, (1, 0), value=-1)
 

@@ -160,7 +160,7 @@ def prune(
     return token_BM, _ids(parents, score_BN.device), score_BM, belief_BM
 
 
-def hang(root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]:
+def attach_root(root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Hang a proposal's nodes on the root tokens, which become node 0; return tokens and parents."""
     rows = zip(root_B.tolist(), token_BN.tolist(), parent_BN.tolist(), strict=True)
     trees = [([root, *tokens], [-1, *(parent + 1 for parent in own)]) for root, tokens, own in rows]

@@ -24,7 +24,7 @@ SUM_PRECISION = tl.constexpr("tf32x3")
 """Of what is a sum, in fact: near float32."""
 
 
-def sweep(
+def chunk_scan(
     q_TGK: Tensor,
     k_TGK: Tensor,
     v_THW: Tensor,
@@ -34,7 +34,7 @@ def sweep(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Do what `recur` says for windows that leave records or advanced states; a token's heads are dense."""
+    """Compute `scan_window` for windows that leave records or advanced states; heads lie densely."""
     state, kept = memory.state_SHKW, group.kept
     (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
     parts, device = triton.cdiv(group.width, PART), q_TGK.device
@@ -58,7 +58,7 @@ def sweep(
     grid = (parts, heads, group.rows)
     _prepare[grid](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes, num_warps=4)
     block = max(16, min(COLUMNS, triton.next_power_of_2(columns)))
-    _sweep[(triton.cdiv(columns, block), heads, group.rows)](
+    _chunk_scan[(triton.cdiv(columns, block), heads, group.rows)](
         *(*inputs, v_THW, v_THW.stride(0), matrix_BHL, scale_BHL, out_THW),
         *(state, state.stride(0), group.state_B),
         **path_arguments(memory, group.path, group.path_length_B, k_path_BPGK),
@@ -156,7 +156,7 @@ def _until(own, n, end):
 
 
 @triton.jit(do_not_specialize=["P", "KEPT", "M"])
-def _sweep(
+def _chunk_scan(
     q, q_by_token, k, k_by_token, decay, beta, v, v_by_token, matrix, scale, out, state, state_by_slot, slots,
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place, decays,
     decay_by_slab, decay_by_place, record_slab, record_place, kept_index, kept_slot, KEPT, M, G: tl.constexpr,
