@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,33 @@ from torch import Tensor
 from specdec.core.device.form import Form
 from specdec.draft.proposal import Proposal
 from specdec.state_slots.tree import TokenTree
+
+
+class Result(NamedTuple):
+    """What became of every row's window, as tensors or as lists; of B rows, and of M nodes."""
+
+    count_B: Any
+    """How many nodes were kept."""
+    node_BM: Any
+    emitted_BM: Any
+    token_BM: Any
+    parent_BM: Any
+    score_BM: Any
+    belief_BM: Any
+
+
+def pack(result: Result) -> Tensor:
+    """Put a result into one tensor of int64, so that one copy brings it to the host."""
+    count_B, *whole, score_BM, belief_BM = result
+    floats = score_BM.view(torch.int64), belief_BM.view(torch.int64)
+    return torch.cat([count_B[:, None], *whole, *floats], dim=1)
+
+
+def unpack(packed_BX: Tensor, nodes: int) -> Result:
+    """Read on the host what `pack` made, as lists."""
+    fields_6BM = packed_BX[:, 1:].view(-1, 6, nodes).transpose(0, 1)
+    floats_2BM = fields_6BM[4:].contiguous().view(torch.float64)
+    return Result(packed_BX[:, 0].tolist(), *fields_6BM[:4].tolist(), *floats_2BM.tolist())
 
 
 class Outcome(NamedTuple):
@@ -51,9 +78,7 @@ class Pending:
     def outcomes(self, rows: Iterable[int]) -> Iterator[Outcome]:
         """Read some rows of it. A window that was filled up is read to its last token."""
         m = self.form.nodes
-        counts, own_B6M = self.packed_BX[:, 0].tolist(), self.packed_BX[:, 1:].view(-1, 6, m)
-        nodes, emitted, tokens, parents = own_B6M[:, :4].transpose(0, 1).tolist()
-        scores, beliefs = own_B6M[:, 4:].transpose(0, 1).contiguous().view(torch.float64).tolist()
+        counts, nodes, emitted, tokens, parents, scores, beliefs = unpack(self.packed_BX, m)
         for b in rows:
             width = next((i for i, token in enumerate(tokens[b]) if token < 0), m)
             proposal = Proposal.EMPTY

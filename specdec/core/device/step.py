@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.form import Form
 from specdec.core.device.pack import Packer, Slots, rules, spread
+from specdec.core.device.result import Result, pack
 from specdec.core.device.rows import Rows
 from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.rules import NO_TOKEN
@@ -38,7 +39,7 @@ class DeviceStep:
         self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
     def __call__(self, rows: Rows, form: Form) -> Tensor:
-        """Advance every row; return what `Pending` reads, in one tensor of int64."""
+        """Advance every row; return what `unpack` reads on the host."""
         m, before_B = form.nodes, rows.length_B.clone()
         token_BM, parent_BM = rows.token_BM[:, :m].clone(), rows.parent_BM[:, :m].clone()
         if not form.tree:
@@ -54,8 +55,8 @@ class DeviceStep:
             to_BM = before_B[:, None] + torch.arange(m, device=count_B.device)
             self.network.move(self.arena, rows.table_BN, before_B[:, None] + node_BM, to_BM)
         self._commit(rows, slots, node_BM, count_B)
-        drafted = (rows.score_BM[:, :m].view(torch.int64), rows.belief_BM[:, :m].view(torch.int64))
-        result_BX = torch.cat([count_B[:, None], node_BM, emitted_BM, token_BM, parent_BM, *drafted], dim=1)
+        believed = rows.score_BM[:, :m], rows.belief_BM[:, :m]
+        result_BX = pack(Result(count_B, node_BM, emitted_BM, token_BM, parent_BM, *believed))
         last_B1 = (count_B - 1).clamp(min=0)[:, None]
         rows.token_BM[:, :1] = torch.where(
             count_B[:, None] > 0, emitted_BM.gather(1, last_B1), token_BM[:, :1]

@@ -7,6 +7,7 @@ import torch
 
 from specdec.core.device.extent import Extent
 from specdec.core.device.pack import Packer, spread
+from specdec.core.device.result import Result, pack, unpack
 from specdec.core.device.rows import Rows
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
@@ -54,3 +55,11 @@ def test_a_row_is_given_the_same_blocks_and_positions_on_the_device() -> None:
                 assert torch.equal(group.table_BN[b, :read], own.table_BN[0, :read])
                 assert int(group.length_B[b]) == row.length <= group.max_length
                 assert start - size < start - row.length + min(start, last) <= start
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_a_result_comes_back_as_it_was_packed(nodes: int) -> None:
+    whole = [torch.randint(-1, 99, (ROWS, nodes)) for _ in range(4)]
+    floats = [torch.randn(ROWS, nodes, dtype=torch.float64) for _ in range(2)]
+    result = Result(torch.randint(0, 9, (ROWS,)), *whole, *floats)
+    assert unpack(pack(result), nodes) == Result(*(x.tolist() for x in result))
