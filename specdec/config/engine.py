@@ -146,12 +146,12 @@ class EngineConfig(Settings):
     )
     prefix_cache: bool = Field(
         True,
-        title="keep what requests have read, in memory that nobody else wants, for those that begin alike",
+        title="keep what requests have read, in memory that is free otherwise, for those that begin alike",
         description="True or False",
     )
     prefix_policy: Literal["tuned", "lru", "flops"] = Field(
         "tuned",
-        title="which prefixes give way first: lru those used longest ago; flops weighs in, by prefix_alpha, "
+        title="prefixes evicted first: lru those used longest ago; flops weighs in, by prefix_alpha, "
         "the work that they save for their bytes; tuned finds that weight by trying, beside the engine",
         description="tuned, lru or flops",
     )
@@ -166,7 +166,7 @@ class EngineConfig(Settings):
         0,
         ge=0,
         le=MAX_BYTES,
-        title="memory of the host for prefixes that have to give way, fetched again where that takes less "
+        title="memory of the host for prefixes that have to be evicted, fetched again where that takes less "
         "time than to read them; 0: they are forgotten",
         description='a number of bytes such as 2147483648 or "2GiB"; 0 for none',
     )
