@@ -1,0 +1,112 @@
+"""A drafter that the package has never heard of: named by a user, served losslessly, beside others and alone.
+
+All that it takes is in this file. `docs/architecture.md` says how a drafter of the package is added.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import SamplingParams, SpecEngine
+from specdec.config.drafters import DRAFTERS as OPTIONS
+from specdec.config.drafters import DrafterOption
+from specdec.config.tenant import Tenant
+from specdec.draft.calibration import Calibrator
+from specdec.draft.drafter import Want
+from specdec.draft.proposal import Proposal, Shape
+from specdec.errors import ConfigError
+from specdec.setup.drafters import DRAFTERS, DrafterSpec
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "tree": {"num_steps": 3, "topk": 2, "num_draft_tokens": 8},
+}
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7]]
+PARAMS = [
+    SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=48, temperature=0.8, seed=3, ignore_eos=True, logit_bias={4: 3.0, 9: 3.0}),
+]
+
+
+class Followers:
+    """Guess that a token is followed by what followed it before, latest first."""
+
+    def __init__(self) -> None:
+        self.calibrator = Calibrator()
+        self.proposed = 0
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        found = [self._grow(want.tokens, want.shape) if want.shape else Proposal.EMPTY for want in wants]
+        self.proposed += sum(map(len, found))
+        return found
+
+    def _grow(self, tokens: Sequence[int], shape: Shape) -> Proposal:
+        followers: dict[int, list[int]] = defaultdict(list)
+        for before, after in zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True):
+            if after not in followers[before]:
+                followers[before].append(after)
+        nodes: list[tuple[int, int, float]] = []
+        level = [(-1, tokens[-1], 1.0)]
+        for _ in range(shape.num_steps):
+            below = []
+            for parent, token, score in level:
+                for child in followers[token][: shape.topk]:
+                    below.append((len(nodes), child, score * 0.8))
+                    nodes.append((child, parent, score * 0.8))
+            level = below
+        drafted = [*zip(*nodes, strict=True)] or [(), (), ()]
+        return Proposal(*drafted).best(shape.num_draft_tokens - 1)
+
+    def lose(self, key: Hashable) -> None:
+        """Keep nothing of a sequence."""
+
+    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
+        """Keep nothing of a sequence."""
+
+    def forget(self) -> None:
+        """Keep nothing of a sequence."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Followers]:
+    """Register the drafter, and return all that are made."""
+    drafters: list[Followers] = []
+
+    def make(_: object) -> Followers:
+        drafters.append(Followers())
+        return drafters[-1]
+
+    monkeypatch.setitem(OPTIONS, "followers", DrafterOption("what followed the last token before"))
+    monkeypatch.setitem(DRAFTERS, "followers", DrafterSpec(make, in_auto=True))
+    return drafters
+
+
+def texts(folder: Path, **fields: Any) -> tuple[list[Sequence[int]], int]:
+    """Return what each prompt is answered by each rule, and how many drafted tokens were accepted."""
+    with SpecEngine(folder, dtype="float64", **fields) as engine:
+        done = [answer for params in PARAMS for answer in engine.generate(PROMPTS, params)]
+    accepted = sum(own.stats.accepted for own in done)
+    return [own.token_ids for own in done], accepted
+
+
+@pytest.mark.parametrize("draft", ["followers", "auto"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_texts_are_those_without_a_drafter(
+    folder: Path, made: list[Followers], draft: str, shape: str, graphs: bool
+) -> None:
+    expected, _ = texts(folder, draft="none")
+    fields = {"draft": draft, "adaptive": False, "graphs": graphs, **SHAPES[shape]}
+    said, accepted = texts(folder, **fields)
+    assert said == expected and accepted > 0
+    # With graphs `auto` asks a head alone, which the device runs.
+    assert bool(made) is not (draft == "auto" and graphs)
+    assert all(own.proposed for own in made)
+
+
+def test_a_name_that_is_not_registered_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="draft cannot be 'followers'; give auto, none, mtp"):
+        SpecEngine(folder, draft="followers")
