@@ -298,7 +298,7 @@ class DecodeLoop:
                 request.send(last)
 
     def recover(self) -> None:
-        """Put memory, drafters and the streak back to empty after a step that failed.
+        """Put memory, drafters and the batch on the device back to empty after a step that failed.
 
         Anything may be half done, so nothing is taken back piece by piece. Nobody runs by now; who waits has
         no memory, and goes on. Raise if the device cannot be used any more.
@@ -333,7 +333,7 @@ class DecodeLoop:
 
     def may_move(self) -> bool:
         """Tell whether tables are the host's alone."""
-        return not (self.runner and self.runner.streak.held)
+        return not (self.runner and self.runner.batch.held)
 
     def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
         """Put their owners' tables right after blocks have moved."""

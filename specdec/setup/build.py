@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from specdec.config.engine import EngineConfig
+from specdec.core.device.device_batch import DeviceBatch, EagerSteps
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.extent import Extent
 from specdec.core.device.graphs import Graphs
 from specdec.core.device.pack import Packer
 from specdec.core.device.rows import Rows
-from specdec.core.device.runner import Host, Pipeline, Runner, Stepwise
+from specdec.core.device.runner import DeviceDraftRunner, Host, HostDraftRunner, Runner
 from specdec.core.device.step import DeviceStep
-from specdec.core.device.streak import Streak, Uncaptured
 from specdec.core.engine_core import EngineCore
 from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
@@ -235,13 +235,13 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     )
     rows = make_rows()
     graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
-    run = graphs or Uncaptured(step, rows)
-    streak = Streak(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
+    run = graphs or EagerSteps(step, rows)
+    batch = DeviceBatch(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
     host = Host(loop.scheduler, loop.speculation, loop.counts, loop.commit_and_emit)
-    runner: Runner = Stepwise(streak, host)
+    runner: Runner = HostDraftRunner(batch, host)
     if is_alone:
         policy = UniformPolicy(settings.bounds if settings.drafters else None, adaptive=settings.adaptive)
-        runner = Pipeline(streak, host, policy)
+        runner = DeviceDraftRunner(batch, host, policy)
     if graphs:
-        graphs.capture(runner.forms())
+        graphs.capture(runner.graph_keys())
     return runner

@@ -85,11 +85,11 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
         case "lent":
             return loop.scheduler.cache, "lend", 2
         case "launched":
-            return loop.runner.streak, "launch", 2
+            return loop.runner.batch, "launch", 2
         case "read":
-            return loop.runner.streak, "read", 2
+            return loop.runner.batch, "read", 2
         case "handed back":
-            return loop.runner.streak, "end", 1
+            return loop.runner.batch, "end", 1
     raise AssertionError(name)
 
 
@@ -177,7 +177,7 @@ def settled(engine: SpecEngine) -> None:
     assert not (len(speculation.records) or speculation._told or speculation._distrusted)
     for drafter in speculation.drafters[:1]:
         assert not drafter._fed and not len(drafter.index)
-    assert loop.runner is None or not loop.runner.streak.held
+    assert loop.runner is None or not loop.runner.batch.held
     engine.flush()  # of the prefixes that later ones have left
     usage = loop.arena.usage()
     assert usage.free_slabs == usage.slabs

@@ -122,12 +122,12 @@ def make(shape: Mapping[str, Any], config: EngineConfig, *, ready: bool = True) 
         precompile(model.loop, model.network, model.settings.max_model_len)
         runner = model.loop.runner
         assert runner
-        streak = runner.streak
-        graphs = Graphs(streak.step, streak.rows, lambda: streak.rows)
+        batch = runner.batch
+        graphs = Graphs(batch.step, batch.rows, lambda: batch.rows)
         with torch.inference_mode():
-            for size, form in itertools.product(graphs.sizes, runner.forms()):
-                graphs.warm(streak.rows, form, size)
-        streak.rows.clear()
+            for size, key in itertools.product(graphs.sizes, runner.graph_keys()):
+                graphs.warm(batch.rows, key, size)
+        batch.rows.clear()
     return model
 
 

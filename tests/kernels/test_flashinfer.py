@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from specdec.core.device.form import Form
+from specdec.core.device.graph_key import GraphKey
 from specdec.kernels.attention import flashinfer, reference
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.group import Group
@@ -211,8 +211,8 @@ def test_engines_of_one_process_share_no_scratch(
         assert runner
         scratches.clear()
         with torch.inference_mode():
-            for form in (*runner.forms(), Form.given(4, greedy=False)):
-                runner.streak.step(runner.streak.rows, form)
+            for key in (*runner.graph_keys(), GraphKey.given(4, greedy=False)):
+                runner.batch.step(runner.batch.rows, key)
         assert set(scratches) == {1, 4, 8}
         used.append({id(own): own for given in scratches.values() for pair in given for own in pair})
         assert len(used[-1]) == 2

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.device.form import Form
+from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.pack import Packer, spread
 from specdec.core.device.rows import Rows
 from specdec.draft.head import Head
@@ -58,7 +58,7 @@ class DeviceDrafter:
         self.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
 
     @torch.inference_mode()
-    def draft(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor, most: int) -> None:
+    def draft(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor, most: int) -> None:
         """Let the head read what it has yet to, from position `start` on, and grow the next windows.
 
         `count` says how many hidden states are to be read, `most` how many that can be. Where it is none, as
@@ -69,11 +69,11 @@ class DeviceDrafter:
         last_B1D = (count_B - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden_BAD.shape[-1])
         last_BD = hidden_BAD.gather(1, last_B1D)[:, 0]
         rows.last_BD.copy_(torch.where(count_B[:, None] > 0, last_BD, rows.last_BD))
-        if form.shape is not None:
-            self._grow(rows, form, form.shape, out_BAD.gather(1, last_B1D))
-        rows.blank(form.nodes)
+        if key.shape is not None:
+            self._grow(rows, key, key.shape, out_BAD.gather(1, last_B1D))
+        rows.blank(key.nodes)
 
-    def _grow(self, rows: Rows, form: Form, shape: Shape, after_BFD: Tensor) -> None:
+    def _grow(self, rows: Rows, key: GraphKey, shape: Shape, after_BFD: Tensor) -> None:
         """Grow drafts from what the head wrote after the roots, and make windows of the best nodes."""
         ops, root_B1 = self.kernels, rows.token_BM[:, :1]
         node_BF, score_BF = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
@@ -98,8 +98,8 @@ class DeviceDrafter:
             level = Read(tokens[-1].gather(1, best_BF), place_BF, hidden_BFD)
             after_BFD, read = self._follow(rows, shape, depth, read, level)
         whole = (torch.cat(x, dim=1) for x in (tokens, parents, scores, beliefs))
-        token_BN, parent_BN, score_BN, belief_BN = ops.prune(*whole, form.nodes - 1)
-        m = form.nodes
+        token_BN, parent_BN, score_BN, belief_BN = ops.prune(*whole, key.nodes - 1)
+        m = key.nodes
         rows.token_BM[:, :m], rows.parent_BM[:, :m] = ops.attach_root(root_B1[:, 0], token_BN, parent_BN)
         rows.score_BM[:, 1:m], rows.belief_BM[:, 1:m] = score_BN, belief_BN
 

@@ -1,4 +1,4 @@
-"""Steps captured once for a number of rows and a form, and replayed: no launches from the host, no gaps."""
+"""Steps captured once for a number of rows and a key, and replayed: no launches from the host, no gaps."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.core.device.capture import Capturer
-from specdec.core.device.form import Form
+from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
 
@@ -30,34 +30,34 @@ class Graphs:
         self.most = len(rows.length_B)
         self.sizes = sorted({min(size, self.most) for size in SIZES} | {self.most})
         self._make_rows = make_rows
-        self._graphs: dict[tuple[Form, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[GraphKey, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def size(self, count: int) -> int:
         """Return the captured number of rows that so many run as."""
         return next(size for size in self.sizes if size >= count)
 
-    def __call__(self, form: Form, size: int) -> Tensor:
+    def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows; a captured one writes its result where it always does."""
-        captured = self._graphs.get((form, size))
+        captured = self._graphs.get((key, size))
         if captured is None:
-            return self.step(self.rows.part(0, size), form)
+            return self.step(self.rows.part(0, size), key)
         graph, result_BX = captured
         graph.replay()
         return result_BX
 
     @torch.inference_mode()
-    def capture(self, forms: Sequence[Form]) -> None:
-        """Capture every form in every size, the smallest first: those are what launches weigh on most.
+    def capture(self, keys: Sequence[GraphKey]) -> None:
+        """Capture every key in every size, the smallest first: those are what launches weigh on most.
 
-        A form that fails ends itself alone. What is not captured is run all the same, so that nothing is
+        A key that fails ends itself alone. What is not captured is run all the same, so that nothing is
         compiled while others wait.
         """
         device = self.rows.length_B.device
         scratch, capturer = self._make_rows(), Capturer(device, torch.cuda.graph_pool_handle())
-        wanted = list(product(self.sizes, forms))
+        wanted = list(product(self.sizes, keys))
         free, _ = torch.cuda.mem_get_info(device)
-        ended, is_full = set[Form](), False
-        for size, form in tqdm(wanted, desc="Capturing graphs", unit="graph", leave=False, disable=None):
+        ended, is_full = set[GraphKey](), False
+        for size, key in tqdm(wanted, desc="Capturing graphs", unit="graph", leave=False, disable=None):
             left, _ = torch.cuda.mem_get_info(device)
             if not is_full and free - left > BUDGET * free:
                 is_full = True
@@ -66,24 +66,26 @@ class Graphs:
                     *(size, (free - left) >> 20),
                 )
             try:
-                capturer.warm(partial(self.warm, scratch, form, size))
-                if not is_full and form not in ended:
+                capturer.warm(partial(self.warm, scratch, key, size))
+                if not is_full and key not in ended:
                     live = self.rows.part(0, size)
-                    self._graphs[form, size] = capturer(partial(self.step, live, form))
+                    self._graphs[key, size] = capturer(partial(self.step, live, key))
             except RuntimeError as error:  # torch's for memory that ran out is one too
-                if form not in ended:
-                    logger.warning("%s of %d rows and more run uncaptured: %s", form, size, error)
-                ended.add(form)
+                if key not in ended:
+                    logger.warning("%s of %d rows and more run uncaptured: %s", key, size, error)
+                ended.add(key)
         left, _ = torch.cuda.mem_get_info(device)
         taken = (free - left) >> 20
         logger.info("captured %d of %d graphs in %d MiB", len(self._graphs), len(wanted), taken)
 
-    def warm(self, scratch: Rows, form: Form, size: int) -> None:
+    def warm(self, scratch: Rows, key: GraphKey, size: int) -> None:
         """Run a step over padding: nothing that counts changes.
 
-        What a head reads before a first step is run once, with the form that grows no draft from it.
+        What a head reads before a first step is run once, with the key that grows no draft from it.
         """
         rows = scratch.part(0, size)
-        self.step(rows, form)
-        if form.shape is None:
-            self.step.prime(rows, form, torch.zeros_like(rows.length_B), torch.zeros_like(rows.length_B))
+        self.step(rows, key)
+        if key.shape is None:
+            self.step.prefill_drafter(
+                rows, key, torch.zeros_like(rows.length_B), torch.zeros_like(rows.length_B)
+            )

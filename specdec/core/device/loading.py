@@ -15,8 +15,8 @@ from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
 
 
-class Held:
-    """What one request lends to a streak."""
+class RowSlots:
+    """What one request lends to a batch."""
 
     def __init__(
         self, request: Request, sets: tuple[Sequence[RecordSlot], ...], snapshots: Sequence[int]
@@ -40,7 +40,7 @@ def ids(values: Sequence[int], device: torch.device) -> Tensor:
     return _staged(values, torch.int64, device).to(device, non_blocking=True)
 
 
-def load(rows: Rows, extent: Extent, held: Sequence[Held]) -> None:
+def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
     """Put every request's part into the rows."""
     requests = [own.request for own in held]
     committed = [r.committed or Committed(0) for r in requests]
@@ -64,7 +64,7 @@ def load(rows: Rows, extent: Extent, held: Sequence[Held]) -> None:
     fill(rows.snapshot_BM, [own.snapshots or [0] * extent.nodes for own in held])
 
 
-def load_blocks(rows: Rows, held: Sequence[Held]) -> None:
+def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
     """Tell the device of the blocks that it does not know yet."""
     width = rows.table_BN.shape[1]
     places: list[int] = []

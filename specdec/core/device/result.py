@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.device.form import Form
+from specdec.core.device.graph_key import GraphKey
 from specdec.draft.proposal import Proposal
 from specdec.state_slots.tree import TokenTree
 
@@ -53,22 +53,22 @@ class Outcome(NamedTuple):
 class Pending:
     """A result on its way to the host."""
 
-    form: Form
+    key: GraphKey
     as_drafted: bool
-    """The windows were drafted in this form's shape; else their nodes stand for another tree."""
+    """The windows were drafted in this key's shape; else their nodes stand for another tree."""
     packed_BX: Tensor
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def send(cls, form: Form, result_BX: Tensor, *, as_drafted: bool) -> "Pending":
+    def send(cls, key: GraphKey, result_BX: Tensor, *, as_drafted: bool) -> "Pending":
         """Copy a result, which the next step may write over, to where the host can read it."""
         if not result_BX.is_cuda:
-            return cls(form, as_drafted, result_BX, None)
+            return cls(key, as_drafted, result_BX, None)
         packed_BX = torch.empty(result_BX.shape, dtype=result_BX.dtype, pin_memory=True)
         packed_BX.copy_(result_BX, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return cls(form, as_drafted, packed_BX, arrived)
+        return cls(key, as_drafted, packed_BX, arrived)
 
     def wait(self) -> None:
         """Return when the host may read it."""
@@ -77,7 +77,7 @@ class Pending:
 
     def outcomes(self, rows: Iterable[int]) -> Iterator[Outcome]:
         """Read some rows of it. A window that was filled up is read to its last token."""
-        m = self.form.nodes
+        m = self.key.nodes
         counts, nodes, emitted, tokens, parents, scores, beliefs = unpack(self.packed_BX, m)
         for b in rows:
             width = next((i for i, token in enumerate(tokens[b]) if token < 0), m)

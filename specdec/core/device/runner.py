@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.core.batch import ScheduledRequest, StepResult
-from specdec.core.device.form import Form
+from specdec.core.device.device_batch import DeviceBatch, Output
+from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.result import Outcome
-from specdec.core.device.streak import Output, Streak
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
@@ -40,10 +40,10 @@ class Host:
 
 
 class Runner(ABC):
-    """Begins a streak when every running request decodes, and ends it when the host has a plan to make."""
+    """Hands requests to the device when all decode; takes them back when the host has a plan to make."""
 
-    def __init__(self, streak: Streak, host: Host) -> None:
-        self.streak, self.host = streak, host
+    def __init__(self, batch: DeviceBatch, host: Host) -> None:
+        self.batch, self.host = batch, host
         self.steps = 0
         """Steps that were read."""
         self._waiting = 0
@@ -55,7 +55,7 @@ class Runner(ABC):
         return None
 
     @abstractmethod
-    def forms(self) -> list[Form]:
+    def graph_keys(self) -> list[GraphKey]:
         """List what steps may be made for, so that it can be captured."""
 
     @abstractmethod
@@ -76,27 +76,27 @@ class Runner(ABC):
         if len(requests) != len(self.host.scheduler.running) or not all(map(self._suits, requests)):
             return False
         self._waiting, self._over = len(self.host.scheduler.waiting), False
-        return self.streak.begin(requests) and self._run(first=True)
+        return self.batch.begin(requests) and self._run(first=True)
 
     def go_on(self) -> bool:
-        """Advance the streak that is under way by a step; False: there is none, or no more."""
-        if not self.streak.held:
+        """Advance the batch that is on the device by a step; False: there is none, or no more."""
+        if not self.batch.held:
             return False
         self._over = self._over or self._is_interrupted()
         return self._run()
 
     def abandon(self) -> None:
-        """Forget the streak after a step that failed."""
-        self.streak.abandon()
+        """Forget the batch after a step that failed."""
+        self.batch.abandon()
 
     def _run(self, *, first: bool = False) -> bool:
-        """Run a step, and end the streak after its last; tell whether a step was run."""
+        """Run a step, and take the batch back after its last; tell whether a step was run."""
         if first:
             self._start()
         advanced = not self._over and self._advance()
-        if self._over or not advanced or len(self.streak.requests) <= FEWEST * len(self.streak.held):
+        if self._over or not advanced or len(self.batch.requests) <= FEWEST * len(self.batch.held):
             self._drain()
-            self.streak.end()
+            self.batch.end()
         return advanced
 
     def _suits(self, request: Request) -> bool:
@@ -114,16 +114,16 @@ class Runner(ABC):
         self.steps += 1
         self.host.counts.spend(seconds)
         rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
-        paths = [self._path(*own, read.form) for own in zip(read.requests, read.outcomes, strict=True)]
+        paths = [self._path(*own, read.key) for own in zip(read.requests, read.outcomes, strict=True)]
         result = StepResult(rows, paths, read.committed, seconds, ahead=read.ahead)
         # What those held that are over may let others in.
         self._over |= bool(self.host.commit(result)) and bool(self.host.scheduler.waiting)
 
-    def _path(self, request: Request, outcome: Outcome, form: Form) -> AcceptedPath:
+    def _path(self, request: Request, outcome: Outcome, key: GraphKey) -> AcceptedPath:
         """Return the path that the device has accepted: none where the numbers were NaN at the root."""
         if outcome.nodes:
             return AcceptedPath(outcome.nodes, outcome.emitted)
-        if form.nodes == 1:
+        if key.nodes == 1:
             return AcceptedPath((0,), (NO_TOKEN,))
         # They may be NaN for another node's sake: the token is tried again without any.
         self.host.speculation.distrust(request)
@@ -136,11 +136,11 @@ def _row(request: Request, outcome: Outcome) -> ScheduledRequest:
     return ScheduledRequest(request, outcome.tree, is_decode=True, slots=slots)
 
 
-class Pipeline(Runner):
+class DeviceDraftRunner(Runner):
     """The device drafts too, if anybody does: a step is launched before the one before it has been read."""
 
-    def __init__(self, streak: Streak, host: Host, policy: UniformPolicy) -> None:
-        super().__init__(streak, host)
+    def __init__(self, batch: DeviceBatch, host: Host, policy: UniformPolicy) -> None:
+        super().__init__(batch, host)
         self.policy = policy
         self._mark_s: float | None = None
         """When the last result came; None: none has."""
@@ -154,10 +154,10 @@ class Pipeline(Runner):
         drafts = {row.request.params.speculate for row in rows} if self.policy.bounds else ()
         return len(drafts) < 2 and super().begin(rows)
 
-    def forms(self) -> list[Form]:
+    def graph_keys(self) -> list[GraphKey]:
         """List every shape that may be chosen, and none, which requests may ask for."""
         shapes = dict.fromkeys((None, *self.policy.shapes))
-        return [Form.drafting(shape, greedy=self.streak.greedy) for shape in shapes]
+        return [GraphKey.drafting(shape, greedy=self.batch.greedy) for shape in shapes]
 
     @property
     def outlook(self) -> Outlook | None:
@@ -166,20 +166,20 @@ class Pipeline(Runner):
     def _start(self) -> None:
         self._mark_s, self._shape = None, self._choose()
         self._next = (self._shape,)
-        self.streak.prime(Form.drafting(self._shape, greedy=self.streak.greedy))
+        self.batch.prefill_drafter(GraphKey.drafting(self._shape, greedy=self.batch.greedy))
 
     def _choose(self) -> Shape | None:
-        if not all(own.params.speculate for own in self.streak.requests):
+        if not all(own.params.speculate for own in self.batch.requests):
             return None
-        return self.policy.choose([self.host.speculation.records.of(own) for own in self.streak.requests])
+        return self.policy.choose([self.host.speculation.records.of(own) for own in self.batch.requests])
 
     def _advance(self) -> bool:
         (shape,) = self._next or (self._choose(),)
         self._next = None
-        form = Form.drafting(shape, greedy=self.streak.greedy)
-        launched = self.streak.launch(form, as_drafted=shape == self._shape)
+        key = GraphKey.drafting(shape, greedy=self.batch.greedy)
+        launched = self.batch.launch(key, as_drafted=shape == self._shape)
         self._shape = shape
-        if launched and self.streak.is_full:
+        if launched and self.batch.is_full:
             self._read()
         return launched
 
@@ -188,32 +188,32 @@ class Pipeline(Runner):
             pass
 
     def _read(self) -> bool:
-        read = self.streak.read()
+        read = self.batch.read()
         if read is None:
             return False
         now_s, before_s = time.perf_counter(), self._mark_s
         self._mark_s = now_s
         seconds = {"whole": 0.0 if before_s is None else now_s - before_s}
         if before_s is not None and read.as_drafted and read.requests:
-            self.policy.observe(read.form.shape, len(read.requests), seconds["whole"])
-        shape = read.form.shape if read.as_drafted else None
+            self.policy.observe(read.key.shape, len(read.requests), seconds["whole"])
+        shape = read.key.shape if read.as_drafted else None
         for request, outcome in zip(read.requests, read.outcomes, strict=True):
             self.host.speculation.propose(request, shape, outcome.proposal)
         self._commit(read, seconds)
         return True
 
 
-class Stepwise(Runner):
+class HostDraftRunner(Runner):
     """The host looks drafts up, for which it must have read the step before."""
 
-    def __init__(self, streak: Streak, host: Host) -> None:
-        super().__init__(streak, host)
-        widest = streak.extent.nodes
+    def __init__(self, batch: DeviceBatch, host: Host) -> None:
+        super().__init__(batch, host)
+        widest = batch.extent.nodes
         self._sizes = sorted({1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest})
 
-    def forms(self) -> list[Form]:
+    def graph_keys(self) -> list[GraphKey]:
         """List windows of the widths that are tried."""
-        return [Form.given(nodes, greedy=self.streak.greedy) for nodes in self._sizes]
+        return [GraphKey.given(nodes, greedy=self.batch.greedy) for nodes in self._sizes]
 
     def _start(self) -> None:
         """Have nothing to do: the windows come with each step."""
@@ -223,19 +223,19 @@ class Stepwise(Runner):
 
     def _advance(self) -> bool:
         clock, speculation = Clock(), self.host.speculation
-        rows = [ScheduledRequest.of(request, 1) for request in self.streak.requests]
+        rows = [ScheduledRequest.of(request, 1) for request in self.batch.requests]
         drafts = speculation.draft(rows, lend=lambda *_: ())
         rows = [row.with_draft(draft) for row, draft in zip(rows, drafts, strict=True)]
         known = {row.request: row.tree for row in rows}
         padding = TokenTree((0,), (-1,))
-        trees = [known.get(held.request, padding) for held in self.streak.held]
+        trees = [known.get(held.request, padding) for held in self.batch.held]
         clock.lap("draft")
-        form = Form.given(
-            self._sizes[bisect_left(self._sizes, max(map(len, trees)))], greedy=self.streak.greedy
+        key = GraphKey.given(
+            self._sizes[bisect_left(self._sizes, max(map(len, trees)))], greedy=self.batch.greedy
         )
-        if not self.streak.launch(form, trees=trees):
+        if not self.batch.launch(key, trees=trees):
             return False
-        read = self.streak.read()
+        read = self.batch.read()
         assert read is not None
         clock.lap("whole")
         self._commit(read, clock.seconds)

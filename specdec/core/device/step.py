@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.device.drafting import DeviceDrafter
-from specdec.core.device.form import Form
+from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.pack import Packer, Slots, rules, spread
 from specdec.core.device.result import Result, pack
 from specdec.core.device.rows import Rows
@@ -38,20 +38,20 @@ class DeviceStep:
         device = arena.data.device
         self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
-    def __call__(self, rows: Rows, form: Form) -> Tensor:
+    def __call__(self, rows: Rows, key: GraphKey) -> Tensor:
         """Advance every row; return what `unpack` reads on the host."""
-        m, before_B = form.nodes, rows.length_B.clone()
+        m, before_B = key.nodes, rows.length_B.clone()
         token_BM, parent_BM = rows.token_BM[:, :m].clone(), rows.parent_BM[:, :m].clone()
-        if not form.tree:
+        if not key.tree:
             # What was drafted as a tree is tried as a chain: its tokens are guesses all the same.
             parent_BM = torch.arange(-1, m - 1, device=token_BM.device).expand_as(token_BM)
         slots = self._slots(rows, m)
-        window = self.pack(rows, token_BM, parent_BM if form.tree else None, before_B, slots)
+        window = self.pack(rows, token_BM, parent_BM if key.tree else None, before_B, slots)
         taps = self.drafter.head.taps if self.drafter else ()
         hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
-        chosen_BM = self._choose(hidden_TD, rows, form, window.position_T).view_as(token_BM)
+        chosen_BM = self._choose(hidden_TD, rows, key, window.position_T).view_as(token_BM)
         node_BM, count_B, emitted_BM = self._walk(chosen_BM, token_BM, parent_BM, rows)
-        if form.tree:
+        if key.tree:
             to_BM = before_B[:, None] + torch.arange(m, device=count_B.device)
             self.network.move(self.arena, rows.table_BN, before_B[:, None] + node_BM, to_BM)
         self._commit(rows, slots, node_BM, count_B)
@@ -67,13 +67,13 @@ class DeviceStep:
             at_BRD = node_BM[:, :read, None].expand(-1, -1, hidden_BMD.shape[-1])
             rows.hidden_BPD[:, :read] = hidden_BMD.gather(1, at_BRD)
             rows.follows_BP[:, :read] = emitted_BM[:, :read]
-            self.drafter.draft(rows, form, before_B, count_B, read)
+            self.drafter.draft(rows, key, before_B, count_B, read)
         return result_BX
 
-    def prime(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor) -> None:
+    def prefill_drafter(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor) -> None:
         """Draft the first windows from what the head has yet to read: `count` hidden states from `start`."""
         if self.drafter:
-            self.drafter.draft(rows, form, start_B, count_B, rows.follows_BP.shape[1])
+            self.drafter.draft(rows, key, start_B, count_B, rows.follows_BP.shape[1])
 
     def _slots(self, rows: Rows, nodes: int) -> Slots | None:
         """Say where the windows start from; nodes that may be taken back leave records or states."""
@@ -88,18 +88,18 @@ class DeviceStep:
             record = RecordIds(*(ids_BM.contiguous() for ids_BM in written))
         return Slots(rows.state_B, rows.path, rows.path_length_B, record, None)
 
-    def _choose(self, hidden_TD: Tensor, rows: Rows, form: Form, position_T: Tensor) -> Tensor:
+    def _choose(self, hidden_TD: Tensor, rows: Rows, key: GraphKey, position_T: Tensor) -> Tensor:
         """Choose a token at every node, for the place behind the node's own."""
-        some = max(1, LOGITS // form.nodes)
-        hidden_BMD = hidden_TD.view(len(rows.length_B), form.nodes, -1)
-        position_BM = position_T.view(-1, form.nodes) + 1
+        some = max(1, LOGITS // key.nodes)
+        hidden_BMD = hidden_TD.view(len(rows.length_B), key.nodes, -1)
+        position_BM = position_T.view(-1, key.nodes) + 1
         chosen = []
         for start in range(0, len(hidden_BMD), some):
             part = rows.part(start, start + some)
             logits_NV = self.network.project(hidden_BMD[start : start + some].flatten(0, 1))
             at_N = position_BM[start : start + some].flatten()
-            own = rules(part, form.nodes, greedy=form.greedy)
-            chosen.append(self.kernels.sample(logits_NV, own, spread(part.seed_B, form.nodes), at_N))
+            own = rules(part, key.nodes, greedy=key.greedy)
+            chosen.append(self.kernels.sample(logits_NV, own, spread(part.seed_B, key.nodes), at_N))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _walk(

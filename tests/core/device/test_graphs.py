@@ -11,29 +11,29 @@ from torch.torch_version import TorchVersion
 
 from specdec.core.device.capture import Capturer
 from specdec.core.device.extent import Extent
-from specdec.core.device.form import Form
+from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.graphs import SIZES, Graphs
 from specdec.core.device.rows import Rows
 from specdec.draft.proposal import Shape
 
 EXTENT = Extent(rows=20, nodes=4, path=3, drafts=4)
-FORMS = [Form.drafting(shape, greedy=False) for shape in (None, Shape(2, 1, 3))]
+KEYS = [GraphKey.drafting(shape, greedy=False) for shape in (None, Shape(2, 1, 3))]
 
 
 class Step:
     """Counts its runs, and returns how many rows it was given."""
 
     def __init__(self) -> None:
-        self.ran: list[tuple[int, Form, Rows]] = []
-        self.primed: list[tuple[int, Form]] = []
+        self.ran: list[tuple[int, GraphKey, Rows]] = []
+        self.prefilled: list[tuple[int, GraphKey]] = []
 
-    def __call__(self, rows: Rows, form: Form) -> Tensor:
-        self.ran.append((len(rows.length_B), form, rows))
+    def __call__(self, rows: Rows, key: GraphKey) -> Tensor:
+        self.ran.append((len(rows.length_B), key, rows))
         return torch.tensor([len(self.ran)])
 
-    def prime(self, rows: Rows, form: Form, start_B: Tensor, count_B: Tensor) -> None:
+    def prefill_drafter(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor) -> None:
         assert not start_B.any() and not count_B.any(), "padding has nothing to read"
-        self.primed.append((len(rows.length_B), form))
+        self.prefilled.append((len(rows.length_B), key))
 
 
 class Device:
@@ -101,25 +101,25 @@ def test_a_batch_replays_the_next_size_up(monkeypatch: pytest.MonkeyPatch) -> No
     device = Device(free=10**9, each=1)
     device.install(monkeypatch)
     graphs, step = make()
-    graphs.capture(FORMS)
+    graphs.capture(KEYS)
     assert graphs.sizes == [*(size for size in SIZES if size < 20), 20]
     captured = step.ran[1::2]
-    assert [(size, form) for size, form, _ in captured] == [
-        (size, form) for size in graphs.sizes for form in FORMS
+    assert [(size, key) for size, key, _ in captured] == [
+        (size, key) for size in graphs.sizes for key in KEYS
     ]
     ran = len(step.ran)
     for count in range(1, 21):
         size = next(size for size in graphs.sizes if size >= count)
-        at = 1 + [(own, form) for own, form, _ in captured].index((size, FORMS[1]))
+        at = 1 + [(own, key) for own, key, _ in captured].index((size, KEYS[1]))
         assert graphs.size(count) == size
-        assert graphs(FORMS[1], size).item() == 2 * at, "the result of that capture"
+        assert graphs(KEYS[1], size).item() == 2 * at, "the result of that capture"
     assert len(step.ran) == ran and device.replayed == 20
 
 
 def test_capture_warms_up_on_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     Device(free=10**9, each=1).install(monkeypatch)
     graphs, step = make()
-    graphs.capture(FORMS)
+    graphs.capture(KEYS)
     for (_, _, warm), (_, _, live) in zip(step.ran[0::2], step.ran[1::2], strict=True):
         assert warm.length_B.data_ptr() != graphs.rows.length_B.data_ptr()
         assert live.length_B.data_ptr() == graphs.rows.length_B.data_ptr()
@@ -132,22 +132,22 @@ def test_what_the_budget_does_not_hold_runs_uncaptured(
     device = Device(free=1000, each=40)
     device.install(monkeypatch)
     graphs, step = make()
-    graphs.capture(FORMS)
+    graphs.capture(KEYS)
     live = [own for own in step.ran if own[2].length_B.data_ptr() == graphs.rows.length_B.data_ptr()]
     assert len(live) == 3, "the third passes a tenth of what was free"
     assert "steps of 2 rows and more run uncaptured: graphs took 0 MiB" in caplog.text
     warmed = [
-        (size, form)
-        for size, form, rows in step.ran
+        (size, key)
+        for size, key, rows in step.ran
         if rows.length_B.data_ptr() != live[0][2].length_B.data_ptr()
     ]
-    assert warmed == [(size, form) for size in graphs.sizes for form in FORMS]
-    assert step.primed == [(size, FORMS[0]) for size in graphs.sizes]
+    assert warmed == [(size, key) for size in graphs.sizes for key in KEYS]
+    assert step.prefilled == [(size, KEYS[0]) for size in graphs.sizes]
     before = len(step.ran)
-    graphs(FORMS[0], 1)
+    graphs(KEYS[0], 1)
     assert len(step.ran) == before
-    graphs(FORMS[0], 20)
-    assert step.ran[-1][:2] == (20, FORMS[0]) and len(step.ran) == before + 1
+    graphs(KEYS[0], 20)
+    assert step.ran[-1][:2] == (20, KEYS[0]) and len(step.ran) == before + 1
 
 
 @pytest.mark.parametrize("captures", [True, False], ids=["captured", "warmed"])
@@ -161,23 +161,23 @@ def test_a_form_that_fails_ends_itself_alone(
     graphs, step = make()
     inner = step.__class__.__call__
 
-    def fail(self: Step, rows: Rows, form: Form) -> Tensor:
-        if len(rows.length_B) == 3 and form == FORMS[1] and (device.current == "capture") == captures:
+    def fail(self: Step, rows: Rows, key: GraphKey) -> Tensor:
+        if len(rows.length_B) == 3 and key == KEYS[1] and (device.current == "capture") == captures:
             raise torch.OutOfMemoryError("no memory is left")
-        return inner(self, rows, form)
+        return inner(self, rows, key)
 
     monkeypatch.setattr(Step, "__call__", fail)
-    graphs.capture(FORMS)
-    assert f"{FORMS[1]} of 3 rows and more run uncaptured: no memory is left" in caplog.text
+    graphs.capture(KEYS)
+    assert f"{KEYS[1]} of 3 rows and more run uncaptured: no memory is left" in caplog.text
     assert ("gives no cached memory back" in caplog.text) == captures
     assert device.current == "home" and set(device.captured_on) == {"home"}
     monkeypatch.setattr(Step, "__call__", inner)
     ran = len(step.ran)
-    for form, size in ((FORMS[1], 2), (FORMS[0], 3), (FORMS[0], 20)):
-        graphs(form, size)
+    for key, size in ((KEYS[1], 2), (KEYS[0], 3), (KEYS[0], 20)):
+        graphs(key, size)
         assert len(step.ran) == ran
     for size in (3, 4, 20):
-        graphs(FORMS[1], size)
+        graphs(KEYS[1], size)
     assert len(step.ran) == ran + 3
 
 

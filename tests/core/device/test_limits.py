@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.core.device import streak as streaks
+from specdec.core.device import device_batch
+from specdec.core.device.device_batch import DeviceBatch
 from specdec.core.device.drafting import DeviceDrafter
-from specdec.core.device.streak import Streak
 from specdec.errors import EngineError
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -59,20 +59,20 @@ def test_the_kernels_that_users_get_take_every_width(
         assert engine.model.loop.runner is not None and engine.model.loop.runner.steps > 0
 
 
-def test_a_streak_that_cannot_be_loaded_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_cannot_be_loaded_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, max_model_len=64) as engine:
-        inner, calls = streaks.load, iter(range(100))
+        inner, calls = device_batch.load, iter(range(100))
 
         def load(*args: Any) -> None:
             if next(calls) == 0:
                 raise RuntimeError("no memory is left")
             inner(*args)
 
-        monkeypatch.setattr(streaks, "load", load)
+        monkeypatch.setattr(device_batch, "load", load)
         with pytest.raises(EngineError, match="no memory is left"):
             engine.generate([[1, 2, 3]], GREEDY)
         runner = engine.model.loop.runner
-        assert runner is not None and runner.streak.held == []
+        assert runner is not None and runner.batch.held == []
         assert len(engine.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 30
         assert runner.steps > 0
 
@@ -85,7 +85,7 @@ def test_drafts_stay_in_the_rows_own_blocks(folder: Path, topk: int, monkeypatch
     with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, **fields) as engine:
         runner = engine.model.loop.runner
         assert runner is not None
-        held, blocks = runner.streak.held, engine.model.settings.layout.blocks_for
+        held, blocks = runner.batch.held, engine.model.settings.layout.blocks_for
 
         def read(
             self: DeviceDrafter, rows: Any, token_BA: Tensor, parents: Any, start_B: Tensor, *rest: Any
@@ -121,16 +121,16 @@ def test_what_fills_a_window_up_cannot_fail_a_row(folder: Path) -> None:
     assert said[0] == said[1] and all(isinstance(own, tuple) for own in said[0])
 
 
-def test_a_streak_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row becomes padding; the others are loaded anew only when half of them are left."""
     begun: list[int] = []
-    inner = Streak.begin
+    inner = DeviceBatch.begin
 
-    def begin(self: Streak, requests: Any) -> bool:
+    def begin(self: DeviceBatch, requests: Any) -> bool:
         begun.append(len(requests))
         return inner(self, requests)
 
-    monkeypatch.setattr(Streak, "begin", begin)
+    monkeypatch.setattr(DeviceBatch, "begin", begin)
     params = [GREEDY.model_copy(update={"max_tokens": 6 + 4 * i}) for i in range(6)]
     prompts = [[1 + i, 2, 3] for i in range(6)]
     with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, max_model_len=64) as engine:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.core.device import pack, step
+from specdec.core.device.device_batch import DeviceBatch
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
-from specdec.core.device.streak import Streak
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
 Patch = pytest.MonkeyPatch
@@ -64,9 +64,9 @@ def noise_of_the_root(patch: Patch) -> None:
     """Choose at every node as at the row's first."""
     inner = DeviceStep._choose
 
-    def wrong(self: DeviceStep, hidden_TD: Tensor, rows: Rows, form: Any, position_T: Tensor) -> Tensor:
-        position_T = position_T.view(-1, form.nodes)[:, :1].expand(-1, form.nodes).reshape(-1)
-        return inner(self, hidden_TD, rows, form, position_T)
+    def wrong(self: DeviceStep, hidden_TD: Tensor, rows: Rows, key: Any, position_T: Tensor) -> Tensor:
+        position_T = position_T.view(-1, key.nodes)[:, :1].expand(-1, key.nodes).reshape(-1)
+        return inner(self, hidden_TD, rows, key, position_T)
 
     patch.setattr(DeviceStep, "_choose", wrong)
 
@@ -103,16 +103,16 @@ def the_state_before(patch: Patch) -> None:
 
 def the_host_loses_track(patch: Patch) -> None:
     """Hand back the other set's records."""
-    inner = Streak._unload
+    inner = DeviceBatch._unload
 
-    def wrong(self: Streak, row: int, held: Any) -> None:
+    def wrong(self: DeviceBatch, row: int, held: Any) -> None:
         committed = held.request.committed
         if committed and committed.path:
             own = held.sets[0]
             held.request.committed = replace(committed, path=tuple(own[: len(committed.path)]))
         inner(self, row, held)
 
-    patch.setattr(Streak, "_unload", wrong)
+    patch.setattr(DeviceBatch, "_unload", wrong)
 
 
 MUTANTS: dict[str, tuple[str, Mutant]] = {

@@ -47,10 +47,10 @@ def test_no_program_touches_what_another_one_of_its_launch_writes(
             engine.generate([[3, 1, 4, 1, 5], [2, 7, 1]], PARAMS)
         assert loop.runner and loop.runner.steps > 0 and engine.stats().drafted > 0
         assert races.launches.total() > 100 and races.found == {}
-        step, rows = loop.runner.streak.step, loop.runner.streak.rows
+        step, rows = loop.runner.batch.step, loop.runner.batch.rows
         with watched(monkeypatch) as races, torch.inference_mode():
-            for form in loop.runner.forms():
-                step(rows, form)
+            for key in loop.runner.graph_keys():
+                step(rows, key)
         assert races.found.keys() <= PADDING and Race("self_attention.triton._ready", "pages") in races.found
         dummy = range(start := loop.arena.data.data_ptr(), start + loop.arena.layout.slab_bytes)
         assert all(address in dummy for own in races.found.values() for address in own)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import SamplingParams, SpecEngine
-from specdec.core.device.form import Form
-from specdec.core.device.runner import Pipeline
-from specdec.core.device.streak import Uncaptured
+from specdec.core.device.device_batch import EagerSteps
+from specdec.core.device.graph_key import GraphKey
+from specdec.core.device.runner import DeviceDraftRunner
 from specdec.errors import EngineError
 from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
@@ -40,7 +40,7 @@ def open_engine(folder: Path, **fields: Any) -> SpecEngine:
     return SpecEngine(folder, **{**settings, **fields})
 
 
-class Padded(Uncaptured):
+class Padded(EagerSteps):
     """Runs more rows than there are requests."""
 
     def size(self, count: int) -> int:
@@ -52,7 +52,7 @@ def check_everything_came_back(engine: SpecEngine) -> None:
     runner = engine.model.loop.runner
     assert runner is not None
     for _ in range(1000):
-        if not runner.streak.held:
+        if not runner.batch.held:
             break
         time.sleep(0.01)
     engine.model.loop.check_idle()
@@ -69,7 +69,7 @@ def test_a_batch_filled_up_with_padding_says_the_same(known: tuple[Path, list[Ca
         runner, arena = engine.model.loop.runner, engine.model.loop.arena
         assert runner is not None
         arena.data[: arena.layout.slab_bytes].fill_(0xFF)
-        runner.streak.run = Padded(runner.streak.step, runner.streak.rows)
+        runner.batch.run = Padded(runner.batch.step, runner.batch.rows)
         assert differences(cases, generate(engine, cases)) == []
         assert runner.steps > 0
 
@@ -79,7 +79,7 @@ def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], dra
     folder, cases = known
     with drafting_engine(folder, draft, cases, graphs=True, adaptive=True, **SHAPES["tree"]) as (engine, _):
         runner = engine.model.loop.runner
-        assert isinstance(runner, Pipeline)
+        assert isinstance(runner, DeviceDraftRunner)
         shapes, asked = runner.policy.shapes, iter(range(10**6))
         runner.policy.choose = lambda rows: shapes[next(asked) * 7 % len(shapes)]  # type: ignore[method-assign]
         assert differences(cases, generate(engine, cases)) == []
@@ -156,13 +156,13 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(known: tuple[Path,
         assert runner is not None
         calls = iter(range(100))
 
-        class Failing(Uncaptured):
-            def __call__(self, form: Form, size: int) -> Tensor:
+        class Failing(EagerSteps):
+            def __call__(self, key: GraphKey, size: int) -> Tensor:
                 if next(calls) == 3:
                     raise RuntimeError("the device is gone")
-                return super().__call__(form, size)
+                return super().__call__(key, size)
 
-        runner.streak.run = Failing(runner.streak.step, runner.streak.rows)
+        runner.batch.run = Failing(runner.batch.step, runner.batch.rows)
         with pytest.raises(EngineError, match="the device is gone"):
             engine.generate([[1, 2, 3]], GREEDY)
         assert differences(cases, generate(engine, cases), within=1e-6) == []
@@ -217,9 +217,9 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
     folder, _ = known
     with open_engine(folder, draft=draft) as engine:
         runner = engine.model.loop.runner
-        assert isinstance(runner, Pipeline)
-        streak, network = runner.streak, engine.model.network
-        rows, form = streak.rows.part(0, 2), Form.drafting(runner.policy.bounds, greedy=True)
+        assert isinstance(runner, DeviceDraftRunner)
+        batch, network = runner.batch, engine.model.network
+        rows, key = batch.rows.part(0, 2), GraphKey.drafting(runner.policy.bounds, greedy=True)
         hidden = network.spec.hidden
 
         def still(window: Any, *_: Any) -> Tensor:
@@ -228,7 +228,7 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
         def tapped(window: Any, memory: Any, taps: Any) -> Any:
             return still(window), [still(window) for _ in taps]
 
-        step, drafter = streak.step, streak.step.drafter
+        step, drafter = batch.step, batch.step.drafter
         assert drafter is not None
         chooses = replace(
             network.kernels,
@@ -243,6 +243,6 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
             p.setattr(network, "forward_tapped", tapped)
             p.setattr(network, "move", lambda *_: None)
             p.setattr(type(drafter.head), "forward", lambda self, window, *_: still(window))
-            assert count_syncs(partial(step, rows, form)) == []
+            assert count_syncs(partial(step, rows, key)) == []
         assert count_syncs(lambda: rows.length_B + int(rows.length_B.max())) == ["_local_scalar_dense"]
         assert count_syncs(lambda: rows.length_B + len(rows.length_B.tolist())) == ["tolist"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.core.device.form import Form
+from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.step import DeviceStep
 from specdec.draft.proposal import Shape
 from specdec.setup.build import Model
@@ -19,7 +19,7 @@ HEADS = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
 SHAPES = {"qwen3-next": CASES["qwen3-next"][0], "nemotron-h": {**CASES["nemotron-h"][0], **HEADS}}
 TREE = {"draft": "mtp", "num_steps": 4, "topk": 4, "num_draft_tokens": 8}
 CHAIN = {"draft": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4}
-FORMS: dict[str, dict[str, Any]] = {
+DRAFTS: dict[str, dict[str, Any]] = {
     "tree": TREE,
     "chain": CHAIN,
     "looked-up": {"draft": "suffix", "num_draft_tokens": 8},
@@ -39,29 +39,29 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are n
 def step_of(model: Model) -> DeviceStep:
     runner = model.loop.runner
     assert runner
-    return runner.streak.step
+    return runner.batch.step
 
 
-def forms_of(model: Model) -> Iterator[Form]:
+def keys_of(model: Model) -> Iterator[GraphKey]:
     """Yield what would be captured, and what adaptive engines would beside it, greedy and sampled."""
     runner = model.loop.runner
     assert runner
-    forms = dict.fromkeys(runner.forms())
+    keys = dict.fromkeys(runner.graph_keys())
     if model.settings.drafters:
-        forms |= dict.fromkeys(Form.given(nodes, greedy=False) for nodes in (1, 2, 4))
+        keys |= dict.fromkeys(GraphKey.given(nodes, greedy=False) for nodes in (1, 2, 4))
     if model.loop.speculation.head:
-        forms |= dict.fromkeys(Form.drafting(shape, greedy=False) for shape in (None, Shape(1, 1, 2)))
-    for form, greedy in itertools.product(forms, (True, False)):
-        yield replace(form, greedy=greedy)
+        keys |= dict.fromkeys(GraphKey.drafting(shape, greedy=False) for shape in (None, Shape(1, 1, 2)))
+    for key, greedy in itertools.product(keys, (True, False)):
+        yield replace(key, greedy=greedy)
 
 
 def run(model: Model, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 3)) -> set[str]:
-    """Run every form for every number of rows; return which kernels were launched."""
+    """Run every key for every number of rows; return which kernels were launched."""
     runner = model.loop.runner
     assert runner
     with watched(monkeypatch) as watch:
-        for size, form in itertools.product(sizes, forms_of(model)):
-            runner.streak.step(runner.streak.rows.part(0, size), form)
+        for size, key in itertools.product(sizes, keys_of(model)):
+            runner.batch.step(runner.batch.rows.part(0, size), key)
     assert watch.operators.total() > 100
     return {name.rpartition(".")[2] for name in watch.kernels}
 
@@ -72,7 +72,7 @@ def test_a_captured_step_asks_the_host_for_nothing(
     family: str, drafts: str, slots: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantize = {"quantize": "fp8"} if family == "qwen3-next" else {}
-    model = make(monkeypatch, SHAPES[family], slots=slots, **FORMS[drafts], **quantize)
+    model = make(monkeypatch, SHAPES[family], slots=slots, **DRAFTS[drafts], **quantize)
     launched = run(model, monkeypatch)
     assert {"_linear", "_experts", "_attend", "_window", "_part"} <= launched, launched
 

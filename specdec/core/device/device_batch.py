@@ -14,8 +14,8 @@ from torch import Tensor
 from specdec.core.asked import want_of
 from specdec.core.batch import Ahead
 from specdec.core.device.extent import IN_FLIGHT, Extent
-from specdec.core.device.form import Form
-from specdec.core.device.loading import Held, ids, load, load_blocks, load_trees
+from specdec.core.device.graph_key import GraphKey
+from specdec.core.device.loading import RowSlots, ids, load, load_blocks, load_trees
 from specdec.core.device.result import Outcome, Pending
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
@@ -35,10 +35,10 @@ class Run(Protocol):
         """Say how many rows run for so many."""
         ...
 
-    def __call__(self, form: Form, size: int) -> Tensor: ...
+    def __call__(self, key: GraphKey, size: int) -> Tensor: ...
 
 
-class Uncaptured:
+class EagerSteps:
     """Runs every step as it stands."""
 
     def __init__(self, step: DeviceStep, rows: Rows) -> None:
@@ -48,14 +48,14 @@ class Uncaptured:
         """Take no row more than there are."""
         return count
 
-    def __call__(self, form: Form, size: int) -> Tensor:
-        return self.step(self.rows.part(0, size), form)
+    def __call__(self, key: GraphKey, size: int) -> Tensor:
+        return self.step(self.rows.part(0, size), key)
 
 
 class Output(NamedTuple):
     """What a step gave to the requests that still run."""
 
-    form: Form
+    key: GraphKey
     as_drafted: bool
     """Whether its windows had been drafted in its own shape."""
     requests: list[Request]
@@ -64,7 +64,7 @@ class Output(NamedTuple):
     ahead: Ahead
 
 
-class Streak:
+class DeviceBatch:
     """Owns the rows on the device while they decode. One at a time; between two of them it holds nothing."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Streak:
     ) -> None:
         self.step, self.rows, self.extent, self.run = step, rows, extent, run
         self.arena, self.scheduler, self.head = arena, scheduler, head
-        self.held: list[Held] = []
+        self.held: list[RowSlots] = []
         self.greedy = False
         self._pending: deque[Pending] = deque()
 
@@ -109,16 +109,16 @@ class Streak:
             self.step.drafter.calibrate(self.head.calibrator.table())
         return True
 
-    def launch(self, form: Form, *, trees: Sequence[TokenTree] = (), as_drafted: bool = True) -> bool:
+    def launch(self, key: GraphKey, *, trees: Sequence[TokenTree] = (), as_drafted: bool = True) -> bool:
         """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
         self._drop_ended()
         if not all(self._reserve(own.request) for own in self.held if not own.gone):
             return False
         load_blocks(self.rows, self.held)
         if trees:
-            load_trees(self.rows, trees, form.nodes)
-        result_BX = self.run(form, self.run.size(len(self.held)))
-        self._pending.append(Pending.send(form, result_BX, as_drafted=as_drafted))
+            load_trees(self.rows, trees, key.nodes)
+        result_BX = self.run(key, self.run.size(len(self.held)))
+        self._pending.append(Pending.send(key, result_BX, as_drafted=as_drafted))
         return True
 
     @property
@@ -138,14 +138,14 @@ class Streak:
         wanted = [b for b, own in enumerate(self.held) if own.request.finish_reason is None]
         outcomes = list(pending.outcomes(wanted))
         committed = [
-            self._committed(self.held[b], pending.form, outcome)
+            self._committed(self.held[b], pending.key, outcome)
             for b, outcome in zip(wanted, outcomes, strict=True)
         ]
         # A step without drafts reads its row's last token whatever comes of the one before.
-        alone = all(own.form.nodes == 1 for own in self._pending)
+        alone = all(own.key.nodes == 1 for own in self._pending)
         ahead = Ahead(len(self._pending), alone * len(self._pending))
         requests = [self.held[b].request for b in wanted]
-        return Output(pending.form, pending.as_drafted, requests, outcomes, committed, ahead)
+        return Output(pending.key, pending.as_drafted, requests, outcomes, committed, ahead)
 
     def end(self) -> None:
         """Hand every request back to the host as the last step left it; the results have been read."""
@@ -160,7 +160,7 @@ class Streak:
         self._pending.clear()
         self._forget()
 
-    def prime(self, form: Form) -> None:
+    def prefill_drafter(self, key: GraphKey) -> None:
         """Draft the first windows: the head reads what it has yet to read of every request."""
         if self.head is None or self.step.drafter is None:
             return
@@ -175,7 +175,7 @@ class Streak:
             follows = request.tokens[starts[b] + 1 : request.computed + 1]
             rows.follows_BP[b, : counts[b]].copy_(ids(follows, rows.follows_BP.device))
         device = rows.length_B.device
-        self.step.prime(rows, form, ids(starts, device), ids(counts, device))
+        self.step.prefill_drafter(rows, key, ids(starts, device), ids(counts, device))
 
     def _forget(self) -> None:
         self.held.clear()
@@ -194,32 +194,32 @@ class Streak:
         for b in over:
             self.held[b].gone = True
 
-    def _committed(self, held: Held, form: Form, outcome: Outcome) -> Committed | None:
+    def _committed(self, held: RowSlots, key: GraphKey, outcome: Outcome) -> Committed | None:
         """Follow on the host what the device did with a row's slots."""
         before, nodes = held.request.committed, outcome.nodes
         if before is None:
             return None
         state, path = before.state, tuple[RecordSlot, ...]()
-        if form.nodes > 1 and held.sets:
+        if key.nodes > 1 and held.sets:
             own = held.sets[0]
             path = tuple(own[node] for node in nodes)
             held.sets = held.sets[::-1]
-        elif form.nodes > 1 and nodes:
+        elif key.nodes > 1 and nodes:
             state, held.snapshots[nodes[-1]] = held.snapshots[nodes[-1]], state
         return Committed(state, path)
 
-    def _borrow(self, request: Request) -> Held | None:
+    def _borrow(self, request: Request) -> RowSlots | None:
         """Take the slots of two windows' records, or of one's states."""
         nodes = self.extent.nodes
         if request.committed is None or nodes == 1:
-            return Held(request, (), ())
+            return RowSlots(request, (), ())
         if self.step.snapshots:
             states = self.arena.take_snapshots(request.number, nodes)
-            return None if states is None else Held(request, (), states)
+            return None if states is None else RowSlots(request, (), states)
         records = self.arena.take_records(request.number, 2 * nodes)
-        return None if records is None else Held(request, (records[:nodes], records[nodes:]), ())
+        return None if records is None else RowSlots(request, (records[:nodes], records[nodes:]), ())
 
-    def _release(self, held: Held, kept: Sequence[RecordSlot]) -> None:
+    def _release(self, held: RowSlots, kept: Sequence[RecordSlot]) -> None:
         number = held.request.number
         lent = [slot for own in held.sets for slot in own if slot not in kept]
         if lent:
@@ -227,7 +227,7 @@ class Streak:
         for state in held.snapshots:
             self.arena.release_state(number, state)
 
-    def _unload(self, row: int, held: Held) -> None:
+    def _unload(self, row: int, held: RowSlots) -> None:
         request = held.request
         if request.committed is not None:
             kept = request.committed.path

@@ -6,7 +6,7 @@ from specdec.draft.proposal import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class GraphKey:
     """A step that verifies windows of so many nodes, and drafts the next ones."""
 
     nodes: int
@@ -18,7 +18,7 @@ class Form:
     """Whether no row has a temperature."""
 
     @classmethod
-    def drafting(cls, shape: Shape | None, *, greedy: bool) -> "Form":
+    def drafting(cls, shape: Shape | None, *, greedy: bool) -> "GraphKey":
         """Verify what was drafted in a shape, and draft the same anew; no wider than what it can grow."""
         if shape is None:
             return cls(1, False, None, greedy)
@@ -26,6 +26,6 @@ class Form:
         return cls(min(shape.num_draft_tokens, grown), shape.topk > 1, shape, greedy)
 
     @classmethod
-    def given(cls, nodes: int, *, greedy: bool) -> "Form":
+    def given(cls, nodes: int, *, greedy: bool) -> "GraphKey":
         """Verify trees that the host has drafted."""
         return cls(nodes, nodes > 1, None, greedy)
