@@ -232,8 +232,8 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
         assert drafter is not None
         chooses = replace(
             network.kernels,
-            pick=lambda logits_NV, *_: logits_NV.argmax(-1),
-            best=lambda logits_NV, rules, seed_N, position_N, count: logits_NV.topk(count)[::-1],
+            sample=lambda logits_NV, *_: logits_NV.argmax(-1),
+            topk_with_noise=lambda logits_NV, rules, seed_N, position_N, count: logits_NV.topk(count)[::-1],
         )
         with pytest.MonkeyPatch.context() as p:
             p.setattr(step, "pack", replace(step.pack, asks=False))

@@ -84,8 +84,8 @@ def make(
     """Build an engine of a shape whose memory is nowhere; its steps are the GPU's."""
     resolve = build.resolve
 
-    def on_meta(*args: Any) -> Resolved:
-        return change(replace(resolve(*args), device=META))
+    def on_meta(*args: Any, **named: Any) -> Resolved:
+        return change(replace(resolve(*args, **named), device=META))
 
     patch.setattr(build, "resolve", on_meta)
     patch.setattr(build, "RandomWeights", Blank)
