@@ -3,8 +3,8 @@
 from specdec.errors import CheckpointError
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
+from specdec.models.formats import stores_fp8
 from specdec.models.mixers import Attention, GatedDeltaNet
-from specdec.models.narrow import stores_fp8
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.spec import Layer, Network

@@ -23,8 +23,8 @@ from specdec.models.blocks import attention, refuse_unsupported, swiglu
 from specdec.models.checkpoint import Checkpoint, few
 from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
+from specdec.models.formats import WeightFormat, stores_fp8
 from specdec.models.layouts import Layout, Rule
-from specdec.models.narrow import stores_fp8
 from specdec.models.network import Network
 from specdec.models.norm import Norm
 from specdec.models.weights import CheckpointWeights, Weights
@@ -60,7 +60,7 @@ class EagleFolder:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        quantize: bool = False,
+        quantize: WeightFormat | None = None,
         headers_only: bool = False,
         progress: bool | None = None,
     ) -> CheckpointWeights:
@@ -71,7 +71,7 @@ class EagleFolder:
             dtype=dtype,
             device=device,
             mtp=True,
-            narrow=stores_fp8(Fields(self.checkpoint.config)),
+            fp8_weights=stores_fp8(Fields(self.checkpoint.config)),
             quantize=quantize,
             headers_only=headers_only,
             progress=progress,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 from specdec.models import spec
+from specdec.models.linear import Linear
 from specdec.models.mixers.base import Memory
 from specdec.models.network import Block, Network, begin_step, first_place
 from specdec.models.replay import Replays
@@ -29,8 +30,7 @@ class EagleHead:
         device = target.embed_VD.device
         self.embed_VD = self._embedding(weights)
         reads = len(s.taps) * s.target_width or 2 * width
-        bias_D = weights.take("fc.bias", (width,)) if s.fc_bias else None
-        self.fc = kernels.pack(weights.take("fc.weight", (width, reads)), bias_D)
+        self.fc = Linear.load(weights, kernels, {"fc": width}, reads, bias=s.fc_bias, exact=("fc",))
         if s.taps:
             self.embed_norm_D, self.hidden_norm_D, self.norm_D = (
                 s.norm.load(weights, f"{name}.weight", width)
@@ -47,8 +47,7 @@ class EagleHead:
         """Fuse what was tapped of the target; a head that taps nothing takes its last hidden states."""
         if not self.taps:
             return hidden_TD
-        fused_TD: Tensor = self.kernels.linear(self.kernels.concat(*tapped), self.fc)
-        return fused_TD
+        return self.fc(self.kernels.concat(*tapped))
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
         """Return the layer's output for each token, given the hidden state of the position before it.
@@ -73,7 +72,7 @@ class EagleHead:
     def _enter(self, embed_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return a residual stream that may be written to, and what attention reads."""
         if not self.taps:
-            x_TD: Tensor = self.kernels.linear(self.kernels.concat(embed_TD, hidden_TD), self.fc)
+            x_TD = self.fc(self.kernels.concat(embed_TD, hidden_TD))
             return x_TD, x_TD
         normed_TD = self.kernels.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
         embed_TD = self.kernels.rms_norm(embed_TD, self.embed_norm_D, self.eps)

@@ -11,8 +11,8 @@ from specdec.models import nemotron_h, qwen3, qwen3_5, qwen3_next, spec
 from specdec.models.blocks import model_type, text_fields
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.fields import Fields
+from specdec.models.formats import WeightFormat, stores_fp8
 from specdec.models.layouts import Layout
-from specdec.models.narrow import stores_fp8
 from specdec.models.weights import CheckpointWeights
 
 
@@ -91,13 +91,13 @@ def open_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     mtp: bool = False,
-    quantize: bool = False,
+    quantize: WeightFormat | None = None,
     headers_only: bool = False,
     progress: bool | None = None,
 ) -> CheckpointWeights:
     """Open a checkpoint's tensors by our names; the multi-token head's only where it is asked for.
 
-    `quantize` rounds large matrices to eight bits as they are loaded. With `headers_only` shapes are compared
+    `quantize` rounds large matrices as they are loaded. With `headers_only` shapes are compared
     and no tensor is read.
     """
     return CheckpointWeights(
@@ -106,14 +106,14 @@ def open_weights(
         dtype=dtype,
         device=device,
         mtp=mtp,
-        narrow=is_narrow(checkpoint.config),
+        fp8_weights=has_fp8_weights(checkpoint.config),
         quantize=quantize,
         headers_only=headers_only,
         progress=progress,
     )
 
 
-def is_narrow(config: Mapping[str, Any]) -> bool:
+def has_fp8_weights(config: Mapping[str, Any]) -> bool:
     """Tell whether a config says that large matrices are stored in eight bits."""
     outer = Fields(config)
     return stores_fp8(outer, text_fields(outer))

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear.fp8 import join
 from specdec.kernels.table import Kernels
+from specdec.models.linear import Linear
 from specdec.models.weights import Weights
 
 Activation = Literal["swiglu", "relu2"]
@@ -109,17 +109,13 @@ class MoE(FeedForward):
 
 class LoadedMLP:
     def __init__(self, s: MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
-        self.kernels = kernels
-        rows = ("gate", "up") if s.activation == "swiglu" else ("up",)
-        weight = join([weights.matrix(f"{name}.weight", (s.width, hidden)) for name in rows])
-        bias = torch.cat([weights.take(f"{name}.bias", (s.width,)) for name in rows]) if s.bias else None
-        self.up = kernels.pack(weight, bias)
+        rows = dict.fromkeys(("gate", "up") if s.activation == "swiglu" else ("up",), s.width)
+        self.up = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
         self.activate = kernels.swiglu if s.activation == "swiglu" else kernels.relu2
-        down_bias = weights.take("down.bias", (hidden,)) if s.bias else None
-        self.down = kernels.pack(weights.matrix("down.weight", (hidden, s.width)), down_bias)
+        self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.kernels.linear(self.activate(self.kernels.linear(x_TD, self.up)), self.down)
+        return self.down(self.activate(self.up(x_TD)))
 
 
 class LoadedMoE:
@@ -130,7 +126,7 @@ class LoadedMoE:
         if s.shared_gate:
             # The shared expert's gate is one more row: one product makes both.
             router_ED = torch.cat([router_ED, weights.take("shared_gate.weight", (1, hidden))])
-        self.router = kernels.pack(router_ED)
+        self.router = Linear(kernels, router_ED)
         self.correction_E = (
             weights.take("router.correction", (s.experts,), torch.float32) if s.router == "sigmoid" else None
         )
@@ -138,8 +134,8 @@ class LoadedMoE:
         self.up_EID = kernels.pack_experts(weights.matrix("experts.up", (s.experts, s.up_rows, inner)))
         self.down_EDI = kernels.pack_experts(weights.matrix("experts.down", (s.experts, inner, s.width)))
         if s.latent:
-            self.latent_in = kernels.pack(weights.matrix("latent_in.weight", (s.latent, hidden)))
-            self.latent_out = kernels.pack(weights.matrix("latent_out.weight", (hidden, s.latent)))
+            self.latent_in = Linear.load(weights, kernels, {"latent_in": s.latent}, hidden)
+            self.latent_out = Linear.load(weights, kernels, {"latent_out": hidden}, s.latent)
         self.shared = s.shared.build(hidden, weights.within("shared"), kernels) if s.shared else None
 
     def _route(self, score_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,13 +155,13 @@ class LoadedMoE:
     def __call__(self, x_TD: Tensor) -> Tensor:
         s, ops = self.spec, self.kernels
         routed_TD = x_TD if self.correction_E is None else x_TD.to(self.correction_E.dtype)
-        score_TE, gate_T1 = ops.linear(routed_TD, self.router).tensor_split([s.experts], dim=1)
+        score_TE, gate_T1 = self.router(routed_TD).tensor_split([s.experts], dim=1)
         index_TA, weight_TA = self._route(score_TE)
-        inner_TD = ops.linear(x_TD, self.latent_in) if s.latent else x_TD
+        inner_TD = self.latent_in(x_TD) if s.latent else x_TD
         gated = s.activation == "swiglu"
         y_TD = ops.experts(inner_TD, self.up_EID, self.down_EDI, index_TA, weight_TA, gated=gated)
         if s.latent:
-            y_TD = ops.linear(y_TD, self.latent_out)
+            y_TD = self.latent_out(y_TD)
         if self.shared is None:
             return y_TD
         shared_TD = self.shared(x_TD)

@@ -12,6 +12,7 @@ from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import EagleFolder, find_head, read_head
 from specdec.models.eagle_head import EagleHead
+from specdec.models.formats import WeightFormat
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import CheckpointWeights, Weights
 
@@ -36,7 +37,7 @@ class HeadSource(Protocol):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        quantize: bool = False,
+        quantize: WeightFormat | None = None,
         headers_only: bool = False,
         progress: bool | None = None,
     ) -> CheckpointWeights | None:
@@ -77,7 +78,7 @@ def load_head(
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
-    quantize: bool = False,
+    quantize: WeightFormat | None = None,
     headers_only: bool = False,
     progress: bool | None = None,
 ) -> Head:

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Reader(Protocol):
-    """What a recipe works with: tensors on the engine's device, and in its dtype unless they stay narrow."""
+    """What a recipe works with: tensors on the engine's device, and in its dtype unless they stay FP8."""
 
     @property
     def count(self) -> int:
@@ -32,7 +32,7 @@ class Reader(Protocol):
     def read(self, disk: str, shape: Shape) -> Matrix: ...
 
     def widen(self, matrix: Matrix, disk: str) -> Tensor:
-        """Give up on the blocks of a narrow matrix, and note its name."""
+        """Give up on the blocks of an FP8 matrix, and note its name."""
         ...
 
     def empty(self, shape: Shape, like: Matrix) -> Matrix: ...
@@ -58,7 +58,7 @@ def taps(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
 
 
 def rows(order: Callable[[], Tensor], total: int) -> Recipe:
-    """Choose rows of a larger projection, in the order given; a narrow one stays so if whole blocks move.
+    """Choose rows of a larger projection, in the order given; an FP8 one stays so if whole blocks move.
 
     The order is listed once the files are known to have so many rows.
     """
@@ -80,7 +80,7 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
 def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Gather experts stored one by one, the parts of each (gate, up) below one another.
 
-    Narrow parts stay so where they end with a block. More experts than there are tensors are not looked for:
+    FP8 parts stay so where they end with a block. More experts than there are tensors are not looked for:
     the first that is absent is enough.
     """
     experts, height = shape[0], shape[1] // len(disk)

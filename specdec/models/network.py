@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models import spec
+from specdec.models.linear import Linear
 from specdec.models.mixers.base import LoadedMixer, Memory, Place, Step
 from specdec.models.norm import Norm
 from specdec.models.replay import Replays
@@ -162,7 +163,7 @@ class Network:
         self.blocks = build_blocks(s.layers, s, weights, kernels)
         self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         head_VD = self.embed_VD if s.tied else weights.take("head.weight", (s.vocab, s.hidden))
-        self.head = kernels.pack(head_VD)
+        self.head = Linear(kernels, head_VD)
         self.shortlist: Shortlist | None = None
         if shortlist_C is not None:
             shortlist_C = shortlist_C.to(device)
@@ -213,8 +214,7 @@ class Network:
 
     def project(self, hidden_TD: Tensor) -> Tensor:
         """Project hidden states (after the final norm) to the vocabulary's logits, in the model's dtype."""
-        logits_TV: Tensor = self.kernels.linear(hidden_TD, self.head)
-        return logits_TV
+        return self.head(hidden_TD)
 
     def project_drafts(self, hidden_TD: Tensor) -> Tensor:
         """Project a head's hidden states; what is not to be drafted has minus infinity."""
@@ -240,7 +240,7 @@ class MTPHead:
         weights = weights.within("mtp")
         self.embed_norm_D = s.norm.load(weights, "embed_norm.weight", s.hidden)
         self.hidden_norm_D = s.norm.load(weights, "hidden_norm.weight", s.hidden)
-        self.fc = kernels.pack(weights.take("fc.weight", (s.hidden, 2 * s.hidden)))
+        self.fc = Linear.load(weights, kernels, {"fc": s.hidden}, 2 * s.hidden, exact=("fc",))
         self.blocks = build_blocks(s.mtp, s, weights, kernels, behind=s.layers)
         self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         self._replays = Replays(self._run, kernels)
@@ -261,7 +261,7 @@ class MTPHead:
         embed_TD = ops.embedding(self.target.embed_VD, window.token_T)
         embed_TD = ops.rms_norm(embed_TD, self.embed_norm_D, self.eps)
         hidden_TD = ops.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)
-        x_TD = ops.linear(ops.concat(embed_TD, hidden_TD), self.fc)
+        x_TD = self.fc(ops.concat(embed_TD, hidden_TD))
         return (run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)[0],)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 from specdec.kernels.table import Kernels
+from specdec.models.linear import Linear
 
 COUNTS = "token_counts.json"
 """In a model's folder: {"counts": [how often token 0 occurs, token 1, …]}; those left out never do."""
@@ -48,11 +49,11 @@ class Shortlist:
     """
 
     def __init__(self, head_CD: Tensor, ids_C: Tensor | None, vocab: int, kernels: Kernels) -> None:
-        self.head, self.ids_C, self.vocab, self.kernels = kernels.pack(head_CD), ids_C, vocab, kernels
+        self.head, self.ids_C, self.vocab, self.kernels = Linear(kernels, head_CD), ids_C, vocab, kernels
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
         """Return logits of the whole vocabulary, minus infinity where nothing is ranked."""
-        logits_TC: Tensor = self.kernels.linear(hidden_TD, self.head)
+        logits_TC = self.head(hidden_TD)
         if self.ids_C is None:
             return logits_TC
         logits_TV: Tensor = self.kernels.scatter_columns(logits_TC, self.ids_C, self.vocab)

@@ -15,6 +15,7 @@ from specdec.errors import CheckpointError
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Fp8, Matrix
 from specdec.models.checkpoint import Checkpoint, TensorInfo, few
+from specdec.models.formats import WeightFormat
 from specdec.models.layouts import Layout, Shape
 from specdec.models.sizes import fields_behind
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _READABLE = ("F64", "F32", "F16", "BF16")
 
-_NARROW = "F8_E4M3"
+_FP8 = "F8_E4M3"
 
 # A prime, so that the rows of a tensor longer than the noise differ.
 _NOISE = 4_194_301
@@ -31,7 +32,7 @@ _NOISE = 4_194_301
 class Weights(Protocol):
     """Hand out each tensor once, in `dtype` (None: the engine's), on the engine's device.
 
-    `matrix` is for the large ones, which may be stored in eight bits; what must not be is taken.
+    `matrix` is for the large ones, which may be quantised; what must not be is taken.
     """
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor: ...
@@ -83,14 +84,14 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         mtp: bool = False,
-        narrow: bool = False,
-        quantize: bool = False,
+        fp8_weights: bool = False,
+        quantize: WeightFormat | None = None,
         headers_only: bool = False,
         progress: bool | None = None,
     ) -> None:
         """Show progress where `progress` says so; None: where stderr is a terminal.
 
-        `narrow` says that the config announces 8-bit weights; `quantize` makes matrices such that are not.
+        `fp8_weights` says that the config announces them; to `quantize` all other matrices are rounded.
         """
         self._checkpoint, self._layout = checkpoint, layout
         self._dtype, self._device = dtype, torch.device(device)
@@ -99,7 +100,7 @@ class CheckpointWeights:
         self._wanted = layout.wanted(self._names, mtp=mtp)
         self._read: set[str] = set()
         self._taken: set[str] = set()
-        self._narrow, self._quantize, self._headers_only = narrow, quantize, headers_only
+        self._fp8_weights, self._quantize, self._headers_only = fp8_weights, quantize, headers_only
         self._widened: dict[str, None] = {}
         self._missing: list[str] = []
         self._misshapen: list[str] = []
@@ -108,18 +109,18 @@ class CheckpointWeights:
         self._bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=hidden)
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a canonical tensor, in memory of its own; one that is stored narrow is widened."""
-        taken = self._make(name, shape, _Reader(self, name, dtype or self._dtype, keep_narrow=False))
+        """Return a canonical tensor, in memory of its own; one that is stored in FP8 is widened."""
+        taken = self._make(name, shape, _Reader(self, name, dtype or self._dtype, keep_fp8=False))
         assert isinstance(taken, Tensor)
         return taken
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         """Return a canonical matrix, in memory of its own: in eight bits where it is stored or wanted so."""
-        reader = _Reader(self, name, self._dtype, keep_narrow=True)
+        reader = _Reader(self, name, self._dtype, keep_fp8=True)
         made = self._make(name, shape, reader)
         if not self._quantize or isinstance(made, Fp8) or self.unused or reader.widened:
             return made  # what was widened is not rounded a second time
-        return fp8.quantise(made)
+        return self._quantize.quantise(made)
 
     @property
     def count(self) -> int:
@@ -159,7 +160,7 @@ class CheckpointWeights:
             self._missing.append(f"{disk} {list(shape)}")
             return self.stand_in(shape, dtype)
         info = self._checkpoint.info(disk)
-        readable = (*_READABLE, _NARROW) if self._narrow and len(shape) > 1 else _READABLE
+        readable = (*_READABLE, _FP8) if self._fp8_weights and len(shape) > 1 else _READABLE
         if info.shape != shape:
             fields = ", ".join(fields_behind(self._checkpoint.config, ours, info.shape, shape))
             by = f" ({fields})" if fields else ""
@@ -168,11 +169,11 @@ class CheckpointWeights:
             self.note(
                 f"{disk} is stored as {info.dtype}, specdec reads {', '.join(readable)}{self._hint(info)}"
             )
-        elif info.dtype == _NARROW:
-            return self._read_narrow(disk, shape, dtype)
+        elif info.dtype == _FP8:
+            return self._read_fp8(disk, shape, dtype)
         return self._copy(disk, shape, dtype)
 
-    def _read_narrow(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
+    def _read_fp8(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
         """Copy the numbers and the scales of a matrix."""
         name, blocks = f"{disk}_scale_inv", fp8.block_shape(shape)
         numbers = self._copy(disk, shape, torch.float8_e4m3fn)
@@ -198,7 +199,7 @@ class CheckpointWeights:
         return tensor
 
     def _hint(self, info: TensorInfo) -> str:
-        unannounced = info.dtype == _NARROW and not self._narrow
+        unannounced = info.dtype == _FP8 and not self._fp8_weights
         return ", and config.json has no quantization_config that announces it" if unannounced else ""
 
     def note(self, problem: str) -> None:
@@ -206,7 +207,7 @@ class CheckpointWeights:
         self._misshapen.append(problem)
 
     def widen(self, matrix: Fp8, disk: str) -> Tensor:
-        """Widen a narrow matrix, and note its name for the log."""
+        """Widen an FP8 matrix, and note its name for the log."""
         self._widened[disk] = None
         return fp8.widen(matrix)
 
@@ -245,10 +246,8 @@ class CheckpointWeights:
 class _Reader:
     """Bind a target type for the recipe that is making one tensor."""
 
-    def __init__(
-        self, weights: CheckpointWeights, name: str, dtype: torch.dtype, *, keep_narrow: bool
-    ) -> None:
-        self._weights, self._name, self._dtype, self._keep_narrow = weights, name, dtype, keep_narrow
+    def __init__(self, weights: CheckpointWeights, name: str, dtype: torch.dtype, *, keep_fp8: bool) -> None:
+        self._weights, self._name, self._dtype, self._keep_fp8 = weights, name, dtype, keep_fp8
         self.widened = False
 
     @property
@@ -261,7 +260,7 @@ class _Reader:
 
     def read(self, disk: str, shape: Shape) -> Matrix:
         matrix = self._weights.read(disk, shape, self._dtype, self._name)
-        return matrix if self._keep_narrow else self.widen(matrix, disk)
+        return matrix if self._keep_fp8 else self.widen(matrix, disk)
 
     def widen(self, matrix: Matrix, disk: str) -> Tensor:
         if isinstance(matrix, Tensor):
@@ -274,7 +273,7 @@ class _Reader:
 
     def unlike(self, disk: str) -> None:
         if not self._weights.unused:
-            self._weights.note(f"{disk} is not stored as the experts before it are, of which some are narrow")
+            self._weights.note(f"{disk} is not stored as the experts before it are, of which some are FP8")
 
 
 def _first_name(found: Iterable[list[str]]) -> str:
@@ -295,11 +294,11 @@ class RandomWeights:
         device: torch.device | str = "cpu",
         *,
         norm_offset: float = 0.0,
-        quantize: bool = False,
+        quantize: WeightFormat | None = None,
     ) -> None:
         """Make norms multiply by one, given the offset that the network adds to their weights.
 
-        `quantize` rounds each large matrix to eight bits once it is drawn, before the next one is.
+        To `quantize` each large matrix is rounded once it is drawn, before the next one is.
         """
         self._seed, self._dtype, self._device = seed, dtype, torch.device(device)
         self._norm_offset, self._quantize = norm_offset, quantize
@@ -314,7 +313,7 @@ class RandomWeights:
     def matrix(self, name: str, shape: Shape) -> Matrix:
         """Return the matrix of this name, in eight bits where that is wanted."""
         drawn = self.take(name, shape)
-        return fp8.quantise(drawn) if self._quantize else drawn
+        return self._quantize.quantise(drawn) if self._quantize else drawn
 
     def has(self, name: str) -> bool:
         """Any tensor can be drawn."""

@@ -30,7 +30,8 @@ from specdec.errors import CapacityError
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
-from specdec.models.families import is_narrow, open_weights
+from specdec.models.families import has_fp8_weights, open_weights
+from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource, load_head
 from specdec.models.network import Network
 from specdec.models.weights import CheckpointWeights, RandomWeights
@@ -77,9 +78,9 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         dtype=settings.dtype,
         device=settings.device,
         mtp=opened.head is not None and opened.head.checkpoint is None,
-        quantize=settings.quantize,
+        quantize=_format(settings),
     )
-    if settings.quantize or is_narrow(checkpoint.config):
+    if settings.quantize or has_fp8_weights(checkpoint.config):
         form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if settings.narrow else logging.WARNING, "8-bit weights: %s", form)
     return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
@@ -99,11 +100,16 @@ def build_random(
     weights = RandomWeights(
         *(seed, settings.dtype, settings.device),
         norm_offset=network_spec.norm.offset,
-        quantize=settings.quantize,
+        quantize=_format(settings),
     )
     # Of weights that are drawn no token is commoner than another.
     shortlist_C = torch.arange(min(config.draft_vocab, network_spec.vocab)) if config.draft_vocab else None
     return _load(network_spec, weights, None, settings, head_of(settings.drafters, heads), shortlist_C)
+
+
+def _format(settings: Resolved) -> WeightFormat | None:
+    """Return what large matrices are rounded to."""
+    return FORMATS["fp8"] if settings.quantize else None
 
 
 def _load(
@@ -132,7 +138,7 @@ def _load(
             max_length=settings.max_model_len,
             dtype=settings.dtype,
             device=settings.device,
-            quantize=settings.quantize,
+            quantize=_format(settings),
         )
     weights.finish()
     logger.info("kernels: %s", describe_kernels(settings.kernels))

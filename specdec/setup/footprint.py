@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from specdec.config.engine import EngineConfig
-from specdec.kernels.linear import fp8
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.eagle import find_head
 from specdec.models.feed_forward import MoE
+from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
@@ -42,8 +42,8 @@ class Parameter:
 class ShapeWeights:
     """Answer a network with tensors that have a shape and no memory, and keep the list."""
 
-    def __init__(self, network: spec.Network, dtype: torch.dtype, *, narrow: bool) -> None:
-        self.network, self.dtype, self.narrow = network, dtype, narrow
+    def __init__(self, network: spec.Network, dtype: torch.dtype, *, quantize: WeightFormat | None) -> None:
+        self.network, self.dtype, self.quantize = network, dtype, quantize
         self.parameters: list[Parameter] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -52,10 +52,10 @@ class ShapeWeights:
         return self._note(name, shape, dtype, prod(shape) * dtype.itemsize)
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Note one large matrix, which may lie in eight bits."""
-        if not self.narrow:
+        """Note one large matrix, which may be quantised."""
+        if not self.quantize:
             return self.take(name, shape)
-        return self._note(name, shape, self.dtype, fp8.num_bytes(shape))
+        return self._note(name, shape, self.dtype, self.quantize.num_bytes(shape))
 
     def _note(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Tensor:
         self.parameters.append(Parameter(name, prod(shape), num_bytes, self._experts(name)))
@@ -117,16 +117,20 @@ class Footprint:
 
 
 def measure(
-    network: spec.Network, dtype: torch.dtype, *, narrow: bool = False, head: HeadSource | None = None
+    network: spec.Network,
+    dtype: torch.dtype,
+    *,
+    quantize: WeightFormat | None = None,
+    head: HeadSource | None = None,
 ) -> Footprint:
-    """List every parameter of a network without holding any; `narrow` counts large matrices in eight bits."""
-    weights = ShapeWeights(network, dtype, narrow=narrow)
+    """List every parameter of a network without holding any; large matrices are counted in `quantize`."""
+    weights = ShapeWeights(network, dtype, quantize=quantize)
     kernels = load_kernels("reference")
     target = Network(network, weights, kernels, max_length=1, device=torch.device("meta"))
     split = len(weights.parameters)
     if network.mtp:
         MTPHead(target, weights)
-    own = ShapeWeights(network, dtype, narrow=narrow)
+    own = ShapeWeights(network, dtype, quantize=quantize)
     if head and head.checkpoint:
         head.fill(target, own, max_length=1)
     found = weights.parameters
@@ -142,7 +146,8 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings
     stored_bytes, narrow_bytes = opened.checkpoint.sizes()
-    footprint = measure(network, settings.dtype, narrow=settings.narrow, head=opened.head)
+    quantize = FORMATS["fp8"] if settings.narrow else None
+    footprint = measure(network, settings.dtype, quantize=quantize, head=opened.head)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)

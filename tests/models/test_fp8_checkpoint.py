@@ -169,7 +169,7 @@ def take(weights: Weights, name: str, shape: tuple[int, ...]) -> Matrix:
 
 def test_weights_are_rounded_on_load_where_that_is_wanted(pair: Callable[[str], Pair]) -> None:
     wide = pair("qwen3_next")[1]
-    plain, rounded = open_weights(wide), open_weights(wide, quantize=True)
+    plain, rounded = open_weights(wide), open_weights(wide, quantize=fp8)
     for name, shape in tensors(wide):
         expected, found = take(plain, name, shape), take(rounded, name, shape)
         if isinstance(found, Tensor):
@@ -183,12 +183,12 @@ def test_nothing_is_rounded_twice(pair: Callable[[str], Pair]) -> None:
     """A matrix whose blocks had to be torn apart stays as exact as it was."""
     narrow, wide = pair("qwen3_next, odd")
     name, shape = next((n, s) for n, s in tensors(narrow) if n.endswith("in_qkv.weight"))
-    found = open_weights(narrow, quantize=True).matrix(name, shape)
+    found = open_weights(narrow, quantize=fp8).matrix(name, shape)
     assert torch.equal(found, open_weights(wide).take(name, shape))
 
 
 def test_random_weights_are_drawn_in_eight_bits() -> None:
-    narrow = RandomWeights(0, torch.bfloat16, quantize=True).matrix("layers.0.ffn.experts.up", (2, 256, 192))
+    narrow = RandomWeights(0, torch.bfloat16, quantize=fp8).matrix("layers.0.ffn.experts.up", (2, 256, 192))
     wide = RandomWeights(0, torch.bfloat16).take("layers.0.ffn.experts.up", (2, 256, 192))
     assert isinstance(narrow, Fp8) and narrow.dtype == torch.bfloat16
     assert distance(fp8.widen(narrow).float(), wide.float()) < 0.05

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group
-from specdec.kernels.linear.fp8 import join
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
+from specdec.models.linear import Linear
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -63,24 +62,20 @@ class LoadedAttention(LoadedMixer):
             eps=norm.eps if norm else 0.0,
         )
         rows = dict(zip("qkv", self.layer.widths, strict=True))
-        weight = join([weights.matrix(f"{n}.weight", (width, place.reads)) for n, width in rows.items()])
-        bias = (
-            torch.cat([weights.take(f"{n}.bias", (width,)) for n, width in rows.items()]) if s.bias else None
-        )
-        self.project = kernels.pack(weight, bias)
-        out_bias = weights.take("o.bias", (place.writes,)) if s.bias and s.out_bias else None
-        self.out = kernels.pack(weights.matrix("o.weight", (place.writes, s.heads * s.head_dim)), out_bias)
+        self.project = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
+        inner, bias = s.heads * s.head_dim, s.bias and s.out_bias
+        self.out = Linear.load(weights, kernels, {"o": place.writes}, inner, bias=bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, pages = self.kernels, step.memory.pages(self.index)
-        projected_TN = ops.linear(x_TD, self.project)
+        projected_TN = self.project(x_TD)
         rotation = step.rope[self.rope] if self.rope else None
 
         def attend(group: Group) -> Tensor:
             own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
             return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
-        return ops.linear(step.by_group(attend), self.out)
+        return self.out(step.by_group(attend))
 
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)

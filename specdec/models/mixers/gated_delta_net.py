@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import RecordIds
-from specdec.kernels.linear.fp8 import join
 from specdec.kernels.table import Kernels
+from specdec.models.linear import Linear
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
@@ -54,13 +54,9 @@ class LoadedGatedDeltaNet(LoadedMixer):
     def __init__(self, s: GatedDeltaNet, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index = kernels, place.state
         value = s.value_heads * s.value_dim
-        large = [
-            weights.matrix("in_qkv.weight", (s.channels, place.reads)),
-            weights.matrix("in_z.weight", (value, place.reads)),
-        ]
+        rows = {"in_qkv": s.channels, "in_z": value, "in_b": s.value_heads, "in_a": s.value_heads}
         # The gates stay exact: what they decide is multiplied into the state at every token.
-        gates = [weights.take(f"in_{n}.weight", (s.value_heads, place.reads)) for n in "ba"]
-        self.project = kernels.pack(join([*large, *gates]))
+        self.project = Linear.load(weights, kernels, rows, place.reads, exact=("in_b", "in_a"))
         self.layer = DeltaLayer(
             *(s.key_heads, s.value_heads, s.key_dim, s.value_dim),
             conv_CK=load_conv(weights, s.channels, s.conv),
@@ -69,13 +65,13 @@ class LoadedGatedDeltaNet(LoadedMixer):
             norm_W=weights.take("norm.weight", (s.value_dim,)),
             eps=s.eps,
         )
-        self.out = kernels.pack(weights.matrix("out.weight", (place.writes, value)))
+        self.out = Linear.load(weights, kernels, {"out": place.writes}, value)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, memory = self.kernels, step.memory.recurrent(self.index)
-        projected_TN = ops.linear(x_TD, self.project)
+        projected_TN = self.project(x_TD)
         o_TV = step.by_group(lambda group: ops.delta_net(group.take(projected_TN), self.layer, memory, group))
-        return ops.linear(o_TV, self.out)
+        return self.out(o_TV)
 
     def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.kernels.group import RecordIds
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.table import Kernels
+from specdec.models.linear import Linear
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
@@ -60,9 +61,8 @@ class Mamba2(Mixer):
 class LoadedMamba2(LoadedMixer):
     def __init__(self, s: Mamba2, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index = kernels, place.state
-        rows = s.inner + s.channels + s.heads
-        bias = weights.take("in.bias", (rows,)) if s.bias else None
-        self.project = kernels.pack(weights.matrix("in.weight", (rows, place.reads)), bias)
+        rows = {"in": s.inner + s.channels + s.heads}
+        self.project = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
         self.layer = MambaLayer(
             *(s.groups, s.heads, s.state_dim, s.head_dim),
             conv_CK=load_conv(weights, s.channels, s.conv),
@@ -74,14 +74,13 @@ class LoadedMamba2(LoadedMixer):
             norm_N=weights.take("norm.weight", (s.inner,)),
             eps=s.eps,
         )
-        out_bias = weights.take("out.bias", (place.writes,)) if s.bias else None
-        self.out = kernels.pack(weights.matrix("out.weight", (place.writes, s.inner)), out_bias)
+        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner, bias=s.bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, memory = self.kernels, step.memory.recurrent(self.index)
-        projected_TN = ops.linear(x_TD, self.project)
+        projected_TN = self.project(x_TD)
         o_TN = step.by_group(lambda group: ops.mamba(group.take(projected_TN), self.layer, memory, group))
-        return ops.linear(o_TN, self.out)
+        return self.out(o_TN)
 
     def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)

@@ -1,7 +1,30 @@
-"""What a config says of weights that are stored in eight bits."""
+"""The formats of weights beside the model's own dtype, and what a config says of them."""
 
-from specdec.kernels.linear.fp8 import BLOCK
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor
+
+from specdec.kernels.linear import fp8
+from specdec.kernels.linear.fp8 import BLOCK, Matrix
 from specdec.models.fields import Fields
+
+
+class WeightFormat(Protocol):
+    """A format that large matrices can be rounded to while they are loaded."""
+
+    def quantise(self, weight_ND: Tensor) -> Matrix:
+        """Round a matrix, or one of each expert."""
+        ...
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Count the bytes of a matrix of this shape, scales included."""
+        ...
+
+
+FORMATS: Mapping[str, WeightFormat] = MappingProxyType({"fp8": fp8})
+"""By the names that `quantize` knows."""
 
 _FIELD = "quantization_config"
 

@@ -1,0 +1,47 @@
+"""The one way in which a model multiplies by a weight."""
+
+from collections.abc import Collection, Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear.fp8 import Matrix, join
+from specdec.kernels.table import Kernels
+from specdec.models.weights import Weights
+
+
+class Linear:
+    """y = x Wᵀ + b, by a weight that is packed once as these kernels read it.
+
+    What the weight is stored in is the business of its `Matrix`, a tensor or a quantised form.
+    """
+
+    __slots__ = ("_multiply", "_packed")
+
+    def __init__(self, kernels: Kernels, weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> None:
+        """Pack a weight, or several whose outputs follow each other, each in a format of its own."""
+        self._multiply, self._packed = kernels.linear, kernels.pack(weight, bias_N)
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        kernels: Kernels,
+        rows: Mapping[str, int],
+        columns: int,
+        *,
+        bias: bool = False,
+        exact: Collection[str] = (),
+    ) -> Self:
+        """Load matrices that read the same tokens, with the rows of each; `exact` ones stay unquantised."""
+        parts = [
+            (weights.take if name in exact else weights.matrix)(f"{name}.weight", (count, columns))
+            for name, count in rows.items()
+        ]
+        biases = [weights.take(f"{name}.bias", (count,)) for name, count in rows.items()] if bias else []
+        return cls(kernels, join(parts), torch.cat(biases) if biases else None)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Multiply packed tokens."""
+        return self._multiply(x_TD, self._packed)
