@@ -85,5 +85,8 @@ class RecurrentMemory(NamedTuple):
     """The last I = kernel - 1 raw inputs of the convolution, oldest first."""
     update_SRHW: Tensor
     decay_SRH: Tensor
-    """Each token's own log-decay: sums from a root would lose digits where they are subtracted."""
+    """Each token's own log-decay: sums from a root would lose digits where they are subtracted.
+
+    A mixer whose decay is a vector over the keys has one more dimension, [S, R, H, K].
+    """
     input_SRC: Tensor

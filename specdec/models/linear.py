@@ -17,11 +17,11 @@ class Linear:
     What the weight is stored in is the business of its `Matrix`, a tensor or a quantised form.
     """
 
-    __slots__ = ("_multiply", "_packed")
+    __slots__ = ("_multiply", "packed")
 
     def __init__(self, kernels: Kernels, weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> None:
         """Pack a weight, or several whose outputs follow each other, each in a format of its own."""
-        self._multiply, self._packed = kernels.linear, kernels.pack(weight, bias_N)
+        self._multiply, self.packed = kernels.linear, kernels.pack(weight, bias_N)
 
     @classmethod
     def load(
@@ -44,4 +44,4 @@ class Linear:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Multiply packed tokens."""
-        return self._multiply(x_TD, self._packed)
+        return self._multiply(x_TD, self.packed)

@@ -97,6 +97,8 @@ def resolve(
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
     head = head_of(drafters, heads)
     _refuse_without_head(config, drafters)
+    if drafters:
+        _refuse_backing(config.slots, network)
     kv_dtype = FP8 if config.kv_dtype == "fp8" else None
     if kv_dtype and kernels == "native":
         logger.info("attention: in torch, since the C forms read no keys of 8 bits")
@@ -185,6 +187,17 @@ def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
                 f"{field}: only a head has a use for it, and {' and '.join(drafters) or 'nothing'} drafts; "
                 f"leave it out, or choose draft={quoted_heads()}.",
                 field=field,
+            )
+
+
+def _refuse_backing(slots: str, network: spec.Network) -> None:
+    """Refuse draft slots of a form in which one of the model's mixers can take no token back."""
+    for mixer in network.mixers():
+        if slots not in mixer.backings:
+            others = " or ".join(sorted(mixer.backings))
+            raise ConfigError(
+                f"slots: {mixer.kind} cannot take drafts back from {slots}s; use {others}, or draft='none'.",
+                field="slots",
             )
 
 

@@ -40,6 +40,8 @@ class StateShape:
     value_dim: int
     conv_inputs: int
     channels: int
+    decay_dim: int = 1
+    """Log-decays of a head: one, or one for each of its `key_dim` rows."""
 
 
 class PageParts(NamedTuple):
@@ -144,7 +146,7 @@ class Layout:
         offsets, size = _place(
             part
             for s in self.states
-            for part in (wide * s.heads * s.value_dim, wide * s.heads, item * s.channels)
+            for part in (wide * s.heads * s.value_dim, wide * s.heads * s.decay_dim, item * s.channels)
         )
         return RecordParts(tuple(map(RecordOffsets, *(offsets[part::3] for part in range(3)))), size)
 
@@ -218,7 +220,8 @@ class Layout:
 
 def _check_state(layer: int, state: StateShape) -> None:
     dims = (state.key_dim, state.value_dim)
-    if min(state.channels - 1, state.conv_inputs, state.heads) < 0 or (state.heads and min(dims) < 1):
+    is_sized = min(state.channels - 1, state.conv_inputs, state.heads) >= 0
+    if not is_sized or (state.heads and min(dims) < 1) or state.decay_dim not in (1, state.key_dim):
         raise ConfigError(f"recurrent layer {layer} has sizes out of range: {state}", field="states")
 
 

@@ -31,12 +31,13 @@ def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]
     parts = zip(layout.states, layout.state_parts.layers, layout.record_parts.layers, strict=True)
     for shape, state, record in parts:
         heads = shape.heads
+        decays = (heads,) if shape.decay_dim == 1 else (heads, shape.decay_dim)
         memories.append(
             RecurrentMemory(
                 _view(data, wide, state.state, [slabs], (heads, shape.key_dim, shape.value_dim)),
                 _view(data, narrow, state.window, [slabs], (shape.conv_inputs, shape.channels)),
                 _view(data, wide, record.update, [slabs, records], (heads, shape.value_dim)),
-                _view(data, wide, record.decay, [slabs, records], (heads,)),
+                _view(data, wide, record.decay, [slabs, records], decays),
                 _view(data, narrow, record.input, [slabs, records], (shape.channels,)),
             )
         )

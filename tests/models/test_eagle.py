@@ -155,7 +155,7 @@ def test_each_layout_equals_plain_torch(tmp_path: Path, target: Path, how: str) 
     runner = Runner(target, torch.float64, eagle=tmp_path)
     embed_VD, head = runner.network.embed_VD, runner.network.head
     found, given = drafted(runner)
-    right = expected(Oracle(config, tensors, embed_VD, head.weight_ND), given)
+    right = expected(Oracle(config, tensors, embed_VD, head.packed.weight_ND), given)
     assert apart(found, right) < FLOAT64_LOGITS
     assert apart(found[:-1], right[1:]) > 1e-2
 
@@ -169,7 +169,7 @@ def test_a_window_leaves_out_whole_blocks_before_it(
     """
     config, tensors = published(tmp_path, target, PUBLISHED["eagle3"])
     runner = Runner(target, torch.float64, eagle=tmp_path)
-    oracle = Oracle(config, tensors, runner.network.embed_VD, runner.network.head.weight_ND)
+    oracle = Oracle(config, tensors, runner.network.embed_VD, runner.network.head.packed.weight_ND)
     found, given = drafted(runner, back=5)
     seen = [0] * (len(TEXT) - 1) + [16] * len(DRAFT)
     right = expected(oracle, given, seen)
@@ -205,7 +205,9 @@ def test_mutants_of_the_published_layout_are_seen(tmp_path: Path, target: Path) 
     config, tensors = published(tmp_path, target, PUBLISHED["eagle3"])
     runner = Runner(target, torch.float64, eagle=tmp_path)
     found, given = drafted(runner)
-    right = expected(Oracle(config, tensors, runner.network.embed_VD, runner.network.head.weight_ND), given)
+    right = expected(
+        Oracle(config, tensors, runner.network.embed_VD, runner.network.head.packed.weight_ND), given
+    )
     assert apart(found, right) < FLOAT64_LOGITS
     head = runner.head
     assert isinstance(head, EagleHead)
