@@ -20,12 +20,12 @@ VARIABLE = "SPECDEC_API_KEY"
 
 
 class Access:
-    """What an operator has said of it. A wrong word is a `ConfigError`."""
+    """The operator's settings. A malformed one is a `ConfigError`."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._secret = secrets.token_bytes(32)
         self._callers = [self._caller(key.encode()) for key in read_keys(config)]
-        """A name for each key: what is kept of a request bears this one, and never the key."""
+        """A name for each key: what is stored of a request carries the name, never the key."""
         self._local = is_local(config.host)
         self.origins = Origins(config.allowed_origins)
 
@@ -36,11 +36,11 @@ class Access:
 
     @property
     def is_open_to_pages(self) -> bool:
-        """Tell whether a page from anywhere may ask."""
+        """Tell whether pages of every origin may send requests."""
         return not self._callers and self.origins.takes_any
 
     def admit(self, request: web.Request) -> str:
-        """Refuse a request, or say who calls: a name for each key, and none where no key is asked for."""
+        """Refuse a request, or return its caller: a name for each key, or none if no key is required."""
         if self._callers:
             headers = request.headers
             return self._check_key(headers.get("Authorization", ""), headers.get("x-api-key", ""))
@@ -48,7 +48,7 @@ class Access:
         return ""
 
     def admit_preflight(self, request: web.Request) -> None:
-        """Let a browser ask whether a page may send a request, or refuse it: it never brings a key."""
+        """Admit a CORS preflight, which never carries a key, or refuse it."""
         host, origin = request.headers.get("Host", ""), request.headers["Origin"]
         if not self._callers:
             self._refuse_pages(host, origin)
@@ -56,7 +56,7 @@ class Access:
             raise _foreign(origin)
 
     def _check_key(self, authorization: str, bare: str) -> str:
-        """Compare all keys, each in a time that tells nothing, not even a key's length."""
+        """Compare all keys, each in constant time, which does not even leak a key's length."""
         kind, _, bearer = authorization.partition(" ")
         given = [bearer] if kind.lower() == "bearer" else []
         mine = [self._caller(key.strip().encode(errors="surrogateescape")) for key in (*given, bare)]
@@ -76,7 +76,7 @@ class Access:
         return hmac.digest(self._secret, key, "sha256").hex()
 
     def _refuse_pages(self, host: str, origin: str | None) -> None:
-        """Refuse what a page from elsewhere has a browser send here, under a name of its own perhaps."""
+        """Refuse requests from pages of other origins, DNS rebinding included."""
         try:
             name, own = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
         except ValueError:
@@ -102,7 +102,7 @@ def _foreign(origin: str) -> Failure:
 
 
 def is_local(host: str) -> bool:
-    """Tell whether a name means this machine to itself alone."""
+    """Tell whether a host name is this machine's loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -110,7 +110,7 @@ def is_local(host: str) -> bool:
 
 
 def read_keys(config: ServerConfig) -> Sequence[str]:
-    """Collect the keys that an operator has given, wherever."""
+    """Collect the keys from the settings, the environment and the key file."""
     given: list[tuple[str, list[str]]] = []
     if config.api_key is not None:
         given.append(("api_key", config.api_key))
@@ -128,7 +128,7 @@ def read_keys(config: ServerConfig) -> Sequence[str]:
 
 
 def _lines(path: str) -> list[str]:
-    """Read a file of keys, without blank lines and those that begin with #."""
+    """Read a file of keys, skipping blank lines and comments."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: what comes of one HTTP request's prompts, as it comes."""
+"""Deltas of one HTTP request's prompts, handed from the engine's thread to the event loop."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,13 @@ from specdec.errors import SpecdecError
 from specdec.server.failures import Failure
 
 SHARE = 0.03
-"""Of the time, what the event loop may work while it streams: the engine waits for as much of it."""
+"""Share of the time that the event loop may use while it streams: the engine waits meanwhile."""
 LONGEST_S = 0.1
-"""For which what was said may wait all the same."""
+"""How long deltas may be held back at most, in seconds."""
 
 
 class Deadline:
-    """When a request must be over, counted from here; it may have to be before."""
+    """A request's deadline, counted from its arrival; it may be brought forward."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.start_s = seconds, time.perf_counter()
@@ -29,14 +29,14 @@ class Deadline:
         self._waits: asyncio.Task[object] | None = None
 
     def end(self, failure: Failure) -> None:
-        """Raise this where the request waits, or when it next does; from the event loop."""
+        """Raise this where the request waits, now or next; call from the event loop."""
         self._failure = failure
         if self._waits:
             self._waits.cancel()
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Wait for what is in here no longer than that."""
+        """Bound the time spent in the block by the deadline."""
         late = Failure(504, f"The answer took longer than {self.seconds:g} s.", code="timeout")
         if self._failure:
             raise self._failure
@@ -54,11 +54,11 @@ class Deadline:
         finally:
             self._waits = None
         if asyncio.get_running_loop().time() >= self._at_s:
-            raise late  # what is always there at once is never waited for
+            raise late  # a block that never waits would not notice
 
 
 class Said(NamedTuple):
-    """What a choice has gained since it was last looked at."""
+    """What a choice has produced since it was last read."""
 
     choice: int
     delta: Delta
@@ -67,7 +67,7 @@ class Said(NamedTuple):
 
 
 class Bell:
-    """Calls the event loop to what waits, soon where someone waits for it, else as often as it can afford.
+    """Wakes the event loop when deltas wait: soon if a client streams, else as often as it can afford.
 
     A stream of many small pieces costs the interpreter more than the pieces are worth, and the engine runs in
     the same one. So after each round the loop rests, the longer the more work the last round made: few
@@ -82,7 +82,7 @@ class Bell:
         self._worked_s = 0.0
 
     def ring(self, answers: "Answers", *, soon: bool) -> None:
-        """Hear, from the engine's thread, that something waits."""
+        """Note that deltas wait; called from the engine's thread."""
         if not answers.rang:
             answers.rang = True
             self._rung.append(answers)
@@ -91,7 +91,7 @@ class Bell:
             self._loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
-        self._called = self._resting = False  # before the first is taken: who rings now calls again
+        self._called = self._resting = False  # before the first is taken: a later ring schedules another call
         if self._timer:
             self._timer.cancel()
         count, before_s, self._worked_s = len(self._rung), self._worked_s, time.thread_time()
@@ -116,14 +116,14 @@ class Answers:
     ) -> None:
         self.engine, self.bell, self.prepared, self.until = engine, bell, prepared, until
         self.streams = streams
-        """Whether what comes is wanted before the end."""
+        """Whether deltas are streamed as they come."""
         self.n = prepared[0].params.n
         self.left = sum(own.params.n for own in prepared)
-        """Choices whose end was not yielded."""
+        """Choices whose last delta has not been yielded."""
         self.came = asyncio.Event()
         self.rang = False
         self._silent = set(range(self.left))
-        """Choices that the engine's thread has not heard of."""
+        """Choices that were not submitted to the engine's thread yet."""
         self._unended = self.left
         self._letters: deque[tuple[int, Delta, float]] = deque()
         self._error: SpecdecError | None = None
@@ -140,7 +140,7 @@ class Answers:
         return sum(len(prepared.ids) for prepared in self.prepared)
 
     def _take(self, prompt: int, item: Delta | SpecdecError) -> None:
-        """Keep what the engine's thread says, and ring for it."""
+        """Queue a delta from the engine's thread and wake the event loop."""
         if isinstance(item, SpecdecError):
             self._error = self._error or item
             self.bell.ring(self, soon=True)
@@ -155,7 +155,7 @@ class Answers:
             self._silent.discard(choice)
 
     async def __aiter__(self) -> AsyncIterator[Said]:
-        """Yield what each choice says; of one that said more than once meanwhile all at once."""
+        """Yield each choice's deltas; those that came together are merged."""
         while self.left:
             async with self.until.held():
                 await self.came.wait()

@@ -1,4 +1,4 @@
-"""The addresses of the server, and what every request passes through."""
+"""The server's routes, and the middleware that every request passes."""
 
 import asyncio
 import json
@@ -36,16 +36,16 @@ Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
 PAGES = playground()
 OPEN = {"/health", "/ready", "/metrics", "/openapi.json", *PAGES}
-"""What needs no key: load balancers and scrapers have none, and the page has a field for one."""
+"""Routes that need no key: load balancers and scrapers have none, and the page asks for one itself."""
 STARTED = int(time.time())
 GONE = 499
-"""What nginx calls a request whose client has left."""
+"""nginx's status for a request whose client has disconnected."""
 POLLED = {"/health", "/ready", "/metrics"}
-"""What machines ask for again and again; it would fill the log."""
+"""Routes that machines poll; they would fill the log."""
 
 
 def build_app(state: State) -> web.Application:
-    """Put the addresses together."""
+    """Assemble the routes."""
     app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass])
     app[STATE] = state
     app.on_response_prepare.append(_head)
@@ -71,7 +71,7 @@ def build_app(state: State) -> web.Application:
 
 
 async def _head(request: web.Request, response: web.StreamResponse) -> None:
-    """Put into the head of an answer, whole, streamed or an error, what all of them have."""
+    """Add the headers that every response has, whole, streamed or an error."""
     response.headers["Server"] = SERVER
     response.headers.update(request.get("headers", {}))
     response.headers.update(request.app[STATE].access.origins.headers(request.headers.get("Origin")))
@@ -88,7 +88,7 @@ def _with_state(handler: Handler) -> Callable[[web.Request], Awaitable[web.Strea
 async def _pass(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Give a request its id, check its key, and put whatever goes wrong into a client's words."""
+    """Give a request its id, check its key, and turn failures into error responses."""
     number = _request_id(request.headers.get("X-Request-ID"))
     request["headers"] = {"X-Request-ID": number}
     start_s, state = time.perf_counter(), request.app[STATE]
@@ -131,7 +131,7 @@ async def _pass(
 
 
 def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
-    """Say what a line of the log has of a request, as fields of its own where the log is JSON."""
+    """Return the fields of a request's log line; with JSON logs they are fields of the object."""
     return {
         "request_id": request["headers"]["X-Request-ID"],
         "method": request.method,
@@ -142,7 +142,7 @@ def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
 
 
 def _request_id(given: str | None) -> str:
-    """Take a client's own id where it can stand in a header and a log; else make one."""
+    """Use the client's request id if it is safe in a header and a log; else create one."""
     return given if given and re.fullmatch(r"[\w.:\-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
 
 
@@ -169,14 +169,14 @@ def _card(state: State, name: str) -> dict[str, Any]:
 
 
 async def _health(request: web.Request, state: State) -> web.Response:
-    """Tell whether the engine lives, and steps."""
+    """Report whether the engine is alive and stepping."""
     state.check_engine()
     state.check_step()
     return web.json_response({"status": "ok"})
 
 
 async def _ready(request: web.Request, state: State) -> web.Response:
-    """Tell whether requests are taken."""
+    """Report whether requests are accepted."""
     state.check_engine()
     if state.draining:
         raise Failure(503, "The server is stopping.", code="stopping")
@@ -233,7 +233,7 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
 
 
 async def _flush_cache(request: web.Request, state: State) -> web.Response:
-    """Forget what the caller's earlier requests left: outputs that drafters look up, and prefixes."""
+    """Flush the caller's cached prefixes and the outputs that drafters look up."""
     async with Deadline(state.config.request_timeout).held():
         await asyncio.wrap_future(state.engine.begin_flush(request["caller"]))
     return web.json_response({"status": "ok"})
@@ -244,7 +244,7 @@ async def _openapi(request: web.Request, state: State) -> web.Response:
 
 
 async def _server_info(request: web.Request, state: State) -> web.Response:
-    """Show how the engine was settled and what it has done; no key and no prompt is in it."""
+    """Show the engine's resolved settings and counters; they contain no key and no prompt."""
     engine = state.engine
     stats = engine.stats()
     shown = {
@@ -275,7 +275,7 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
 
 
 def _speculation(stats: EngineStats) -> dict[str, Any] | None:
-    """Say which drafts run now and why; without the two figures they are fixed."""
+    """Report which draft shape runs now and why; without the two figures it is fixed."""
     outlook = stats.speculation
     if outlook is None:
         return None
@@ -288,7 +288,7 @@ def _speculation(stats: EngineStats) -> dict[str, Any] | None:
 
 
 def _settled(settings: Resolved) -> dict[str, Any]:
-    """Show all that the engine runs with, the largest draft and the sizes in memory in their own words."""
+    """Show the resolved settings, the largest draft and the memory layout."""
     named = {field.name: getattr(settings, field.name) for field in fields(settings)}
     bounds, layout = named.pop("bounds"), named.pop("layout")
     return {

@@ -1,4 +1,4 @@
-"""What clients send, by the names of OpenAI's API and of vLLM's additions to it."""
+"""Request bodies, with the field names of OpenAI's API and of vLLM's extensions."""
 
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -17,12 +17,12 @@ from specdec.server.tools.parser import CallFormat
 
 Ids = Many[StrictInt]
 BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]
-"""Larger ones may be chosen so that their hashes are alike."""
+"""Larger ones could be chosen to collide in a hash table."""
 B = TypeVar("B", bound="Body")
 
 
 class Structured(BaseModel):
-    """vLLM's names for the forms that an output may have."""
+    """vLLM's `structured_outputs`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,7 +45,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's."""
+    """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -65,7 +65,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What completions and chats share. Null counts as not given; bounds are those of `SamplingParams`."""
+    """Fields of completions and chats. Null counts as absent; bounds are those of `SamplingParams`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -131,17 +131,17 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Name the fields that are left alone, whatever they ask for."""
+        """List the unknown fields, which are ignored."""
         return unknown(self.model_extra or {})
 
     @property
     def said(self) -> dict[str, Any]:
-        """Say at which values fields of other names ask for nothing more; the best `n` of `n` are all."""
+        """Return values at which unsupported fields ask for nothing more, such as `best_of` equal to `n`."""
         lengths = dict.fromkeys(("max_completion_tokens", "max_new_tokens"), self.max_tokens)
         return {"best_of": self.n or 1, "min_new_tokens": self.min_tokens, **lengths}
 
     def params(self, **own: Any) -> SamplingParams:
-        """Say how tokens are chosen, in the engine's words, which judges every value."""
+        """Return the sampling parameters; the engine validates every value."""
         shared = SamplingParams.model_fields.keys() & Body.model_fields.keys() - {"structured_outputs"}
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
         own = {"structured_outputs": self.structure, **own}
@@ -150,7 +150,7 @@ class Body(BaseModel):
 
     @cached_property
     def structure(self) -> Structure | None:
-        """Say what form the output must have, in whichever words it was asked for."""
+        """Return the structure that the output must have, in whichever field it was given."""
         given = []
         for name, own in (
             ("response_format", self.response_format),
@@ -186,7 +186,7 @@ class CompletionBody(Body):
 
     @property
     def scored(self) -> int | None:
-        """Say how many alternatives stand beside each token of a prompt; None: it is not scored."""
+        """Return the number of logprobs for each prompt token; None: the prompt is not scored."""
         echoed = self.logprobs if self.echo else None
         if self.prompt_logprobs is not None and echoed not in (None, self.prompt_logprobs):
             raise Failure(
@@ -199,7 +199,7 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list[str | Ids]:
-        """List the prompts, however many were given."""
+        """Return the prompts as a list."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -226,7 +226,7 @@ class ChatBody(Body):
     parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
 
     def offer(self, form: CallFormat | None, *, told: bool = True) -> Offer | None:
-        """Say what may be called, where calls are written in this format and the model is told of tools."""
+        """Return the tools that may be called, in the model's format, if its template states tools."""
         parallel = self.parallel_tool_calls
         offer = make_offer(self.tools, self.tool_choice, parallel=parallel, form=form, told=told)
         if offer and offer.structure and self.structure:
@@ -240,13 +240,13 @@ class ChatBody(Body):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Return what the client says to the template, beside the messages."""
+        """Return the chat template's variables beside the messages."""
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
         return effort | (self.chat_template_kwargs or {})
 
     @property
     def shown(self) -> int | None:
-        """Say how many alternatives are shown beside each token; None: no log-probabilities at all."""
+        """Return the number of alternatives for each token; None: no log-probabilities."""
         if self.top_logprobs and not self.logprobs:
             raise Failure(
                 400, "top_logprobs: it belongs to logprobs; set logprobs to true.", param="top_logprobs"

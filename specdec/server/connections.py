@@ -1,4 +1,4 @@
-"""How many connections there may be, and how long each may keep the server waiting for what it asks."""
+"""Limits on the number of connections and on how long each may keep the server waiting."""
 
 import asyncio
 import contextlib
@@ -12,11 +12,11 @@ from specdec.server.failures import UNKNOWN_ENCODING, Failure
 from specdec.server.protocol import Connection
 
 MOST_FILES = 1 << 16
-"""Open files that a process is given where the system lets it have them."""
+"""The limit of open files that the process asks the system for."""
 SPARE = 256
-"""Files for all that is no connection, and for those that are accepted at once."""
+"""Descriptors reserved for everything else, and for connections accepted in one batch."""
 LINGER_S = 2.0
-"""For the rest of a refused body, so that its sender still reads the answer."""
+"""For reading the rest of a refused body, so that its sender still reads the response."""
 ENCODINGS = {"", "identity", "gzip", "deflate"}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -29,10 +29,10 @@ class Connections:
         self.idle_s = idle_s
         self.most = min(most or limit, max(limit - SPARE, limit // 2))
         self._busy: set[asyncio.BaseProtocol] = set()
-        """Those that have a request under way."""
+        """Connections with a request in progress."""
 
     def factory(self, server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
-        """Return what makes a protocol of each new connection, and room for it where there is none."""
+        """Return the protocol factory; at the limit it closes an idle connection for the new one."""
 
         def new() -> Connection:
             return Connection(
@@ -57,7 +57,7 @@ class Connections:
 
     @contextlib.contextmanager
     def busy(self, connection: RequestHandler) -> Iterator[None]:
-        """Keep a connection from being closed for another one."""
+        """Protect a connection from being closed while a request is in progress."""
         self._busy.add(connection)
         try:
             yield
@@ -66,7 +66,7 @@ class Connections:
 
 
 class _Refused(asyncio.Protocol):
-    """Hangs up on a connection for which there is no room."""
+    """Closes a connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close it at once."""
@@ -74,18 +74,18 @@ class _Refused(asyncio.Protocol):
 
 
 async def expect_later(request: web.Request) -> None:
-    """Keep `100 Continue` back until it is clear that the body is wanted: `read_body` sends it."""
+    """Hold `100 Continue` back until the body is wanted: `read_body` sends it."""
     if not _waits(request):
         raise web.HTTPExpectationFailed
 
 
 def _waits(request: web.Request) -> bool:
-    """Tell whether the body comes once it is asked for."""
+    """Tell whether the client waits for `100 Continue`."""
     return request.headers.get("Expect", "").lower() == "100-continue"
 
 
 async def read_body(request: web.Request, limit_s: float) -> None:
-    """Read a body, which the request keeps; one that trickles in or is too large is not waited for."""
+    """Read a body into the request; refuse one that is too slow or too large."""
     if (request.content_length or 0) > request.client_max_size:
         raise Failure(
             413,
@@ -107,7 +107,7 @@ async def read_body(request: web.Request, limit_s: float) -> None:
 
 
 def _raise_limit() -> int:
-    """Ask for as many open files as there may be; return how many there may be now."""
+    """Raise the limit of open files as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -1,4 +1,4 @@
-"""What the engine counts itself, read whenever figures are asked for, by vLLM's names where it has any."""
+"""The engine's own counters, read at each scrape, under vLLM's metric names where it has any."""
 
 import re
 from collections import Counter
@@ -23,20 +23,20 @@ OLDER = {
     "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
-"""What vLLM called figures before it renamed them: dashboards ask for one or the other."""
+"""Metric names that vLLM has renamed: dashboards query either."""
 
 
 class EngineFigures(Collector):
-    """Reads the engine's own counts. It steps meanwhile: numbers may be a step apart."""
+    """Reads the engine's counters while it steps: values may be a step apart."""
 
     def __init__(self, engine: SpecEngine, labels: dict[str, str]) -> None:
         self.engine, self.labels = engine, labels
 
     def collect(self) -> Iterator[Metric]:
         stats, counts = self.engine.stats(), self.engine.model.loop.counts
-        yield self._gauge("vllm:num_requests_running", "Sequences that take part in steps.", stats.running)
+        yield self._gauge("vllm:num_requests_running", "Sequences that are running.", stats.running)
         yield self._gauge(
-            "vllm:num_requests_waiting", "Sequences that wait for memory or a place.", stats.waiting
+            "vllm:num_requests_waiting", "Sequences that wait for memory or a slot.", stats.waiting
         )
         yield from self._state(stats.waiting)
         yield self._sizes(counts.sizes.copy())
@@ -45,10 +45,10 @@ class EngineFigures(Collector):
         yield from self._health(stats)
         if stats.prefixes:
             yield from self._prefixes(stats.prefixes)
-        yield self._counter("specdec:steps", "Verify steps, each row's own.", counts.steps)
-        yield self._counter("specdec:step_tokens", "Tokens that those steps wrote.", counts.tokens)
-        yield self._by("specdec:step_seconds", "Their time by phase.", "phase", counts.seconds)
-        limited = "Steps in which something was short, by what."
+        yield self._counter("specdec:steps", "Verify steps, summed over rows.", counts.steps)
+        yield self._counter("specdec:step_tokens", "Tokens that verify steps emitted.", counts.tokens)
+        yield self._by("specdec:step_seconds", "Seconds of verify steps by phase.", "phase", counts.seconds)
+        limited = "Steps that a resource limited, by resource."
         yield self._by("specdec:limited", limited, "what", stats.limited_by)
 
     def _gauge(self, name: str, says: str, value: float) -> Metric:
@@ -71,7 +71,9 @@ class EngineFigures(Collector):
     def _memory(self, stats: EngineStats) -> Iterator[Metric]:
         arena = stats.arena
         share = arena.used_bytes / arena.capacity_bytes
-        yield self._gauge("vllm:kv_cache_usage_perc", "Part of the arena that requests use.", share)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of the KV cache and state memory that requests use.", share
+        )
         held = {
             "kv": arena.block_bytes,
             "state": arena.state_bytes,
@@ -85,16 +87,18 @@ class EngineFigures(Collector):
         for kind, used in held.items():
             family.add_metric([*self.labels.values(), kind], used)
         yield family
-        yield self._counter("vllm:num_preemptions", "Sequences that were preempted.", stats.preemptions)
+        yield self._counter("vllm:num_preemptions", "Preemptions of sequences.", stats.preemptions)
 
     def _speculation(self, counts: Counts) -> Iterator[Metric]:
         drafts = sum(counts.reached[:1])
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.", drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens in them.", counts.drafted)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Of those, accepted.", counts.accepted)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", counts.drafted)
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", counts.accepted
+        )
         yield self._by(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted by place in the draft, from 0.",
+            "Accepted draft tokens by position in the draft, from 0.",
             "position",
             {str(depth): count for depth, count in enumerate(counts.followed)},
         )
@@ -104,23 +108,36 @@ class EngineFigures(Collector):
         yield self._counter("specdec:failed_steps", failed, stats.failed_steps)
         clean = "Times that the engine was idle and its memory was proved empty and whole."
         yield self._counter("specdec:clean_checks", clean, stats.clean_checks)
-        yield self._counter("specdec:moved_blocks", "KV blocks moved together.", stats.moved_blocks)
+        yield self._counter(
+            "specdec:moved_blocks", "KV blocks moved to free whole slabs.", stats.moved_blocks
+        )
 
     def _prefixes(self, stats: PrefixStats) -> Iterator[Metric]:
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.asked)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens that were cache hits.", stats.hit)
-        yield self._counter("specdec:prefix_fetched", "Of those, from the host.", stats.fetched)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.asked
+        )
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.hit)
+        yield self._counter(
+            "specdec:prefix_fetched", "Cache hits fetched from the host's memory.", stats.fetched
+        )
         held = "Bytes of the arena that cached prefixes hold; evicted on demand."
         yield self._gauge("specdec:prefix_bytes", held, stats.cached_bytes)
-        yield self._gauge("specdec:prefix_alpha", "Weight of the work saved beside recency.", stats.alpha)
+        yield self._gauge(
+            "specdec:prefix_alpha", "Weight of saved work against recency in the eviction score.", stats.alpha
+        )
         evicted = {"state": stats.states_evicted, "kv": stats.blocks_evicted}
         says = "States and KV blocks that were evicted or flushed."
         yield self._by("specdec:prefix_evicted", says, "kind", evicted)
 
     def _state(self, waiting: int) -> Iterator[Metric]:
-        """Say in vLLM's words what state the engine is in: always awake, and short of one thing alone."""
+        """Report the engine's state as vLLM does: always awake, waiting only for capacity."""
         for name, says, label, values in (
-            ("num_requests_waiting_by_reason", "Sequences that wait.", "reason", {"capacity": waiting}),
+            (
+                "num_requests_waiting_by_reason",
+                "Waiting sequences by reason.",
+                "reason",
+                {"capacity": waiting},
+            ),
             ("engine_sleep_state", "1: the engine is awake.", "sleep_state", {"awake": 1}),
         ):
             family = GaugeMetricFamily(f"vllm:{name}", says, labels=[*self.labels, label])
@@ -136,16 +153,16 @@ class EngineFigures(Collector):
             "num_gpu_blocks": settings.memory_bytes // layout.slab_bytes * layout.blocks_per_slab,
         }
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "How memory is used.", labels=[*self.labels, *told]
+            "vllm:cache_config_info", "Configuration of the cache.", labels=[*self.labels, *told]
         )
         info.add_metric([*self.labels.values(), *map(str, told.values())], 1)
         yield info
 
     def _sizes(self, sizes: Counter[int]) -> Metric:
-        """Sum steps by their size up to each bound."""
+        """Build the histogram of tokens per step."""
         buckets = [(str(float(b)), sum(n for size, n in sizes.items() if size <= b)) for b in STEP_TOKENS]
         family = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens read and written by a step.", labels=list(self.labels)
+            "vllm:iteration_tokens_total", "Tokens processed in a step.", labels=list(self.labels)
         )
         whole = sum(size * count for size, count in sizes.items())
         family.add_metric(list(self.labels.values()), [*buckets, ("+Inf", sizes.total())], whole)
@@ -153,7 +170,7 @@ class EngineFigures(Collector):
 
 
 def renamed(text: bytes) -> bytes:
-    """Repeat the figures of `OLDER` by the names that earlier dashboards ask for."""
+    """Repeat the metrics in `OLDER` under their earlier names."""
     lines = text.split(b"\n")
     again = []
     for name, older in OLDER.items():

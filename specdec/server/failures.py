@@ -1,4 +1,4 @@
-"""What goes wrong, as clients of OpenAI's API expect to hear of it."""
+"""Errors in the form that clients of OpenAI's API expect."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ KINDS = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""By status; any other is the server's own."""
+"""The error type by status; any other status is a server error."""
 
 
 KINDS_OF_VALUE = {"str", "int", "float", "bool", "list", "dict"}
-"""What pydantic puts behind a field that may be of several."""
+"""Suffixes that pydantic adds to the location of a union's field."""
 
 
 SEVERAL = {
@@ -44,7 +44,7 @@ UNKNOWN_ENCODING = "Content-Encoding: it is none that this server reads; send gz
 
 
 class Failure(Exception):
-    """An answer that is an error. `param` names the field at fault, `code` the case for programs."""
+    """An error response. `param` names the field at fault, `code` is for programs."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Failure(Exception):
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
         self.trace: Exception | None = None
-        """What the log is to show: a mistake of the server's own. The engine's stand there already."""
+        """The exception to log: the server's own. The engine logs its own already."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Failure(Exception):
 
 
 def failure_of(error: Exception) -> Failure:
-    """Say to a client what it may know: its own mistakes in full, of the server's that there was one."""
+    """Return what a client may know: its own mistakes in full, of an internal error only that it happened."""
     match error:
         case Failure():
             return error
@@ -124,11 +124,11 @@ def _garbled(error: HttpProcessingError) -> Failure:
 
 
 Names = Mapping[str, str]
-"""What the client calls fields that the engine has other names for."""
+"""The client's names for fields that the engine names otherwise."""
 
 
 def renamed(error: Exception, names: Names) -> Failure:
-    """Say what went wrong in the client's names."""
+    """Rename the fields of an error to the client's names."""
     failure = failure_of(error)
     param = failure.param
     if param is None or param not in names:
@@ -140,7 +140,7 @@ def renamed(error: Exception, names: Names) -> Failure:
 
 @contextlib.contextmanager
 def naming(names: Names) -> Iterator[None]:
-    """Raise what is the client's mistake in its own names."""
+    """Re-raise the client's mistakes under its own field names."""
     try:
         yield
     except (Failure, SpecdecError) as error:
@@ -148,13 +148,13 @@ def naming(names: Names) -> Iterator[None]:
 
 
 def without_inside(error: EngineError | str) -> str:
-    """Leave out what was raised inside the engine: it may name files and texts, and stands in the log."""
+    """Hide an internal error's message: it may contain paths and texts, and is in the log."""
     said, colon, _ = str(error).partition(": ")
     return f"{said}; the server's log says how." if colon else said
 
 
 def misfit(error: ValidationError) -> Failure:
-    """Name the first field of a body that has the wrong form, and say what it should be."""
+    """Name the first invalid field of a body and what it should be."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(
         str(part)
@@ -168,5 +168,5 @@ def misfit(error: ValidationError) -> Failure:
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    """Keep what a client must know of an error: which methods an address has."""
+    """Keep an error's headers that a client needs, such as Allow."""
     return {name: value for name, value in headers.items() if name.lower() == "allow"}

@@ -1,4 +1,4 @@
-"""Fields that bodies do not have: those refused if they ask for something, harmless ones, unknown ones."""
+"""Fields outside the schema: refused if they ask for something, ignored if harmless or unknown."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from specdec.server.failures import Failure
 logger = logging.getLogger(__name__)
 
 IGNORED = "x-specdec-ignored-fields"
-"""The header of an answer that names what its request asked for in vain."""
+"""The response header that lists the ignored fields of its request."""
 MOST_NAMES, LONGEST_NAME = 16, 64
 """Of the fields that one answer names, and of those that the log knows: names are the clients' own."""
 MOST_LOGGED = 256
@@ -96,11 +96,11 @@ INSTEAD: Mapping[str, str] = {
     "min_new_tokens": "give min_tokens",
     **dict.fromkeys(("cache_control", "cache_marks"), MARK),
 }
-"""What to do where there is more to do than to leave a field out."""
+"""The remedy, if it is not just to leave the field out."""
 
 
 def given_fields(data: bytes) -> dict[str, Any]:
-    """Return what a body says."""
+    """Parse a body into its fields."""
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
@@ -112,7 +112,7 @@ def given_fields(data: bytes) -> dict[str, Any]:
 
 
 def _check_shape(given: dict[str, Any]) -> None:
-    """Refuse a body that nests too deep, since what reads it calls itself for each level, or has too much."""
+    """Refuse a body that nests too deep for recursive parsers, or has too many parts."""
     level: list[Any] = [given]
     levels = parts = 0
     while level:
@@ -137,18 +137,18 @@ def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
 
 
 def unknown(extra: Iterable[str]) -> list[str]:
-    """Return the fields that are left alone because no one here knows them."""
+    """Return the unknown fields, which are ignored."""
     return [name for name in extra if name not in REFUSED and name not in HARMLESS]
 
 
 class Ignored:
-    """Tells clients which of their fields were left alone, and the log of each name once."""
+    """Reports ignored fields: to clients in a header, to the log once per name."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def headers(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the header that names them; what has no place in one is left out of a name."""
+        """Return the header that lists them, without characters that a header cannot hold."""
         if not names:
             return {}
         shown = [re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII)[:LONGEST_NAME] for name in names[:MOST_NAMES]]

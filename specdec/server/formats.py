@@ -1,4 +1,4 @@
-"""How choices are put into words: as completions or as chats, whole or in chunks."""
+"""Choices as JSON: completions or chats, whole or in chunks."""
 
 import codecs
 import json
@@ -21,7 +21,7 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(slots=True)
 class Usage:
-    """What a request has cost so far."""
+    """A request's usage so far."""
 
     prompt_tokens: int
     n: int = 1
@@ -31,7 +31,7 @@ class Usage:
     ended: list[RequestStats] = field(default_factory=list)
 
     cached: dict[int, int] = field(default_factory=dict)
-    """Tokens of each prompt that need not be read, not even for its first choice."""
+    """Tokens of each prompt found in the prefix cache by its first choice."""
 
     def add(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
@@ -58,7 +58,7 @@ class Usage:
         }
 
     def metrics(self) -> Json:
-        """Say what speculation did for these choices."""
+        """Return the speculation metrics of these choices."""
         steps = sum(stats.steps for stats in self.ended)
         histogram: dict[int, int] = {}
         for stats in self.ended:
@@ -81,7 +81,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What goes beside the text."""
+    """What the response shows beside the text."""
 
     token_ids: bool = False
     origins: bool = False
@@ -95,10 +95,10 @@ class Format(Protocol):
     """Of ids."""
     whole: str
     chunk: str
-    """What the objects are called."""
+    """The `object` names."""
 
     def first(self, choice: int) -> Json | None:
-        """Return what opens a choice's stream, if anything does."""
+        """Return the chunk that opens a choice's stream, if any."""
         ...
 
     def said(self, choice: int, delta: Delta) -> Json:
@@ -106,13 +106,13 @@ class Format(Protocol):
         ...
 
     def parts(self, choice: int, delta: Delta) -> list[Json]:
-        """Return the next parts of a choice, if there is anything to tell."""
+        """Return the next chunks of a choice, if any."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is to be repeated before what follows it."""
+    """A prompt to repeat before its completion."""
 
     text: str
     first: int
@@ -207,7 +207,7 @@ class Chats:
         return self._told(choice, "message", message, delta)
 
     def parts(self, choice: int, delta: Delta) -> list[Json]:
-        """Put what a piece says into a chunk each; what goes beside it into the last."""
+        """Write each piece as a chunk; what stands beside the text goes into the last."""
         calling = self._calls(choice)
         own = calling.parts(delta) if calling else [{"content": delta.text}] if _tells(delta) else []
         if not own and not (
@@ -245,7 +245,7 @@ class Chats:
 
 
 class Envelope:
-    """What the parts of one answer have in common."""
+    """What the chunks of one response share."""
 
     def __init__(self, form: Format, model: str, prepared: Sequence[Prepared]) -> None:
         self.form, self._prepared = form, prepared
@@ -275,7 +275,7 @@ def _tells(delta: Delta) -> bool:
 
 
 def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
-    """Return what goes beside a text where it is asked for."""
+    """Return the fields beside a text that were asked for."""
     own: Json = {}
     if shown.token_ids:
         own["token_ids"] = list(delta.token_ids)
@@ -299,7 +299,7 @@ def _ranked(own: TokenLogprob, tokenizer: Tokenizer | None) -> Json:
 
 
 def _draft(draft: DraftTree, tokenizer: Tokenizer | None) -> Json:
-    """Write a tree so that a page can draw it without a tokenizer."""
+    """Write a draft tree so that a page can draw it without a tokenizer."""
     bonus = draft.bonus
     return {
         "token_ids": list(draft.tokens),
@@ -316,6 +316,6 @@ def spell(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def _with_chosen(own: TokenLogprob) -> list[tuple[int, float]]:
-    """Put the chosen token behind the likeliest, if it is none of them."""
+    """Append the chosen token to the top ones, if it is not among them."""
     known = any(token == own.token_id for token, _ in own.top)
     return [*own.top] if known else [*own.top, (own.token_id, own.logprob)]

@@ -1,4 +1,4 @@
-"""Completions and chats: one request, its choices, whole or as they come."""
+"""The completion and chat handlers: one request, its choices, whole or streamed."""
 
 import json
 import logging
@@ -130,7 +130,7 @@ async def _stream(
     stream: EventStream,
     names: Names,
 ) -> web.StreamResponse:
-    """Send what comes. An error after the first event is an event too: the status has been sent."""
+    """Stream the deltas. After the first event an error is an event too: the status has been sent."""
     opened: set[int] = set()
     try:
         async for own in answers:

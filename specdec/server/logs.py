@@ -1,15 +1,15 @@
-"""How the server's log is written: as lines for people, or as JSON for programs."""
+"""Log formats: text lines, or JSON objects."""
 
 import json
 import logging
 from datetime import UTC, datetime
 
 OWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}
-"""What every record has; the rest is what its line was given by `extra`."""
+"""Standard attributes of a record; the rest came by `extra`."""
 
 
 class JsonLines(logging.Formatter):
-    """Write one JSON object a line: when, how grave, who, what, its own fields, and what was raised."""
+    """Write one JSON object a line: time, level, logger, message, extra fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the object; nothing in it can begin a new line."""
@@ -30,4 +30,4 @@ FORMATTERS: dict[str, logging.Formatter] = {
     "text": logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"),
     "json": JsonLines(),
 }
-"""By `log_format`. A server's log is read long after: its lines have their times."""
+"""By `log_format`."""

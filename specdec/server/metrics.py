@@ -84,44 +84,58 @@ class Metrics:
             found: Counter = own.labels(**labels)
             return found
 
-        self.first_s = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST)
+        self.first_s = histogram(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token.", FIRST
+        )
         self.between_s = histogram(
-            "inter_token_latency_seconds", "Between tokens; those of one step share its time.", BETWEEN
+            "inter_token_latency_seconds",
+            "Seconds between tokens; tokens of one step share its time.",
+            BETWEEN,
         )
-        self.whole_s = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
-        self.queued_s = histogram("request_queue_time_seconds", "From arrival until it first ran.", FIRST)
-        self.prefill_s = histogram("request_prefill_time_seconds", "From then to the first token.", FIRST)
-        self.decode_s = histogram("request_decode_time_seconds", "From the first to the last token.", WHOLE)
-        self.ran_s = histogram("request_inference_time_seconds", "Prefill and decode together.", WHOLE)
+        self.whole_s = histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the last token.", WHOLE
+        )
+        self.queued_s = histogram(
+            "request_queue_time_seconds", "Seconds spent waiting before the first step.", FIRST
+        )
+        self.prefill_s = histogram(
+            "request_prefill_time_seconds",
+            "Seconds of prefill: from the first step to the first token.",
+            FIRST,
+        )
+        self.decode_s = histogram(
+            "request_decode_time_seconds", "Seconds of decoding: from the first to the last token.", WHOLE
+        )
+        self.ran_s = histogram(
+            "request_inference_time_seconds", "Seconds of prefill and decoding together.", WHOLE
+        )
         self.token_s = histogram(
-            "request_time_per_output_token_seconds", "The mean of those after a choice's first.", BETWEEN
+            "request_time_per_output_token_seconds", "Mean seconds per output token after the first.", BETWEEN
         )
-        self.read = histogram("request_prompt_tokens", "Tokens of a choice's prompt.", TOKENS)
-        self.written = histogram("request_generation_tokens", "Tokens written of a choice.", TOKENS)
+        self.read = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.written = histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
         self.computed = histogram(
-            "request_prefill_kv_computed_tokens", "Of them, those that were not in the prefix cache.", TOKENS
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens that were not found in the prefix cache.",
+            TOKENS,
         )
         self.longest = histogram(
-            "request_max_num_generation_tokens", "Tokens written of a prompt's longest choice.", TOKENS
+            "request_max_num_generation_tokens", "Generated tokens of a prompt's longest choice.", TOKENS
         )
-        self.allowed = histogram("request_params_max_tokens", "Tokens that a choice might have.", TOKENS)
-        self.choices = histogram("request_params_n", "Choices of a prompt.", CHOICES)
-        self.read_total = counter(
-            "prompt_tokens", "Tokens of prompts, counted with the first token after them."
-        )
-        self.cached_total = counter(
-            "prompt_tokens_cached", "Tokens of choices' prompts that were in the prefix cache."
-        )
-        self.written_total = counter("generation_tokens", "Tokens written.")
+        self.allowed = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
+        self.choices = histogram("request_params_n", "n of a request.", CHOICES)
+        self.read_total = counter("prompt_tokens", "Prompt tokens, counted when prefill is done.")
+        self.cached_total = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self.written_total = counter("generation_tokens", "Generated tokens.")
         self.answers = Counter(
             "http_requests",
-            "Answers by address, method and class of status, but for those whose client had left.",
+            "Responses by route, method and status class, without those of disconnected clients.",
             ["handler", "method", "status"],
             registry=self.registry,
         )
         ended = Counter(
             "vllm:request_success",
-            "Choices that ended, by why: abort from outside, error by a failure.",
+            "Finished requests by reason: abort is external, error a failure.",
             [*labels, "finished_reason"],
             registry=self.registry,
         )

@@ -1,4 +1,4 @@
-"""The description of the server's addresses that tools read, made from what the bodies are checked by."""
+"""The OpenAPI description of the server, generated from the request models."""
 
 import json
 from functools import cache
@@ -28,7 +28,7 @@ PLAIN = {
     "/openapi.json": "This description",
 }
 ORDERS = {"/flush_cache": "Forget the texts in which drafters look up, and all prefixes that are kept"}
-"""Are posted, without a body."""
+"""POST routes without a body."""
 ERRORS = {
     "400": "The request is at fault; `param` names the field",
     "401": "A key is wanted",
@@ -75,7 +75,7 @@ def describe() -> dict[str, Any]:
 
 @cache
 def described() -> str:
-    """Return it as JSON; making it takes a while."""
+    """Return it as JSON; generating it takes a while."""
     return json.dumps(describe())
 
 

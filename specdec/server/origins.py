@@ -1,4 +1,4 @@
-"""Which pages of other origins may read the answers: what browsers ask for in the words of CORS."""
+"""CORS: which pages of other origins may read responses."""
 
 import re
 from collections.abc import Sequence
@@ -11,49 +11,49 @@ from specdec.server.fields import IGNORED
 ANY = "*"
 ORIGIN = re.compile(r"([a-z][a-z0-9+.\-]*)://[^\s/?#@,]+")
 PORTS = {"http": ":80", "https": ":443"}
-"""What browsers leave out."""
+"""Default ports, which browsers omit."""
 EXPOSED = f"X-Request-ID, Retry-After, {IGNORED}"
-"""Headers of answers that a page may read beside those that it always may."""
+"""Response headers exposed to pages beside the safelisted ones."""
 NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
 METHODS = "GET, HEAD, POST"
 KEPT_S = "600"
-"""For which a browser need not ask again."""
+"""How long a browser may cache a preflight, in seconds."""
 
 
 class Origins:
-    """What an operator has allowed. A wrong word is a `ConfigError`."""
+    """The allowed origins. A malformed one is a `ConfigError`."""
 
     def __init__(self, allowed: Sequence[str] | None) -> None:
         self._allowed = frozenset(map(_read, allowed or ()))
 
     @property
     def takes_any(self) -> bool:
-        """Tell whether a page may be from anywhere."""
+        """Tell whether every origin is allowed."""
         return ANY in self._allowed
 
     def allow(self, origin: str) -> bool:
         return self.takes_any or origin.lower() in self._allowed
 
     def headers(self, origin: str | None) -> dict[str, str]:
-        """Return what lets a page of this origin read an answer, if it may."""
+        """Return the headers that let a page of this origin read a response, if it may."""
         if not self._allowed:
             return {}
         if self.takes_any:
             return {"Access-Control-Allow-Origin": ANY, "Access-Control-Expose-Headers": EXPOSED}
-        own = {"Vary": "Origin"}  # caches must not show one origin's answer to another
+        own = {"Vary": "Origin"}  # caches must not serve one origin's response to another
         if origin is not None and self.allow(origin):
             own |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
         return own
 
 
 def is_preflight(request: web.Request) -> bool:
-    """Tell whether a browser asks, without any key, if a page's request may be sent at all."""
+    """Tell whether a request is a CORS preflight, which carries no key."""
     asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
     return request.method == "OPTIONS" and asks
 
 
 def let_through(request: web.Request) -> web.Response:
-    """Answer a preflight: the request may come, with the headers that it names."""
+    """Answer a preflight: allow the request with the headers that it names."""
     own = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": KEPT_S}
     names = request.headers.get("Access-Control-Request-Headers", "")
     if NAMES.fullmatch(names):  # clients send many of their own; what they may do, the key says
@@ -64,7 +64,7 @@ def let_through(request: web.Request) -> web.Response:
 
 
 def _read(given: str) -> str:
-    """Read an origin as browsers write it."""
+    """Normalise an origin as browsers write it."""
     origin = given.strip().lower()
     found = ORIGIN.fullmatch(origin)
     if origin != ANY and not found:

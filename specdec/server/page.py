@@ -1,4 +1,4 @@
-"""The playground at `/`: the files of `web/`, as they ship, and what browsers may do with them."""
+"""The playground at `/`: the static files of `web/` and their security headers."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -8,12 +8,12 @@ from pathlib import PurePath
 from aiohttp import web
 
 FOLDER = "/web/"
-"""Where the files lie beside the page itself, which is at `/`."""
+"""The route of the files beside the page itself, which is at `/`."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing is loaded from elsewhere, no code stands in the page, and no other site shows it in a frame."""
+"""No external resources, no inline scripts, no framing by other sites."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -27,7 +27,7 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def playground() -> Mapping[str, Answer]:
-    """Read the files once; return what answers at which address."""
+    """Read the files once; return their handlers by route."""
     answers = {}
     for file in files("specdec.server").joinpath("web").iterdir():
         path = "/" if file.name == "index.html" else FOLDER + file.name
@@ -36,7 +36,7 @@ def playground() -> Mapping[str, Answer]:
 
 
 def _answering(data: bytes, kind: str) -> Answer:
-    """Make what gives a file to browsers that do not have it as it is."""
+    """Make a handler that serves a file with an ETag."""
     etag = hashlib.sha256(data).hexdigest()[:32]
 
     async def answer(request: web.Request) -> web.Response:

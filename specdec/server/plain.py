@@ -1,4 +1,4 @@
-"""What the small addresses read: texts to tokens and back."""
+"""Bodies of the tokenize and detokenize routes."""
 
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from specdec.server.tools.bodies import Tool
 
 
 class PlainBody(BaseModel):
-    """What the small addresses share."""
+    """Fields that both routes share."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -40,7 +40,7 @@ P = TypeVar("P", bound=PlainBody)
 
 
 def read_plain(kind: type[P], data: bytes) -> P:
-    """Read a small body. Null counts as not given."""
+    """Parse a body. Null counts as absent."""
     try:
         return kind.model_validate(given_fields(data))
     except ValidationError as error:

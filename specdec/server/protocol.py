@@ -1,4 +1,4 @@
-"""A connection: aiohttp's, but what it answers below the handlers is an error in OpenAI's form too."""
+"""aiohttp's connection, with its own errors in OpenAI's form too."""
 
 import logging
 from typing import Any
@@ -12,13 +12,13 @@ from specdec.server.failures import Failure, failure_of
 logger = logging.getLogger(__name__)
 
 SERVER = "specdec"
-"""The header of this name. Versions would tell whom an attacker's list fits."""
+"""The Server header; versions would help attackers."""
 GARBAGE = (HttpProcessingError, web.RequestPayloadError)
-"""What clients send that is no HTTP, or a body that is not what its headers say."""
+"""Errors of malformed HTTP, or of a body that contradicts its headers."""
 
 
 class Connection(RequestHandler):
-    """Reads one client's requests, one after the other."""
+    """Reads one client's requests in turn."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what no handler has seen, or what went wrong around all of them, and hang up after it."""
+        """Respond to an error outside every handler, and close the connection."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
         failure = failure_of(exc) if isinstance(exc, Exception) else Failure(status, message or "")
@@ -45,7 +45,7 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer; one that aiohttp raises before any handler is asked is put into our words.
+        """Send a response; an error that aiohttp raises before any handler gets our form.
 
         The rest of a packed body that was refused is not waited for: it would be unpacked without a pause.
         """

@@ -1,4 +1,4 @@
-"""Load, listen, say where to look, and stop in good order."""
+"""Load the model, listen, print the address, and shut down gracefully."""
 
 import asyncio
 import contextlib
@@ -28,24 +28,24 @@ from specdec.server.state import State
 logger = logging.getLogger(__name__)
 
 REPORT_S = 10.0
-"""Between two lines of the log that say what speculation earns."""
+"""Seconds between log lines about speculation."""
 BACKLOG = 1024
-"""Connections that the system keeps until they are accepted."""
+"""The backlog of the listening socket."""
 UNSENT_BYTES = 1 << 18
-"""What the system keeps for a client that does not read; left to itself it takes megabytes for each."""
+"""The send buffer of a connection; the system's default grows to megabytes."""
 WATCH_S = 1.0
-"""Between two looks at the engine."""
+"""Seconds between two checks of the engine."""
 GRACE_S = 5.0
-"""For what is still open when the time to drain is over, and for a step that is to end."""
+"""For what is still open after draining, and for the last step to end."""
 STDERR = 2
 OURS = "specdec-"
-"""What the names of the engine's threads begin with."""
+"""The prefix of the engine's thread names."""
 FAILED = 70
 """Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
 
 
 def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
-    """Load a model and serve it until told to stop. What is wrong with the server is told before it loads."""
+    """Load a model and serve it until stopped. Errors in the server's settings are raised before loading."""
     folder = SHIPPED.get(model, Path(model)).resolve()
     access = Access(config)
     if access.is_open:
@@ -70,7 +70,7 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
 
 
 async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket) -> None:
-    """Serve until told to stop (SIGTERM, SIGINT): then take nothing new, and let what runs end.
+    """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
     A second signal stops without waiting. An engine that fails for good counts as a first signal.
     """
@@ -112,7 +112,7 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
 
 
 def _say(line: str) -> None:
-    """Print a line; where it cannot be written, a full disk perhaps, nothing else ends for that."""
+    """Print a line; if it cannot be written, on a full disk perhaps, carry on."""
     try:
         print(line, flush=True)
     except OSError as error:
@@ -121,7 +121,7 @@ def _say(line: str) -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process here and now, its log written."""
+    """Exit at once, with the log flushed."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -156,7 +156,7 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 async def _drain(state: State, hurried: asyncio.Event) -> None:
-    """Let what runs end, as long as it may take."""
+    """Drain running requests within the limit."""
     state.draining = True
     seconds, start_s = state.config.drain_seconds, time.monotonic()
     logger.info("stopping: %d choices under way have %g s; a second signal ends them", state.choices, seconds)
@@ -191,7 +191,7 @@ async def _watch(state: State, told: asyncio.Event) -> None:
 
 
 async def _report(state: State) -> None:
-    """Log what was done since the last line, while there is anything to tell."""
+    """Log what was done since the last line, if anything."""
     counts = state.engine.model.loop.counts
     before = (0, 0, 0, 0, 0.0)
     while True:

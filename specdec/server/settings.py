@@ -1,4 +1,4 @@
-"""What an operator may set of the server; the engine has its own settings."""
+"""The server's settings; the engine has its own."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from specdec.config.sampling import MOST_TOKENS
 
 
 class ServerConfig(Settings):
-    """Where the server listens, who may use it, and how much at once."""
+    """Where the server listens, who may use it, and its limits."""
 
     host: str = Field(
         "127.0.0.1",

@@ -1,4 +1,4 @@
-"""What all handlers share: the engine, who may use it, and how much is under way."""
+"""State shared by all handlers: the engine, access, and the requests in progress."""
 
 import asyncio
 import contextlib
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
-"""Characters, or ids, of prompts that take a while to read."""
+"""Characters, or ids, of prompts whose tokenization takes a while."""
 LONGEST_ANSWER = 4096
-"""Tokens of an answer to a chat where nothing else says how many: some models never end on their own."""
+"""Default max_tokens of a chat: some models never end on their own."""
 T = TypeVar("T")
 STALLED_S = 10.0
-"""Of a step: load balancers had better ask elsewhere, long before step_timeout ends the process."""
+"""Seconds of a step after which load balancers are told to go elsewhere, well before step_timeout."""
 STOPPING = {"Retry-After": "10"}
 
 
@@ -47,13 +47,13 @@ class State:
         self.engine, self.config = engine, config
         self.template = load_template(folder)
         self.calls = format_of(config.tool_call_parser, self.template)
-        """How the model calls tools, if it does."""
+        """The model's tool call format, if it has one."""
         self.told = config.tool_call_parser == "none" or self.template.takes_tools
-        """Whether tools can be told to the model, or else are refused; where not, chats do without them."""
+        """Whether the template states tools, or all are refused; else chats go without them."""
         self.ignored = Ignored()
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
-        """What the model is made for: the one that ships has a chat template and knows code alone."""
+        """The playground's mode: the shipped model has a chat template but knows code alone."""
         self.names = config.served_model_name or [folder.name]
         self.max_model_len = engine.model.settings.max_model_len
         longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
@@ -65,13 +65,15 @@ class State:
         self.draining = False
         self._under_way: set[Deadline] = set()
         self.choices = 0
-        """Under way, of all requests."""
+        """Choices in progress, over all requests."""
+        self._marks_refused = False
+        """Whether the log says already that a mark was ignored."""
         self.idle = asyncio.Event()
         self.idle.set()
 
     @contextlib.contextmanager
     def under_way(self, choices: int, until: Deadline, *, field: str = "n") -> Iterator[None]:
-        """Take a request in, or refuse it because there are too many, of which this field is the cause."""
+        """Admit a request, or refuse it if too many choices are in progress; blame this field."""
         self.check_engine()
         if self.draining:
             raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
@@ -101,12 +103,12 @@ class State:
                 self.idle.set()
 
     def end_all(self) -> None:
-        """Tell all who are under way that the server stops."""
+        """Fail all requests in progress: the server stops."""
         for until in list(self._under_way):
             until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
 
     def check_step(self) -> None:
-        """Say that requests are not answered now, if a step has been under way for too long."""
+        """Refuse requests if a step has been running for too long."""
         took_s, most_s = self.engine.step_seconds, min(STALLED_S, self.config.step_timeout / 2)
         if took_s > most_s:
             raise Failure(
@@ -118,12 +120,12 @@ class State:
             )
 
     def check_engine(self) -> None:
-        """Say that nothing can be served any more, if so."""
+        """Refuse requests if the engine has failed for good."""
         if fault := self.engine.fault:
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
     async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams, caller: str) -> list[Prepared]:
-        """Look at all prompts before one is begun: a mistake in the last must not cost the first's work."""
+        """Validate all prompts before one starts: a mistake in the last must not cost the first's work."""
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
 
@@ -138,7 +140,7 @@ class State:
         return await worked(sum(map(len, prompts)) + _size(params), prepare)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Turn a text into tokens."""
+        """Tokenize a text."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise Failure(400, "prompt: the model has no tokenizer; send token ids.", param="prompt")
@@ -150,7 +152,7 @@ class State:
     async def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
     ) -> list[int]:
-        """Turn a chat into tokens as the model's template has it."""
+        """Render a chat by the model's template and tokenize it."""
         text = await apart(partial(self.template.render, messages, variables, answer=answer))
         self.engine.check_length(text)
         return await self.encode(text, special=self.template.is_plain)
@@ -164,11 +166,16 @@ class State:
         """Say how many of a chat's tokens each of its beginnings has in common with it."""
         found = []
         for messages in beginnings:
-            # Some templates refuse half a chat: it then has no mark there, which costs time and nothing else.
-            with contextlib.suppress(RequestError):
+            try:
                 own = await self.encode_chat(messages, variables, answer=False)
-                pairs = zip(own, ids, strict=False)
-                found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
+            except RequestError:
+                # Some templates refuse half a chat: without the mark its prefix may not be cached.
+                if not self._marks_refused:
+                    self._marks_refused = True
+                    logger.info("the chat template refuses part of a chat: its cache_control mark is ignored")
+                continue
+            pairs = zip(own, ids, strict=False)
+            found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
         return [mark for mark in found if mark]
 
     def check_model(self, name: str | None) -> None:
@@ -182,18 +189,18 @@ class State:
 
 
 def _size(params: SamplingParams) -> int:
-    """Return how many ids and characters there are to read beside the prompts."""
+    """Return how many ids and characters the parameters hold, beside the prompts."""
     ids = len(params.allowed_token_ids or ()) + len(params.stop_token_ids or ())
     return ids + sum(map(len, params.bad_words or ()))
 
 
 async def worked(size: int, work: Callable[[], T]) -> T:
-    """Do work of such a size, in characters: what takes a while in a thread, so that others are served."""
+    """Do work of a size in characters: in a thread if it takes a while, so that others are served."""
     return await asyncio.to_thread(work) if size > LONG else work()
 
 
 async def apart(work: Callable[[], T]) -> T:
-    """Do work that may never end, in a thread that nothing waits for when the process ends."""
+    """Do work that may never end in a daemon thread."""
     doing: Future[T] = Future()
 
     def run() -> None:

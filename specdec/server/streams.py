@@ -1,4 +1,4 @@
-"""Answers as server-sent events, to a client that may be slow or gone."""
+"""Responses as server-sent events, for clients that may be slow or gone."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 AT_ONCE = struct.pack("ii", 1, 0)
-"""Linger for no time: what has not been sent is thrown away."""
+"""SO_LINGER of zero: unsent data is discarded."""
 DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """One answer. It begins with its first event, so that what is refused before has a status of its own."""
+    """One streamed response. It starts with its first event, so that an earlier error has its own status."""
 
     def __init__(self, request: web.Request, stall_s: float) -> None:
         self.request, self.stall_s = request, stall_s
@@ -37,7 +37,7 @@ class EventStream:
         return self._response.prepared
 
     async def send(self, *events: Mapping[str, Any]) -> None:
-        """Write events at once, and wait while the client takes none; one that never does is given up."""
+        """Write events, and wait while the client does not read; abort one that never does."""
         await self._write(b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events))
 
     async def end(self) -> web.StreamResponse:
@@ -71,7 +71,7 @@ async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[Non
 
 
 async def send_whole(request: web.Request, response: web.Response, stall_s: float) -> web.Response:
-    """Send an answer that is no stream, to a client that may be slow; one that was sent stays as it is."""
+    """Send a response that is not streamed to a client that may be slow."""
     if not response.prepared:
         async with read_within(request, stall_s):
             await response.prepare(request)

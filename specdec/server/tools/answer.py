@@ -1,4 +1,4 @@
-"""An answer with calls, in the words of OpenAI's API."""
+"""A chat's answer with tool calls, in the form of OpenAI's API."""
 
 import uuid
 from typing import Any
@@ -22,7 +22,7 @@ class CallingAnswer:
         self._calls = 0
 
     def parts(self, delta: Delta) -> list[Json]:
-        """Return what a piece of the answer adds, in the order in which it was said."""
+        """Return what a piece of the answer adds, in order."""
         events = self._parser.push(delta.text)
         if delta.finish_reason:
             events += self._parser.finish(cut=delta.finish_reason != "stop")
@@ -42,7 +42,7 @@ class CallingAnswer:
         return message | ({"tool_calls": calls} if calls else {})
 
     def reason(self, why: str | None) -> str | None:
-        """Say why the answer ended: to have its calls answered, if it holds any and was not cut off."""
+        """Return the finish reason: tool_calls if it holds any and was not cut off."""
         return "tool_calls" if why == "stop" and self._calls else why
 
     def _part(self, event: Event) -> Json | None:

@@ -1,4 +1,4 @@
-"""What a chat may call: asked for by its client, in a format that its model knows."""
+"""The tools that a chat may call, in its model's call format."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ from specdec.server.tools.qwen3_coder import Qwen3Coder
 from specdec.text.chat_template import ChatTemplate
 
 FORMATS: Mapping[str, CallFormat] = {"qwen3_coder": Qwen3Coder(), "hermes": Hermes()}
-"""The first whose sign is in a chat template is its model's."""
+"""The first format whose marker a chat template contains is the model's."""
 
 Choice = Literal["none", "auto", "required"] | NamedTool
 
@@ -30,7 +30,7 @@ class Offer:
     parallel: bool
     """An answer may hold more than one call."""
     structure: Structure | None
-    """The form of the answer where it must be a call."""
+    """The structure of the answer if a call is required."""
 
     @property
     def plain(self) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def format_of(name: str, template: ChatTemplate) -> CallFormat | None:
 
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:
-    """Name the fields of which a model never hears that is told of no tools, where it may answer anyway."""
+    """Return the tool fields that are ignored because the template states no tools and none is required."""
     if told or not tools or choice not in (None, "auto"):
         return []
     return ["tools", *(["tool_choice"] if choice else [])]
@@ -66,7 +66,7 @@ def make_offer(
     form: CallFormat | None,
     told: bool = True,
 ) -> Offer | None:
-    """Say what a chat may call; None: nothing. A model that is told of no tools answers without them."""
+    """Return the tools that a chat may call; None: none. Without tools in the template it answers in text."""
     _check_names(tools or [])
     if untold(tools, choice, told=told):
         return None
@@ -108,7 +108,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
 
 
 def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structure:
-    """Return the form of an output that calls one of the tools, or several."""
+    """Return the structural tag of an output that calls one or several of the tools."""
     tags, size = [], 0
     for function in (tool.function for tool in tools):
         begin, end = form.frame(function.name)

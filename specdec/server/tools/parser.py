@@ -1,4 +1,4 @@
-"""One answer's text, in pieces, to what it says and what it calls."""
+"""Parse a streamed answer into text and tool calls."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls."""
+    """A tool call format."""
 
     openings: Sequence[str]
     """A call begins with one of them."""
     sign: str
-    """What the chat templates of these models have in them, and those of others have not."""
+    """Markers found only in the chat templates of these models."""
 
     style: str
-    """What xgrammar calls the form of the arguments."""
+    """xgrammar's name for the format of the arguments."""
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
         """Read a call from its opening to its end. What comes before its `Begin` may still be no call."""
@@ -65,7 +65,7 @@ class Parser:
 
 
 def _read(source: Source, form: CallFormat, schemas: Schemas) -> Reading[None]:
-    """Tell text and calls apart. White space around calls belongs to them."""
+    """Separate text and calls. White space around a call belongs to it."""
     called = False
     while True:
         where, opening = source.seek(form.openings)

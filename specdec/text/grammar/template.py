@@ -1,6 +1,7 @@
 """The engine's end of the processes in which xgrammar runs: the template, and a link to each copy of it."""
 
 import json
+import logging
 import os
 import select
 import socket
@@ -15,6 +16,8 @@ from functools import partial
 from specdec.errors import CLOSED, EngineError, RequestError
 from specdec.text.grammar.places import Places
 from specdec.text.grammar.wire import HEAD, framed
+
+logger = logging.getLogger(__name__)
 
 START_S = 60.0
 """For the template to be loaded, by a machine that has much else to do."""
@@ -108,8 +111,10 @@ class Template:
             with self._lock:
                 try:
                     sock = self._fork()
-                except OSError:
-                    self._end()  # the system may have ended it, for want of memory perhaps: start it anew
+                except OSError as error:
+                    # The system may have killed it, out of memory perhaps.
+                    logger.warning("the grammar process is restarted: %s", error)
+                    self._end()
                     sock = self._fork()
         except BaseException as error:
             self.places.give_back(caller)
