@@ -31,7 +31,11 @@ class Asked:
 
 def want_of(request: Request, shape: Shape | None) -> Want:
     """Say what a drafter may know of a request: up to the token behind what the target has read."""
-    tokens = request.tokens if request.owed == 1 else request.tokens[: request.computed + 1]
+    tokens = (
+        request.tokens
+        if request.num_uncomputed_tokens == 1
+        else request.tokens[: request.num_computed_tokens + 1]
+    )
     return Want(request.number, request.prompt_length, tokens, request.table_N, shape, request.tenant)
 
 

@@ -30,9 +30,9 @@ class ScheduledRequest:
     @classmethod
     def of(cls, request: Request, num_tokens: int) -> Self:
         """Read the next tokens that the request has and the model has not computed."""
-        start, is_last = request.computed, request.owed == num_tokens
+        start, is_last = request.num_computed_tokens, request.num_uncomputed_tokens == num_tokens
         tree = TokenTree.chain(request.tokens[start : start + num_tokens])
-        return cls(request, tree, request.decodes, (num_tokens - 1,) if is_last else ())
+        return cls(request, tree, request.is_decoding, (num_tokens - 1,) if is_last else ())
 
     def with_draft(self, draft: Draft | None) -> Self:
         """Verify a draft as well, if there is one."""
@@ -51,7 +51,7 @@ class ScheduledRequest:
     def row(self, backing: Backing) -> Row:
         """Tell the window what to read and where."""
         request, held = self.request, self.request.committed or Committed(0)
-        row = Row(self.tree, request.computed, request.table_N, held.state, held.path)
+        row = Row(self.tree, request.num_computed_tokens, request.table_N, held.state, held.path)
         return row if self.slots is None else backing.dress(row, self.slots)
 
     def node(self, node: int) -> Node:

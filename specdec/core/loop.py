@@ -10,7 +10,7 @@ from specdec.core.device.runner import Runner
 from specdec.core.executor import Executor, Forward
 from specdec.core.outputs import Delta, TokenLogprob
 from specdec.core.prefix_keeper import Prefixes
-from specdec.core.request import Request, Said
+from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Events, Scheduler
 from specdec.core.speculator import Speculation
 from specdec.core.stats import Clock, Counts
@@ -20,7 +20,7 @@ from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS
 from specdec.models.replay import Replays
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed, settle
+from specdec.state_slots.backing import Committed, release_path
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import move_blocks
 from specdec.state_slots.prefix.tuner import Tuner
@@ -66,7 +66,7 @@ class DecodeLoop:
         if self.runner and self.runner.go_on():
             return
         clock, firsts = Clock(), Replays.firsts
-        self._settle()
+        self._resolve_limits()
         plan = self.scheduler.schedule()
         self._follow(plan.events)
         if not plan.rows or (self.runner and self.runner.begin(plan.rows)):
@@ -95,7 +95,7 @@ class DecodeLoop:
                 self.prefixes.observe(rows, sum(clock.seconds.values()))
             self.speculation.observe_step(rows)
 
-    def _settle(self) -> None:
+    def _resolve_limits(self) -> None:
         """Hear what may follow outputs that have a form, and end those that have ended or cannot go on."""
         bound = [r for r in self.scheduler.running if r.chooser.limits]
         if not bound:
@@ -106,7 +106,7 @@ class DecodeLoop:
         for request in bound:
             if fault := request.chooser.fault:
                 ended.append((request, _refusal(fault)))
-            elif request.settle():
+            elif request.check_finished():
                 ended.append((request, request.take_delta()))
         self._finish(ended)
 
@@ -151,9 +151,9 @@ class DecodeLoop:
             request, wanted = row.request, row.request.params.prompt_logprobs
             if wanted is None:
                 continue
-            start = first - request.computed
-            begin = max(request.computed, len(request.prompt_logprobs))
-            end = min(request.computed + row.num_tokens, request.prompt_length - 1)
+            start = first - request.num_computed_tokens
+            begin = max(request.num_computed_tokens, len(request.prompt_logprobs))
+            end = min(request.num_computed_tokens + row.num_tokens, request.prompt_length - 1)
             for at in range(begin, end, LOGITS):
                 upto = min(at + LOGITS, end)
                 logits_NV = self.executor.logits(forward.hidden_TD[start + at : start + upto])
@@ -191,7 +191,7 @@ class DecodeLoop:
         if before is None:
             return None
         if row.slots is None:
-            return settle(self.arena, number, before)
+            return release_path(self.arena, number, before)
         return self.speculation.backing.promote(number, before, row.slots, path.nodes)
 
     def _move(self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]) -> None:
@@ -206,7 +206,7 @@ class DecodeLoop:
         longest = max(len(nodes) for _, nodes in moves)
         tables = [request.table_N for request, _ in moves]
         table_BN = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-        length_B1 = torch.tensor([[request.computed] for request, _ in moves])
+        length_B1 = torch.tensor([[request.num_computed_tokens] for request, _ in moves])
         from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in moves])
         self.executor.move(table_BN, from_BP, length_B1 + torch.arange(longest))
 
@@ -234,7 +234,7 @@ class DecodeLoop:
         """Give requests what a step of the host or the device made for them; return those that are over."""
         self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
         for row, path, committed in zip(result.rows, result.paths, result.committed, strict=True):
-            row.request.computed += len(path.nodes)
+            row.request.num_computed_tokens += len(path.nodes)
             row.request.committed = committed
         if self.prefixes:
             self.prefixes.note(result.rows)
@@ -265,7 +265,7 @@ class DecodeLoop:
         choices = result.choices[index] if result.choices else {}
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
         kept = request.accept(
-            [Said(*each) for each in zip(path.emitted, row.origins(path), logprobs, strict=True)]
+            [OutputToken(*each) for each in zip(path.emitted, row.origins(path), logprobs, strict=True)]
         )
         if fault := request.chooser.fault:
             return request, _refusal(fault)

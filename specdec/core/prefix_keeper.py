@@ -36,8 +36,8 @@ class Prefixes:
         # Whoever comes here later shares the blocks: the head must have read as far.
         self.speculation.read_on(reading)
         for request in reading:
-            node = self._share(request, request.computed)
-            if request.lease and request.committed and request.computed in request.lease.stops:
+            node = self._share(request, request.num_computed_tokens)
+            if request.lease and request.committed and request.num_computed_tokens in request.lease.stops:
                 hidden_1D = self.speculation.last_hidden(request)
                 self.cache.keep_copy(node, request.committed.state, hidden_1D)
 
@@ -49,7 +49,7 @@ class Prefixes:
     def observe(self, rows: Sequence[ScheduledRequest], seconds: float) -> None:
         """Learn from a step that did nothing but read prompts how long that takes."""
         work = self.cache.score.work
-        read = ((row.request.computed, row.num_tokens) for row in rows)
+        read = ((row.request.num_computed_tokens, row.num_tokens) for row in rows)
         self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
 
     def keep(self, ended: Sequence[Request], ahead: Ahead | None) -> None:
@@ -77,7 +77,7 @@ class Prefixes:
 
         The last token was not read, but by a device that was ahead. A stop may have cut some off.
         """
-        committed, computed = request.committed, request.computed
+        committed, computed = request.committed, request.num_computed_tokens
         if ahead and ahead.steps:
             committed, computed = committed and Committed(committed.state), computed + ahead.tokens
         length = min(computed, len(request.tokens) - (ahead is None))

@@ -1,8 +1,8 @@
-"""The life of one request: what it owes the model, what memory it holds, what it has said.
+"""The life of one request: its uncomputed tokens, the memory that it holds, its output.
 
-A request always owes the tokens that it has and the model has not yet read: a prompt, what a preemption took
-back, or the one token that was chosen last. A step reads some of them; when none is left, the model's last
-logits choose the next token. Prefill, resumption and decoding are therefore one thing.
+Uncomputed are the tokens that it has and the model has not read: a prompt, what a preemption took back, or
+the one token that was sampled last. A step reads some of them; when none is left, the model's last logits
+give the next token. Prefill, resumption and decoding are therefore one thing.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Emit = Callable[[Delta | SpecdecError], None]
 
 
-class Said(NamedTuple):
+class OutputToken(NamedTuple):
     """One token of a step."""
 
     token: int
@@ -75,7 +75,7 @@ class Request:
         self.stop_reason: str | int | None = None
         """What of the request's own ended it: a stop string, or a token of `stop_token_ids`."""
         self._unsent_text = ""
-        self._unsent: list[Said] = []
+        self._unsent: list[OutputToken] = []
         self._has_sent = False
         self._drafts: list[DraftTree] = []
         self._cutter = Cutter()
@@ -84,8 +84,8 @@ class Request:
         self.forget_memory()
 
     def forget_memory(self) -> None:
-        """Note that the arena took everything back: the whole of `tokens` is owed again."""
-        self.computed = 0
+        """Note that the arena took everything back: the whole of `tokens` is to be computed anew."""
+        self.num_computed_tokens = 0
         self.table_N = torch.empty(0, dtype=torch.int64)
         """The KV blocks of its tokens, in order."""
         self.committed: Committed | None = None
@@ -95,7 +95,7 @@ class Request:
 
     def begin_at(self, length: int, blocks: Sequence[int], lease: Lease | None) -> None:
         """Go on from what somebody else has read."""
-        self.computed, self.lease = length, lease
+        self.num_computed_tokens, self.lease = length, lease
         self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))
         self.add_blocks(blocks)
 
@@ -112,37 +112,37 @@ class Request:
         self.table_N = torch.tensor([moved.get(block, block) for block in self.table_N.tolist()])
 
     @property
-    def next_count(self) -> int:
-        """How many of the owed tokens may be read in one step."""
-        stop = self.lease.until_stop(self.computed) if self.lease else None
-        return self.owed if stop is None else min(self.owed, stop)
+    def num_schedulable_tokens(self) -> int:
+        """How many of the uncomputed tokens may be read in one step."""
+        stop = self.lease.until_stop(self.num_computed_tokens) if self.lease else None
+        return self.num_uncomputed_tokens if stop is None else min(self.num_uncomputed_tokens, stop)
 
     @property
-    def owed(self) -> int:
-        return len(self.tokens) - self.computed
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.tokens) - self.num_computed_tokens
 
     @property
-    def decodes(self) -> bool:
-        """Tell whether all that it owes is the token chosen last: the root of a tree that may be drafted."""
-        return self.owed == 1 and self.output_length > 0
+    def is_decoding(self) -> bool:
+        """Tell whether only the token sampled last is uncomputed: the root of a tree that may be drafted."""
+        return self.num_uncomputed_tokens == 1 and self.output_length > 0
 
     @property
-    def room(self) -> int:
-        """How many tokens it may still say."""
+    def num_remaining_tokens(self) -> int:
+        """How many tokens its output may still get."""
         return self.last_length - len(self.tokens)
 
     @property
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 
-    def accept(self, chosen: Sequence[Said]) -> int:
+    def accept(self, chosen: Sequence[OutputToken]) -> int:
         """Append the tokens of one step up to the first that ends the request; return how many that were.
 
         `take_delta` gives what is to be sent of them.
         """
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
-        if not self.room:
+        if not self.num_remaining_tokens:
             # It was asked to read alone: what is chosen after its prompt is nobody's.
             self.finish_reason = "length"
             return 0
@@ -160,14 +160,14 @@ class Request:
                 self._write(said, may_stop=self.output_length > self.params.min_tokens)
             if self.finish_reason is None and self.chooser.is_over:
                 self.finish_reason = "stop"
-            # Whether it ends there by itself may not be known yet: then `settle` tells.
-            if self.finish_reason is None and self.room <= 0 and self.chooser.knows():
+            # Whether it ends there by itself may not be known yet: then `check_finished` tells.
+            if self.finish_reason is None and self.num_remaining_tokens <= 0 and self.chooser.knows():
                 self.finish_reason = "length"
-            if self.finish_reason or self.room <= 0:
+            if self.finish_reason or self.num_remaining_tokens <= 0:
                 break
         return len(self._unsent)
 
-    def _write(self, said: Said, *, may_stop: bool) -> None:
+    def _write(self, said: OutputToken, *, may_stop: bool) -> None:
         """Put a token's text behind what is not sent yet; a stop string in it ends the request."""
         if self.text is None:
             return
@@ -176,11 +176,11 @@ class Request:
         if self.text.stopped:
             self.finish_reason, self.stop_reason = "stop", self.text.stop
 
-    def settle(self) -> bool:
+    def check_finished(self) -> bool:
         """Note whether its output has ended, which its form tells later than it is chosen; tell if it has."""
         if self.chooser.is_over:
             self.finish_reason = "stop"
-        elif self.room <= 0 and self.output_length and self.chooser.knows():
+        elif self.num_remaining_tokens <= 0 and self.output_length and self.chooser.knows():
             self.finish_reason = "length"
         return self.finish_reason is not None
 

@@ -15,7 +15,7 @@ from specdec.core.batch import ScheduledRequest
 from specdec.core.request import Request
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed, settle
+from specdec.state_slots.backing import Committed, release_path
 from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache, as_ids
 from specdec.state_slots.prefix.tree import common
 
@@ -83,15 +83,17 @@ class Scheduler:
         at = 0
         while at < len(self.running):
             at += self._grow(self.running[at])
-        budget = self.chunk_tokens - sum(r.next_count for r in self.running if r.owed > 1)
+        budget = self.chunk_tokens - sum(
+            r.num_schedulable_tokens for r in self.running if r.num_uncomputed_tokens > 1
+        )
         while self._admit(budget):
-            budget -= self.running[-1].next_count
+            budget -= self.running[-1].num_schedulable_tokens
         rows: list[ScheduledRequest] = []
         budget = self.chunk_tokens
         for request in self.running:
-            count = 1 if request.owed == 1 else min(request.next_count, budget)
-            budget -= count if request.owed > 1 else 0
-            if count and (count < request.owed or request.chooser.knows()):
+            count = 1 if request.num_uncomputed_tokens == 1 else min(request.num_schedulable_tokens, budget)
+            budget -= count if request.num_uncomputed_tokens > 1 else 0
+            if count and (count < request.num_uncomputed_tokens or request.chooser.knows()):
                 rows.append(ScheduledRequest.of(request, count))
         events, self._events = self._events, Events()
         return StepPlan(tuple(rows), events)
@@ -145,7 +147,7 @@ class Scheduler:
         if held:
             self.folder.fold([committed for _, committed in held])
             for request, committed in held:
-                request.committed = settle(self.arena, request.number, committed)
+                request.committed = release_path(self.arena, request.number, committed)
         trimmed = [self.trim(request) for request in self.running]
         return bool(held) or any(trimmed)
 
@@ -234,12 +236,12 @@ class Scheduler:
         To wait for it costs nothing: prompts share a step's budget in order.
         """
         for other in self.running:
-            if not other.lease or other.lease.tenant != lease.tenant or other.owed == 1:
+            if not other.lease or other.lease.tenant != lease.tenant or other.num_uncomputed_tokens == 1:
                 continue
             if other.tokens[:WORTH_WAITING] != request.tokens[:WORTH_WAITING]:
                 continue
             alike = min(common(as_ids(other.tokens), as_ids(request.tokens)), len(request.tokens) - 1)
-            if other.computed < alike and alike - lease.length >= WORTH_WAITING:
+            if other.num_computed_tokens < alike and alike - lease.length >= WORTH_WAITING:
                 other.lease.stop_at(alike)
                 return True
         return False

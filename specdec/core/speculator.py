@@ -167,7 +167,7 @@ class Speculation:
     def _room(self, request: Request) -> int:
         """Say how deep a draft for a request may go."""
         held = request.number in self._distrusted or request.chooser.is_slow
-        return 0 if held or not request.params.speculate else request.room - 1
+        return 0 if held or not request.params.speculate else request.num_remaining_tokens - 1
 
     def _look_up(
         self, requests: Sequence[Request], rooms: Sequence[int], heard: Sequence[list[Heard]]
@@ -253,7 +253,7 @@ class Speculation:
     def _reserve(self, request: Request, shape: Shape) -> bool:
         """Get KV blocks for the window and for all that a head reads while it drafts."""
         positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
-        return self.scheduler.reserve(request, request.computed + positions)
+        return self.scheduler.reserve(request, request.num_computed_tokens + positions)
 
     def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
         """Take a slot for each node; where there are too few, shrink the draft before anyone must wait."""
@@ -382,7 +382,7 @@ class Speculation:
         for request, skipped in ended:
             if skipped:
                 self.head.drop(request.number, skipped)
-            known = request.tokens[: request.computed + 1 - skipped]
+            known = request.tokens[: request.num_computed_tokens + 1 - skipped]
             wants.append(Want(request.number, request.prompt_length, known, request.table_N, None))
         while not self.head.settle(wants, most=1):
             pass

@@ -72,12 +72,12 @@ def warm_up(core: EngineCore) -> None:
     request = None
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
-        if request and (request.finish_reason or request.room <= _depth(shape)):
+        if request and (request.finish_reason or request.num_remaining_tokens <= _depth(shape)):
             _end(core, request)
             request = None
         if request is None:
             request = _begin(core)
-            while request.finish_reason is None and not request.decodes:
+            while request.finish_reason is None and not request.is_decoding:
                 core.step()
         speculation.policy = Policy(shape or policy.bounds, adaptive=False)
         speculation.policy.steps = policy.steps

@@ -119,7 +119,7 @@ class SnapshotBacking:
         return Committed(last)
 
 
-def settle(arena: Arena, owner: Owner, before: Committed) -> Committed:
+def release_path(arena: Arena, owner: Owner, before: Committed) -> Committed:
     """Give a path's records back, once certain tokens or a fold have brought the state up to date."""
     if before.path:
         arena.release_records(owner, before.path)

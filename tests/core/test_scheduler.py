@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
-from specdec.core.request import Request, Said
+from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.draft.policy import Policy
@@ -23,7 +23,7 @@ from specdec.errors import CapacityError, SpecdecError
 from specdec.kernels.table import load_kernels
 from specdec.setup.warmup import Filler
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import BACKINGS, Committed, settle
+from specdec.state_slots.backing import BACKINGS, Committed, release_path
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.verify.choose import Chooser
 
@@ -75,11 +75,13 @@ class Bench:
         plan, self.steps = self.scheduler.schedule(), self.steps + 1
         for row in plan.rows:
             request = row.request
-            request.computed += row.num_tokens
+            request.num_computed_tokens += row.num_tokens
             # What a share reads has its place.
-            assert len(request.table_N) >= LAYOUT.blocks_for(request.computed) and request.committed
-            if not request.owed:
-                request.accept([Said(TOKEN)])
+            assert (
+                len(request.table_N) >= LAYOUT.blocks_for(request.num_computed_tokens) and request.committed
+            )
+            if not request.num_uncomputed_tokens:
+                request.accept([OutputToken(TOKEN)])
             if request.finish_reason:
                 self._end(request)
                 self.scheduler.release(request)
@@ -309,6 +311,6 @@ def test_draft_slots_shrink_before_anyone_waits(backing: str) -> None:
             if draft and request.committed:
                 assert draft.tree.parents == tuple(range(-1, len(draft.tree) - 1))
                 held = slots.promote(request.number, request.committed, draft.slots, [0])
-                request.committed = settle(bench.arena, request.number, held)
+                request.committed = release_path(bench.arena, request.number, held)
         bench.arena.check_integrity()
     assert {0, 9} < sizes and len(sizes) > 3

@@ -27,7 +27,7 @@ def run(
         for request in report.finished:
             loop.scheduler.reclaim()
             assert request.committed and not request.committed.path
-            assert request.computed == len(request.tokens) - 1
+            assert request.num_computed_tokens == len(request.tokens) - 1
             for layer in range(len(engine.model.settings.layout.states)):
                 states.append(loop.arena.recurrent(layer).state_SHKW[request.committed.state].clone())
 

@@ -119,13 +119,13 @@ def moves_one_short(patch: Patch) -> None:
 
 def folds_twice(patch: Patch) -> None:
     """Give the records back and go on naming them: the next window folds them again."""
-    inner = backings.settle
+    inner = backings.release_path
 
     def wrong(arena: Any, owner: Any, before: Committed) -> Committed:
         inner(arena, owner, before)
         return before
 
-    patch.setattr("specdec.core.loop.settle", wrong)
+    patch.setattr("specdec.core.loop.release_path", wrong)
 
 
 def stale_record(patch: Patch) -> None:

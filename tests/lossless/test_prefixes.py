@@ -224,7 +224,7 @@ def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: st
         def step() -> None:
             right()
             for request in loop.scheduler.running:
-                if not left and request.tokens[60] == VOCAB - 1 and 60 < request.computed < 140:
+                if not left and request.tokens[60] == VOCAB - 1 and 60 < request.num_computed_tokens < 140:
                     left.append(True)
                     if why == "cancelled":
                         request.cancelled = True

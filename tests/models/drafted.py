@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecurrentMemory
-from specdec.state_slots.backing import BACKINGS, Committed, settle
+from specdec.state_slots.backing import BACKINGS, Committed, release_path
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window, record_ids
 from tests.models.runner import CPU, Runner
@@ -32,7 +32,7 @@ class Drafted:
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Read certain tokens; return the logits of each."""
         logits_TV = self._run(self._row(TokenTree.chain(tokens)))
-        self.committed = settle(self.runner.arena, self.owner, self.committed)
+        self.committed = release_path(self.runner.arena, self.owner, self.committed)
         self.own.length += len(tokens)
         return logits_TV
 
@@ -64,7 +64,7 @@ class Drafted:
             length_B = length_B if length is None else torch.tensor([length])
             state_B = torch.tensor([committed.state])
             self.runner.network.materialize(self.runner.arena, state_B, path, length_B)
-            self.committed = settle(self.runner.arena, self.owner, committed)
+            self.committed = release_path(self.runner.arena, self.owner, committed)
 
     def states(self) -> list[Tensor]:
         """Return every layer's state and window, flattened."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import BACKINGS, Backing, Committed, settle
+from specdec.state_slots.backing import BACKINGS, Backing, Committed, release_path
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.slots import Kind
 from specdec.state_slots.tree import TokenTree
@@ -129,7 +129,7 @@ def test_a_model_without_states_needs_no_slots(name: str) -> None:
     row = Row(TokenTree.chain([1, 2]), 5, TABLE_N, 0)
     assert bench.backing.dress(row, slots) == row
     assert bench.backing.promote(OWNER, Committed(0), slots, [0, 1]) == Committed(0)
-    assert settle(bench.arena, OWNER, Committed(0)) == Committed(0)
+    assert release_path(bench.arena, OWNER, Committed(0)) == Committed(0)
     bench.arena.check_integrity()
 
 
@@ -169,9 +169,9 @@ def test_a_path_is_given_back_once_it_is_folded() -> None:
         assert slots is not None and not set(slots) & set(bench.committed.path)
         bench.committed = bench.backing.promote(OWNER, bench.committed, slots, nodes)
         assert len(bench.committed.path) == len(nodes) and bench.is_whole()
-    bench.committed = settle(bench.arena, OWNER, bench.committed)
+    bench.committed = release_path(bench.arena, OWNER, bench.committed)
     assert bench.committed.path == () and bench.is_whole()
-    assert settle(bench.arena, OWNER, bench.committed) == bench.committed
+    assert release_path(bench.arena, OWNER, bench.committed) == bench.committed
 
 
 @both
@@ -212,7 +212,7 @@ def test_sequences_that_share_an_arena_never_lose_or_mix_up_a_slot(name: str, se
             arena.release_owner(owner)
             del running[owner]
         elif rng.random() < 0.2:
-            running[owner] = settle(arena, owner, running[owner])
+            running[owner] = release_path(arena, owner, running[owner])
         else:
             tree = random_tree(rng, rng.randint(1, 9), 50)
             slots = backing.begin(owner, len(tree))

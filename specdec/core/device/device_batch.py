@@ -170,9 +170,9 @@ class DeviceBatch:
             request = held.request
             starts[b], hidden_MD = self.head.hand_over(request.number)
             counts[b] = len(hidden_MD)
-            assert starts[b] + counts[b] == request.computed
+            assert starts[b] + counts[b] == request.num_computed_tokens
             rows.hidden_BPD[b, : counts[b]] = hidden_MD
-            follows = request.tokens[starts[b] + 1 : request.computed + 1]
+            follows = request.tokens[starts[b] + 1 : request.num_computed_tokens + 1]
             rows.follows_BP[b, : counts[b]].copy_(ids(follows, rows.follows_BP.device))
         device = rows.length_B.device
         self.step.prefill_drafter(rows, key, ids(starts, device), ids(counts, device))
@@ -182,7 +182,7 @@ class DeviceBatch:
         self.rows.clear()
 
     def _reserve(self, request: Request) -> bool:
-        return self.scheduler.reserve(request, request.computed + self.extent.ahead)
+        return self.scheduler.reserve(request, request.num_computed_tokens + self.extent.ahead)
 
     def _drop_ended(self) -> None:
         """Make padding of rows whose requests are over, before a step runs on memory that others may hold."""
@@ -235,4 +235,6 @@ class DeviceBatch:
                 self.arena.release_records(request.number, held.before.path)
             self._release(held, kept)
         if self.head:
-            self.head.resume(request.number, request.computed - 1, self.rows.last_BD[row : row + 1].clone())
+            self.head.resume(
+                request.number, request.num_computed_tokens - 1, self.rows.last_BD[row : row + 1].clone()
+            )

@@ -44,7 +44,7 @@ def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
     """Put every request's part into the rows."""
     requests = [own.request for own in held]
     committed = [r.committed or Committed(0) for r in requests]
-    fill(rows.length_B, [r.computed for r in requests])
+    fill(rows.length_B, [r.num_computed_tokens for r in requests])
     fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
     fill(rows.seed_B, [r.chooser.seed for r in requests])
     fill(rows.temperature_B, [r.params.temperature for r in requests])

@@ -101,7 +101,7 @@ class Runner(ABC):
 
     def _suits(self, request: Request) -> bool:
         distrusted = self.host.speculation.is_distrusted(request)
-        return request.decodes and request.chooser.is_static and not distrusted
+        return request.is_decoding and request.chooser.is_static and not distrusted
 
     def _is_interrupted(self) -> bool:
         """Tell whether anybody comes who may be admitted, or leaves before the end."""
