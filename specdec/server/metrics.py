@@ -70,63 +70,11 @@ class Metrics:
 
     def __init__(self, engine: SpecEngine, model: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        labels = {"model_name": model, "engine": "0"}
-        self.registry.register(EngineFigures(engine, labels))
+        self._labels = {"model_name": model, "engine": "0"}
+        self.registry.register(EngineFigures(engine, self._labels))
         ProcessCollector(registry=self.registry)
-
-        def histogram(name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-            own = Histogram(f"vllm:{name}", says, list(labels), buckets=buckets, registry=self.registry)
-            found: Histogram = own.labels(**labels)
-            return found
-
-        def counter(name: str, says: str) -> Counter:
-            own = Counter(f"vllm:{name}", says, list(labels), registry=self.registry)
-            found: Counter = own.labels(**labels)
-            return found
-
-        self.first_s = histogram(
-            "time_to_first_token_seconds", "Seconds from arrival to the first token.", FIRST
-        )
-        self.between_s = histogram(
-            "inter_token_latency_seconds",
-            "Seconds between tokens; tokens of one step share its time.",
-            BETWEEN,
-        )
-        self.whole_s = histogram(
-            "e2e_request_latency_seconds", "Seconds from arrival to the last token.", WHOLE
-        )
-        self.queued_s = histogram(
-            "request_queue_time_seconds", "Seconds spent waiting before the first step.", FIRST
-        )
-        self.prefill_s = histogram(
-            "request_prefill_time_seconds",
-            "Seconds of prefill: from the first step to the first token.",
-            FIRST,
-        )
-        self.decode_s = histogram(
-            "request_decode_time_seconds", "Seconds of decoding: from the first to the last token.", WHOLE
-        )
-        self.ran_s = histogram(
-            "request_inference_time_seconds", "Seconds of prefill and decoding together.", WHOLE
-        )
-        self.token_s = histogram(
-            "request_time_per_output_token_seconds", "Mean seconds per output token after the first.", BETWEEN
-        )
-        self.read = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self.written = histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
-        self.computed = histogram(
-            "request_prefill_kv_computed_tokens",
-            "Prompt tokens that were not found in the prefix cache.",
-            TOKENS,
-        )
-        self.longest = histogram(
-            "request_max_num_generation_tokens", "Generated tokens of a prompt's longest choice.", TOKENS
-        )
-        self.allowed = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
-        self.choices = histogram("request_params_n", "n of a request.", CHOICES)
-        self.read_total = counter("prompt_tokens", "Prompt tokens, counted when prefill is done.")
-        self.cached_total = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        self.written_total = counter("generation_tokens", "Generated tokens.")
+        self._add_times()
+        self._add_tokens()
         self.answers = Counter(
             "http_requests",
             "Responses by route, method and status class, without those of disconnected clients.",
@@ -136,10 +84,67 @@ class Metrics:
         ended = Counter(
             "vllm:request_success",
             "Finished requests by reason: abort is external, error a failure.",
-            [*labels, "finished_reason"],
+            [*self._labels, "finished_reason"],
             registry=self.registry,
         )
-        self.ended = {why: ended.labels(**labels, finished_reason=why) for why in REASONS}
+        self.ended = {why: ended.labels(**self._labels, finished_reason=why) for why in REASONS}
+
+    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
+        own = Histogram(f"vllm:{name}", says, list(self._labels), buckets=buckets, registry=self.registry)
+        found: Histogram = own.labels(**self._labels)
+        return found
+
+    def _counter(self, name: str, says: str) -> Counter:
+        own = Counter(f"vllm:{name}", says, list(self._labels), registry=self.registry)
+        found: Counter = own.labels(**self._labels)
+        return found
+
+    def _add_times(self) -> None:
+        self.first_s = self._histogram(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token.", FIRST
+        )
+        self.between_s = self._histogram(
+            "inter_token_latency_seconds",
+            "Seconds between tokens; tokens of one step share its time.",
+            BETWEEN,
+        )
+        self.whole_s = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the last token.", WHOLE
+        )
+        self.queued_s = self._histogram(
+            "request_queue_time_seconds", "Seconds spent waiting before the first step.", FIRST
+        )
+        self.prefill_s = self._histogram(
+            "request_prefill_time_seconds",
+            "Seconds of prefill: from the first step to the first token.",
+            FIRST,
+        )
+        self.decode_s = self._histogram(
+            "request_decode_time_seconds", "Seconds of decoding: from the first to the last token.", WHOLE
+        )
+        self.ran_s = self._histogram(
+            "request_inference_time_seconds", "Seconds of prefill and decoding together.", WHOLE
+        )
+        self.token_s = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds per output token after the first.", BETWEEN
+        )
+
+    def _add_tokens(self) -> None:
+        self.read = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.written = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
+        self.computed = self._histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens that were not found in the prefix cache.",
+            TOKENS,
+        )
+        self.longest = self._histogram(
+            "request_max_num_generation_tokens", "Generated tokens of a prompt's longest choice.", TOKENS
+        )
+        self.allowed = self._histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
+        self.choices = self._histogram("request_params_n", "n of a request.", CHOICES)
+        self.read_total = self._counter("prompt_tokens", "Prompt tokens, counted when prefill is done.")
+        self.cached_total = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self.written_total = self._counter("generation_tokens", "Generated tokens.")
 
     @contextlib.contextmanager
     def request(self, prepared: Sequence[Prepared], start_s: float) -> Iterator["Watch"]:

@@ -39,11 +39,36 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     """Add the options of the acceptance benchmark."""
     parser.set_defaults(command=_acceptance)
     parser.description, parser.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
-    add, counts = parser.add_argument, listed(at_least(1))
+    add = parser.add_argument
     add("model", metavar="MODEL", type=Path, nargs="?", help="folder of a Hugging Face checkpoint, or tiny")
     add("--compare", metavar="FILE", type=Path, nargs=2, help="say what moved from one result to another")
-    swept = parser.add_argument_group("what is swept, with commas")
-    sweep = swept.add_argument
+    _add_sweep(parser.add_argument_group("what is swept, with commas"))
+    asked = parser.add_argument_group("prompts").add_argument
+    asked("--prompts", metavar="FILE", type=Path, help="a file of prompts (default: those that ship)")
+    asked("--category", metavar="NAMES", type=listed(str), default=[], help="with commas (default: all)")
+    asked("--limit", metavar="PROMPTS", type=at_least(1), help="so many of each category at most")
+    asked("--max-tokens", metavar="TOKENS", type=at_least(2), default=128, help="of output (default: 128)")
+    asked("--ignore-eos", action="store_true", help="write on past the model's own end")
+    add("--seed", metavar="SEED", type=at_least(0), default=0, help="what texts are drawn from (default: 0)")
+    add(
+        "--warmup",
+        metavar="PROMPTS",
+        type=at_least(0),
+        default=4,
+        help="uncounted, each setting; 0: one, whose experience is forgotten (default: 4)",
+    )
+    add("--peers", metavar="PEER", type=listed(one_of("transformers")), default=[], help="transformers")
+    add(
+        "--memory",
+        metavar="BYTES",
+        help="of all engines beside the weights; one is always there (default: half of what is free)",
+    )
+    add("--out", metavar="FOLDER", type=Path, help="keep measurements and results there")
+    add_settings(parser, EngineConfig, title="engine", without=SWEPT)
+
+
+def _add_sweep(group: argparse._ArgumentGroup) -> None:
+    sweep, counts = group.add_argument, listed(at_least(1))
     sweep(
         "--draft",
         metavar="NAMES",
@@ -94,28 +119,6 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         default=[0],
         help="a head's attention reads so many of the last tokens; 0: all (default: 0)",
     )
-    asked = parser.add_argument_group("prompts").add_argument
-    asked("--prompts", metavar="FILE", type=Path, help="a file of prompts (default: those that ship)")
-    asked("--category", metavar="NAMES", type=listed(str), default=[], help="with commas (default: all)")
-    asked("--limit", metavar="PROMPTS", type=at_least(1), help="so many of each category at most")
-    asked("--max-tokens", metavar="TOKENS", type=at_least(2), default=128, help="of output (default: 128)")
-    asked("--ignore-eos", action="store_true", help="write on past the model's own end")
-    add("--seed", metavar="SEED", type=at_least(0), default=0, help="what texts are drawn from (default: 0)")
-    add(
-        "--warmup",
-        metavar="PROMPTS",
-        type=at_least(0),
-        default=4,
-        help="uncounted, each setting; 0: one, whose experience is forgotten (default: 4)",
-    )
-    add("--peers", metavar="PEER", type=listed(one_of("transformers")), default=[], help="transformers")
-    add(
-        "--memory",
-        metavar="BYTES",
-        help="of all engines beside the weights; one is always there (default: half of what is free)",
-    )
-    add("--out", metavar="FOLDER", type=Path, help="keep measurements and results there")
-    add_settings(parser, EngineConfig, title="engine", without=SWEPT)
 
 
 def _acceptance(args: argparse.Namespace) -> Run:

@@ -1,12 +1,11 @@
-"""The caches that a trace is run over: none, a state a block, and ours with an order of giving way."""
+"""The caches that a trace is run over: none, a state for each block, and ours with its eviction policy."""
 
 from dataclasses import dataclass
 
 from specdec.bench.prefix.blocks import BlockCache, Run
 from specdec.bench.prefix.traces import Turn
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.prefix import replay
-from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.replay import Live, Replay
 from specdec.state_slots.prefix.score import Work
 from specdec.state_slots.prefix.tuner import Tuner
 
@@ -21,60 +20,49 @@ class Ground:
     has_head: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Uncached:
+    hit: int = 0
+
+
 class Nothing:
-    """Keep nothing: every request has all the memory that it needs."""
+    """Cache nothing: every request has all the memory that it needs."""
 
-    @dataclass(slots=True)
-    class Live:
-        hit: int = 0
+    def admit(self, turn: Turn) -> Uncached:
+        return Uncached()
 
-        def read(self) -> None:
-            """Forget it."""
+    def read(self, admitted: Uncached, turn: Turn) -> None:
+        """Forget it."""
 
-        def end(self) -> None:
-            """Forget it."""
-
-    def admit(self, turn: Turn) -> "Nothing.Live":
-        return Nothing.Live()
+    def end(self, admitted: Uncached, turn: Turn) -> None:
+        """Forget it."""
 
     def held(self) -> tuple[int, int]:
         return 0, 0
 
 
 class PerBlock:
-    """Keep a state for each block."""
+    """Cache a state for each block."""
 
     def __init__(self, ground: Ground) -> None:
         self.cache = BlockCache(ground.layout, ground.num_bytes)
 
-    def admit(self, turn: Turn) -> "BlockRun | None":
-        run = self.cache.admit(turn.prompt, len(turn.output))
-        return None if run is None else BlockRun(self.cache, run, turn)
+    def admit(self, turn: Turn) -> Run | None:
+        return self.cache.admit(turn.prompt, len(turn.output))
+
+    def read(self, admitted: Run, turn: Turn) -> None:
+        self.cache.read(admitted, turn.prompt)
+
+    def end(self, admitted: Run, turn: Turn) -> None:
+        self.cache.end(admitted, turn.whole)
 
     def held(self) -> tuple[int, int]:
         states = self.cache.states * self.cache.state_bytes
         return self.cache.used_bytes - states, states
 
 
-@dataclass(slots=True)
-class BlockRun:
-    cache: BlockCache
-    run: Run
-    turn: Turn
-
-    @property
-    def hit(self) -> int:
-        return self.run.hit
-
-    def read(self) -> None:
-        self.cache.read(self.run, self.turn.prompt)
-
-    def end(self) -> None:
-        self.cache.end(self.run, self.turn.whole)
-
-
 class Prefix:
-    """Our cache, with one `alpha` or with one that is tuned as requests end."""
+    """Our prefix cache, with one `alpha` or with one that is tuned as requests end."""
 
     def __init__(self, ground: Ground, alpha: float | None) -> None:
         own = ground.layout, ground.num_bytes, ground.work
@@ -83,16 +71,15 @@ class Prefix:
         self.alphas: list[float] = [self.replay.score.alpha]
         """Those that were in use, one after the other."""
 
-    def admit(self, turn: Turn) -> "PrefixRun | None":
-        live = self.replay.admit(turn.prompt, len(turn.output))
-        return None if live is None else PrefixRun(self, live, turn)
+    def admit(self, turn: Turn) -> Live | None:
+        return self.replay.admit(turn.prompt, len(turn.output))
 
-    def held(self) -> tuple[int, int]:
-        usage = self.replay.arena.usage()
-        return usage.block_bytes + usage.kept_block_bytes, usage.state_bytes + usage.kept_state_bytes
+    def read(self, admitted: Live, turn: Turn) -> None:
+        self.replay.read(admitted, turn.prompt)
 
-    def over(self, turn: Turn) -> None:
-        """Learn from a request that has ended."""
+    def end(self, admitted: Live, turn: Turn) -> None:
+        """Cache what a request has read, and tune alpha when it is due."""
+        self.replay.end(admitted, turn.whole)
         if self.tuner is None:
             return
         self.tuner.observe(turn.prompt, turn.output)
@@ -101,20 +88,6 @@ class Prefix:
             if alpha != self.alphas[-1]:
                 self.alphas.append(alpha)
 
-
-@dataclass(slots=True)
-class PrefixRun:
-    policy: Prefix
-    live: replay.Live
-    turn: Turn
-
-    @property
-    def hit(self) -> int:
-        return self.live.hit
-
-    def read(self) -> None:
-        self.policy.replay.read(self.live, self.turn.prompt)
-
-    def end(self) -> None:
-        self.policy.replay.end(self.live, self.turn.whole)
-        self.policy.over(self.turn)
+    def held(self) -> tuple[int, int]:
+        usage = self.replay.arena.usage()
+        return usage.block_bytes + usage.kept_block_bytes, usage.state_bytes + usage.kept_state_bytes

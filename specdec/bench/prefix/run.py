@@ -109,13 +109,13 @@ class Run:
             own = simulated(_make(policy, ground))
         return {"trace": trace.name, "memory_bytes": memory, "policy": policy, **own}
 
-    def _simulate(self, trace: Trace, policy: Policy, *, on_turn: Callable[[], object]) -> Record:
+    def _simulate(self, trace: Trace, policy: Policy[Any], *, on_turn: Callable[[], object]) -> Record:
         course = simulate(trace.turns, policy, self.options.speeds, on_turn)
         alphas = policy.alphas if isinstance(policy, Prefix) else []
         return {**figures(trace.turns, course, self.work), "alphas": alphas}
 
 
-def _make(policy: str, ground: Ground) -> Policy:
+def _make(policy: str, ground: Ground) -> Policy[Any]:
     match policy:
         case "none":
             return Nothing()

@@ -4,33 +4,36 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from specdec.bench.prefix.traces import Turn
 
 
-class Live(Protocol):
+class Admitted(Protocol):
     """A request that was admitted and holds memory."""
 
     @property
     def hit(self) -> int:
-        """Tokens of its prompt that it need not read."""
-        ...
-
-    def read(self) -> None:
-        """Take note that its prompt has been read."""
-        ...
-
-    def end(self) -> None:
-        """Keep what is worth it and give the rest back."""
+        """Tokens of its prompt that were cache hits."""
         ...
 
 
-class Policy(Protocol):
+A = TypeVar("A", bound=Admitted)
+
+
+class Policy(Protocol[A]):
     """A cache and its eviction policy. Running requests and cached prefixes share one memory."""
 
-    def admit(self, turn: Turn) -> Live | None:
+    def admit(self, turn: Turn) -> A | None:
         """Begin a request; None: there is no memory for it now."""
+        ...
+
+    def read(self, admitted: A, turn: Turn) -> None:
+        """Note that its prompt has been read."""
+        ...
+
+    def end(self, admitted: A, turn: Turn) -> None:
+        """Cache what is worth it and free the rest."""
         ...
 
     def held(self) -> tuple[int, int]:
@@ -62,15 +65,15 @@ class Course:
 
 
 def simulate(
-    turns: Sequence[Turn], policy: Policy, speeds: Speeds, on_turn: Callable[[], object] = lambda: None
+    turns: Sequence[Turn], policy: Policy[A], speeds: Speeds, on_turn: Callable[[], object] = lambda: None
 ) -> Course:
     """Run a trace. Turns wait for the session's last one to end, for memory, and for a place, in order."""
     return _Run(turns, policy, speeds, on_turn).run()
 
 
-class _Run:
+class _Run(Generic[A]):
     def __init__(
-        self, turns: Sequence[Turn], policy: Policy, speeds: Speeds, on_turn: Callable[[], object]
+        self, turns: Sequence[Turn], policy: Policy[A], speeds: Speeds, on_turn: Callable[[], object]
     ) -> None:
         self.turns, self.policy, self.speeds, self.on_turn = turns, policy, speeds, on_turn
         self.course = Course([0] * len(turns))
@@ -120,15 +123,15 @@ class _Run:
             self._alive += 1
             self._begin(number, live)
 
-    def _begin(self, number: int, live: Live) -> None:
+    def _begin(self, number: int, live: A) -> None:
         turn = self.turns[number]
         self.course.hits[number] = live.hit
         read_s = self._now + (len(turn.prompt) - live.hit) / self.speeds.read
-        self._plan(read_s, live.read)
+        self._plan(read_s, lambda: self.policy.read(live, turn))
         self._plan(read_s + len(turn.output) / self.speeds.write, lambda: self._end(number, live))
 
-    def _end(self, number: int, live: Live) -> None:
-        live.end()
+    def _end(self, number: int, live: A) -> None:
+        self.policy.end(live, self.turns[number])
         self._alive -= 1
         self.course.held.append(self.policy.held())
         self._leave(number)

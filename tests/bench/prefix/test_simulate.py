@@ -1,6 +1,7 @@
 """The clock keeps sessions in order and places bounded; the policies keep within their memory."""
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 from specdec.bench.prefix.blocks import SIZE, BlockCache
 from specdec.bench.prefix.figures import EDGES, bin_name, bin_of, figures
-from specdec.bench.prefix.policies import Ground, Nothing, PerBlock, Prefix
-from specdec.bench.prefix.simulate import Course, Speeds, simulate
+from specdec.bench.prefix.policies import Ground, Nothing, PerBlock, Prefix, Uncached
+from specdec.bench.prefix.simulate import Course, Policy, Speeds, simulate
 from specdec.bench.prefix.traces import Turn, trace_of
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.tree import Ids
@@ -35,27 +36,22 @@ class Watched:
     said: list[str] = field(default_factory=list)
     largest: int = 0
 
-    @dataclass
-    class Live:
-        owner: "Watched"
-        name: str
-        hit: int = 0
-
-        def read(self) -> None:
-            self.owner.said.append(f"read {self.name}")
-
-        def end(self) -> None:
-            self.owner.alive.remove(self.name)
-            self.owner.said.append(f"end {self.name}")
-
-    def admit(self, turn: Turn) -> "Watched.Live | None":
+    def admit(self, turn: Turn) -> Uncached | None:
         if len(self.alive) == self.most or len(turn.prompt) > 1000:
             return None
         name = f"{turn.session}{turn.turn}"
         self.alive.append(name)
         self.said.append(f"begin {name}")
         self.largest = max(self.largest, len(self.alive))
-        return Watched.Live(self, name)
+        return Uncached()
+
+    def read(self, admitted: Uncached, turn: Turn) -> None:
+        self.said.append(f"read {turn.session}{turn.turn}")
+
+    def end(self, admitted: Uncached, turn: Turn) -> None:
+        name = f"{turn.session}{turn.turn}"
+        self.alive.remove(name)
+        self.said.append(f"end {name}")
 
     def held(self) -> tuple[int, int]:
         return 0, 0
@@ -154,7 +150,7 @@ def test_policies_agree_with_what_they_drive() -> None:
         (Prefix(ground, 0.0), 109),
         (Prefix(ground, None), 109),
     ):
-        course = simulate(trace.turns, policy, ONE_BY_ONE)
+        course = simulate(trace.turns, cast(Policy[Any], policy), ONE_BY_ONE)
         assert course.hits == [0, hit]
     assert course.held[-1][1] > 0
 
