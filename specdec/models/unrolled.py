@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.sampling.rules import COLUMNS, Rules
 from specdec.kernels.table import Kernels
 from specdec.models.replay import Replays
 from specdec.state_slots.arena import Arena
@@ -41,7 +41,7 @@ class Unrolled:
         level_L1 = torch.arange(levels + 1, device=seed_B.device)[:, None]
         position_LB, length_LB = window.position_T + level_L1, group.length_B + level_L1
         tensors = after_BD, position_LB, length_LB, seed_B, rules.temperature_N
-        window, filters = replace(window, groups=(longest,)), (rules.top_k_N, rules.top_p_N, rules.min_p_N)
+        window, filters = replace(window, groups=(longest,)), rules.filters
         if any(part is not None for part in filters):  # which are computed in torch: no tape could hold them
             token_BL, share_BL = self._run(window, memory, *tensors, levels=levels, filters=filters)
         else:
@@ -59,9 +59,9 @@ class Unrolled:
         temperature_B: Tensor,
         *,
         levels: int,
-        filters: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+        filters: tuple[Tensor | None, ...] = (None,) * (len(COLUMNS) - 1),
     ) -> tuple[Tensor, ...]:
-        (group,), rules = window.groups, Rules(temperature_B, *filters)
+        (group,), rules = window.groups, Rules.of((temperature_B, *filters))
         tokens, shares = [], []
         for level in range(levels):
             logits_BV = self.head.logits(after_BD)

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.config.sampling import SamplingParams
 from specdec.kernels.sampling.cpu import best_of
 from specdec.kernels.sampling.reference import splitmix64
-from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Mask, Penalties, Rules
+from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Mask, Penalties, RowRule, Rules, make_column
 from specdec.kernels.table import Kernels
 from specdec.verify.limits import Limit, bounded_words
 
@@ -24,10 +24,21 @@ HOTTEST = 1e30
 """Beyond it float32 knows no temperature; all tokens are equally likely long before."""
 
 
+def row_rule(params: SamplingParams) -> RowRule:
+    """Bound a request's numbers to what tensors and kernels take: the one place where they are read."""
+    # No vocabulary comes near the bound of top_k, which keeps a number of any size within its type.
+    return RowRule(
+        temperature=min(float(params.temperature), HOTTEST),
+        top_k=min(max(params.top_k, 0), 2**31),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+    )
+
+
 class Chooser:
     """One request's rule of choice. Only `observe` changes it: penalties and limits hang on what was said."""
 
-    __slots__ = ("_is_even", "count_V", "is_penalised", "limits", "params", "seed", "seen_V")
+    __slots__ = ("_is_even", "count_V", "is_penalised", "limits", "params", "rule", "seed", "seen_V")
 
     def __init__(
         self,
@@ -38,7 +49,7 @@ class Chooser:
         vocab: int,
         limits: Sequence[Limit] = (),
     ) -> None:
-        self.params, self.seed, self.limits = params, seed, limits
+        self.params, self.rule, self.seed, self.limits = params, row_rule(params), seed, limits
         self.is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -200,19 +211,14 @@ def _add_noise(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> No
 
 def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
     """Gather the nodes' parameters; a part that none of them uses stays None."""
-    params = [node.chooser.params for node in nodes]
-
-    def column(values: list[float], off: float) -> Tensor | None:
-        return _floats(values, device) if any(value != off for value in values) else None
-
-    # No vocabulary comes near the bound, which keeps a number of any size within the tensor's type.
-    top_k = [min(max(p.top_k, 0), 2**31) for p in params]
-    return Rules(
-        temperature_N=_floats([min(p.temperature, HOTTEST) for p in params], device),
-        top_k_N=torch.tensor(top_k, device=device) if any(top_k) else None,
-        top_p_N=column([p.top_p for p in params], 1.0),
-        min_p_N=column([p.min_p for p in params], 0.0),
-        bias=_bias(params, device),
+    temperatures, *filters = zip(*(node.chooser.rule for node in nodes), strict=True)
+    columns = (
+        make_column(values, device) if any(value != off for value in values) else None
+        for values, off in zip(filters, RowRule()[1:], strict=True)
+    )
+    return Rules.of(
+        (make_column(temperatures, device), *columns),
+        bias=_bias([node.chooser.params for node in nodes], device),
         penalties=_penalties(nodes, device),
         mask=_mask(nodes, device),
     )

@@ -47,10 +47,9 @@ def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
     fill(rows.length_B, [r.num_computed_tokens for r in requests])
     fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
     fill(rows.seed_B, [r.chooser.seed for r in requests])
-    fill(rows.temperature_B, [r.params.temperature for r in requests])
-    fill(rows.top_k_B, [min(max(r.params.top_k, 0), 2**31) for r in requests])
-    fill(rows.top_p_B, [r.params.top_p for r in requests])
-    fill(rows.min_p_B, [r.params.min_p for r in requests])
+    numbers = zip(*(r.chooser.rule for r in requests), strict=True)
+    for column_B, values in zip(rows.rule_B, numbers, strict=True):
+        fill(column_B, values)
     fill(rows.state_B, [own.state for own in committed])
     fill(rows.path_length_B, [len(own.path) for own in committed])
     unused = [(0, 0)] * extent.nodes

@@ -96,8 +96,6 @@ def spread(x_B: Tensor, count: int) -> Tensor:
 
 def rules(rows: Rows, count: int, *, greedy: bool) -> Rules:
     """Say how each of a row's nodes chooses; nothing is filtered where no row has a temperature."""
-    temperature_N = spread(rows.temperature_B, count)
     if greedy:
-        return Rules(temperature_N)
-    top_k_N, top_p_N, min_p_N = (spread(x, count) for x in (rows.top_k_B, rows.top_p_B, rows.min_p_B))
-    return Rules(temperature_N, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N)
+        return Rules(spread(rows.temperature_B, count))
+    return Rules.of(spread(x_B, count) for x_B in rows.rule_B)

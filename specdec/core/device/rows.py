@@ -1,14 +1,15 @@
 """A batch that decodes, as tensors that stay where they are: a captured step reads and writes them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from specdec.core.device.extent import Extent
 from specdec.kernels.group import RecordIds
-from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.kernels.sampling.rules import NO_TOKEN, RowRule, make_column
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,8 @@ class Rows:
     place_B2M: Tensor
     snapshot_BM: Tensor
     seed_B: Tensor
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    min_p_B: Tensor
+    rule_B: tuple[Tensor, ...]
+    """By what its tokens are chosen: a column for each number of a RowRule."""
     hidden_BPD: Tensor
     """What the head has yet to read: hidden states, and the token that followed each."""
     follows_BP: Tensor
@@ -80,10 +79,7 @@ class Rows:
             place_B2M=ids(rows, 2, nodes),
             snapshot_BM=ids(rows, nodes),
             seed_B=ids(rows),
-            temperature_B=numbers(rows),
-            top_k_B=ids(rows),
-            top_p_B=numbers(rows),
-            min_p_B=numbers(rows),
+            rule_B=tuple(make_column([off] * rows, device) for off in RowRule()),
             hidden_BPD=numbers(rows, path, hidden, dtype=dtype),
             follows_BP=ids(rows, path),
             last_BD=numbers(rows, hidden, dtype=dtype),
@@ -93,9 +89,11 @@ class Rows:
 
     def clear(self) -> None:
         """Make all rows padding again."""
-        for field in fields(self):
-            getattr(self, field.name).zero_()
-        self.top_p_B.fill_(1.0)
+        for own in self._values():
+            if isinstance(own, Tensor):
+                own.zero_()
+        for x_B, off in zip(self.rule_B, RowRule(), strict=True):
+            x_B.fill_(off)
         self.blank(0)
         self.parent_BM[:, 0] = NO_TOKEN
 
@@ -109,15 +107,28 @@ class Rows:
 
     def drop(self, row_R: Tensor) -> None:
         """Make padding of some rows."""
-        for x_B in (self.length_B, self.path_length_B, self.state_B, self.temperature_B, self.top_k_B):
+        for x_B in (self.length_B, self.path_length_B, self.state_B):
             x_B.index_fill_(0, row_R, 0)
+        for x_B, off in zip(self.rule_B, RowRule(), strict=True):
+            x_B.index_fill_(0, row_R, off)
         for x_BM in (self.table_BN, self.slab_B2M, self.place_B2M, self.snapshot_BM, self.token_BM):
             x_BM.index_fill_(0, row_R, 0)
 
     def part(self, start: int, end: int) -> "Rows":
         """Show some rows alone (views)."""
-        return Rows(**{field.name: getattr(self, field.name)[start:end] for field in fields(self)})
+        cut = slice(start, end)
+        parts: Iterator[Any] = (
+            own[cut] if isinstance(own, Tensor) else tuple(x[cut] for x in own) for own in self._values()
+        )
+        return Rows(*parts)
 
     @property
     def path(self) -> RecordIds:
         return RecordIds(self.path_slab_BP, self.path_place_BP)
+
+    @property
+    def temperature_B(self) -> Tensor:
+        return self.rule_B[RowRule._fields.index("temperature")]
+
+    def _values(self) -> Iterator[Any]:
+        return (getattr(self, field.name) for field in fields(self))

@@ -64,9 +64,8 @@ def _top(scores_NV: Tensor, count: int, share_NC: Tensor | None) -> Tensor:
 
 def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
     """Return what is compared, as `cpu.perturb` does; where the rules at most warm rows, in one pass."""
-    filters = (rules.top_k_N, rules.top_p_N, rules.min_p_N)
     is_single = logits_NV.is_cpu and logits_NV.dtype in SUFFIX
-    if not (is_single and rules.is_uniform) or any(own is not None for own in filters):
+    if not (is_single and rules.is_uniform) or any(own is not None for own in rules.filters):
         return cpu.perturb(logits_NV, rules, seed_N, position_N, gumbel)
     logits_NV, vocab = logits_NV.contiguous(), logits_NV.shape[1]
     own_V, scores_NV = (

@@ -1,8 +1,10 @@
 """How each row of logits is to be processed. A part that no row uses is None, and costs nothing."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 NO_TOKEN = -1
@@ -35,6 +37,24 @@ class Mask(NamedTuple):
     words_RW: Tensor
 
 
+class RowRule(NamedTuple):
+    """The numbers by which one row's tokens are chosen, each a column of Rules; the defaults switch off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+COLUMNS = tuple(f"{name}_N" for name in RowRule._fields)
+
+
+def make_column(values: Sequence[float], device: torch.device) -> Tensor:
+    """Make a column of numbers of one kind: int64 of whole ones, else float32, whatever the default is."""
+    dtype = torch.int64 if isinstance(values[0], int) else torch.float32
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Temperature 0 leaves a row at bias, penalties and mask; top_k 0, top_p 1 and min_p 0 are off."""
@@ -46,6 +66,24 @@ class Rules:
     bias: Bias | None = None
     penalties: Penalties | None = None
     mask: Mask | None = None
+
+    @classmethod
+    def of(
+        cls,
+        columns: Iterable[Tensor | None],
+        *,
+        bias: Bias | None = None,
+        penalties: Penalties | None = None,
+        mask: Mask | None = None,
+    ) -> Self:
+        """Make rules of columns in the order of RowRule."""
+        named: dict[str, Any] = dict(zip(COLUMNS, columns, strict=True))
+        return cls(**named, bias=bias, penalties=penalties, mask=mask)
+
+    @property
+    def filters(self) -> tuple[Tensor | None, ...]:
+        """Return the columns beside the temperature, in the order of RowRule."""
+        return tuple(getattr(self, name) for name in COLUMNS[1:])
 
     @property
     def is_uniform(self) -> bool:
