@@ -51,7 +51,10 @@ def _self_attention(bench: Bench, sizes: Sizes, mixer: Attention, moved: int) ->
         tokens = tokens_of(group, rows)
         copied, small = excerpt_pages(pages[0], group, rows)
         found_TN = call(pages[0])[tokens]
-        turned = None if rotation is None else tuple(x_TR[tokens].cpu() for x_TR in rotation)
+        turned = None
+        if rotation is not None:
+            cos_TR, sin_TR = rotation
+            turned = cos_TR[tokens].cpu(), sin_TR[tokens].cpu()
         expected_TN = bench.reference.self_attention(
             projected_TN[tokens].cpu(), on_cpu(layer), turned, copied, small
         )

@@ -174,8 +174,15 @@ def _route(bench: Bench, moe: MoE, tokens: int) -> Problem:
     def route(ops: Kernels, logits_TE: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:
         if not sigmoid:
             return ops.route_softmax(logits_TE, moe.top_k, renormalise=moe.renormalise)
-        grouping = {"groups": moe.groups, "top_groups": moe.top_groups, "scale": moe.scale}
-        return ops.route_sigmoid(logits_TE, bias_E, moe.top_k, renormalise=moe.renormalise, **grouping)
+        return ops.route_sigmoid(
+            logits_TE,
+            bias_E,
+            moe.top_k,
+            groups=moe.groups,
+            top_groups=moe.top_groups,
+            renormalise=moe.renormalise,
+            scale=moe.scale,
+        )
 
     def chosen(ops: Kernels, logits_TE: Tensor, bias_E: Tensor) -> Tensor:
         """Return weights and logits of what was chosen, sorted: equal logits may be taken in any order."""
@@ -199,7 +206,7 @@ def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, *, fp8: bool) -> P
             bench.draw(moe.experts, inner, moe.width, seed=1, scale=moe.width**-0.5),
         )
     )
-    packed = [bench.kernels.pack_experts(weight) for weight in (up, down)]
+    up_EID, down_EDI = bench.kernels.pack_experts(up), bench.kernels.pack_experts(down)
     x_TD = bench.draw(tokens, inner, seed=2)
     # Other experts each time: the same ones again would come out of the cache.
     chosen = min(moe.experts, tokens * moe.top_k)
@@ -211,14 +218,14 @@ def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, *, fp8: bool) -> P
     size = traffic.experts(moe, inner, tokens, distinct, item, weight_item)
 
     def call(index_TA: Tensor) -> Tensor:
-        return bench.kernels.experts(x_TD, *packed, index_TA, weight_TA, gated=gated)
+        return bench.kernels.experts(x_TD, up_EID, down_EDI, index_TA, weight_TA, gated=gated)
 
     def error() -> float:
         few = sample(tokens)
         held, index_RA = torch.unique(index_STA[0, few], return_inverse=True)
-        exact = [bench.reference.pack_experts(_some(weight, held).cpu()) for weight in (up, down)]
+        up_EID, down_EDI = (bench.reference.pack_experts(_some(weight, held).cpu()) for weight in (up, down))
         expected = bench.reference.experts(
-            x_TD[few].cpu(), *exact, index_RA.cpu(), weight_TA[few].cpu(), gated=gated
+            x_TD[few].cpu(), up_EID, down_EDI, index_RA.cpu(), weight_TA[few].cpu(), gated=gated
         )
         return row_error(call(index_STA[0])[few], expected)
 

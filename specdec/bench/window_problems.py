@@ -15,7 +15,7 @@ from specdec.bench import traffic
 from specdec.bench.excerpt import excerpt, tokens_of
 from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
 from specdec.kernels.delta_net.layer import DeltaLayer
-from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.table import Kernels
 from specdec.models.mixers import GatedDeltaNet, Mamba2, Place
@@ -94,10 +94,12 @@ class Operation:
 
 
 def _delta_net(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
+    assert isinstance(layer.own, DeltaLayer)
     return ops.delta_net(own.projected_TN, layer.own, memory, group)
 
 
 def _mamba(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
+    assert isinstance(layer.own, MambaLayer)
     return ops.mamba(own.projected_TN, layer.own, memory, group)
 
 
@@ -112,20 +114,26 @@ def _causal_conv(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemor
 
 def _path_conv(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
     weight_CK = layer.own.conv_CK
-    pending = group.state_B, group.path, group.path_length_B
-    return ops.path_conv(weight_CK, layer.conv_C, slice(0, len(weight_CK)), memory, *pending)
+    return ops.path_conv(weight_CK, layer.conv_C, slice(0, len(weight_CK)), memory, *_pending(group))
 
 
 def _path_keys(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
-    return ops.path_keys(layer.own, memory, group.state_B, group.path, group.path_length_B)
+    assert isinstance(layer.own, DeltaLayer)
+    return ops.path_keys(layer.own, memory, *_pending(group))
 
 
 def _mamba_keys(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
-    return ops.mamba_keys(layer.own, memory, group.state_B, group.path, group.path_length_B)
+    assert isinstance(layer.own, MambaLayer)
+    return ops.mamba_keys(layer.own, memory, *_pending(group))
 
 
 def _fold(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> None:
-    ops.fold(memory, group.state_B, group.path, group.path_length_B, own.k_path_BPGK)
+    ops.fold(memory, *_pending(group), own.k_path_BPGK)
+
+
+def _pending(group: Group) -> tuple[Tensor, RecordIds, Tensor]:
+    assert group.path is not None and group.path_length_B is not None
+    return group.state_B, group.path, group.path_length_B
 
 
 LAYERS: dict[type, tuple[Operation, Operation]] = {

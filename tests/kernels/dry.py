@@ -26,7 +26,7 @@ from specdec.core.engine_core import EngineCore
 from specdec.core.outputs import Delta
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Matrix
-from specdec.kernels.table import OPERATIONS, Kernels, load_kernels
+from specdec.kernels.table import Kernels, load_kernels
 from specdec.models.families import network
 from specdec.models.weights import Scoped, Weights
 from specdec.setup import build
@@ -34,7 +34,10 @@ from specdec.setup.build import Model, build_random
 from specdec.setup.precompile import precompile
 
 TARGET = GPUTarget("cuda", 90, 32)
-STEERING = {*OPERATIONS["tree"], "sample", "topk_with_noise"} - {"attach_root"}
+STEERING = {
+    *("relations", "walk", "synthetic_walk", "promote", "children", "frontier", "prune"),
+    *("sample", "topk_with_noise"),
+}
 """What decides which tokens and trees come next."""
 
 

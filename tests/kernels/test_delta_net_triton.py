@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.delta_net import reference, triton
+from specdec.kernels.delta_net import triton
+from specdec.kernels.delta_net.composed import REFERENCE as reference
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Kept, RecurrentMemory
 from tests.kernels.interpreter import poison

@@ -16,7 +16,7 @@ from specdec.kernels.attention import flashinfer, reference
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention import flashinfer as layer_flashinfer
-from specdec.kernels.self_attention import reference as layer_reference
+from specdec.kernels.self_attention.composed import REFERENCE as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.models.shapes import SHAPES
 from specdec.setup.build import Model

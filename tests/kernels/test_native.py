@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.conv import cpu as conv
-from specdec.kernels.delta_net import layer as delta_layer
-from specdec.kernels.delta_net.layer import DeltaLayer, Operations
+from specdec.kernels.delta_net.composed import ComposedDeltaNet
+from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.ffn import cpu as ffn
 from specdec.kernels.gates import cpu as gates
 from specdec.kernels.group import Group, RecurrentMemory
@@ -21,7 +21,7 @@ from specdec.kernels.native.call import TOKENS, path_width
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.recurrence import cpu as recurrence
 from specdec.kernels.rope import cpu as rope
-from specdec.kernels.self_attention import layer as attention_layer
+from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer
 from tests.kernels import trees
 from tests.tolerances import BFLOAT16_ATTENTION, KERNEL
@@ -318,8 +318,8 @@ def test_delta_net_equals_the_plain_form_over_two_windows(
     )
     for seed, group in enumerate(recurrent_case("random", width, rows, recorded, sizes)):
         projected_TN = draw(rows * width, sum(layer.widths), dtype=dtype, seed=seed)
-        expected = delta_layer.run(
-            Operations(*(PLAIN[f] for f in Operations._fields)), projected_TN, layer, theirs, group
+        expected = ComposedDeltaNet(*(PLAIN[f] for f in ComposedDeltaNet._fields)).delta_net(
+            projected_TN, layer, theirs, group
         )
         close(recurrent.delta_net(projected_TN, layer, ours, group), expected)
         trees.assert_same_memory(ours, theirs, KERNEL[dtype])
@@ -351,10 +351,10 @@ def test_self_attention_equals_the_plain_form(
 ) -> None:
     if large:
         monkeypatch.setattr(native_attention, "ATTENTION_WORK", 0)
-        operations = attention_layer.Operations(
+        operations = ComposedAttention(
             pointwise.rms_norm, pointwise.rotate, native_attention.append, PLAIN["attend"]
         )
-        monkeypatch.setattr(native_attention, "OPERATIONS", operations)
+        monkeypatch.setattr(native_attention, "COMPOSED", operations)
     group = attention_group(lengths, [trees.draw("random", width, seed) for seed in range(len(lengths))])
     ours, tokens = draw(40, 2, 16, 2, 8, dtype=dtype), len(lengths) * width
     theirs = ours.clone()
@@ -363,8 +363,8 @@ def test_self_attention_equals_the_plain_form(
     layer = AttentionLayer(6, 2, 8, 0.3, bool(gated), q_norm_D, k_norm_D, 1e-6)
     rotation = rope.rope_table(torch.arange(tokens) * 9, 4, 1e4) if rotated else None
     projected_TN = draw(tokens, sum(layer.widths), dtype=dtype, seed=3)
-    plain = attention_layer.Operations(*(PLAIN[name] for name in attention_layer.Operations._fields))
-    expected = attention_layer.run(plain, projected_TN, layer, rotation, theirs, group)
+    plain = ComposedAttention(*(PLAIN[name] for name in ComposedAttention._fields))
+    expected = plain.self_attention(projected_TN, layer, rotation, theirs, group)
     close(native_attention.self_attention(projected_TN, layer, rotation, ours, group), expected)
     torch.testing.assert_close(ours, theirs, rtol=KERNEL[dtype], atol=KERNEL[dtype])
 
@@ -377,8 +377,8 @@ def test_attention_rounds_its_weights_as_torch_does() -> None:
         AttentionLayer(64, 2, 16, 0.25, False, None, None, 0),
     )
     projected_TN = draw(1, sum(layer.widths), dtype=torch.bfloat16, seed=1)
-    plain = attention_layer.Operations(*(PLAIN[name] for name in attention_layer.Operations._fields))
-    expected = attention_layer.run(plain, projected_TN, layer, None, pages, group)
+    plain = ComposedAttention(*(PLAIN[name] for name in ComposedAttention._fields))
+    expected = plain.self_attention(projected_TN, layer, None, pages, group)
     found = native_attention.self_attention(projected_TN, layer, None, pages, group)
     assert (found == expected).float().mean() >= BFLOAT16_ATTENTION
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from specdec.kernels.attention import cpu, reference, triton
 from specdec.kernels.attention.quantise import FP8, LARGEST, quantise
 from specdec.kernels.native import attention as native
-from specdec.kernels.self_attention import cpu as layer_cpu
-from specdec.kernels.self_attention import reference as layer_reference
 from specdec.kernels.self_attention import triton as layer_triton
+from specdec.kernels.self_attention.composed import CPU as layer_cpu
+from specdec.kernels.self_attention.composed import REFERENCE as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer
 from tests.kernels.test_attention import (
     SCALE,

@@ -215,11 +215,3 @@ def test_fold_gives_the_state_at_any_accepted_position() -> None:
         for own, found in ((triton, actual), (reference, expected)):
             own.fold(found, torch.tensor(SLOTS[3]), path, torch.tensor(lengths), keys)
         assert_same_memory(actual, expected, KERNEL_FLOAT32)
-
-
-def test_float64_is_left_to_the_plain_form() -> None:
-    layer = Layer()
-    memory, tokens = make_memory(layer, SLOTS[1]), draw_tokens(layer, 3)
-    expected, group = copy_of(memory), build_group([chain(3)], SLOTS[1])
-    assert torch.equal(run(triton, tokens, memory, group), run(cpu, tokens, expected, group))
-    assert_same_memory(memory, expected, 0.0)

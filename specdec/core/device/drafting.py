@@ -97,8 +97,13 @@ class DeviceDrafter:
             hidden_BFD = after_BFD.gather(1, above_BF[..., None].expand(-1, -1, after_BFD.shape[-1]))
             level = Read(tokens[-1].gather(1, best_BF), place_BF, hidden_BFD)
             after_BFD, read = self._follow(rows, shape, depth, read, level)
-        whole = (torch.cat(x, dim=1) for x in (tokens, parents, scores, beliefs))
-        token_BN, parent_BN, score_BN, belief_BN = ops.prune(*whole, key.nodes - 1)
+        token_BN, parent_BN, score_BN, belief_BN = ops.prune(
+            torch.cat(tokens, dim=1),
+            torch.cat(parents, dim=1),
+            torch.cat(scores, dim=1),
+            torch.cat(beliefs, dim=1),
+            key.nodes - 1,
+        )
         m = key.nodes
         rows.token_BM[:, :m], rows.parent_BM[:, :m] = ops.attach_root(root_B1[:, 0], token_BN, parent_BN)
         rows.score_BM[:, 1:m], rows.belief_BM[:, 1:m] = score_BN, belief_BN

@@ -3,8 +3,7 @@
 The queries of all heads that share a key head are rows of one tile, node after node, so that keys and values
 are read once for all of them. What a row has is cut into splits, as many as keep the GPU busy, and a second
 kernel merges them. Their number is the host's, from what it knows (`max_length`, a bound); where they end is
-the device's, from the row's own length: a captured graph may hold rows of any length. Float64, which a GPU
-computes for nobody, is left to the CPU's form.
+the device's, from the row's own length: a captured graph may hold rows of any length.
 """
 
 import math
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.attention import cpu
 from specdec.kernels.group import Group
 
 TREE_NODES = 64
@@ -31,8 +29,6 @@ CHUNK = 128
 
 def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
     """Write the window's keys and values into the rows' blocks, behind what they have committed."""
-    if k_TJD.dtype == torch.float64:
-        return cpu.append(k_TJD, v_TJD, pages_NPXJD, group)
     tokens, heads, dim = k_TJD.shape
     assert k_TJD.stride()[1:] == v_TJD.stride()[1:] == (dim, 1)
     _append[(tokens, 2)](
@@ -51,8 +47,6 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """
-    if q_THD.dtype == torch.float64:
-        return cpu.attend(q_THD, pages_NPXJD, group, scale)
     return attend_gated(q_THD, None, pages_NPXJD, group, scale)
 
 
@@ -60,7 +54,6 @@ def attend_gated(
     q_THD: Tensor, gate_THD: Tensor | None, pages_NPXJD: Tensor, group: Group, scale: float
 ) -> Tensor:
     """Attend, and multiply by the sigmoid of the gate, a view whose heads may lie apart."""
-    assert q_THD.dtype != torch.float64
     q_THD = q_THD.contiguous()
     tokens, heads, dim = q_THD.shape
     _, _, page, kv_heads, _ = pages_NPXJD.shape

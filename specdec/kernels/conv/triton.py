@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.conv import cpu
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 
 CHANNELS, TOKENS = 128, 8
@@ -23,8 +22,6 @@ def causal_conv(
     Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
     leaves a record, or the window after it. Slot 0, the dummy row's, stays as it is; its outputs are zero.
     """
-    if x_TC.dtype == torch.float64:
-        return cpu.causal_conv(x_TC, weight_CK, bias_C, memory, group)
     assert x_TC.stride(1) == 1
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     blocks, (channels, taps) = triton.cdiv(group.width, SPAN), weight_CK.shape
@@ -39,7 +36,7 @@ def causal_conv(
         **_TILE,
     )
     if blocks > 1:
-        move(x_TC, memory, group)
+        store_inputs(x_TC, memory, group)
     return out_TC
 
 
@@ -56,8 +53,6 @@ def path_conv(
 
     Must run before the paths enter the windows. What stands behind a path's end may be anything.
     """
-    if memory.input_SRC.dtype == torch.float64:
-        return cpu.path_conv(weight_CK, bias_C, channels, memory, slot_B, path, length_B)
     window, record, (rows, longest) = memory.window_SIC, memory.input_SRC, path.slab_BN.shape
     first, end, _ = channels.indices(len(weight_CK))
     out_BPC = torch.empty(rows, longest, end - first, dtype=record.dtype, device=record.device)
@@ -73,7 +68,7 @@ def path_conv(
     return out_BPC
 
 
-def move(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
+def store_inputs(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
     """Leave what a window leaves behind, once its outputs are made: inputs, in windows and records."""
     _, inputs, channels = memory.window_SIC.shape
     _move[(triton.cdiv(channels, CHANNELS), group.rows)](

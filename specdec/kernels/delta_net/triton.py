@@ -11,11 +11,10 @@ from specdec.kernels.conv.triton import (
     arena,
     convolve,
     finish,
-    move,
     move_window,
     record_ids,
+    store_inputs,
 )
-from specdec.kernels.delta_net import cpu
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
@@ -25,8 +24,6 @@ from specdec.kernels.recurrence.triton import scan_window
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
     """Run everything between the projections; mutates `memory` as the convolution and the recurrence do."""
-    if projected_TN.dtype == torch.float64:
-        return cpu.delta_net(projected_TN, layer, memory, group)
     key, _, value, _, heads, _ = layer.widths
     tokens, groups = len(projected_TN), layer.key_heads
     assert projected_TN.stride(1) == 1
@@ -51,7 +48,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         num_warps=4,
     )
     if blocks > 1:
-        move(projected_TN, memory, group)
+        store_inputs(projected_TN, memory, group)
     o_THW = scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     z_TV = projected_TN[:, 2 * key + value : 2 * (key + value)]
     return gated_norm(o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim, gate_first=False)
@@ -62,8 +59,6 @@ def path_keys(
 ) -> Tensor:
     """Make the keys of the pending paths again, from the inputs that their records hold."""
     record, window = memory.input_SRC, memory.window_SIC
-    if record.dtype == torch.float64:
-        return cpu.path_keys(layer, memory, slot_B, path, length_B)
     k_path_BPGK = _empty_keys(layer, path, record.device)
     _path_keys[(layer.key_heads, len(slot_B))](
         *(layer.conv_CK.t().contiguous(), k_path_BPGK, window, window.stride(0), slot_B),

@@ -14,13 +14,12 @@ from specdec.kernels.conv.triton import (
     convolve,
     convolve_path,
     finish,
-    move,
     move_window,
     path_conv,
+    store_inputs,
 )
 from specdec.kernels.gates.triton import step_size
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.mamba import cpu
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.pending.triton import inside
 from specdec.kernels.recurrence.triton import scan_window
@@ -31,8 +30,6 @@ CHANNELS = 64
 
 def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
     """Run everything between the projections; mutates `memory` as the convolution and the recurrence do."""
-    if projected_TN.dtype == torch.float64:
-        return cpu.mamba(projected_TN, layer, memory, group)
     inner, channels, heads = layer.widths
     tokens, taps = len(projected_TN), layer.conv_CK.shape[1]
     assert projected_TN.stride(1) == 1
@@ -67,7 +64,7 @@ def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, grou
         num_warps=4,
     )
     if blocks > 1:
-        move(xbc_TC, memory, group)
+        store_inputs(xbc_TC, memory, group)
     o_THW = scan_window(q_TGK, k_TGK, v_THW, decay_TH, None, memory, group, k_path_BPGK)
     out_TN = torch.empty(tokens, inner, dtype=dtype, device=device)
     size = inner // layer.groups

@@ -7,7 +7,7 @@ from specdec.kernels.attention import cpu as attention
 from specdec.kernels.group import Group
 from specdec.kernels.native.call import function, pointer, room, serves
 from specdec.kernels.native.pointwise import rms_norm, rotate
-from specdec.kernels.self_attention import layer as attention_layer
+from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 ATTENTION_WORK = 1 << 21
@@ -40,7 +40,7 @@ def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> N
     )
 
 
-OPERATIONS = attention_layer.Operations(rms_norm, rotate, append, attention.attend)
+COMPOSED = ComposedAttention(rms_norm, rotate, append, attention.attend)
 """Where there is more to attend to, all threads do it."""
 
 
@@ -55,7 +55,7 @@ def self_attention(
     tokens, longest = projected_TN.shape[0], room(group.max_length + group.width)
     work = tokens * layer.heads * layer.head_dim * longest
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype or work > ATTENTION_WORK:
-        return attention_layer.run(OPERATIONS, projected_TN, layer, rotation, pages, group)
+        return COMPOSED.self_attention(projected_TN, layer, rotation, pages, group)
     assert projected_TN.is_contiguous()
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
     out_TN = projected_TN.new_empty((tokens, heads * dim))

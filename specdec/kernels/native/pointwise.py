@@ -74,14 +74,14 @@ def gated_norm(
     return out_TD
 
 
-def swiglu(gate_up_T2I: Tensor) -> Tensor:
+def swiglu(gate_up_TI: Tensor) -> Tensor:
     """Return silu(gate) · up for rows [gate | up]."""
-    if not serves(gate_up_T2I) or gate_up_T2I.stride(-1) != 1:
-        return ffn.swiglu(gate_up_T2I)
-    tokens, double = gate_up_T2I.shape
-    out_TI = torch.empty((tokens, double // 2), dtype=gate_up_T2I.dtype)
+    if not serves(gate_up_TI) or gate_up_TI.stride(-1) != 1:
+        return ffn.swiglu(gate_up_TI)
+    tokens, double = gate_up_TI.shape
+    out_TI = torch.empty((tokens, double // 2), dtype=gate_up_TI.dtype)
     function("swiglu", out_TI.dtype)(
-        gate_up_T2I.data_ptr(), tokens, double // 2, gate_up_T2I.stride(0), out_TI.data_ptr()
+        gate_up_TI.data_ptr(), tokens, double // 2, gate_up_TI.stride(0), out_TI.data_ptr()
     )
     return out_TI
 

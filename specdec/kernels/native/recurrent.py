@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.conv import cpu as conv
-from specdec.kernels.delta_net import layer as delta_layer
+from specdec.kernels.delta_net.composed import ComposedDeltaNet
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.gates.cpu import delta_gates, l2_normalise, mamba_step
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.mamba import layer as mamba_layer
-from specdec.kernels.mamba.layer import MambaLayer
+from specdec.kernels.mamba.composed import ComposedMamba
 from specdec.kernels.native.call import TOKENS, function, ids, path_width, pointer, records_of, serves
 from specdec.kernels.native.compiled import MOST
 from specdec.kernels.native.pointwise import gated_norm
@@ -123,7 +122,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     """Run a gated delta net between its projections, in one call where the step is narrow."""
     fits = memory.state_SHKW.dtype == torch.float32 and _has_room(group) and group.kept is None
     if not serves(projected_TN) or not fits:
-        return delta_layer.run(OPERATIONS, projected_TN, layer, memory, group)
+        return DELTA_NET.delta_net(projected_TN, layer, memory, group)
     tokens = projected_TN.shape[0]
     weight_KC = layer.conv_CK.t()
     assert projected_TN.is_contiguous() and weight_KC.is_contiguous() and weight_KC.dtype == torch.float32
@@ -162,31 +161,8 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     return out_TV
 
 
-OPERATIONS = delta_layer.Operations(
-    causal_conv, path_conv, l2_normalise, delta_gates, scan_window, gated_norm
-)
-
-
-def path_keys(
-    layer: DeltaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
-) -> Tensor:
-    """Make the keys of the pending paths again, with the convolution that made them first."""
-    return delta_layer.path_keys(OPERATIONS, layer, memory, slot_B, path, length_B)
-
-
-MAMBA = mamba_layer.Operations(causal_conv, path_conv, mamba_step, scan_window, gated_norm)
-
-
-def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
-    """Run Mamba-2 between its projections, operation by operation."""
-    return mamba_layer.run(MAMBA, projected_TN, layer, memory, group)
-
-
-def mamba_keys(
-    layer: MambaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
-) -> Tensor:
-    """Make the keys of the pending paths again, with the convolution that made them first."""
-    return mamba_layer.mamba_keys(MAMBA, layer, memory, slot_B, path, length_B)
+DELTA_NET = ComposedDeltaNet(causal_conv, path_conv, l2_normalise, delta_gates, scan_window, gated_norm)
+MAMBA = ComposedMamba(causal_conv, path_conv, mamba_step, scan_window, gated_norm)
 
 
 def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...]:

@@ -18,7 +18,6 @@ from specdec.kernels.pending.triton import (
     inside,
     path_arguments,
 )
-from specdec.kernels.recurrence import cpu
 
 WALK, CERTAIN = 8, 4
 """The widest windows of one kernel: those that leave records, and those that leave the state itself."""
@@ -46,8 +45,6 @@ def scan_window(
     """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     state = memory.state_SHKW
-    if state.dtype == torch.float64:
-        return cpu.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     q_TGK, k_TGK, v_THW = _dense(q_TGK), _dense(k_TGK), _dense(v_THW)
     decay_TH, beta_TH = decay_TH.contiguous(), None if beta_TH is None else beta_TH.contiguous()
     walked = CERTAIN if group.record is None else WALK
@@ -89,8 +86,6 @@ def fold(
 
     A layer that is a convolution alone has no keys.
     """
-    if memory.state_SHKW.dtype == torch.float64:
-        return cpu.fold(memory, slot_B, path, length_B, k_path_BPGK)
     fold_window(memory, slot_B, path, length_B)
     if k_path_BPGK is not None:
         fold_state(memory, slot_B, path, length_B, k_path_BPGK)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from specdec.kernels.attention.triton import attend_gated, block_stride, locate, quantise
 from specdec.kernels.group import Group
-from specdec.kernels.self_attention import cpu
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 
@@ -15,8 +14,6 @@ def self_attention(
     projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
 ) -> Tensor:
     """Run everything between the projections; mutates `pages` as the append does."""
-    if projected_TN.dtype == torch.float64:
-        return cpu.self_attention(projected_TN, layer, rotation, pages, group)
     tokens = projected_TN.shape[0]
     q_THD = ready(projected_TN, layer, rotation, pages, group)
     return attend_gated(q_THD, gate_of(projected_TN, layer), pages, group, layer.scale).view(tokens, -1)

@@ -1,0 +1,67 @@
+"""An attention layer between its projections, composed of operations."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.attention import cpu as attention_cpu
+from specdec.kernels.attention import reference as attention_reference
+from specdec.kernels.group import Group
+from specdec.kernels.norm import cpu as norm_cpu
+from specdec.kernels.norm import reference as norm_reference
+from specdec.kernels.operations import Append, Attend, RmsNorm, Rotate
+from specdec.kernels.rope import cpu as rope_cpu
+from specdec.kernels.rope import reference as rope_reference
+from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
+
+
+class ComposedAttention(NamedTuple):
+    """The operations of any one form, and what they make together."""
+
+    rms_norm: RmsNorm
+    rotate: Rotate
+    append: Append
+    attend: Attend
+
+    def self_attention(
+        self,
+        projected_TN: Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None,
+        pages: Tensor,
+        group: Group,
+    ) -> Tensor:
+        """Return the layer's output before its last projection; keys and values enter the pages."""
+        tokens = projected_TN.shape[0]
+        q_TN, k_TN, v_TN = torch.split(projected_TN, layer.widths, dim=-1)
+        q_THD, gate_THD = q_TN.view(tokens, layer.heads, -1), None
+        if layer.gated:
+            q_THD, gate_THD = q_THD.chunk(2, dim=-1)
+        k_TJD = k_TN.view(tokens, layer.kv_heads, layer.head_dim)
+        v_TJD = v_TN.view(tokens, layer.kv_heads, layer.head_dim)
+        if layer.q_norm_D is not None:
+            q_THD = self.rms_norm(q_THD, layer.q_norm_D, layer.eps)
+        if layer.k_norm_D is not None:
+            k_TJD = self.rms_norm(k_TJD, layer.k_norm_D, layer.eps)
+        if rotation is not None:
+            q_THD, k_TJD = self.rotate(q_THD, *rotation), self.rotate(k_TJD, *rotation)
+        self.append(k_TJD, v_TJD, pages, group)
+        o_THD = self.attend(q_THD, pages, group, layer.scale)
+        if gate_THD is not None:
+            o_THD = o_THD * torch.sigmoid(gate_THD)
+        return o_THD.reshape(tokens, -1)
+
+
+REFERENCE = ComposedAttention(
+    norm_reference.rms_norm,
+    rope_reference.rotate,
+    attention_reference.append,
+    attention_reference.attend,
+)
+CPU = ComposedAttention(
+    norm_cpu.rms_norm,
+    rope_cpu.rotate,
+    attention_cpu.append,
+    attention_cpu.attend,
+)
