@@ -36,7 +36,15 @@ def want_of(request: Request, shape: Shape | None) -> Want:
         if request.num_uncomputed_tokens == 1
         else request.tokens[: request.num_computed_tokens + 1]
     )
-    return Want(request.number, request.prompt_length, tokens, request.table_N, shape, request.tenant)
+    return Want(
+        request.number,
+        request.prompt_length,
+        tokens,
+        request.table_N,
+        shape,
+        request.tenant,
+        request.chooser,
+    )
 
 
 def merged(heard: Sequence[Heard], limit: int | None = None) -> Proposal:

@@ -7,29 +7,26 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.core.asked import Asked, Heard, merged, want_of, widened
 from specdec.core.batch import ScheduledRequest
+from specdec.core.ranker import Ranker
 from specdec.core.records import Experience, Records
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.echo import Echo
-from specdec.draft.head import HeadDrafter, Place
+from specdec.draft.head import HeadDrafter
 from specdec.draft.lookup import Lookup
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.worth import Worth
-from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models.replay import Replays
 from specdec.state_slots.backing import Backing, Draft
 from specdec.state_slots.prefix.cache import Hit
-from specdec.verify.choose import Node, places
-from specdec.verify.rank import Ranked, rank
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +51,14 @@ class Speculation:
         noise: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.policy, self.backing, self.scheduler, self.kernels = policy, backing, scheduler, kernels
+        self.policy, self.backing, self.scheduler = policy, backing, scheduler
+        self.ranker = Ranker(kernels, noise=noise)
+        """Ranks what a head guesses."""
         self.drafters: list[Drafter] = []
         self.head: HeadDrafter | None = None
         """The drafter that reads the target's hidden states, if there is one."""
         self.synthetic = synthetic
         """Rates by depth at which drafts are accepted whatever they say."""
-        self.noise = noise
-        """Whether guesses are ranked with the noise by which the target will choose."""
         self.clock = clock
         """By which steps and drafts are compared, not by the time that callers wait."""
         self._mark_s = 0.0
@@ -71,7 +68,6 @@ class Speculation:
         self.learns = True
         """Whether the choice of shapes has a use for what steps take."""
         self.records = Records()
-        self._requests: dict[int, Request] = {}
         self._asked: dict[int, Asked] = {}
         self._told: dict[int, int] = {}
         """How many of a request's tokens its drafters have heard of."""
@@ -195,7 +191,6 @@ class Speculation:
         if not wanted:
             return
         wants = [want_of(requests[i], shapes[i]) for i in wanted]
-        self._requests = {request.number: request for request in requests}
         lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
         behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
         self._told |= lengths
@@ -205,7 +200,6 @@ class Speculation:
             for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
                 heard[i].append((drafter, proposal))
         took_s = self.clock() - start_s
-        self._requests.clear()
         asked = [shapes[i] for i in wanted]
         alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
         shape = asked[0] if alike and behind <= CLOSE and Replays.firsts == firsts else None
@@ -265,29 +259,6 @@ class Speculation:
             proposal = proposal.best(len(proposal) // 2)
         return None
 
-    def rank(self, logits_NV: Tensor, places: Sequence[Place], count: int) -> list[Ranked]:
-        """Rank a head's guesses by the rule by which their request will choose, and its noise if asked to."""
-        nodes = [
-            Node(request.chooser, len(request.tokens) + len(place.path), place.path)
-            for place in places
-            if (request := self._requests[place.key])  # type: ignore[index]
-        ]
-        return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
-
-    def goes_straight(self, key: Hashable) -> bool:
-        """Tell whether a chain's guesses for a request can be ranked before it is known what they are.
-
-        Without the noise a guess's share is a probability by the request's whole rule, as it is in trees.
-        """
-        chooser = self._requests[key].chooser  # type: ignore[index]
-        return chooser.is_blind and (self.noise or chooser.is_plain)
-
-    def rules(self, keys: Sequence[Hashable], device: torch.device) -> tuple[Rules, Tensor]:
-        """Say by what requests choose whose guesses can be ranked so, and their seeds."""
-        own = [self._requests[key] for key in keys]  # type: ignore[index]
-        rules, seed_N, _ = places(device, [Node(request.chooser, len(request.tokens)) for request in own])
-        return rules, seed_N
-
     def learn(self, request: Request, emitted: Sequence[int]) -> Sequence[bool]:
         """Compare what was proposed, verified or not, with what came; tell what only finished outputs had."""
         asked = self._asked.get(request.number)
@@ -317,14 +288,13 @@ class Speculation:
         """Forget what was accepted so far, and of whom."""
         self.policy.worth = Worth()
         self.records.recall({})
-        self._requests.clear()
         self._asked.clear()
         for drafter in self.drafters:
             drafter.calibrator.forget()
 
     def forget_requests(self) -> None:
         """Forget all requests, whatever was half done; those that go on are heard of anew."""
-        for known in (self._requests, self._asked, self._told, self._distrusted, self._echoes):
+        for known in (self._asked, self._told, self._distrusted, self._echoes):
             known.clear()
         self.records.forget_requests()
         for drafter in self.drafters:

@@ -24,6 +24,8 @@ class Want:
     table_N: Tensor
     shape: Shape | None
     tenant: Tenant = SOLE
+    sampler: object = None
+    """By what its tokens will be chosen: for what ranks guesses to read, and for no drafter."""
 
 
 class Drafter(Protocol):

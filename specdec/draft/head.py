@@ -46,9 +46,9 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a token is to be guessed: for whom, after which drafted tokens."""
+    """Where a token is to be guessed: for which sequence, after which drafted tokens."""
 
-    key: Hashable
+    want: Want
     path: tuple[int, ...]
 
 
@@ -71,9 +71,9 @@ class Straight:
     """How chains are drafted in one pass, where a token is chosen by nothing but logits and place."""
 
     unrolled: Unroll
-    takes: Callable[[Hashable], bool]
+    takes: Callable[[Want], bool]
     """Tells of which sequences that is so."""
-    rules: Callable[[Sequence[Hashable], torch.device], tuple[Rules, Tensor]]
+    rules: Callable[[Sequence[Want], torch.device], tuple[Rules, Tensor]]
     """Their rules and seeds."""
 
 
@@ -242,7 +242,7 @@ class HeadDrafter:
 
     def _go_straight(self, how: Straight, drafts: Sequence[Growth]) -> None:
         """Draft the chains of each depth in one pass, where logits and place alone choose their tokens."""
-        chains = [own for own in drafts if own.grower.shape.topk == 1 and how.takes(own.want.key)]
+        chains = [own for own in drafts if own.grower.shape.topk == 1 and how.takes(own.want)]
         for levels in {chain.grower.shape.num_steps for chain in chains}:
             alike = [chain for chain in chains if chain.grower.shape.num_steps == levels]
             wants = [chain.want for chain in alike]
@@ -251,7 +251,7 @@ class HeadDrafter:
             ]
             window = build_window(rows, 1, self.device)
             after_BD = torch.stack([chain.after[ROOT] for chain in alike])
-            asked = how.rules([want.key for want in wants], self.device)
+            asked = how.rules(wants, self.device)
             guesses = how.unrolled(window, self.arena, after_BD, *asked, levels)
             for chain, *guessed in zip(alike, *(part_BL.tolist() for part_BL in guesses), strict=True):
                 for token, share in zip(*guessed, strict=True):
@@ -283,7 +283,7 @@ class HeadDrafter:
         at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
         logits_NV = self.head.logits(torch.stack([draft.after[node] for draft, node in at]))
         logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        places = [Place(draft.want.key, draft.path(node)) for draft, node in at]
+        places = [Place(draft.want, draft.path(node)) for draft, node in at]
         topk = max(draft.grower.shape.topk for draft in drafts)
         for (draft, node), (tokens, shares) in zip(at, self.rank(logits_NV, places, topk), strict=True):
             draft.grower.add(node, tokens, shares)

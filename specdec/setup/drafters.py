@@ -65,17 +65,17 @@ NO_EAGLE = Refusal(
 
 
 def _head_drafter(beside: Surroundings) -> HeadDrafter:
-    head, speculation, settings = beside.head, beside.speculation, beside.settings
+    head, settings = beside.head, beside.settings
     assert head is not None
-    unrolled = Unrolled(head, speculation.kernels)
+    ranker = beside.speculation.ranker
     return HeadDrafter(
         head,
         beside.arena,
-        speculation.rank,
+        ranker.rank,
         settings.device,
         settings.chunk_tokens,
         window=settings.draft_window,
-        straight=Straight(unrolled, speculation.goes_straight, speculation.rules),
+        straight=Straight(Unrolled(head, ranker.kernels), ranker.goes_straight, ranker.rules),
     )
 
 

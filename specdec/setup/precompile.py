@@ -71,9 +71,9 @@ def _choose(loop: DecodeLoop, logits_1V: Tensor) -> None:
     """Choose at a temperature, with filters and without; rank what a head would draft."""
     speculation, place_N = loop.speculation, torch.zeros(1, dtype=torch.int64, device=loop.device)
     for rules in _rules(loop):
-        speculation.kernels.sample(logits_1V, rules, place_N, place_N)
+        speculation.ranker.kernels.sample(logits_1V, rules, place_N, place_N)
         for count in {1, speculation.policy.bounds.topk} if speculation.head else ():
-            speculation.kernels.topk_with_noise(logits_1V, rules, place_N, place_N, count)
+            speculation.ranker.kernels.topk_with_noise(logits_1V, rules, place_N, place_N, count)
 
 
 def _grow(loop: DecodeLoop, network: Network, max_length: int) -> None:

@@ -1,9 +1,9 @@
 """A head drafts from exactly what it has not read, and every node of its tree as its own path as a chain."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,6 +44,13 @@ class Watched:
         return self.inner.logits(hidden_TD)
 
 
+class Ranked(NamedTuple):
+    """A sequence's drafted tokens, behind which guesses were ranked."""
+
+    key: Hashable
+    path: tuple[int, ...]
+
+
 class Bench:
     """A small model with its head, and a drafter whose guesses are the likeliest tokens."""
 
@@ -51,11 +58,12 @@ class Bench:
         self.runner = Runner(folder, torch.float64, mtp=True, slabs=80)
         assert self.runner.head is not None
         self.head = Watched(self.runner.head)
-        self.logits: dict[Place, Tensor] = {}
+        self.logits: dict[Ranked, Tensor] = {}
         self.drafter = HeadDrafter(self.head, self.runner.arena, self._rank, CPU, CHUNK)
 
     def _rank(self, logits_NV: Tensor, places: Sequence[Place], count: int) -> list[Any]:
-        self.logits |= dict(zip(places, logits_NV, strict=True))
+        ranked = (Ranked(place.want.key, place.path) for place in places)
+        self.logits |= dict(zip(ranked, logits_NV, strict=True))
         best_NK = logits_NV.softmax(-1).topk(count)
         return list(zip(best_NK.indices.tolist(), best_NK.values.tolist(), strict=True))
 
@@ -147,7 +155,7 @@ def test_proposals_are_what_was_ranked(bench: Bench) -> None:
     chain = bench.propose("a", own, CHAIN)
     path: tuple[int, ...] = ()
     for token, belief in zip(chain.tokens, chain.beliefs, strict=True):
-        share_V = bench.logits[Place("a", path)].softmax(-1)
+        share_V = bench.logits[Ranked("a", path)].softmax(-1)
         assert token == share_V.argmax() and belief == pytest.approx(float(share_V.max()))
         path = (*path, token)
 
