@@ -1,4 +1,4 @@
-"""All that a GPU is asked, unattended and within a budget of time: `python -m specdec.bench.gpu`.
+"""All GPU checks and benchmarks, unattended and within a time budget: `python -m specdec.bench.gpu`.
 
 Most important first: whether the kernels are right at real sizes, how fast the large model is, what each
 kernel takes, what taking back costs. Each stage is a process with a limit of its own, and is packed at once.
@@ -31,19 +31,19 @@ NEEDED = ("torch", "transformers", "pydantic", "safetensors", "tokenizers", "tqd
 TESTING = ("pytest", "hypothesis")
 BUDGET_S = 560.0
 PROCESSES = 12
-"""In which tests run at most, where pytest-xdist is: a kernel's first launch compiles it, on one core."""
+"""Test processes at most, with pytest-xdist: a kernel's first launch compiles it, on one core."""
 PROCESS_BYTES = 13_000_000_000
-"""Of the device's memory, that one of them may take."""
+"""Device memory that each of them may take."""
 PROBE = (
     "import json, torch; p = torch.cuda.get_device_properties(0); "
     "print(json.dumps({'name': p.name, 'bytes': p.total_memory}))"
 )
-"""Asked in a process of its own: one that holds the device would keep memory that a stage needs."""
+"""Run in a separate process: a CUDA context here would keep memory that a stage needs."""
 LARGE = ("qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "0.8b")
-"""The largest of these that fits is the one that is looked at closely. All have a head that drafts."""
+"""The largest of these that fits is benchmarked closely. All have an MTP head."""
 OTHERS = ("qwen3.5-27b", "nemotron-h-8b", "0.8b")
 USABLE = 0.96
-"""Of a device's memory, before anything runs."""
+"""Usable share of a device's memory."""
 GOAL = "3.413"
 CHAINS = {GOAL: (3, 1, 4), "2.709": (2, 1, 3), "4.231": (4, 4, 8)}
 """Published acceptance lengths of the large model, with steps, topk and window that they belong to; the one
@@ -67,7 +67,7 @@ class Device:
 
 
 ASSUMED = Device("NVIDIA H200", 150_000_000_000)
-"""What a plan is for where there is no GPU to ask."""
+"""The device that --dry-run plans for where there is no GPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

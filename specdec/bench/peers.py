@@ -1,4 +1,4 @@
-"""Whom the engine is measured against: `transformers` in this process, and OpenAI-style servers by URL."""
+"""The peers of a benchmark: `transformers` in this process, and OpenAI-style servers by URL."""
 
 import asyncio
 import importlib.util
@@ -30,7 +30,7 @@ class Sample:
     prefill_s: float
     step_s: tuple[float, ...]
     token_ids: tuple[tuple[int, ...], ...] | None
-    """None: the contestant does not say which tokens it chose."""
+    """None: the contestant does not report its tokens."""
     tokens_per_step: float = 1.0
     """What a step gave each row on average; more than one where drafts were accepted."""
 

@@ -19,7 +19,7 @@ SAMPLED = 64
 NOISE = 1_048_573
 """Entries of the strip that inputs are cut from; a prime, so that rows differ."""
 TINY = 1e-3
-"""Rows this much smaller than the largest are compared by that one."""
+"""Rows smaller than this share of the largest are compared relative to the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Problem:
     error: Callable[[], float]
     """Run the first set beside the reference, on the rows sampled; the largest error relative to a row."""
     asks: bool = False
-    """Whether it looks at values on the host: no graph can hold it, and a capture that fails does harm."""
+    """Whether it reads values on the host, which no CUDA graph can capture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def sample(count: int) -> list[int]:
-    """Choose the rows that are compared: the first and the last."""
+    """Choose the rows to compare: the first and the last."""
     return sorted({0, count - 1})
 
 

@@ -56,7 +56,7 @@ def profile_steps(runner: EngineRunner, prompts: Sequence[Sequence[int]]) -> dic
 
 
 class _Named:
-    """Lets the profiler see the C forms, each by its name; meanwhile no tape is played."""
+    """Shows native kernels to the profiler by name; meanwhile no tape is replayed."""
 
     def __enter__(self) -> None:
         listening.recorder = self

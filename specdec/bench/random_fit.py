@@ -17,7 +17,7 @@ from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
 
 ARENA_SHARE = 0.8
-"""Of what the weights leave; the rest is for activations, logits and graphs."""
+"""The arena's share of the memory beside the weights; the rest is for activations, logits and CUDA graphs."""
 ANYTHING = 1 << 50
 """Memory enough for a model to be described whatever the device has."""
 

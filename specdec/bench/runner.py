@@ -1,4 +1,4 @@
-"""The engine's own loop, stepped under a clock."""
+"""Time the steps of an EngineCore."""
 
 import copy
 import time

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_S = 10.0
-"""A stage is not started where less time is left: it would spend it on imports."""
+"""A stage is not started with less time left: it would spend it on imports."""
 GRACE_S = 10.0
-"""What a process that was told to end has before it is killed."""
+"""Seconds between a signal and the next stronger one."""
 TAIL = 15
 
 
@@ -24,7 +24,7 @@ class Stage:
     report: Path | None = None
     """The file that it writes, if it writes one."""
     absent: str = ""
-    """What it needs and is not here."""
+    """A missing dependency."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Case:
     prompt_tokens: int
 
     def prompts(self, vocab: int, seed: int) -> list[list[int]]:
-        """Draw the prompts; they depend on the seed and the case alone."""
+        """Draw the prompts, by the seed and the case alone."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocab, (self.batch, self.prompt_tokens), generator=generator).tolist()
 

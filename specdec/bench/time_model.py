@@ -1,4 +1,4 @@
-"""What a step must move by its formulas, kernel class by class, and how fast it can be at a bandwidth."""
+"""The bytes that a step must move, by kernel class, and its roofline at a bandwidth."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class TimeModel:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def weight_bytes(self, *, fp8: bool, mtp: bool) -> int:
-        """Count what the weights take where they lie."""
+        """Count the bytes of the weights in memory."""
         work = Work(fp8=fp8)
         held = (*self.footprint.target, *(self.footprint.mtp if mtp else ()))
         return round(sum(p.expected_bytes(EVERY) * self._shrink(p, work) for p in held))

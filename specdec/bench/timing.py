@@ -1,4 +1,4 @@
-"""Clocks: what one call of an operation takes, and what the machine itself can do in the same run."""
+"""Timing: one call of an operation, and the machine's own bandwidth and launch time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ PROBE_BYTES = 1 << 30
 """More than any cache holds."""
 LAUNCHES = 200
 CPU_SECONDS = 0.25
-"""A problem's samples end here once there are a few: some of torch's plain forms are slow."""
+"""Time limit for a problem's samples: some of torch's plain operations are slow."""
 FEWEST = 3
 
 
@@ -105,7 +105,7 @@ def _clock(calls: Sequence[Call], repeats: int) -> list[float]:
 
 
 def _captured(calls: Sequence[Call], device: torch.device, *, asks: bool) -> tuple[Call, str]:
-    """Put the calls into one graph; what cannot be captured, since it looks at values, is launched."""
+    """Capture the calls in one CUDA graph; what cannot be captured is launched eagerly."""
 
     def launch() -> None:
         for call in calls:

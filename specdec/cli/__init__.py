@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "demo": ("stream completions of the model that ships, drafts in colour", "cli.commands:add_demo"),
     }
 )
-"""What each does, and what adds its options: a command is imported once it is chosen."""
+"""Help text and the function that adds the options: a command is imported once it is chosen."""
 
 BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | No
 
 
 def _line(message: str) -> str:
-    """Put a message on one line; names in a checkpoint's files may hold what commands a terminal."""
+    """Put a message on one line, without control characters: names in a checkpoint may hold them."""
     line = "; ".join(message.splitlines())
     return "".join(own if own.isprintable() else "\N{REPLACEMENT CHARACTER}" for own in line)
 

@@ -1,4 +1,4 @@
-"""The commands that have no room of their own.
+"""The `generate`, `info`, `top` and `demo` commands.
 
 Each says what is wrong, then imports what it runs and returns it: from there on Ctrl-C is an exception.
 """

@@ -1,4 +1,4 @@
-"""What a newcomer sees first: the shipped model writes, drafts in colour, and what they earned."""
+"""The demo: the shipped model writes, accepted drafts in colour, and the speed-up."""
 
 import asyncio
 import statistics
@@ -28,7 +28,7 @@ def demo() -> None:
     config = EngineConfig(memory_bytes=MEMORY, max_model_len=1024)
     with SpecEngine("tiny", config) as engine, SpecEngine("tiny", config, draft="none") as plain:
         for each in (engine, plain):
-            each.model.loop.keep_apart()  # the rounds write one text: to look it up would be no speculation
+            each.model.loop.keep_apart()  # the rounds write one text: looking it up would not be speculation
         for temperature, title in ((0.0, "greedily"), (1.0, "at temperature 1, with a seed")):
             params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
             print(f"--- {title}", file=sys.stderr, flush=True)

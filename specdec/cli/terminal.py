@@ -18,10 +18,10 @@ from specdec.engine.engine import SpecEngine
 from specdec.text.tokenizer import Piece
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey instead of showing it: all but the tab and the end of a line."""
+"""Control characters, but for tab and newline."""
 
 ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
-"""What makes a terminal write what a draft got right, and all else."""
+"""The colour of accepted draft tokens, and the reset."""
 LEGEND = f"{ACCEPTED}In this colour{PLAIN}: accepted from the draft. The rest is the verifier's own choice."
 
 Prompt = str | list[int]
@@ -77,7 +77,7 @@ def paints(colour: str) -> bool:
 
 
 def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
-    """Return pieces as a terminal may show them, those that a draft got right in a colour of their own."""
+    """Return pieces as a terminal may show them, accepted draft tokens in colour."""
     shown, accepted = [], False
     for text, origin in pieces:
         if coloured and accepted != (origin > 0):
@@ -105,7 +105,7 @@ def binary(num_bytes: float) -> str:
 
 
 def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
-    """Say how fast a completion was written and what drafts earned."""
+    """Describe a completion's speed and speculation."""
     decode_s = stats.total_s - stats.first_token_s
     rate = f"{(stats.output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
     line = (
@@ -121,7 +121,7 @@ def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
 
 
 def _earned(stats: RequestStats) -> str:
-    """Say what drafts gave and took."""
+    """Describe what drafts gained and cost."""
     depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
     spent = ", ".join(
         f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
@@ -154,7 +154,7 @@ async def _print_deltas(
 
 
 async def _hear(engine: SpecEngine, prompt: Prompt, params: SamplingParams, heard: list[list[Delta]]) -> None:
-    """Collect what each choice says into `heard`."""
+    """Collect each choice's deltas into `heard`."""
     async for delta in engine.stream(prompt, params):
         heard[delta.index].append(delta)
 
@@ -180,7 +180,7 @@ def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[Piece]:
 
 
 def _ended(deltas: list[Delta]) -> bool:
-    """Tell whether a choice came to its end, where its statistics are."""
+    """Tell whether a choice has finished: its statistics come with its end."""
     return bool(deltas) and deltas[-1].stats is not None
 
 

@@ -1,1 +1,1 @@
-"""From strings to tokens and back: the tokenizer, chat templates, and the grammars of outputs."""
+"""Strings to tokens and back: the tokenizer, detokenization, chat templates, structured output."""

@@ -1,4 +1,4 @@
-"""From a chat to the text that a model reads: the template of a checkpoint, run in a sandbox."""
+"""Chat templates: a checkpoint's own, rendered in a sandbox."""
 
 import datetime
 import json
@@ -20,15 +20,15 @@ from specdec.errors import CheckpointError, RequestError
 log = logging.getLogger(__name__)
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-"""Tokens that templates write, by the names that `tokenizer_config.json` gives them."""
+"""Special tokens that templates use, by their names in `tokenizer_config.json`."""
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
-"""What a template raises over messages that it was not made for."""
+"""Errors that a template raises for messages it does not support."""
 
 Message = Mapping[str, Any]
 
 
 class _Generation(Extension):
-    """Let `{% generation %}` pass: it marks for training what a model says, and prints it."""
+    """Render the content of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -45,13 +45,13 @@ class ChatTemplate:
     ) -> None:
         self.is_plain = source is None
         self.source = tool_use or source or ""
-        """What chats with tools are rendered by; some checkpoints have a template of its own for them."""
+        """The template of chats with tools; some checkpoints have a separate one."""
         self._special, self._where = special, where
         environment = _environment()
         try:
             self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
             self.takes_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
-            """Whether a model hears of tools."""
+            """Whether the template states tools."""
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); mend or remove it",
@@ -139,7 +139,7 @@ def _named(templates: Any, name: str) -> str | None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Give templates what `transformers` gives them, and nothing of this process."""
+    """Give templates the globals that `transformers` gives them, and nothing of this process."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a folder's tokenizer, and the stream that turns one output's tokens into text."""
+"""The tokenizer of a folder, and the incremental detokenizer with stop strings."""
 
 import copy
 import re
@@ -13,24 +13,24 @@ from specdec.config.folders import anew, has_file
 from specdec.errors import CheckpointError
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoding shows for bytes that are no character, or not yet."""
+"""The replacement character: bytes that are no character, or not yet."""
 LONGEST = 4
-"""Bytes in a character, and so tokens that one may take."""
+"""Bytes of a UTF-8 character, and so the tokens that one may take."""
 CONTEXT = 8
-"""Tokens that stay as context for the next ones; never more than five times as many are decoded at once."""
+"""Tokens kept as context when detokenizing; at most five times as many are decoded at once."""
 _SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
 BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""What byte-level vocabularies, GPT-2's and those after it, spell each byte with."""
+"""The characters by which byte-level vocabularies, as GPT-2's, spell each byte."""
 SPOKEN = ("<tool_call>", "</tool_call>")
-"""Tokens that belong to the text even where a tokenizer calls them special: by them calls are found."""
+"""Special tokens that are detokenized all the same: tool calls are found by them."""
 
 
 class Tokenizer:
     """Read and write text as the model's own tokenizer does."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        # Files keep how training cut and padded its batches; a prompt is read as it is.
+        # Files keep training's truncation and padding; a prompt takes neither.
         inner.no_truncation()
         inner.no_padding()
         self.inner = inner
@@ -45,7 +45,7 @@ class Tokenizer:
 
         A chat that a template rendered has its own already: encode it with `special=False`.
         """
-        # A batch lets other threads run meanwhile, which a single text does not.
+        # Encoding a batch releases the GIL; encoding a single text does not.
         ids: list[int] = self.inner.encode_batch([text], add_special_tokens=special)[0].ids
         return ids
 
@@ -73,7 +73,7 @@ class Tokenizer:
         return text.encode()
 
     def spellings(self, word: str) -> set[tuple[int, ...]]:
-        """Return the tokens that a word is read as at a text's beginning and after a blank.
+        """Return the tokens of a word at a text's beginning and after a space.
 
         One blank before it says no more than none. A word that begins with other blanks is read as it is.
         """
@@ -82,7 +82,7 @@ class Tokenizer:
         return {ids for text in texts if (ids := tuple(self.encode(text, special=False)))}
 
     def outspoken(self) -> Self:
-        """Return one in whose texts special tokens are spelled out."""
+        """Return a tokenizer that detokenizes special tokens too."""
         other = copy.copy(self)
         other._special = set()
         return other
@@ -108,7 +108,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 class TextStream:
-    """Turn one output's tokens into text as they come.
+    """Detokenize one output incrementally.
 
     Held back are the bytes of an unfinished character and whatever may become a stop string; the stop string
     that is completed first ends the text before it, or behind it with `keeps_stop`, but one that is complete
@@ -123,23 +123,23 @@ class TextStream:
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         self._ids: list[int] = []
         self._decoded = 0
-        """Characters of the window's text that have left it."""
+        """Characters of the window's text that were emitted."""
         self._mark = 0
         """Tokens of the window after which its text was whole; it may be forgotten up to there."""
         self._unfinished = 0
         """Tokens since the text was whole, that is, ended with a finished character."""
         self._held = ""
         self._passed = 0
-        """Characters of what is held that no stop string may end within."""
+        """Characters of the held text that no stop string may end within."""
         self._begun = [Begun(stop) for stop in self._stops]
         self.length = 0
         """Characters of the text so far, those that are held back for a stop string included."""
         self.stopped = False
         self.stop: str | None = None
-        """The string that ended it."""
+        """The stop string that ended the output."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Take one token and return the text that is now certain; stop strings end it where they may end."""
+        """Take one token and return the text that can be emitted; stop strings end it where they may."""
         if self.stopped or self._tokenizer.is_silent(token):
             return ""
         self._ids.append(token)
@@ -155,7 +155,7 @@ class TextStream:
         return self._release(new, may_stop=may_stop)
 
     def finish(self) -> str:
-        """Return what was held back; nothing comes after it."""
+        """Return the text that was held back; the output has ended."""
         new = self._tokenizer.decode(self._ids)[self._decoded :]
         self._ids, self._decoded = [], 0
         return self._release(new, last=True)
@@ -189,13 +189,13 @@ class TextStream:
 
 
 class Begun:
-    """Tells how much of a stop string a growing text ends with, in a time that hangs on what is new alone."""
+    """Matches one stop string incrementally (Knuth-Morris-Pratt): the time depends on new text alone."""
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._length = 0
         self._borders: list[int] = []
-        """Of each beginning of it: how long the longest other beginning is with which that ends."""
+        """The failure function: for each prefix, the length of its longest border."""
 
     def push(self, new: str) -> int:
         """Take more of the text; return how many characters at its end may begin the stop string."""
@@ -218,7 +218,7 @@ class Begun:
 
 
 class Piece(NamedTuple):
-    """A part of a text that one token wrote, or finished."""
+    """A piece of text that one token wrote, or completed."""
 
     text: str
     origin: int
@@ -236,7 +236,7 @@ class Cutter:
         """The origin of the token noted last: what is shown at the end for lack of more is its."""
 
     def note(self, length: int, origin: int) -> None:
-        """Hear of a token, and how long the text is with it."""
+        """Note a token and the length of the text with it."""
         self._last = origin
         if length > self._noted:
             self._ends.append((length, origin))

@@ -1,1 +1,1 @@
-"""A running server as people watch it: what it says, what has changed since, and a picture of both."""
+"""`specdec top`: read a running server, compare readings, and draw them."""

@@ -20,7 +20,7 @@ MARGIN, WIDEST = 11, 84
 """Columns of the names at the left, and of all that a bar may end at."""
 NARROWEST = 8
 UNKNOWN = "-"
-"""What is not known yet, or a part of nothing."""
+"""Shown for values that are not known yet, and for shares of zero."""
 
 
 class Piece(NamedTuple):
@@ -32,7 +32,7 @@ Line = Sequence[Piece]
 
 
 def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
-    """Show a server; without growth nothing is known of what happens now."""
+    """Show a server; without growth the current rates are unknown."""
     drafters = ", ".join(reading.drafters) or "none"
     lines: list[Line] = [
         [Piece(f"specdec {reading.version} on {reading.runs}, drafts by {drafters}")],
@@ -56,7 +56,7 @@ def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
 def heading(
     model: str | None, url: str, watched_s: float, trouble: str | None, read_s: float | None = None
 ) -> list[Line]:
-    """Say what is watched, and why it is away if it is; then how old what follows is."""
+    """Show what is watched, why it is unreachable if it is, and the age of the reading."""
     names = [Piece(f"{model} ", BOLD)] if model else []
     lines: list[Line] = [[*names, Piece(f"at {url}, watched for {_clock(watched_s)}")]]
     if trouble:
@@ -67,7 +67,7 @@ def heading(
 
 
 def shown(lines: Sequence[Line], *, width: int | None, coloured: bool) -> list[str]:
-    """Turn lines into what is written: nothing in them is obeyed by a terminal, none is wider than it."""
+    """Render lines, without control characters and cut to the terminal's width."""
     return [_shown(line, width, coloured=coloured) for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""What a server says of itself at one time, and what has come about between two times."""
+"""A reading of `/server_info`, and the growth between two readings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ PREFIX_COUNTS = ("asked", "hit", "fetched", "states_evicted", "blocks_evicted")
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What is kept now for requests that begin alike, beside what is counted of it."""
+    """The size of the prefix cache now."""
 
     states: int
     blocks: int
@@ -27,7 +27,7 @@ class Reading:
     version: str
     model: str
     runs: str
-    """On what, and in which numbers."""
+    """Device, dtype and draft slots."""
     drafters: tuple[str, ...]
     running: int
     waiting: int
@@ -38,9 +38,9 @@ class Reading:
     """Bytes by class; they add up to all of it."""
     prefixes: Prefixes | None
     counts: Mapping[str, int]
-    """What only grows while a server lives."""
+    """Counters."""
     limited_by: Mapping[str, int]
-    """The same, of steps in which something was short, by what it was."""
+    """Counters of steps that a resource limited, by resource."""
 
     @classmethod
     def of(cls, info: Mapping[str, Any], at_s: float) -> Self:
@@ -73,7 +73,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What was counted between two readings, and in which time."""
+    """The growth of counters between two readings."""
 
     seconds: float
     counts: Mapping[str, int]
@@ -81,7 +81,7 @@ class Growth:
 
     @classmethod
     def between(cls, before: Reading, now: Reading) -> Self:
-        """Count what has come; a server that has begun anew in between has counted from nothing."""
+        """Return the growth; the counters of a server that was restarted in between began at zero."""
         old, old_limits = before.counts, before.limited_by
         if _fell(old, now.counts) or _fell(old_limits, now.limited_by):
             old, old_limits = {}, {}

@@ -1,4 +1,4 @@
-"""A terminal that is borrowed: drawn over in place, its keys read one by one, and given back as it was."""
+"""A terminal in full-screen mode: redrawn in place, keys read one by one, restored at the end."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-"""The other screen, no cursor, and lines that are too long end at the edge."""
+"""Alternate screen, no cursor, no line wrapping."""
 LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 HOME, REST_OF_LINE, REST = "\x1b[H", "\x1b[K", "\x1b[J"
 USUAL = (80, 24)

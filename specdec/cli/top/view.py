@@ -18,16 +18,16 @@ from specdec.cli.top.screen import Screen, size
 from specdec.errors import EngineError
 
 ANSWER_S = 5.0
-"""How long an answer is waited for."""
+"""Timeout of a request, in seconds."""
 FAILURES = (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError, AttributeError)
-"""What a server that is away, or is none of ours, comes to."""
+"""Errors of a server that is unreachable, or is not specdec."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: TopOptions, key: str | None) -> None:
     """Show a server until told to end; once, where that is asked for or no terminal is there."""
     url = check_url(options.url if "://" in options.url else f"http://{options.url}")
-    # A terminal that calls itself dumb cannot be drawn over.
+    # A dumb terminal cannot be redrawn.
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     show = _once if options.once or not is_drawn else _live
     asyncio.run(show(url, key, options.interval))
@@ -47,7 +47,7 @@ class Source:
             return Reading.of(await reply.json(), time.monotonic())
 
     def why(self, error: Exception) -> str:
-        """Say why there was no reading, and what helps."""
+        """Explain why there was no reading, and what helps."""
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
             return "it wants a key, or another one: --api-key-env names its variable"
         return reason(error)
@@ -97,7 +97,7 @@ def _press(keys: int, task: asyncio.Task[None]) -> None:
 
 
 class View:
-    """Keeps what was read last, and shows it as long as nothing newer comes."""
+    """Keeps the last reading, and shows it until a newer one comes."""
 
     def __init__(self, source: Source, screen: Screen) -> None:
         self.source, self.screen = source, screen
@@ -107,7 +107,7 @@ class View:
         self.trouble: str | None = None
 
     async def watch(self, interval_s: float) -> None:
-        """Ask and draw until cancelled."""
+        """Poll and redraw until cancelled."""
         self.draw()
         while True:
             asked_s = time.monotonic()

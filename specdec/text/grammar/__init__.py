@@ -1,1 +1,1 @@
-"""Forms of output: xgrammar compiles and follows them in processes of their own, which can be ended."""
+"""Structured output: xgrammar compiles and follows grammars in separate processes, which can be killed."""

@@ -31,23 +31,23 @@ WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 DEEPEST = 64
 """Levels of a schema: the time to compile them grows with their cube."""
 COMPILE_BYTES, FOLLOW_BYTES = 512 << 20, 64 << 20
-"""Of memory: to compile a form, and beyond what that left to follow its outputs."""
+"""Memory limits in bytes: to compile a grammar, and then to follow its outputs."""
 TOKEN_BYTES, TOKENS_AHEAD = 4 << 10, 4096
 """Of memory for each token of the outputs that are followed, and for how many it is allowed at once. A JSON
 object keeps 1.2 KB of each, since its end may hang on any of them."""
 FORM_BYTES = 128 << 20
-"""What a compiled form may keep."""
+"""Memory that a compiled grammar may keep, in bytes."""
 COMPILE_S, FOLLOW_S = 20.0, 0.05
-"""Of a processor: to compile a form, and for one token or mask. Plain grammars take a thousandth of it."""
+"""Limits of CPU time: to compile a grammar, and for one token or mask. Plain ones take a thousandth."""
 LATEST_S = 60.0
-"""To compile a form by the clock: what waits for something takes no processor time."""
+"""Limit of wall time to compile a grammar: waiting takes no CPU time."""
 PROMPT_S, HURRIED_S = 0.5, 0.005
-"""Of a processor, to compile and for one mask: what takes longer has the lowest priority from then on."""
+"""CPU time of compiling and of one mask after which the process gets the lowest priority."""
 LOWEST = 19
 
 
 def main() -> None:
-    """Load xgrammar, then make a copy of this process for each byte that comes."""
+    """Load xgrammar, then fork this process for each byte received."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as control:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class Maker(NamedTuple):
-    """What all forms need: a compiler over the model's vocabulary."""
+    """What all grammars need: a compiler over the model's vocabulary."""
 
     compiler: Any
     vocab: int
@@ -133,7 +133,7 @@ class Follower:
         self._first = self._begin()
 
     def place(self, path: Path) -> bytes:
-        """Say what may follow at the beginning of an output."""
+        """Return the mask at the beginning of an output."""
         return self._place(self._first, path)
 
     def answer(self, job: Job) -> bytes | None:
@@ -164,7 +164,7 @@ class Follower:
         return Walk(matcher)
 
     def _place(self, walk: "Walk", path: Path) -> bytes:
-        """Say what may follow a path. Where it is dead, anything: the output ends there with an error."""
+        """Return the mask behind a path. A dead path allows anything: the output ends there with an error."""
         with Alarm(FOLLOW_S):
             if not walk.go_to(path):
                 return bytes([Kind.DEAD if not path else Kind.FREE])
@@ -191,14 +191,14 @@ class Walk:
         """Take an accepted token. It is one that the form allows unless that allowed none."""
         self.num_tokens += 1
         if self._path[:1] == [token]:
-            # The matcher has gone there already, and beyond.
+            # The matcher has advanced there already, and beyond.
             self.matcher.rollback(len(self._path) - 1)
             self._path.clear()
         elif not (self.go_to(()) and self.matcher.accept_token(token)):
             self._is_dead = True
 
     def go_to(self, path: Sequence[int]) -> bool:
-        """Bring the matcher behind a path; False: the grammar does not go there."""
+        """Advance the matcher along a path; False: the grammar does not allow it."""
         if self._is_dead:
             return False
         shared = 0
@@ -231,7 +231,7 @@ class Allowance:
 
 
 class Alarm:
-    """Ends the process where what is done within takes more processor time than this."""
+    """Kills the process if the block takes more CPU time than this."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -290,7 +290,7 @@ def compiled_form(compiler: Any, kind: str, source: str) -> Any:
 
 
 def _check(kind: str, place: bytes, maker: Maker) -> None:
-    """Refuse a form of no text. A schema that nothing fits comes out as one that fits the empty text."""
+    """Refuse an unsatisfiable grammar: xgrammar turns such a schema into one of the empty text."""
     words = place[1:]
     may_end = any(words[token // 8] >> token % 8 & 1 for token in maker.eos if words)
     if place[0] in (Kind.DEAD, Kind.OVER) or (kind == "json_schema" and may_end):
@@ -298,7 +298,7 @@ def _check(kind: str, place: bytes, maker: Maker) -> None:
 
 
 def _depth(source: str) -> int:
-    """Return how deep brackets nest; those within strings count too, which is no harm."""
+    """Return how deep brackets nest; those within strings count too, which does no harm."""
     depth = deepest = 0
     for sign in source:
         depth += (sign in "{[") - (sign in "}]")

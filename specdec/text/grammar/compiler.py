@@ -1,4 +1,4 @@
-"""Grammars over a model's vocabulary: which forms of output are known, and how others come to be."""
+"""The cache of compiled grammars over a model's vocabulary, and how they are compiled."""
 
 import contextlib
 import importlib.util
@@ -20,27 +20,27 @@ from specdec.text.grammar.wire import DONE, Kind
 from specdec.text.tokenizer import Tokenizer
 
 PATIENCE_S = 20.0
-"""For a place to compile a form at, and for it to be compiled. Its process is ended after that."""
+"""Seconds to wait for a place to compile, and to compile. The process is killed after that."""
 PLACES, MOST_PLACES = 3, 2
-"""Forms that are compiled at once, each of which takes a processor, and those of one caller."""
+"""Grammars compiled concurrently, a core each, and those of one caller."""
 KEPT = 16
-"""Forms that are kept for later requests, though no output follows them."""
+"""Cached grammars that no running output uses."""
 
 Wanted = tuple[Tenant, str, str]
-"""Whose form, its kind and its source: what one tenant has had compiled serves no other."""
+"""The cache's key: tenant, kind and source. Tenants do not share compiled grammars."""
 
 SMALLER = "give a smaller one, or ask for it again later"
 
 
 class Grammars:
-    """Compiles what requests ask for, each form once while it is kept. Any thread may call."""
+    """Compiles and caches the grammars of requests. Any thread may call."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
         self._places = Places(PLACES, MOST_PLACES)
         self._lock = threading.Lock()
         self._known: OrderedDict[Wanted, Form] = OrderedDict()
-        """Those asked for last stand last."""
+        """In the order of last use."""
         self.template: Template | None = None
         self._is_closed = False
 
@@ -49,7 +49,7 @@ class Grammars:
         return Guide(form)
 
     def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[Form]":
-        """Have a form compiled, in a thread that nothing waits for when the process ends."""
+        """Compile a grammar in a daemon thread."""
         compiling: Future[Form] = Future()
         wanted = tenant, kind, source
         if known := self._find(wanted):
@@ -64,13 +64,13 @@ class Grammars:
         ).start()
 
     def _again(self, wanted: Wanted) -> "Future[Form]":
-        """Compile a form once more for outputs whose process has ended, and for them alone."""
+        """Recompile a grammar for outputs whose process has died, and for them alone."""
         compiling: Future[Form] = Future()
         self._start(compiling, wanted, shared=False)
         return compiling
 
     def close(self) -> None:
-        """End all processes that no output needs, and compile nothing any more."""
+        """Close all processes that no output needs, and refuse to compile."""
         with self._lock:
             self._is_closed = True
             self._known.clear()
@@ -112,12 +112,12 @@ class Grammars:
         return form
 
     def _copied(self, template: Template, tenant: Tenant) -> Link:
-        """Return a new process. Forms that are only kept make room for it, the caller's own first."""
+        """Return a new process; evict cached grammars for it, the caller's own first."""
         with self._lock:
             kept = sorted(self._known, key=lambda wanted: wanted[0].caller != tenant.caller)
         for wanted in kept:
             if wanted[0].caller != tenant.caller and not template.places.has_share(tenant.caller):
-                break  # what others keep would be of no use
+                break  # evicting other callers' would not help
             with contextlib.suppress(TimeoutError):
                 return template.copy(tenant.caller, 0.0)
             with self._lock:
@@ -140,14 +140,14 @@ class Grammars:
         return Form(link, first, width=width, compile_again=partial(self._again, wanted))
 
     def _ask(self, link: Link, wanted: Wanted, until_s: float) -> Place:
-        """Have a process compile its form; return what may come first."""
+        """Have a process compile its grammar; return the mask of the first token."""
         _, kind, source = wanted
         link.send(json.dumps([kind, source]).encode())
         answer = b""
         while not answer and not link.is_over and (left_s := until_s - time.monotonic()) > 0:
             answer = next(link.frames(left_s), b"")
         if not answer:
-            # It was ended by the system, or takes too long: what it does is of no use any more.
+            # It was killed by the system, or takes too long.
             if link.is_over:
                 raise _unfit(kind, "it takes too much time or memory to compile", SMALLER)
             raise too_late(kind)

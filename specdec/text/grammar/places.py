@@ -1,4 +1,4 @@
-"""Room for a few at a time, of which no caller ever has all."""
+"""A semaphore whose slots no single caller can exhaust."""
 
 import itertools
 import threading
@@ -7,7 +7,7 @@ from collections import Counter
 from queue import Empty, SimpleQueue
 
 LOOK_S = 0.05
-"""How often one who waits looks for what was given back."""
+"""Seconds between polls of a waiting thread."""
 
 
 class Places:
@@ -40,7 +40,7 @@ class Places:
             return has_place
 
     def give_back(self, caller: str) -> None:
-        """Return a caller's place. It takes no lock, for the collector may call it in any place."""
+        """Release a caller's place. It takes no lock: the garbage collector may call it anywhere."""
         self._returned.put(caller)
 
     def has_share(self, caller: str) -> bool:

@@ -20,9 +20,9 @@ from specdec.text.grammar.wire import HEAD, framed
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
-"""For the template to be loaded, by a machine that has much else to do."""
+"""Seconds for the template to load, on a busy machine."""
 SEND_S = 1.0
-"""For a process that waits for work to take it in."""
+"""Seconds for an idle process to receive a frame."""
 MOST, MOST_EACH = 32, 24
 """Forms that have a process at the same time, of at most `FORM_BYTES` and `FOLLOW_BYTES` each and what their
 outputs' tokens take, and those of one caller."""
@@ -45,7 +45,7 @@ class Link:
         self.is_over = False
         """Nothing will come any more."""
         self.heard_s = 0.0
-        """When anything came last (`time.monotonic`)."""
+        """When a frame came last (`time.monotonic`)."""
 
     def send(self, data: bytes) -> bool:
         """Send a frame; tell whether anything is there to read it."""
@@ -147,7 +147,7 @@ class Template:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            # Modules are found where they are here; a session of its own hears of no Ctrl-C.
+            # The same module path; a session of its own, out of reach of Ctrl-C.
             self._process = subprocess.Popen(
                 [*self.command, str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

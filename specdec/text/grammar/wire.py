@@ -1,4 +1,4 @@
-"""What the engine and a form's process send each other: frames with jobs one way, with places the other."""
+"""The protocol of the engine and a grammar's process: frames of jobs one way, of masks the other."""
 
 import struct
 from array import array
@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 HEAD = struct.Struct("<I")
-"""Before each frame: its length."""
+"""A frame's header: its length."""
 COST = struct.Struct("<f")
 """Before the places of an answer: the seconds of a processor that they have taken."""
 CLOSED = -1
@@ -29,7 +29,7 @@ class Kind(IntEnum):
     OVER = 2
     """The output has reached its end."""
     DEAD = 3
-    """Nothing may follow, and here is no end."""
+    """No token may follow, and the output may not end here."""
 
 
 class Job(NamedTuple):
