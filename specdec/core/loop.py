@@ -115,10 +115,10 @@ class DecodeLoop:
         for request in events.dropped:
             self.speculation.end(request, shared=False)
         for request in events.preempted:
-            self.speculation.lose(request)
+            self.speculation.on_preempt(request)
         for request, hit in events.admitted:
             if hit:
-                self.speculation.resume(request, hit)
+                self.speculation.restore(request, hit)
 
     def _draft(self, rows: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Widen rows by what is drafted for them, and have it compiled what may follow each node."""
@@ -176,7 +176,7 @@ class DecodeLoop:
             return path
         # A masked product lets NaN through: it may be a rejected branch's. Or a limit told too late what may
         # follow. The token is tried again alone.
-        self.speculation.distrust(request)
+        self.speculation.skip_draft_once(request)
         return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
     def _promote(

@@ -30,7 +30,7 @@ class Ranker:
         Without the noise a guess's share is a probability by the request's whole rule, as it is in trees.
         """
         chooser = _chooser(want)
-        return chooser.is_blind and (self.noise or chooser.is_plain)
+        return chooser.ignores_history and (self.noise or chooser.is_greedy_plain)
 
     def rules(self, wants: Sequence[Want], device: torch.device) -> tuple[Rules, Tensor]:
         """Return the rules of requests whose guesses can be ranked so, and their seeds."""

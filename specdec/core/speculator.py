@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.core.asked import Asked, Heard, merged, want_of, widened
 from specdec.core.batch import ScheduledRequest
+from specdec.core.draft_record import Answer, DraftRecord, merged, want_of, widened
 from specdec.core.ranker import Ranker
 from specdec.core.records import Experience, Records
 from specdec.core.request import Request
@@ -68,15 +68,15 @@ class Speculation:
         self.learns = True
         """Whether the choice of shapes has a use for what steps take."""
         self.records = Records()
-        self._asked: dict[int, Asked] = {}
+        self._drafted: dict[int, DraftRecord] = {}
         self._told: dict[int, int] = {}
-        """How many of a request's tokens its drafters have heard of."""
-        self._distrusted: set[int] = set()
+        """How many of a request's tokens its drafters have answers of."""
+        self._skips_draft: set[int] = set()
         self._echoes: dict[int, Echo] = {}
         self._gained = 0
         """Drafted tokens that this step's requests took."""
 
-    def enlist(self, drafter: Drafter) -> None:
+    def add_drafter(self, drafter: Drafter) -> None:
         """Ask this one too from now on."""
         self.drafters.append(drafter)
         if self.synthetic:
@@ -86,7 +86,7 @@ class Speculation:
 
     @property
     def _looks(self) -> bool:
-        """Tell whether anybody looks text up."""
+        """Whether a drafter looks text up."""
         return any(drafter is not self.head for drafter in self.drafters)
 
     def flush(self, caller: str | None = None) -> None:
@@ -100,7 +100,7 @@ class Speculation:
 
         Slots are borrowed from the backing, if `lend` has none.
         """
-        self._asked.clear()
+        self._drafted.clear()
         self._gained = 0
         if self._rests(rows):
             if not self.policy.is_idle:
@@ -115,15 +115,15 @@ class Speculation:
 
     def _rests(self, rows: Sequence[ScheduledRequest]) -> bool:
         """Tell whether nothing is planned, as in most steps while nothing pays: they cost next to nothing."""
-        if self._distrusted or not all(row.is_decode for row in rows):
-            self.policy.stir()
+        if self._skips_draft or not all(row.is_decode for row in rows):
+            self.policy.on_new_batch()
             return False
         if self.policy.listens and self._looks:
             for own in (row.request for row in rows):
                 # Where a text repeats itself, a look-up would find what follows.
                 if self._echoes.setdefault(own.number, Echo()).hears(own.tokens):
                     self.policy.hint()
-        return self.policy.rests()
+        return self.policy.skips_plan()
 
     def _draft(self, rows: Sequence[ScheduledRequest], lend: Lend | None) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(rows)
@@ -135,38 +135,38 @@ class Speculation:
         batch = Batch(len(decoding), sum(row.num_tokens for row in rows))
         tracks = [self.records.of(request) for request in requests]
         rooms = [self._room(request) for request in requests]
-        self._distrusted.difference_update(request.number for request in requests)
-        heard: list[list[Heard]] = [[] for _ in requests]
+        self._skips_draft.difference_update(request.number for request in requests)
+        answers: list[list[Answer]] = [[] for _ in requests]
 
         def look_up() -> list[Proposal]:
-            self._look_up(requests, rooms, heard)
-            return [merged(own) for own in heard]
+            self._look_up(requests, rooms, answers)
+            return [merged(own) for own in answers]
 
         grows = self.head is not None
         planned = self.policy.plan(batch, tracks, rooms, look_up if self._looks else None, grows=grows)
-        if not any(planned) and not any(len(proposal) for own in heard for _, proposal in own):
+        if not any(planned) and not any(len(proposal) for own in answers for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
             self._catch_up(rows)
             self.policy.cut(batch, [])
             return drafts
-        wanted = [widened(shape, merged(own)) for shape, own in zip(planned, heard, strict=True)]
+        wanted = [widened(shape, merged(own)) for shape, own in zip(planned, answers, strict=True)]
         shapes = self._fitting(requests, wanted, lends=lend is not None)
         self._catch_up([row for row in rows if not row.is_decode])
-        self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], heard)
-        wholes = self._merge(requests, planned, shapes, heard)
+        self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers)
+        wholes = self._merge(requests, planned, shapes, answers)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
             drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
             if self.synthetic and drafts[i] is None:
-                self._asked.pop(request.number, None)  # it was not put to the test
+                self._drafted.pop(request.number, None)  # it was not put to the test
         return drafts
 
     def _room(self, request: Request) -> int:
         """Say how deep a draft for a request may go."""
-        held = request.number in self._distrusted or request.chooser.is_slow
+        held = request.number in self._skips_draft or request.chooser.is_slow
         return 0 if held or not request.params.speculate else request.num_remaining_tokens - 1
 
     def _look_up(
-        self, requests: Sequence[Request], rooms: Sequence[int], heard: Sequence[list[Heard]]
+        self, requests: Sequence[Request], rooms: Sequence[int], answers: Sequence[list[Answer]]
     ) -> None:
         """Ask those who look text up, as deep as can be verified: they take next to no time."""
         tokens, topk = self.policy.bounds.num_draft_tokens, self.policy.bounds.topk
@@ -177,16 +177,16 @@ class Speculation:
         ]
         for drafter in self.drafters:
             if drafter is not self.head:
-                for own, proposal in zip(heard, drafter.propose(wants), strict=True):
+                for own, proposal in zip(answers, drafter.propose(wants), strict=True):
                     own.append((drafter, proposal))
 
     def _ask(
         self,
         requests: Sequence[Request],
         shapes: Sequence[Shape | None],
-        heard: Sequence[list[Heard]],
+        answers: Sequence[list[Answer]],
     ) -> None:
-        """Ask the drafters that were not heard yet for drafts in these shapes."""
+        """Ask the drafters that were not answers yet for drafts in these shapes."""
         wanted = [i for i, shape in enumerate(shapes) if shape or self._is_full(requests[i])]
         if not wanted:
             return
@@ -194,11 +194,11 @@ class Speculation:
         lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
         behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
         self._told |= lengths
-        silent = [drafter for drafter in self.drafters if drafter is self.head or not any(heard)]
+        silent = [drafter for drafter in self.drafters if drafter is self.head or not any(answers)]
         start_s, firsts = self.clock(), Replays.firsts
         for drafter in silent:
             for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
-                heard[i].append((drafter, proposal))
+                answers[i].append((drafter, proposal))
         took_s = self.clock() - start_s
         asked = [shapes[i] for i in wanted]
         alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
@@ -210,14 +210,14 @@ class Speculation:
         requests: Sequence[Request],
         planned: Sequence[Shape | None],
         shapes: Sequence[Shape | None],
-        heard: Sequence[list[Heard]],
+        answers: Sequence[list[Answer]],
     ) -> list[Proposal]:
-        """Make one proposal of all that was heard for each request, as large as there is room for."""
+        """Make one proposal of all that was answers for each request, as large as there is room for."""
         wholes = []
-        for request, plan, shape, own in zip(requests, planned, shapes, heard, strict=True):
+        for request, plan, shape, own in zip(requests, planned, shapes, answers, strict=True):
             proposal = merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
             if shape and own:
-                self._asked[request.number] = Asked(plan, tuple(own), proposal)
+                self._drafted[request.number] = DraftRecord(plan, tuple(own), proposal)
             wholes.append(proposal)
         return wholes
 
@@ -233,7 +233,7 @@ class Speculation:
     def _fitting(
         self, requests: Sequence[Request], shapes: Sequence[Shape | None], *, lends: bool
     ) -> list[Shape | None]:
-        """Lower what is asked for to the memory there is, before anyone drafts for slots that nobody gets."""
+        """Lower what is asked for to the memory there is, before drafts are made that find no slots."""
         fitting: list[Shape | None] = []
         nodes = 0
         for request, shape in zip(requests, shapes, strict=True):
@@ -250,7 +250,7 @@ class Speculation:
         return self.scheduler.reserve(request, request.num_computed_tokens + positions)
 
     def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
-        """Take a slot for each node; where there are too few, shrink the draft before anyone must wait."""
+        """Take a slot for each node; where there are too few, shrink the draft before a request must wait."""
         while len(proposal):
             slots = lend(request.number, 1 + len(proposal))
             if slots is not None:
@@ -261,7 +261,7 @@ class Speculation:
 
     def learn(self, request: Request, emitted: Sequence[int]) -> Sequence[bool]:
         """Compare what was proposed, verified or not, with what came; tell what only finished outputs had."""
-        asked = self._asked.get(request.number)
+        asked = self._drafted.get(request.number)
         self._gained += len(emitted) - 1
         if asked is None:
             return ()
@@ -276,7 +276,7 @@ class Speculation:
         return asked.shared(emitted)
 
     def observe_step(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Learn what a step in which anyone decodes has taken since it was drafted for."""
+        """Learn what a step with decoding rows has taken since it was drafted for."""
         if not self.learns or self.policy.is_idle:
             return
         if decoding := sum(row.is_decode for row in rows):
@@ -288,13 +288,13 @@ class Speculation:
         """Forget what was accepted so far, and of whom."""
         self.policy.worth = Worth()
         self.records.recall({})
-        self._asked.clear()
+        self._drafted.clear()
         for drafter in self.drafters:
             drafter.calibrator.forget()
 
     def forget_requests(self) -> None:
-        """Forget all requests, whatever was half done; those that go on are heard of anew."""
-        for known in (self._asked, self._told, self._distrusted, self._echoes):
+        """Forget all requests, whatever was half done; those that go on are answers of anew."""
+        for known in (self._drafted, self._told, self._skips_draft, self._echoes):
             known.clear()
         self.records.forget_requests()
         for drafter in self.drafters:
@@ -313,27 +313,27 @@ class Speculation:
         for drafter, tallies in zip(self.drafters, experience.tallies, strict=True):
             drafter.calibrator.tallies = deepcopy(tallies)
 
-    def distrust(self, request: Request) -> None:
+    def skip_draft_once(self, request: Request) -> None:
         """Let a request decode by itself in the next step: its last draft made the target's numbers NaN."""
-        self._distrusted.add(request.number)
+        self._skips_draft.add(request.number)
 
-    def is_distrusted(self, request: Request) -> bool:
+    def skips_draft(self, request: Request) -> bool:
         """Tell whether its next token is to be tried without a draft."""
-        return request.number in self._distrusted
+        return request.number in self._skips_draft
 
     def propose(self, request: Request, shape: Shape | None, proposal: Proposal) -> None:
         """Hear what was drafted elsewhere for a request, and verified; None: nothing to learn from."""
-        self._asked.pop(request.number, None)
+        self._drafted.pop(request.number, None)
         if shape and self.head:
-            self._asked[request.number] = Asked(shape, ((self.head, proposal),), proposal)
+            self._drafted[request.number] = DraftRecord(shape, ((self.head, proposal),), proposal)
 
-    def resume(self, request: Request, hit: Hit) -> None:
-        """Hear of a request whose first tokens the target need not read: the head has read them too.
+    def restore(self, request: Request, hit: Hit) -> None:
+        """Start behind a cache hit: of the tokens that the target need not prefill the head has read all too.
 
         At the last of them it has to be told what follows, unless the target reads that one again.
         """
         if self.head and hit.length:
-            self.head.resume(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
+            self.head.restore(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
 
     def read_on(self, requests: Sequence[Request]) -> None:
         """Have the head read what it has of some requests, up to what hangs on the next token."""
@@ -361,17 +361,17 @@ class Speculation:
         """Return the hidden state that the head has kept of what a request has read last."""
         return self.head.last(request.number) if self.head else None
 
-    def lose(self, request: Request) -> None:
-        """Hear that a request's memory went back to the arena."""
+    def on_preempt(self, request: Request) -> None:
+        """Forget what lay in a request's memory, which went back to the arena."""
         self._told.pop(request.number, None)
         for drafter in self.drafters:
-            drafter.lose(request.number)
+            drafter.on_preempt(request.number)
 
     def end(self, request: Request, *, shared: bool = True) -> None:
         """Hear that a request is over; what it said serves its tenant's later ones, unless none is to be."""
         self.records.end(request)
         self._told.pop(request.number, None)
-        self._distrusted.discard(request.number)
+        self._skips_draft.discard(request.number)
         self._echoes.pop(request.number, None)
         output = request.tokens[request.prompt_length :] if request.finish_reason and shared else None
         for drafter in self.drafters:

@@ -10,7 +10,7 @@ DEEPEST = 16
 MEMORY, ENGINE_MEMORY = 0.93, 0.998
 """What remains of a count after each further draft: a request's last 15 matter, the engine's last 500."""
 RESTED = 0.98
-"""What remains of a request's count after a step without a draft: text changes while nobody looks."""
+"""What remains of a request's count after a step without a draft: meanwhile the text changes."""
 PRIOR, ENGINE_PRIOR = 3.0, 4.0
 """Drafts that the engine's experience is worth to a request that has none, and hope to the engine."""
 CHAIN_HOPE, TREE_HOPE = 0.8, 0.85
@@ -48,8 +48,8 @@ class Acceptance:
         if isinstance(self.start, Acceptance):
             self.start.observe(drafted_depth, accepted_depth)
 
-    def rest(self, steps: int) -> None:
-        """Note steps without a draft."""
+    def decay(self, steps: int) -> None:
+        """Fade the counts by steps without a draft."""
         self._rested += steps
         if self._rested >= FADED:
             self._fade(RESTED**self._rested)
@@ -66,7 +66,7 @@ class Acceptance:
         """Return the estimates for depths from 1 on.
 
         Until it was reached often enough, a depth is expected to be as much better or worse than elsewhere as
-        the one above it is: else nobody would go deeper than what was tried.
+        the one above it is: else no draft would go deeper than what was tried.
         """
         start = self.start
         base = start.rates if isinstance(start, Acceptance) else [start] * DEEPEST
@@ -99,10 +99,10 @@ class TrackRecord:
         """Note one draft that was asked for in this shape."""
         self._of(shape).observe(drafted_depth, accepted_depth)
 
-    def rest(self, steps: int) -> None:
-        """Note steps in which nothing was drafted."""
-        self.chain.rest(steps)
-        self.tree.rest(steps)
+    def decay(self, steps: int) -> None:
+        """Fade both by steps without a draft."""
+        self.chain.decay(steps)
+        self.tree.decay(steps)
 
     def expected(self, shape: Shape, depth: int) -> float:
         """Return how many tokens of such a draft, cut to `depth`, will be accepted."""

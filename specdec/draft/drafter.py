@@ -1,4 +1,4 @@
-"""What the loop asks of whoever drafts, be it a head of the model or a look-up in text."""
+"""What the loop asks of a drafter, be it a head of the model or a look-up in text."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Drafter(Protocol):
         """Propose what may follow each sequence."""
         ...
 
-    def lose(self, key: Hashable) -> None:
-        """Hear that a sequence lost its memory and will be read anew."""
+    def on_preempt(self, key: Hashable) -> None:
+        """Drop what lies in a sequence's memory: it was preempted, and is prefilled anew."""
         ...
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:

@@ -162,12 +162,12 @@ class HeadDrafter:
         return all(self._unread[want.key].count <= most for want in behind)
 
     def hand_over(self, key: Hashable) -> tuple[int, Tensor]:
-        """Let somebody else read what waits: from which position on, and the hidden states."""
+        """Give up what is unread, for the device to read: from which position on, and the hidden states."""
         unread = self._unread.pop(key)
         start = unread.read
         return start, unread.take(unread.count)
 
-    def resume(self, key: Hashable, start: int, hidden_MD: Tensor | None) -> None:
+    def restore(self, key: Hashable, start: int, hidden_MD: Tensor | None) -> None:
         """Take over again: all before position `start` has been read, and these hidden states wait."""
         self._unread[key] = Unread(read=start)
         if hidden_MD is not None:
@@ -184,13 +184,13 @@ class HeadDrafter:
         """Return the last hidden state that waits to be read."""
         return self._unread[key].hidden[-1][-1:].clone()
 
-    def lose(self, key: Hashable) -> None:
-        """Drop what was to be read: the head's KV is gone with the sequence's blocks."""
+    def on_preempt(self, key: Hashable) -> None:
+        """Drop what is unread: the head's KV cache went with the sequence's blocks."""
         self._unread.pop(key, None)
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
         """Forget a sequence."""
-        self.lose(key)
+        self.on_preempt(key)
 
     def forget(self) -> None:
         """Forget every sequence."""

@@ -13,7 +13,7 @@ class Table:
     """Lead from an n-gram to where it ended, latest first, by hash chains as in DEFLATE.
 
     `heads` holds the latest position per bucket and `earlier` the position before it, per position. Other
-    n-grams of the same bucket lie on the same chain: whoever follows one compares. Positions count from the
+    n-grams of the same bucket lie on the same chain, so a search compares. Positions count from the
     first token ever; those below `first` are forgotten, and end a chain, which always leads back in time.
     """
 

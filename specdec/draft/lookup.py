@@ -51,7 +51,7 @@ class Lookup:
         self._fed[want.key] = len(want.tokens)
         return self.index.propose(want.key, shape)
 
-    def lose(self, key: Hashable) -> None:
+    def on_preempt(self, key: Hashable) -> None:
         """Keep the text, which stays what it is."""
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:

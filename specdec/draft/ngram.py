@@ -17,7 +17,7 @@ class NgramDrafter:
 
     Matches have 4 tokens down to 2. vLLM documents at most 4 (its default, 5 and nothing shorter, misses much
     of a short text); SGLang goes down to 1. A single token is met again so often, and followed by the same
-    so rarely, that it costs more to verify than it earns; whoever has verification to spare says
+    so rarely, that it costs more to verify than it earns; where verification is cheap, set
     `min_length=1`.
     """
 

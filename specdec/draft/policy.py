@@ -16,7 +16,7 @@ from specdec.draft.acceptance import TrackRecord
 from specdec.draft.costs import STALE, Costs
 from specdec.draft.outlook import Outlook
 from specdec.draft.proposal import Proposal, Shape
-from specdec.draft.worth import Purse, Worth
+from specdec.draft.worth import Budget, Worth
 
 PROBE_SHARE, LOOK_SHARE = 0.003, 0.004
 """Part of the time that may go into drafts that are not expected to pay, to learn whether they would; and
@@ -80,12 +80,12 @@ class Policy:
         self.drafts = {topk: Costs() for topk in {1, bounds.topk}}
         """Drafts, by levels, at the pace of steps: chains, and trees that are as wide as the bounds."""
         self.worth = Worth()
-        self.probes, self.looks = Purse(PROBE_SHARE), Purse(LOOK_SHARE)
+        self.probes, self.looks = Budget(PROBE_SHARE), Budget(LOOK_SHARE)
         self.outlook = None if adaptive else Outlook(drafts=True, shape=bounds)
         """What the last plan came to."""
         self._probe = 0.0
         """Part of this step's drafting that is a probe."""
-        self._aside: int | None = None
+        self._probed_row: int | None = None
         """The row that is probed beside others that draft: its first guess is judged, not verified."""
         self._tries = False
         """This step verifies nodes that are not expected to pay."""
@@ -98,7 +98,7 @@ class Policy:
         """In which rows are to draft now."""
         self._draft_s = self._behind_s = 0.0
         """What this step's drafts took, and what of it a head took that had to catch up."""
-        self._used: tuple[Purse, ...] = ()
+        self._used: tuple[Budget, ...] = ()
         self._typical = 1.0
         """What steps without drafts take on average, beside what they take in a quiet moment."""
         self._was_plain = True
@@ -113,16 +113,16 @@ class Policy:
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
-    def stir(self) -> None:
-        """Hear that another batch is to come."""
+    def on_new_batch(self) -> None:
+        """Note that the next batch differs from the last."""
         self._stirred = True
 
     def hint(self) -> None:
         """Hear that something may be found now; a plan is made, unless such hints have misled too often."""
-        self._stirred = self._stirred or self.looks.owed < 1
+        self._stirred = self._stirred or self.looks.debt < 1
 
-    def rests(self) -> bool:
-        """Tell at a glance whether this step goes without a plan, as most do while nothing pays."""
+    def skips_plan(self) -> bool:
+        """Return whether this step goes without a plan, as most do while drafting does not pay."""
         if self._stirred or self.worth.awake or self._slept >= self._due or not self.adaptive:
             return False
         self._slept += 1
@@ -142,7 +142,7 @@ class Policy:
     def _settle(self) -> None:
         """Give up a plan of which nothing was heard: its step did something for the first time."""
         if self._planned and self._probe:
-            self.probes.pay(HICCUP)
+            self.probes.spend(HICCUP)
         self._planned = None
 
     def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
@@ -184,14 +184,14 @@ class Policy:
         if self.worth.awake and is_probe:
             # A probe has a budget of its own, and says nothing of the drafts that are made without one.
             self.worth.note(drafts - used)
-            self.probes.pay(behind + self._probe * drafts + max(longer, 0.0) * self._tries)
+            self.probes.spend(behind + self._probe * drafts + max(longer, 0.0) * self._tries)
         elif self.worth.awake:
             self.worth.note(gained / batch.rows - used + self._probe * drafts - longer)
-            self.probes.pay(self._probe * drafts)
+            self.probes.spend(self._probe * drafts)
         else:
             net = gained / batch.rows - used - longer
             self.worth.note(net)
-            (self.probes if is_probe else self.looks).pay(behind + max(-net, 0.0))
+            (self.probes if is_probe else self.looks).spend(behind + max(-net, 0.0))
         waits = [purse.wait() for purse in self._used]
         self._slept, self._due = 0, min(waits, default=1) - 1
 
@@ -208,10 +208,10 @@ class Policy:
 
         What `look_up` finds is there for nothing: drafting must earn more than that would alone. It is not
         asked in steps that are to be without any draft. Unless drafts can be grown, there is only that. Where
-        nobody has room, nothing is weighed.
+        no row has room, nothing is planned.
         """
         self._settle()
-        self._probe, self._aside, self._tries = 0.0, None, False
+        self._probe, self._probed_row, self._tries = 0.0, None, False
         self._draft_s = self._behind_s = 0.0
         self._plans += 1
         if not any(deep > 0 for deep in room):
@@ -224,7 +224,7 @@ class Policy:
         if rows != self._rows:
             self.worth.greet()
         was_stirred, self._stirred, self._rows = self._stirred, False, rows
-        if not was_stirred and self.rests():
+        if not was_stirred and self.skips_plan():
             return [None] * len(room)
         none_s = self.steps.predict(batch.rows, batch.tokens)
         passed, self._slept = 1 + self._slept, 0
@@ -246,13 +246,13 @@ class Policy:
             resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting | given]
             if resting and self.probes.is_open:
                 probed = min(resting, key=lambda i: rows[i].planned)
-                self._probe, self._aside = 1 / (1 + len(drafting)), probed if drafting else None
+                self._probe, self._probed_row = 1 / (1 + len(drafting)), probed if drafting else None
                 drafting.add(probed)
         for i, row in enumerate(rows):
             if i in drafting:
                 row.planned = self._plans
             else:
-                row.rest(passed)
+                row.decay(passed)
         self._look_out(batch, none_s, alone, pick)
         self._planned = batch if none_s else None
         return [_within(self._shape, deep) if i in drafting else None for i, deep in enumerate(room)]
@@ -300,7 +300,7 @@ class Policy:
         if not self.adaptive or not any(map(len, proposals)):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
-        sums = [[0.0] if i == self._aside else _sums(p) for i, p in enumerate(proposals)]
+        sums = [[0.0] if i == self._probed_row else _sums(p) for i, p in enumerate(proposals)]
         best = self._widest(batch, sums)
         chosen, width = best.rows, best.width
         if not chosen and (self._probe or self.probes.is_open):

@@ -1,4 +1,4 @@
-"""Choose one shape for a whole batch, from what whole steps took: for steps that nobody looks into.
+"""Choose one shape for a whole batch, from what whole steps took: for steps that are measured as one.
 
 A captured step verifies and drafts in one go, so its cost is one number, and there are few shapes. Each is
 tried a few times in a batch of about that size; then the best rate wins, and now and then another is tried.
@@ -23,7 +23,7 @@ class UniformPolicy:
     """Choose among no draft, chains, and the bounds; where it is not adaptive, always the bounds."""
 
     def __init__(self, bounds: Shape | None, *, adaptive: bool) -> None:
-        """Without bounds nobody drafts."""
+        """Without bounds there are no drafts."""
         self.bounds, self.adaptive = bounds, adaptive
         self.outlook = Outlook(True, bounds) if bounds and not adaptive else None
         """What the last choice came to; a trial is none."""

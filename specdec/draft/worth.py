@@ -34,25 +34,25 @@ class Worth:
 
 
 @dataclass(slots=True)
-class Purse:
+class Budget:
     """A share of the time, which may go into what is not expected to pay."""
 
     share: float
-    owed: float = 0.0
+    debt: float = 0.0
     """Spent, and not made up for by the steps since."""
 
     def earn(self, steps: int) -> None:
         """Hear that so many steps were made; what is saved up is one at most."""
-        self.owed = max(self.owed - self.share * steps, -1.0)
+        self.debt = max(self.debt - self.share * steps, -1.0)
 
-    def pay(self, steps: float) -> None:
+    def spend(self, steps: float) -> None:
         """Spend as much time as so many plain steps take."""
-        self.owed += steps
+        self.debt += steps
 
     @property
     def is_open(self) -> bool:
-        return self.owed < 0
+        return self.debt < 0
 
     def wait(self) -> int:
         """Say in how many steps something can be spent again."""
-        return math.floor(max(self.owed, 0.0) / self.share) + 1
+        return math.floor(max(self.debt, 0.0) / self.share) + 1

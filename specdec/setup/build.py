@@ -165,7 +165,7 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
         clock=clock,
     )
     for name in settings.drafters:
-        speculation.enlist(DRAFTERS[name].make(Surroundings(head, arena, speculation, settings)))
+        speculation.add_drafter(DRAFTERS[name].make(Surroundings(head, arena, speculation, settings)))
     loop = DecodeLoop(executor, arena, scheduler, speculation)
     core = EngineCore(loop, vocab=network.spec.vocab, eos=network.spec.eos, max_length=settings.max_model_len)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":
@@ -207,7 +207,7 @@ def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
         return None
 
     def change(alpha: float) -> None:
-        logger.info("prefixes give way by alpha %g from now on", alpha)
+        logger.info("prefixes are evicted by alpha %g from now on", alpha)
         score.alpha = alpha
 
     return Tuner(layout, settings.memory_bytes, score.work, has_head=has_head, on_change=change)

@@ -1,4 +1,4 @@
-"""Launch what serving may launch, once and before anyone waits: Triton compiles a kernel when it first comes.
+"""Launch what serving may launch, once and before any request: Triton compiles a kernel when it first comes.
 
 What is compiled hangs on forms, not on numbers: how wide a window is up to the next power of two, whether
 it is a tree, what it leaves behind, whether it follows a path or a long text. A window of each form is run on

@@ -25,7 +25,7 @@ class Resolved:
     max_model_len: int
     chunk_tokens: int
     drafters: tuple[str, ...]
-    """Who drafts; nobody where this is empty."""
+    """The drafters by name; none where this is empty."""
     bounds: Shape
     """The largest draft."""
     adaptive: bool
@@ -45,7 +45,7 @@ class Resolved:
     prefix_alpha: float = 0.0
     """What the work that a prefix saves counts beside how recently it was used, at first if that is tuned."""
     host_cache_bytes: int = 0
-    """Memory of the host for prefixes that give way."""
+    """Memory of the host for prefixes that are evicted."""
 
     def __str__(self) -> str:
         """Show one setting a line."""

@@ -1,4 +1,4 @@
-"""Step a made-up request through every width and shape before anyone waits, to learn what each costs."""
+"""Step a made-up request through every width and shape before requests come, to learn what each costs."""
 
 import itertools
 import logging
@@ -43,7 +43,7 @@ class Filler:
         count = want.shape.num_steps if want.shape else 0
         return Proposal.chain([want.tokens[-1]] * count, [0.5] * count)
 
-    def lose(self, key: Hashable) -> None:
+    def on_preempt(self, key: Hashable) -> None:
         """Keep nothing."""
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
@@ -71,7 +71,7 @@ def warm_up(core: EngineCore) -> None:
     logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
     request = None
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
-        speculation.drafters = own  # before a text can end: one that is made up is nobody's to keep
+        speculation.drafters = own  # before a text can end: a made-up one is not to be kept
         if request and (request.finish_reason or request.num_remaining_tokens <= _depth(shape)):
             _end(core, request)
             request = None
@@ -125,7 +125,7 @@ def _end(core: EngineCore, request: Request) -> None:
     core.abort(request)
     core.run_until_idle()
     if head := core.loop.speculation.head:
-        head.lose(request.number)
+        head.on_preempt(request.number)
 
 
 def _is_known(turn: Turn, policy: Policy) -> bool:

@@ -38,7 +38,7 @@ def row_rule(params: SamplingParams) -> RowRule:
 class Chooser:
     """One request's rule of choice. Only `observe` changes it: penalties and limits hang on what was said."""
 
-    __slots__ = ("_is_even", "count_V", "is_penalised", "limits", "params", "rule", "seed", "seen_V")
+    __slots__ = ("_has_no_bias", "count_V", "is_penalised", "limits", "params", "rule", "seed", "seen_V")
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Chooser:
         self.is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self._is_even = not self.is_penalised and not params.logit_bias
+        self._has_no_bias = not self.is_penalised and not params.logit_bias
         size = vocab if self.is_penalised else 0
         self.seen_V = torch.zeros(size, dtype=torch.bool)
         """What the prompt and the output hold."""
@@ -63,19 +63,19 @@ class Chooser:
             self.seen_V[torch.tensor(prompt, dtype=torch.int64)] = True
 
     @property
-    def is_blind(self) -> bool:
+    def ignores_history(self) -> bool:
         """Whether what it compares hangs on the logits and the place alone."""
-        return self._is_even and not self.limits
+        return self._has_no_bias and not self.limits
 
     @property
-    def is_plain(self) -> bool:
+    def is_greedy_plain(self) -> bool:
         """Whether it compares the logits as they are."""
-        return self.params.temperature == 0 and self.is_blind
+        return self.params.temperature == 0 and self.ignores_history
 
     @property
-    def is_static(self) -> bool:
+    def runs_on_device(self) -> bool:
         """Whether besides that only a token is asked for."""
-        return self.is_blind and self.params.logprobs is None
+        return self.ignores_history and self.params.logprobs is None
 
     def observe(self, token: int) -> None:
         """Count a token that the request has accepted."""
@@ -150,13 +150,13 @@ def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tenso
     Where nothing but logits and place count, the kernel picks that picks in steps on the device: its noise
     and its sums may round otherwise than those of the other operations. Bare logits are compared alike.
     """
-    if all(node.chooser.is_plain for node in nodes):
+    if all(node.chooser.is_greedy_plain for node in nodes):
         return best_of(logits_NV)
     parts: dict[bool, list[int]] = {}
     for n, node in enumerate(nodes):
-        parts.setdefault(node.chooser.is_static, []).append(n)
+        parts.setdefault(node.chooser.runs_on_device, []).append(n)
     if len(parts) == 1:
-        if not nodes[0].chooser.is_static:
+        if not nodes[0].chooser.runs_on_device:
             return best_of(perturb(logits_NV, nodes, kernels))
         picked_N: Tensor = kernels.sample(logits_NV, *places(logits_NV.device, nodes))
         return picked_N
@@ -178,7 +178,7 @@ def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise
 
     The argument itself where no node has rules. Without `noise` it is what plain ranking would compare.
     """
-    busy = [n for n, node in enumerate(nodes) if not node.chooser.is_plain]
+    busy = [n for n, node in enumerate(nodes) if not node.chooser.is_greedy_plain]
     if not busy:
         return logits_NV
     if len(busy) == len(nodes):

@@ -18,11 +18,15 @@ def rank(
 
     Of equals the smaller id is first, as it is chosen. The target will compare its logits plus the noise of
     (seed, position, token); so does this, with the drafter's logits. A confidence is the share of a token
-    under a softmax of what is compared, which is no probability once noise is in it: whoever compares nodes
+    under a softmax of what is compared, which is no probability once noise is in it: what compares nodes
     must calibrate it. Without the noise it is one, of tokens that are the likeliest and not the coming ones.
     """
     choosers = [node.chooser for node in nodes]
-    if noise and all(own.is_static for own in choosers) and not all(own.is_plain for own in choosers):
+    if (
+        noise
+        and all(own.runs_on_device for own in choosers)
+        and not all(own.is_greedy_plain for own in choosers)
+    ):
         token_NK, share_NK = kernels.topk_with_noise(logits_NV, *places(logits_NV.device, nodes), count)
     else:
         token_NK, share_NK = kernels.topk(perturb(logits_NV, nodes, kernels, noise=noise), count)

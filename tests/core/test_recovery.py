@@ -159,7 +159,7 @@ def engine(
     with SpecEngine(hybrid, **{"dtype": "float64", "max_running": 2, **WAYS[request.param]}) as engine:
         if speculation := engine.model.loop.speculation if engine.model.settings.drafters else None:
             texts = [(*prompt, *said) for prompt, said in zip(PROMPTS, expected, strict=True)]
-            speculation.enlist(Oracle(texts, vocab=engine.model.network.spec.vocab))
+            speculation.add_drafter(Oracle(texts, vocab=engine.model.network.spec.vocab))
         yield engine
 
 
@@ -174,7 +174,7 @@ def settled(engine: SpecEngine) -> None:
     loop = engine.model.loop
     loop.check_idle()
     speculation = loop.speculation
-    assert not (len(speculation.records) or speculation._told or speculation._distrusted)
+    assert not (len(speculation.records) or speculation._told or speculation._skips_draft)
     for drafter in speculation.drafters[:1]:
         assert not drafter._fed and not len(drafter.index)
     assert loop.runner is None or not loop.runner.batch.held
@@ -228,7 +228,7 @@ def test_whose_draft_is_not_trusted_is_forgotten_too(
         return right(hidden_TD) * float("nan") if drafted else right(hidden_TD)
 
     monkeypatch.setattr(engine.model.network, "logits", logits)
-    break_once(loop.speculation, "distrust", 1, MemoryError(), monkeypatch)
+    break_once(loop.speculation, "skip_draft_once", 1, MemoryError(), monkeypatch)
     assert any(isinstance(own, SpecdecError) for own in ask(engine))
     monkeypatch.undo()
     settled(engine)

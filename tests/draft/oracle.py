@@ -29,7 +29,7 @@ class Oracle:
         """Propose for each sequence; one that is no known text gets decoys only."""
         return [self._propose(w.tokens, w.shape) if w.shape else Proposal.EMPTY for w in wants]
 
-    def lose(self, key: Hashable) -> None:
+    def on_preempt(self, key: Hashable) -> None:
         """Keep nothing."""
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:

@@ -78,9 +78,9 @@ def test_what_was_seen_of_a_request_fades_while_it_rests() -> None:
     for _ in range(20):
         own.observe(CHAIN, 1, 0)
     before, overall = own.expected(CHAIN, 1), engine.expected(CHAIN, 1)
-    own.rest(20)
+    own.decay(20)
     between = own.expected(CHAIN, 1)
-    own.rest(500)
+    own.decay(500)
     assert before < between < overall == engine.expected(CHAIN, 1)
     assert own.expected(CHAIN, 1) == pytest.approx(overall, rel=0.01)
 

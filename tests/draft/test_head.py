@@ -188,7 +188,9 @@ def test_sequences_that_draft_together_draft_as_alone(bench: Bench) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("leave", [lambda d: d.lose("a"), lambda d: d.end("a", TEXT[:1], TEXT[1:8], SOLE)])
+@pytest.mark.parametrize(
+    "leave", [lambda d: d.on_preempt("a"), lambda d: d.end("a", TEXT[:1], TEXT[1:8], SOLE)]
+)
 def test_a_sequence_that_lost_its_memory_is_read_from_its_start(
     bench: Bench, leave: Callable[[HeadDrafter], None]
 ) -> None:
@@ -223,7 +225,7 @@ def test_what_is_too_much_to_keep_is_read_without_a_draft(
     early_found, late_found = (bench.propose(key, s, TREE) for key, s in (("a", own), ("b", late)))
     assert early_found.tokens == late_found.tokens
     assert early_found.scores == pytest.approx(late_found.scores, rel=EXACT)
-    bench.drafter.lose("b")
+    bench.drafter.on_preempt("b")
     assert not bench.drafter.is_full("b")
 
 

@@ -79,8 +79,8 @@ def test_lost_memory_is_no_reason_to_forget_a_text() -> None:
     index = Spy()
     lookup = Lookup(index)
     lookup.propose([want([1, 2, 3], 2)])
-    lookup.lose("a")
-    lookup.lose("nobody")
+    lookup.on_preempt("a")
+    lookup.on_preempt("nobody")
     lookup.propose([want([1, 2, 3, 4], 2)])
     assert index.texts["a"] == [1, 2, 3, 4]
 

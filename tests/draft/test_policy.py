@@ -264,12 +264,12 @@ def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
     for width in (1, 2, 4, 8):
         policy.steps.observe(1, width, 50.0)
     policy.observe_draft(CHAIN, 1, 40.0)
-    policy.worth.trust, policy.worth.awake, policy.probes.owed = 0.0, False, -1.0
+    policy.worth.trust, policy.worth.awake, policy.probes.debt = 0.0, False, -1.0
     policy._rows = tracks
     assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [CHAIN]
     policy.observe_draft(None, 1, 520.0)
     policy.observe_step(1, 1, 50.0, 0, 520.0)
-    assert policy.probes.owed == pytest.approx(520 / 50 - 1, rel=0.01)
+    assert policy.probes.debt == pytest.approx(520 / 50 - 1, rel=0.01)
     assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [None]
 
 

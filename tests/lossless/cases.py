@@ -142,7 +142,7 @@ def drafting_engine(
         if drafter == "oracle":
             texts = [text for case in cases for text in case.texts]
             speculation.drafters.clear()
-            speculation.enlist(Oracle(texts, vocab=VOCAB, rate=rate))
+            speculation.add_drafter(Oracle(texts, vocab=VOCAB, rate=rate))
         seen = Seen()
         _watch(engine, seen)
         yield engine, seen

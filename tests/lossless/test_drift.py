@@ -55,7 +55,7 @@ def test_the_state_after_4000_tokens_of_drafts(folder: Path, kernels: str) -> No
     with SpecEngine(folder, draft="ngram", adaptive=False, **shape, **fields) as engine:
         speculation = engine.model.loop.speculation
         speculation.drafters.clear()
-        speculation.enlist(Oracle([truth], vocab=320, rate=0.8))
+        speculation.add_drafter(Oracle([truth], vocab=320, rate=0.8))
         said, found = run(engine, PROMPT, PARAMS)
         counts = engine.model.loop.counts
     assert len(said) == TOKENS + len(PROMPT) and counts.accepted > TOKENS / 3

@@ -35,7 +35,7 @@ class Poisoner:
         right = self.text[said] if said < len(self.text) else 1
         return Proposal((POISON, right, POISON), (-1, -1, 1), (0.5, 0.4, 0.3))
 
-    def lose(self, key: Hashable) -> None:
+    def on_preempt(self, key: Hashable) -> None:
         """Keep nothing."""
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
@@ -63,7 +63,7 @@ def test_a_rejected_draft_that_is_no_number_changes_nothing(folder: Path, kernel
     ) as engine:
         speculation = engine.model.loop.speculation
         speculation.drafters.clear()
-        speculation.enlist(poisoner := Poisoner(expected[0]))
+        speculation.add_drafter(poisoner := Poisoner(expected[0]))
         for value in (float("nan"), float("inf")):
             found = poisoned(engine, value).generate(prompts, PARAMS)
             assert [c.token_ids for c in found] == expected
@@ -83,7 +83,7 @@ def test_what_came_before_an_output_that_is_no_number_is_still_said(folder: Path
         engine.model.network.embed_VD[fatal] = float("nan")
         speculation = engine.model.loop.speculation
         speculation.drafters.clear()
-        speculation.enlist(Poisoner(plain.token_ids))
+        speculation.add_drafter(Poisoner(plain.token_ids))
         said: list[int] = []
         submitted = engine.stream([1, 2, 3], PARAMS)
 

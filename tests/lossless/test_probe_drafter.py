@@ -60,7 +60,7 @@ class Followers:
         drafted = [*zip(*nodes, strict=True)] or [(), (), ()]
         return Proposal(*drafted).best(shape.num_draft_tokens - 1)
 
-    def lose(self, key: Hashable) -> None:
+    def on_preempt(self, key: Hashable) -> None:
         """Keep nothing of a sequence."""
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:

@@ -143,4 +143,4 @@ def test_a_bounded_node_chooses_beside_free_ones(temperature: float, kernels: st
     )
     assert [n for n in range(8) if before[n] != after[n]] == [2, 5]
     assert {after[2], after[5]} <= {7, 33}
-    assert not some[0].is_blind and not some[0].is_static and free[0].is_blind
+    assert not some[0].ignores_history and not some[0].runs_on_device and free[0].ignores_history

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from specdec.core.asked import want_of
 from specdec.core.batch import Ahead
 from specdec.core.device.extent import IN_FLIGHT, Extent
 from specdec.core.device.graph_key import GraphKey
@@ -19,6 +18,7 @@ from specdec.core.device.loading import RowSlots, ids, load, load_blocks, load_t
 from specdec.core.device.result import Outcome, Pending
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
+from specdec.core.draft_record import want_of
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.draft.head import HeadDrafter
@@ -235,6 +235,6 @@ class DeviceBatch:
                 self.arena.release_records(request.number, held.before.path)
             self._release(held, kept)
         if self.head:
-            self.head.resume(
+            self.head.restore(
                 request.number, request.num_computed_tokens - 1, self.rows.last_BD[row : row + 1].clone()
             )

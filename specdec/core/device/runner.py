@@ -100,8 +100,8 @@ class Runner(ABC):
         return advanced
 
     def _suits(self, request: Request) -> bool:
-        distrusted = self.host.speculation.is_distrusted(request)
-        return request.is_decoding and request.chooser.is_static and not distrusted
+        skips_draft = self.host.speculation.skips_draft(request)
+        return request.is_decoding and request.chooser.runs_on_device and not skips_draft
 
     def _is_interrupted(self) -> bool:
         """Tell whether anybody comes who may be admitted, or leaves before the end."""
@@ -126,7 +126,7 @@ class Runner(ABC):
         if key.nodes == 1:
             return AcceptedPath((0,), (NO_TOKEN,))
         # They may be NaN for another node's sake: the token is tried again without any.
-        self.host.speculation.distrust(request)
+        self.host.speculation.skip_draft_once(request)
         self._over = True
         return AcceptedPath((), ())
 

@@ -7,16 +7,16 @@ from specdec.core.request import Request
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.proposal import Proposal, Shape, merge
 
-Heard = tuple[Drafter, Proposal]
+Answer = tuple[Drafter, Proposal]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftRecord:
     """What one row's drafters proposed, and what was made of it before it was cut."""
 
     shape: Shape | None
     """None: only look-ups were, which nothing was planned for."""
-    parts: tuple[Heard, ...]
+    parts: tuple[Answer, ...]
     merged: Proposal
 
     def shared(self, tokens: Sequence[int]) -> list[bool]:
@@ -47,9 +47,9 @@ def want_of(request: Request, shape: Shape | None) -> Want:
     )
 
 
-def merged(heard: Sequence[Heard], limit: int | None = None) -> Proposal:
+def merged(answers: Sequence[Answer], limit: int | None = None) -> Proposal:
     """Make one proposal of several; that of one alone keeps its beliefs."""
-    proposals = [proposal for _, proposal in heard]
+    proposals = [proposal for _, proposal in answers]
     if len(proposals) == 1:
         return proposals[0] if limit is None else proposals[0].best(limit)
     return merge(proposals, sum(map(len, proposals)) if limit is None else limit)
