@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from specdec.config.engine import HEAD_FIELDS, MAX_WINDOW, PREFIX_FIELDS, EngineConfig
-from specdec.core.device.extent import Extent
 from specdec.draft.proposal import Shape
-from specdec.errors import CapacityError, ConfigError
+from specdec.errors import ConfigError
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.signatures import SUFFIX
@@ -27,10 +26,10 @@ from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
 from specdec.models.shortlist import commonest
 from specdec.setup.capabilities import resolve_drafters
-from specdec.setup.devices import free_memory, pick_device
+from specdec.setup.devices import pick_device
 from specdec.setup.drafters import find_heads, has_head, head_of, quoted_heads
+from specdec.setup.memory import arena_bytes, longest_that_fits, weight_bytes
 from specdec.setup.settings import Resolved
-from specdec.state_slots.layout import Layout
 from specdec.verify.synthetic import rates_for
 
 logger = logging.getLogger(__name__)
@@ -39,8 +38,6 @@ CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights stay in the cache, and are faster in float32 where no C form multiplies them."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
-AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
-"""Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +113,17 @@ def resolve(
             f"max_model_len is {longest}, but the model was made for {network.max_length} tokens; lower it.",
             field="max_model_len",
         )
-    if config.memory_bytes is None:
-        # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.
-        wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
-        if drafters:
-            wanted += _draft_bytes(config, layout, bounds)
-        weight_bytes = _weight_bytes(network, dtype, stored, stored_bytes, narrow_bytes, quantize, narrow)
-        share = AUTO_MEMORY_SHARE[device.type]
-        memory_bytes = min(wanted, int(share * max(free_memory(device) - weight_bytes, 0)))
-    else:
-        memory_bytes = config.memory_bytes
-    longest = _fit(config, layout, memory_bytes, longest)
+    memory_bytes = arena_bytes(
+        config,
+        layout,
+        bounds if drafters else None,
+        longest,
+        device=device,
+        weights=weight_bytes(
+            network, dtype, stored, stored_bytes, narrow_bytes, quantize=quantize, narrow=narrow
+        ),
+    )
+    longest = longest_that_fits(config, layout, memory_bytes, longest)
     settings = Resolved(
         device=device,
         dtype=dtype,
@@ -230,33 +227,6 @@ def bounds_of(config: EngineConfig) -> Shape:
     return bounds
 
 
-def _draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
-    """Count what every running request may borrow for drafts and keep of them, in whole slabs."""
-    extent = Extent.of(config.max_running, bounds, looks=True)
-    blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
-    slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
-    slots = extent.records if config.slots == "record" else extent.snapshots
-    per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
-    return (slabs + (-(-config.max_running * slots // per_slab) if per_slab else 0)) * layout.slab_bytes
-
-
-def _weight_bytes(
-    network: spec.Network,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    stored_bytes: int,
-    narrow_bytes: int,
-    quantize: bool,
-    narrow: bool,
-) -> int:
-    """Count what the weights will take, from what a checkpoint stores of them, `narrow_bytes` in 8 bits."""
-    wide = (stored_bytes - narrow_bytes) // stored.itemsize
-    if quantize:
-        tables = min(network.vocab * network.hidden * (1 if network.tied else 2), wide)
-        wide, narrow_bytes = tables, wide - tables + narrow_bytes
-    return wide * dtype.itemsize + narrow_bytes * (1 if narrow else dtype.itemsize)
-
-
 def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
     wanted = config.synthetic_acceptance
     if wanted is None:
@@ -312,31 +282,3 @@ def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stor
         return torch.float32
     in_c = config.kernels in ("auto", "native") and compiled() is not None
     return stored if in_c or stored_bytes > CACHED_WEIGHTS else torch.float32
-
-
-def _fit(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:
-    """Return how long one sequence may be: the engine only promises what the arena can hold."""
-
-    def needed(tokens: int) -> int:
-        slabs = 1 + layout.states_per_slab
-        if layout.kv:
-            slabs += -(-layout.blocks_for(tokens) // layout.blocks_per_slab)
-        return slabs * layout.slab_bytes
-
-    if needed(longest) <= memory_bytes:
-        return longest
-    smallest = needed(layout.block_tokens)
-    if config.max_model_len is not None or smallest > memory_bytes:
-        asked = longest if config.max_model_len is not None else layout.block_tokens
-        given = "raise it" if config.memory_bytes is not None else "free some memory, or set memory_bytes"
-        raise CapacityError(
-            f"memory_bytes: one sequence of {asked} tokens needs {needed(asked):,} bytes and the arena has "
-            f"{memory_bytes:,}; {given}{' or lower max_model_len' if smallest <= memory_bytes else ''}.",
-            field="memory_bytes",
-        )
-    spare_slabs = memory_bytes // layout.slab_bytes - 1 - layout.states_per_slab
-    fitting = spare_slabs * layout.blocks_per_slab * layout.block_tokens
-    logger.warning(
-        "max_model_len is %d instead of %d: memory_bytes, %d, holds no more", fitting, longest, memory_bytes
-    )
-    return fitting

@@ -16,7 +16,7 @@ from specdec.models.families import network
 from specdec.models.heads import HeadSource, OwnHead
 from specdec.models.mixers import Attention
 from specdec.models.shapes import SHAPES
-from specdec.setup import resolve as resolution
+from specdec.setup import memory
 from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
 from specdec.state_slots.layout import KVShape
@@ -250,7 +250,7 @@ def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, object], field:
 def test_too_little_memory_names_what_helps(
     fields: dict[str, int], says: str, not_says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.setup.resolve.free_memory", lambda device: 1000)
+    monkeypatch.setattr("specdec.setup.memory.free_memory", lambda device: 1000)
     with pytest.raises(CapacityError) as caught:
         settle(**fields)
     assert caught.value.field == "memory_bytes"
@@ -272,11 +272,11 @@ def test_memory_is_what_the_weights_leave(
     narrow_bytes: int, kernels: str, quantize: str | None, weight_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 40 MiB, 8-bit weights are read as they are, or widened to float32 where the kernels need them so."""
-    monkeypatch.setattr(resolution, "free_memory", lambda device: 256 << 20)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 256 << 20)
     config = EngineConfig(device="cpu", dtype="float32", kernels=kernels, quantize=quantize, max_running=4096)
     settled = resolve(config, WITH_HEAD, torch.float32, 40 << 20, narrow_bytes)
     tables = SMALL["vocab_size"] * SMALL["hidden_size"] * 3 if quantize and kernels == "reference" else 0
     left = (256 << 20) - weight_bytes - tables
-    assert settled.memory_bytes == pytest.approx(resolution.AUTO_MEMORY_SHARE["cpu"] * left, rel=1e-6)
+    assert settled.memory_bytes == pytest.approx(memory.AUTO_MEMORY_SHARE["cpu"] * left, rel=1e-6)
     assert settled.quantize == (quantize == "fp8")
     assert settled.narrow == (kernels == "reference" and (quantize == "fp8" or narrow_bytes > 0))

@@ -1,0 +1,92 @@
+"""What weights, drafts and sequences take, and how much of a machine's memory the arena is given."""
+
+import logging
+
+import torch
+
+from specdec.config.engine import EngineConfig
+from specdec.core.device.extent import Extent
+from specdec.draft.proposal import Shape
+from specdec.errors import CapacityError
+from specdec.models import spec
+from specdec.setup.devices import free_memory
+from specdec.state_slots.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
+"""Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
+
+
+def arena_bytes(
+    config: EngineConfig,
+    layout: Layout,
+    bounds: Shape | None,
+    longest: int,
+    *,
+    device: torch.device,
+    weights: int,
+) -> int:
+    """Return the arena's size: what is given, or what all sequences and drafts want, if so much is free."""
+    if config.memory_bytes is not None:
+        return config.memory_bytes
+    # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.
+    wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
+    wanted += draft_bytes(config, layout, bounds) if bounds else 0
+    return min(wanted, int(AUTO_MEMORY_SHARE[device.type] * max(free_memory(device) - weights, 0)))
+
+
+def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
+    """Count what every running request may borrow for drafts and keep of them, in whole slabs."""
+    extent = Extent.of(config.max_running, bounds, looks=True)
+    blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
+    slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
+    slots = extent.records if config.slots == "record" else extent.snapshots
+    per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
+    return (slabs + (-(-config.max_running * slots // per_slab) if per_slab else 0)) * layout.slab_bytes
+
+
+def weight_bytes(
+    network: spec.Network,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    stored_bytes: int,
+    narrow_bytes: int,
+    *,
+    quantize: bool,
+    narrow: bool,
+) -> int:
+    """Count what the weights will take, from what a checkpoint stores of them, `narrow_bytes` in 8 bits."""
+    wide = (stored_bytes - narrow_bytes) // stored.itemsize
+    if quantize:
+        tables = min(network.vocab * network.hidden * (1 if network.tied else 2), wide)
+        wide, narrow_bytes = tables, wide - tables + narrow_bytes
+    return wide * dtype.itemsize + narrow_bytes * (1 if narrow else dtype.itemsize)
+
+
+def longest_that_fits(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:
+    """Return how long one sequence may be: the engine only promises what the arena can hold."""
+
+    def needed(tokens: int) -> int:
+        slabs = 1 + layout.states_per_slab
+        if layout.kv:
+            slabs += -(-layout.blocks_for(tokens) // layout.blocks_per_slab)
+        return slabs * layout.slab_bytes
+
+    if needed(longest) <= memory_bytes:
+        return longest
+    smallest = needed(layout.block_tokens)
+    if config.max_model_len is not None or smallest > memory_bytes:
+        asked = longest if config.max_model_len is not None else layout.block_tokens
+        given = "raise it" if config.memory_bytes is not None else "free some memory, or set memory_bytes"
+        raise CapacityError(
+            f"memory_bytes: one sequence of {asked} tokens needs {needed(asked):,} bytes and the arena has "
+            f"{memory_bytes:,}; {given}{' or lower max_model_len' if smallest <= memory_bytes else ''}.",
+            field="memory_bytes",
+        )
+    spare_slabs = memory_bytes // layout.slab_bytes - 1 - layout.states_per_slab
+    fitting = spare_slabs * layout.blocks_per_slab * layout.block_tokens
+    logger.warning(
+        "max_model_len is %d instead of %d: memory_bytes, %d, holds no more", fitting, longest, memory_bytes
+    )
+    return fitting
