@@ -60,7 +60,9 @@ class Fit:
     def memory_for(self, rows: int, tokens: int) -> int:
         """Return the arena that so many rows need, slabs that are partly used included."""
         layout = self.settings.layout
-        needed = (rows * self.row_bytes(tokens, self.settings.slots) + 4 * layout.slab_bytes) * 21 // 20
+        needed = (
+            (rows * self.row_bytes(tokens, self.settings.config.slots) + 4 * layout.slab_bytes) * 21 // 20
+        )
         return min(max(needed, 6 * layout.slab_bytes), self.arena_bytes)
 
 
@@ -93,7 +95,7 @@ def fit(name: str, config: EngineConfig) -> Fit:
 
 def fitting(found: Fit, batches: Sequence[int], tokens: int) -> list[int]:
     """Choose the batches whose rows an arena holds; refuse if there is none."""
-    most = found.rows(tokens, found.settings.slots)
+    most = found.rows(tokens, found.settings.config.slots)
     kept = [batch for batch in batches if batch <= most]
     if not kept:
         raise CapacityError(

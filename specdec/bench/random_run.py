@@ -190,7 +190,7 @@ def _figures(
         draft_steps=min(settings.bounds.num_steps, round(width) - 1) if has_head(settings.drafters) else 0,
         topk=settings.bounds.topk,
         fp8=settings.quantize,
-        slots=settings.slots,
+        slots=settings.config.slots,
     )
     floor_s = sum(found.model.step(work).values()) / machine.copy_bytes_per_s
     return {

@@ -87,6 +87,6 @@ class EngineRunner:
         return {
             "kernels": self.model.network.kernels.name,
             "drafters": list(settings.drafters),
-            "slots": settings.slots,
+            "slots": settings.config.slots,
             "synthetic_acceptance": settings.synthetic,
         }

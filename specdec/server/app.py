@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -289,7 +289,7 @@ def _speculation(stats: EngineStats) -> dict[str, Any] | None:
 
 def _settled(settings: Resolved) -> dict[str, Any]:
     """Show the resolved settings, the largest draft and the memory layout."""
-    named = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    named = settings.named()
     bounds, layout = named.pop("bounds"), named.pop("layout")
     return {
         **named,

@@ -149,7 +149,7 @@ class EngineFigures(Collector):
         told = {
             "block_size": layout.block_tokens,
             "cache_dtype": str(layout.page_dtype).removeprefix("torch."),
-            "enable_prefix_caching": settings.prefix_cache,
+            "enable_prefix_caching": settings.config.prefix_cache,
             "num_gpu_blocks": settings.memory_bytes // layout.slab_bytes * layout.blocks_per_slab,
         }
         info = GaugeMetricFamily(

@@ -150,18 +150,18 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     executor = LocalExecutor(network, arena, settings.device)
     scheduler = Scheduler(
-        arena, executor, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens
+        arena, executor, max_running=settings.config.max_running, chunk_tokens=settings.config.chunk_tokens
     )
     # A step that waits for its processor costs no more by that; what a GPU does takes no thread's time.
     clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
-    policy = Policy(settings.bounds, adaptive=settings.adaptive, clock=clock)
+    policy = Policy(settings.bounds, adaptive=settings.config.adaptive, clock=clock)
     speculation = Speculation(
         policy,
-        BACKINGS[settings.slots](arena),
+        BACKINGS[settings.config.slots](arena),
         scheduler,
         network.kernels,
         synthetic=settings.synthetic,
-        noise=settings.draft_noise,
+        noise=settings.config.draft_noise,
         clock=clock,
     )
     for name in settings.drafters:
@@ -170,10 +170,10 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
     core = EngineCore(loop, vocab=network.spec.vocab, eos=network.spec.eos, max_length=settings.max_model_len)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":
         precompile(loop, network, settings.max_model_len)
-    speculation.learns = bool(settings.drafters) and settings.adaptive
+    speculation.learns = bool(settings.drafters) and settings.config.adaptive
     if speculation.learns:
         warm_up(core)
-    if settings.prefix_cache:
+    if settings.config.prefix_cache:
         own = _prefix_cache(arena, network, settings, has_head=head is not None)
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     if settings.graphs:
@@ -184,11 +184,11 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
 def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_head: bool) -> PrefixCache:
     """Make the cache over an arena, and the one below it over memory of the host, if there is any."""
     work, lower = ReadingWork.of(network.spec), None
-    if settings.host_cache_bytes:
+    if settings.config.host_cache_bytes:
         try:
             below = Arena(
                 settings.layout,
-                settings.host_cache_bytes,
+                settings.config.host_cache_bytes,
                 torch.device("cpu"),
                 pinned=settings.device.type == "cuda",
             )
@@ -203,7 +203,7 @@ def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_hea
 def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
     """Make what finds the score's weight, unless it was given, or nothing is kept that it could weigh."""
     layout = settings.layout
-    if settings.prefix_policy != "tuned" or not (layout.states and layout.kv):
+    if settings.config.prefix_policy != "tuned" or not (layout.states and layout.kv):
         return None
 
     def change(alpha: float) -> None:
@@ -225,12 +225,12 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     drafter = None
     if head and is_alone:
         own, table = (kernels, arena, pack), head.calibrator.table()
-        noise = settings.draft_noise
+        noise = settings.config.draft_noise
         drafter = DeviceDrafter(head.head, *own, table, window=head.window, noise=noise)
-    snapshots = settings.slots == "snapshot"
+    snapshots = settings.config.slots == "snapshot"
     step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
     bounds = settings.bounds if settings.drafters else None
-    extent = Extent.of(settings.max_running, bounds, looks=not is_alone)
+    extent = Extent.of(settings.config.max_running, bounds, looks=not is_alone)
     make_rows = partial(
         Rows.empty,
         extent,
@@ -246,7 +246,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     host = Host(loop.scheduler, loop.speculation, loop.counts, loop.commit_and_emit)
     runner: Runner = HostDraftRunner(batch, host)
     if is_alone:
-        policy = UniformPolicy(settings.bounds if settings.drafters else None, adaptive=settings.adaptive)
+        policy = UniformPolicy(bounds, adaptive=settings.config.adaptive)
         runner = DeviceDraftRunner(batch, host, policy)
     if graphs:
         graphs.capture(runner.graph_keys())

@@ -73,8 +73,8 @@ def _head_drafter(beside: Surroundings) -> HeadDrafter:
         beside.arena,
         ranker.rank,
         settings.device,
-        settings.chunk_tokens,
-        window=settings.draft_window,
+        settings.config.chunk_tokens,
+        window=settings.config.draft_window,
         straight=Straight(Unrolled(head, ranker.kernels), ranker.goes_straight, ranker.rules),
     )
 

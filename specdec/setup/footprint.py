@@ -154,8 +154,8 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     heads = [*(["mtp"] if network.mtp else []), *([f"eagle ({eagle.name})"] if eagle else [])]
     draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
     if settings.drafters:
-        draft["draft_slot"] = settings.slots
-        if settings.slots == "record":
+        draft["draft_slot"] = settings.config.slots
+        if settings.config.slots == "record":
             draft |= {"record_bytes": figures.record_bytes, "record_share": figures.record_share}
     return {
         "family": network.family,
@@ -175,7 +175,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "state_bytes": figures.state_bytes,
         **draft,
         "max_model_len": settings.max_model_len,
-        "max_running": settings.max_running,
+        "max_running": settings.config.max_running,
         "slab_bytes": figures.slab_bytes,
         "slab_padding": figures.padding,
         "arena_bytes": settings.memory_bytes,

@@ -63,7 +63,7 @@ def open_model(folder: str | Path, config: EngineConfig) -> Opened:
     held = [checkpoint, *([head.checkpoint] if head and head.checkpoint else [])]
     sizes = map(sum, zip(*(own.sizes() for own in held), strict=True))
     settings = resolve(config, network, stored_dtype(checkpoint.config), *sizes, heads=heads)
-    count = settings.draft_vocab
+    count = settings.config.draft_vocab
     shortlist_C = commonest(checkpoint.folder, count, network.vocab) if count else None
     return Opened(checkpoint, network, head, settings, shortlist_C)
 
@@ -125,6 +125,7 @@ def resolve(
     )
     longest = longest_that_fits(config, layout, memory_bytes, longest)
     settings = Resolved(
+        config=config,
         device=device,
         dtype=dtype,
         kernels=kernels,
@@ -132,22 +133,12 @@ def resolve(
         narrow=narrow,
         layout=layout,
         memory_bytes=memory_bytes,
-        max_running=config.max_running,
         max_model_len=longest,
-        chunk_tokens=config.chunk_tokens,
         drafters=drafters,
         bounds=bounds,
-        adaptive=config.adaptive,
-        draft_noise=config.draft_noise,
-        slots=config.slots,
         synthetic=_synthetic(config, bounds),
         graphs=graphs,
-        draft_vocab=config.draft_vocab,
-        draft_window=config.draft_window,
-        prefix_cache=config.prefix_cache,
-        prefix_policy=config.prefix_policy,
         prefix_alpha=_alpha(config),
-        host_cache_bytes=config.host_cache_bytes,
     )
     logger.info("settings:%s", settings)
     return settings

@@ -1,17 +1,27 @@
 """What an engine runs with, once every "auto" is resolved."""
 
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 
+from specdec.config.engine import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.state_slots.layout import Layout
+
+AS_GIVEN = (
+    *("max_running", "chunk_tokens", "adaptive", "draft_noise", "slots", "draft_vocab", "draft_window"),
+    *("prefix_cache", "prefix_policy", "host_cache_bytes"),
+)
+"""The settings that hold as they were given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What an engine runs with; nothing in it is "auto"."""
+    """What an engine runs with; nothing in it is "auto", but what `config` holds beside `AS_GIVEN`."""
 
+    config: EngineConfig
+    """What was asked for, some of which holds as it was given."""
     device: torch.device
     dtype: torch.dtype
     kernels: str
@@ -21,35 +31,27 @@ class Resolved:
     """Large matrices are kept in eight bits."""
     layout: Layout
     memory_bytes: int
-    max_running: int
     max_model_len: int
-    chunk_tokens: int
     drafters: tuple[str, ...]
     """The drafters by name; none where this is empty."""
     bounds: Shape
     """The largest draft."""
-    adaptive: bool
-    draft_noise: bool
-    slots: str
     synthetic: tuple[float, ...] | None
     """Rates by depth at which drafts are accepted whatever they say."""
     graphs: bool = False
     """Whether steps in which every row decodes are the device's to decide, captured where it is a GPU."""
-    draft_vocab: int | None = None
-    """How many tokens a head drafts; None: all."""
-    draft_window: int | None = None
-    """How many tokens a head's attention looks back; None: to the first."""
-    prefix_cache: bool = False
-    """Whether what requests have read is kept for those that begin alike."""
-    prefix_policy: str = "tuned"
     prefix_alpha: float = 0.0
     """What the work that a prefix saves counts beside how recently it was used, at first if that is tuned."""
-    host_cache_bytes: int = 0
-    """Memory of the host for prefixes that are evicted."""
+
+    def named(self) -> dict[str, Any]:
+        """Return every setting by its name."""
+        own = [field.name for field in fields(self) if field.name != "config"]
+        held = {name: getattr(self, name) for name in own}
+        return held | {name: getattr(self.config, name) for name in AS_GIVEN}
 
     def __str__(self) -> str:
         """Show one setting a line."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = self.named()
         named["layout"] = ", ".join(
             f"{name} {value:,}" for name, value in asdict(self.layout.describe()).items()
         )

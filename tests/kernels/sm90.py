@@ -86,7 +86,7 @@ def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compil
     model = dry.make(shape, config, ready=ready)
     with launches.new() as found:
         dry.serve(model, PROMPTS, PARAMS)
-        if model.settings.slots == "record" and model.settings.drafters:
+        if model.settings.config.slots == "record" and model.settings.drafters:
             loop, table_N = model.loop, torch.zeros(200, dtype=torch.int64)
             chain = TokenTree.chain([0])
             for longest in PATHS:

@@ -118,9 +118,13 @@ class Engines:
             donor.settings,
             drafters=drafters,
             bounds=drafting.shape or donor.settings.bounds,
-            adaptive=drafting.chosen,
-            draft_noise=drafting.noise,
-            draft_window=drafting.window,
+            config=donor.settings.config.model_copy(
+                update={
+                    "adaptive": drafting.chosen,
+                    "draft_noise": drafting.noise,
+                    "draft_window": drafting.window,
+                }
+            ),
         )
         head = donor.head if drafting.draft in HEADS else None
         core = assemble(donor.network, head, settings)
