@@ -19,7 +19,7 @@ SAMPLED = 64
 NOISE = 1_048_573
 """Entries of the strip that inputs are cut from; a prime, so that rows differ."""
 TINY = 1e-3
-"""Rows smaller than this share of the largest are compared relative to the largest."""
+"""Errors are relative to a row's norm, or to this share of the largest norm where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
