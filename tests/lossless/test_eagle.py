@@ -113,7 +113,7 @@ def test_only_the_commonest_tokens_are_drafted(known: Known, draft: str) -> None
         ranked = head.logits(hidden_TD).isfinite()
         own = {token for token in range(VOCAB) if token % 4 != 1} if draft == "eagle" else wanted
         assert all(set(row.nonzero()[:, 0].tolist()) == wanted & own for row in ranked)
-        assert bool(loop.network.project(hidden_TD).isfinite().all()), "the target chooses among all"
+        assert bool(engine.model.network.project(hidden_TD).isfinite().all()), "the target chooses among all"
     with SpecEngine(folder, dtype="float64", draft=draft) as whole:
         assert whole.model.loop.speculation.head
         all_TV = whole.model.loop.speculation.head.head.logits(hidden_TD)
