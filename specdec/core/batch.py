@@ -55,7 +55,7 @@ class ScheduledRequest:
         return row if self.slots is None else backing.dress(row, self.slots)
 
     def node(self, node: int) -> Node:
-        """Say for whom, where in the text and after which drafted tokens a token is sampled at a node."""
+        """Return the rule, the position and the drafted tokens before it that sampling at a node needs."""
         path = self.tree.path(node)[1:] if self.is_drafted else ()
         request = self.request
         return Node(
@@ -67,7 +67,7 @@ class ScheduledRequest:
         accepted = len(path.nodes) - 1 if self.is_drafted else 0
         return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
 
-    def told(self, path: AcceptedPath, tokens: int) -> DraftTree:
+    def draft_tree(self, path: AcceptedPath, tokens: int) -> DraftTree:
         """Show the tree and what came of it to a request that took so many of the path's tokens."""
         bonus = path.emitted[-1] if tokens == len(path.emitted) else None
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[1:][:tokens], bonus)
@@ -110,7 +110,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step came to, for those who watch; what has finished still has its memory."""
+    """What a step came to, for observers; finished requests still have their memory."""
 
     result: StepResult
     taken: Sequence[int]

@@ -16,7 +16,7 @@ from specdec.verify.limits import Limit
 
 
 def discard(_: Delta | SpecdecError) -> None:
-    """Take what nobody reads."""
+    """Ignore what a request emits."""
 
 
 class EngineCore:
@@ -91,7 +91,7 @@ class EngineCore:
         self.clean_checks += 1
 
     def recover(self, failure: Exception) -> None:
-        """Begin afresh after a step that failed; tell those whom it may have spoilt, whatever comes of it."""
+        """Reset after a step that failed, and end the requests that it may have spoilt with an error."""
         spoilt = self.loop.scheduler.give_up()
         try:
             self.loop.recover()
@@ -99,7 +99,7 @@ class EngineCore:
         finally:
             why = f"The engine failed while this request ran: {failure!r}."
             for request in spoilt:
-                request.fail(EngineError(why))  # each its own: a caller may keep it, and write on it
+                request.fail(EngineError(why))  # one each: a caller may keep it, and write on it
 
     def end_all(self, why: str) -> Sequence[Exception]:
         """Give every request's memory back and end it with an error; return what went wrong with that."""
@@ -107,7 +107,7 @@ class EngineCore:
         for request in self.requests:
             try:
                 self.loop.scheduler.release(request)
-            except Exception as fault:  # what goes wrong with one keeps no other waiting
+            except Exception as fault:  # one that fails keeps no other waiting
                 faults.append(fault)
             request.fail(EngineError(why))
         return faults

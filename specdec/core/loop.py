@@ -33,7 +33,7 @@ UNKNOWN = Choice(NO_TOKEN, None)
 """At a node where it is not known in time what may be sampled."""
 
 Ended = tuple[Request, Delta | SpecdecError]
-"""A request that is over, and the last that its caller hears."""
+"""A request that is over, and the last that it emits."""
 
 
 class DecodeLoop:
@@ -49,7 +49,7 @@ class DecodeLoop:
         """Takes over the steps that the device can decide, if any may."""
         self.prefixes: Prefixes | None = None
         self.observers: list[Callable[[StepReport], None]] = []
-        """Told of each step, before what has finished gives its memory back."""
+        """Called with each step's report, before finished requests give their memory back."""
         self._shares = True
         arena.attach_tables(self)
 
@@ -96,7 +96,7 @@ class DecodeLoop:
             self.speculation.observe_step(rows)
 
     def _resolve_limits(self) -> None:
-        """Hear what may follow outputs that have a form, and end those that have ended or cannot go on."""
+        """Take in what grammars allow next, and finish outputs that have ended or cannot go on."""
         bound = [r for r in self.scheduler.running if r.chooser.limits]
         if not bound:
             return
@@ -111,7 +111,7 @@ class DecodeLoop:
         self._finish(ended)
 
     def _follow(self, events: Events) -> None:
-        """Tell the drafters what the scheduler has done to requests."""
+        """Pass on to the drafters what the scheduler has done to requests."""
         for request in events.dropped:
             self.speculation.end(request, shared=False)
         for request in events.preempted:
@@ -174,8 +174,8 @@ class DecodeLoop:
             path = synthetic_walk(chosen, row.tree, rates, seed=seed, position=position)
         if path.emitted[-1] != NO_TOKEN:
             return path
-        # A masked product lets NaN through: it may be a rejected branch's. Or a limit told too late what may
-        # follow. The token is tried again alone.
+        # A masked product lets NaN through: it may be a rejected branch's. Or a limit knew too late what is
+        # allowed. The token is sampled again without a draft.
         self.speculation.skip_draft_once(request)
         return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
@@ -274,7 +274,7 @@ class DecodeLoop:
             row.count(self.counts, path, kept, shared)
             request.counts.spend(result.seconds)
             if request.params.trees:
-                request.show(row.told(path, kept))
+                request.show(row.draft_tree(path, kept))
         delta = request.take_delta()
         if request.finish_reason:
             return request, delta
@@ -284,7 +284,7 @@ class DecodeLoop:
         return None
 
     def _finish(self, ended: Sequence[Ended], result: StepResult | None = None) -> None:
-        """Keep what ended requests leave for later ones; give their memory back before anyone hears of it."""
+        """Cache what ended requests leave; give their memory back, then send their last delta."""
         if not ended:
             return
         if self.prefixes:
@@ -300,8 +300,8 @@ class DecodeLoop:
     def recover(self) -> None:
         """Put memory, drafters and the batch on the device back to empty after a step that failed.
 
-        Anything may be half done, so nothing is taken back piece by piece. Nobody runs by now; who waits has
-        no memory, and goes on. Raise if the device cannot be used any more.
+        Anything may be half done, so nothing is taken back piece by piece. No request runs by now; those that
+        wait have no memory, and go on. Raise if the device cannot be used any more.
         """
         if self.runner:
             self.runner.abandon()

@@ -90,7 +90,7 @@ class PrefixStats:
     states_evicted: int
     blocks_evicted: int
     cached_bytes: int
-    """Of the arena, which give way to whoever is short of memory."""
+    """Of the arena, evicted when memory is short."""
     alpha: float = 0.0
     """What the work that a prefix saves counts beside how recently it was used."""
 
@@ -118,7 +118,7 @@ class EngineStats:
     """How many steps something was short, by what it was."""
     arena: ArenaUsage
     failed_steps: int = 0
-    """Steps that raised something: those who took part were told, and the engine went on."""
+    """Steps that raised something: their requests ended with an error, and the engine went on."""
     clean_checks: int = 0
     """How often nothing was left to do and the arena was proved empty and whole."""
     moved_blocks: int = 0

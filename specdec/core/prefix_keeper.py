@@ -33,7 +33,7 @@ class Prefixes:
     def note(self, rows: Sequence[ScheduledRequest]) -> None:
         """Share what prompts have been read of, and keep the states that were to be kept on the way."""
         reading = [row.request for row in rows if row.request.lease and not row.is_decode]
-        # Whoever comes here later shares the blocks: the head must have read as far.
+        # Later requests share these blocks: the head must have read as far.
         self.speculation.read_on(reading)
         for request in reading:
             node = self._share(request, request.num_computed_tokens)
@@ -56,7 +56,7 @@ class Prefixes:
         """Keep what ended requests have read, and their states, for those that begin alike."""
         done = [self._left(r, ahead) for r in ended if r.lease and r.finish_reason]
         if ahead is None:
-            # Whoever comes here later shares the blocks: the head must have read as far.
+            # Later requests share these blocks: the head must have read as far.
             self.speculation.read_ended([(left.request, left.skipped) for left in done])
         for left in done:
             self._learn(left.request)

@@ -94,7 +94,7 @@ class Request:
         """Its place among the prefixes that are kept, if they are."""
 
     def begin_at(self, length: int, blocks: Sequence[int], lease: Lease | None) -> None:
-        """Go on from what somebody else has read."""
+        """Go on from a cached prefix."""
         self.num_computed_tokens, self.lease = length, lease
         self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))
         self.add_blocks(blocks)
@@ -143,7 +143,7 @@ class Request:
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
         if not self.num_remaining_tokens:
-            # It was asked to read alone: what is chosen after its prompt is nobody's.
+            # It was asked to read its prompt alone: what is sampled after that is dropped.
             self.finish_reason = "length"
             return 0
         for said in chosen:
@@ -222,7 +222,7 @@ class Request:
         )
 
     def send(self, item: Delta | SpecdecError) -> None:
-        """Hand an item to the caller; a caller that cannot take it is gone, and nobody else's trouble."""
+        """Hand an item to the caller; a caller that cannot take it is gone, which is no fault of the step."""
         try:
             self.emit(item)
         except Exception as error:

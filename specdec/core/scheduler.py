@@ -1,7 +1,7 @@
-"""Which requests take part in a step, and whose memory gives way when there is too little.
+"""Which requests take part in a step, and which is preempted when there is too little memory.
 
 Running requests stand in the order of their admission. A step lets each of them grow, admits waiting ones
-while there is memory for all that they owe, and when one cannot grow, the last admitted gives back what it
+while there is memory for all of their tokens, and when one cannot grow, the last admitted gives back what it
 holds and waits at the front. The first therefore always advances; what could never fit was refused before.
 """
 
@@ -22,7 +22,7 @@ from specdec.state_slots.prefix.tree import common
 logger = logging.getLogger(__name__)
 
 BLOCKS, STATES, PREFIXES = "KV blocks", "state slots", "prefixes"
-"""What of the arena a request may have to wait for; and what somebody else is about to have read."""
+"""What of the arena a request may have to wait for; and a prefix that another is computing."""
 WORTH_WAITING = 64
 """So many tokens that another reads are better waited for than read again."""
 
@@ -32,7 +32,7 @@ class Events:
     """What has happened to requests since the last plan, in this order."""
 
     dropped: list[Request] = field(default_factory=list)
-    """They were cancelled or refused, and have been told."""
+    """They were cancelled or refused, and have emitted their last."""
     preempted: list[Request] = field(default_factory=list)
     admitted: list[tuple[Request, Hit | None]] = field(default_factory=list)
     """With what each need not read, if anything."""
@@ -101,7 +101,7 @@ class Scheduler:
     def release(self, request: Request) -> None:
         """Take back all that a request holds and forget it.
 
-        It leaves the lists last: where anything fails before, it is still known as one that must hear of it.
+        It leaves the lists last: where anything fails before, it still counts among those that an error ends.
         """
         if request.lease and self.cache and not request.first_token_s and request.lease.own is not None:
             # What it was the first to read has never been seen to give numbers.
@@ -231,7 +231,7 @@ class Scheduler:
         return lease, limit
 
     def _is_being_read(self, request: Request, lease: Lease) -> bool:
-        """Tell whether somebody reads much of what this one would, and have its state kept where they part.
+        """Tell whether another computes much of what this one would; have its state cached where they part.
 
         To wait for it costs nothing: prompts share a step's budget in order.
         """
@@ -247,7 +247,7 @@ class Scheduler:
         return False
 
     def _memory_for(self, request: Request, lease: Lease | None) -> tuple[Lease | None, str]:
-        """Name the memory that a request lacks, if any, when all has given way that will."""
+        """Name the memory that a request lacks, if any, when all has been evicted that can be."""
         limit = self._limit(request, lease)
         if limit and self.reclaim():
             limit = self._limit(request, lease)

@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
 
 def find_stops(params: SamplingParams, eos: Collection[int]) -> dict[int, int | None]:
-    """Return the tokens that end an output. Of one that is the model's own too no reason is told."""
+    """Return the tokens that end an output. One that is the model's own too gives no reason."""
     asked = {token: token for token in params.stop_token_ids or ()}
     return {**asked, **({} if params.ignore_eos else dict.fromkeys(eos))}
 

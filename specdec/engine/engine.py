@@ -180,8 +180,8 @@ class SpecEngine:
     ) -> "Ticket":
         """Begin all choices of some prompts, all at once.
 
-        `emit` hears, in the engine's thread, of every delta or an error, and of which prompt. Whoever has
-        heard enough cancels the ticket; `generate` and `stream` do so for their callers.
+        `emit` is called, in the engine's thread, with the prompt's index and every delta or an error. A
+        caller that has enough cancels the ticket; `generate` and `stream` do so for their callers.
         """
         requests = [
             request

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 QUIET_S = 0.02
 """Without work before memory is proved to be whole, at least."""
 QUIET_SLOT_S = 250e-6
-"""As much for each slot that is held, fifty times what proving it takes: whoever comes meanwhile waits."""
+"""As much for each slot that is held, fifty times what proving it takes: requests wait meanwhile."""
 
 BUILDING_ENDS_S = 2.0
 """For a build that is given up to end where its thread comes back from C, as after the tensor being read."""
@@ -47,7 +47,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What is to be done between two steps."""
         self._ending, self._builds = threading.Lock(), True
-        """Whether the thread can still be told to give up: it does not end in the meantime."""
+        """Whether the thread can still be made to give up: it does not end in the meantime."""
         self._gate = threading.Lock()
         """Holds `submit` and what stops the engine apart, so that no request enters a closed inbox."""
         self._process = os.getpid()
@@ -62,7 +62,7 @@ class Worker:
             self._thread.start()
             self.model = built.result()
         except BaseException:
-            self.fault = "The engine was not built."  # who was interrupted while it loads wants no engine
+            self.fault = "The engine was not built."  # an interrupted caller wants no engine
             self._inbox.put(_wake)
             if not (built.cancel() or built.done()):
                 self._give_up_building()
@@ -208,7 +208,7 @@ class Worker:
         try:
             step()
         except Exception as failure:
-            logger.exception("a step failed; those who took part are told, and the engine goes on")
+            logger.exception("a step failed; its requests end with an error, and the engine goes on")
             self._core.recover(failure)
         self._step_start_s = None
         return self._core.failed_steps == failures

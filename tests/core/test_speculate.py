@@ -157,5 +157,5 @@ def test_a_tree_that_is_cut_wrong_is_found(folder: Path, monkeypatch: pytest.Mon
     def cut_wrong(self: ScheduledRequest, path: AcceptedPath, tokens: int) -> DraftTree:
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[:tokens], path.emitted[-1])
 
-    monkeypatch.setattr(ScheduledRequest, "told", cut_wrong)
+    monkeypatch.setattr(ScheduledRequest, "draft_tree", cut_wrong)
     assert all(map(disagreements, told(folder, "tree", temperature=0.0)))

@@ -22,7 +22,7 @@ class Extent:
 
     @classmethod
     def of(cls, rows: int, bounds: Shape | None, *, looks: bool) -> "Extent":
-        """Measure what drafts within these bounds need; None: nobody drafts.
+        """Measure what drafts within these bounds need; None: there are no drafters.
 
         What is looked up goes as deep as a window has nodes, a head no deeper than it has steps.
         """

@@ -11,7 +11,7 @@ class GraphKey:
 
     nodes: int
     tree: bool
-    """Whether nodes may branch; a chain needs to be told no parents."""
+    """Whether nodes may branch; a chain needs no parents."""
     shape: Shape | None
     """What is drafted on the device; None: nothing."""
     greedy: bool

@@ -104,7 +104,7 @@ class Runner(ABC):
         return request.is_decoding and request.chooser.runs_on_device and not skips_draft
 
     def _is_interrupted(self) -> bool:
-        """Tell whether anybody comes who may be admitted, or leaves before the end."""
+        """Tell whether a request has come that may be admitted, or was cancelled."""
         scheduler = self.host.scheduler
         came = len(scheduler.waiting) != self._waiting and len(scheduler.running) < scheduler.max_running
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
@@ -137,7 +137,7 @@ def _row(request: Request, outcome: Outcome) -> ScheduledRequest:
 
 
 class DeviceDraftRunner(Runner):
-    """The device drafts too, if anybody does: a step is launched before the one before it has been read."""
+    """The device drafts too, if there is a head: a step is launched before the last one has been read."""
 
     def __init__(self, batch: DeviceBatch, host: Host, policy: UniformPolicy) -> None:
         super().__init__(batch, host)
