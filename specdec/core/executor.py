@@ -56,7 +56,7 @@ class LocalExecutor:
     def forward(self, rows: Sequence[Row], aux_layers: Sequence[int]) -> Forward:
         """Compute the hidden states of every row's window."""
         window = build_window(rows, self._conv_width, self.device)
-        return Forward(window.first_B, *self.network.forward_tapped(window, self.arena, aux_layers))
+        return Forward(window.first_B, *self.network.forward_with_aux(window, self.arena, aux_layers))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return the logits of a few hidden states."""

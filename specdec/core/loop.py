@@ -76,13 +76,13 @@ class DecodeLoop:
         clock.lap("draft")
         windows = [row.row(self.speculation.backing) for row in rows]
         head = self.speculation.head.head if self.speculation.head else None
-        forward = self.executor.forward(windows, head.taps if head else ())
+        forward = self.executor.forward(windows, head.aux_hidden_layers if head else ())
         choices = self._choose(rows, forward)
         self._score_prompts(rows, forward)
         clock.lap("verify")
         paths = [self._walk(row, own) for row, own in zip(rows, choices, strict=True)]
         committed = self._promote(rows, paths)
-        read_TD = head.condense(forward.hidden_TD, forward.aux) if head else forward.hidden_TD
+        read_TD = head.combine_hidden_states(forward.hidden_TD, forward.aux) if head else forward.hidden_TD
         self._keep_hidden(rows, paths, forward.first_B, read_TD)
         clock.lap("commit")
         self.commit_and_emit(StepResult(rows, paths, committed, clock.seconds, choices))

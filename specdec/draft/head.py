@@ -28,11 +28,11 @@ MOST_UNREAD = 4 << 20
 class Head(Protocol):
     width: int
     """Of the hidden states that it reads and writes."""
-    taps: tuple[int, ...]
-    """The target's residual streams that it condenses, by the layer that they enter."""
+    aux_hidden_layers: tuple[int, ...]
+    """The target's residual streams that it fuses, by the layer that they enter."""
 
-    def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """Make what it reads of what the target gave: the last hidden states, and the tapped streams."""
+    def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
+        """Make what it reads of what the target gave: the last hidden states, and the aux streams."""
         ...
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor:
@@ -139,7 +139,7 @@ class HeadDrafter:
         self._unread: dict[Hashable, Unread] = {}
 
     def read(self, key: Hashable, hidden_MD: Tensor, *, whole: bool = False) -> None:
-        """Take what the head condensed of the next positions that a sequence has committed.
+        """Take what the head fused of the next positions that a sequence has committed.
 
         Unless they are the `whole` of a step's they are copied: a view would keep all of those alive.
         """

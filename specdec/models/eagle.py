@@ -37,7 +37,7 @@ EXPECTED = (
     "fc.weight with layers.0.self_attn.q_proj.weight (EAGLE-1, EAGLE-2), "
     "or with midlayer.hidden_norm.weight (EAGLE-3)"
 )
-_TAPS = "eagle_aux_hidden_state_layer_ids"
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 Layers = tuple[spec.Layer, ...]
 
 
@@ -142,7 +142,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
         vocab=vocab,
         layer=spec.Layer((mixer,), swiglu(fields), reads=2 * width if fuses else width),
         norm=norm,
-        taps=_taps(fields, len(target.layers)) if fuses else (),
+        aux_hidden_layers=_aux_hidden_layers(fields, len(target.layers)) if fuses else (),
         target_width=target.hidden,
         ranked=ranked,
         fc_bias=has("fc.bias"),
@@ -195,7 +195,7 @@ def _table(layer: str, *, fuses: bool) -> Layout:
     )
 
 
-def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
+def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """Say which residual streams are fused, as the numbers of the layers that they enter.
 
     Two ways of counting are published. A list that begins with 1 names layers by what they put out; any
@@ -203,12 +203,12 @@ def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
     out is in neither.
     """
     nested = fields.within("eagle_config")
-    where = nested if _TAPS in nested else fields
-    ids = where.integers(_TAPS) or (2, layers // 2, layers - 3)
-    taps = tuple(i + 1 for i in ids) if ids[0] == 1 else ids
-    if not all(0 <= tap <= layers for tap in taps):
-        where.refuse(_TAPS, f"layers of a target that has {layers}")
-    return taps
+    where = nested if _AUX_LAYERS in nested else fields
+    ids = where.integers(_AUX_LAYERS) or (2, layers // 2, layers - 3)
+    aux_hidden_layers = tuple(i + 1 for i in ids) if ids[0] == 1 else ids
+    if not all(0 <= layer <= layers for layer in aux_hidden_layers):
+        where.refuse(_AUX_LAYERS, f"layers of a target that has {layers}")
+    return aux_hidden_layers
 
 
 def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Tensor | None:

@@ -26,12 +26,12 @@ class EagleHead:
         """Fill the head; `ids_C` are the tokens that its output head ranks, None: all, in order."""
         kernels, width = target.kernels, s.width
         self.spec, self.target, self.kernels = s, target, kernels
-        self.width, self.taps, self.eps = width, s.taps, s.norm.eps
+        self.width, self.aux_hidden_layers, self.eps = width, s.aux_hidden_layers, s.norm.eps
         device = target.embed_VD.device
         self.embed_VD = self._embedding(weights)
-        reads = len(s.taps) * s.target_width or 2 * width
+        reads = len(s.aux_hidden_layers) * s.target_width or 2 * width
         self.fc = Linear.load(weights, kernels, {"fc": width}, reads, bias=s.fc_bias, exact=("fc",))
-        if s.taps:
+        if s.aux_hidden_layers:
             self.embed_norm_D, self.hidden_norm_D, self.norm_D = (
                 s.norm.load(weights, f"{name}.weight", width)
                 for name in ("embed_norm", "hidden_norm", "norm")
@@ -43,16 +43,16 @@ class EagleHead:
         self._replays = Replays(self._run, kernels)
         self.project = self._output(weights, ids_C) if s.own_head else target.project_drafts
 
-    def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """Fuse what was tapped of the target; a head that taps nothing takes its last hidden states."""
-        if not self.taps:
+    def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
+        """Fuse the target's auxiliary hidden states; a head that reads none takes its last ones."""
+        if not self.aux_hidden_layers:
             return hidden_TD
-        return self.fc(self.kernels.concat(*tapped))
+        return self.fc(self.kernels.concat(*aux))
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
         """Return the layer's output for each token, given the hidden state of the position before it.
 
-        What was condensed of the target enters first; the recursion feeds the output back as it is.
+        What was fused of the target enters first; the recursion feeds the output back as it is.
         """
         return self._replays(window, memory, hidden_TD)[0]
 
@@ -65,13 +65,13 @@ class EagleHead:
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Rank the target's tokens; what the head cannot draft has minus infinity."""
-        if self.taps:
+        if self.aux_hidden_layers:
             hidden_TD = self.kernels.rms_norm(hidden_TD, self.norm_D, self.eps)
         return self.project(hidden_TD)
 
     def _enter(self, embed_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return a residual stream that may be written to, and what attention reads."""
-        if not self.taps:
+        if not self.aux_hidden_layers:
             x_TD = self.fc(self.kernels.concat(embed_TD, hidden_TD))
             return x_TD, x_TD
         normed_TD = self.kernels.rms_norm(hidden_TD, self.hidden_norm_D, self.eps)

@@ -50,7 +50,7 @@ def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     return reader.read(disk[0], shape)
 
 
-def taps(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+def squeeze_conv(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Drop the axis of size one from a depthwise convolution's weight [C, 1, K]."""
     channels, width = shape
     weight_C1K = reader.read(disk[0], (channels, 1, width))

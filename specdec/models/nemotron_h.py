@@ -8,7 +8,7 @@ from specdec.models import rules, spec
 from specdec.models.blocks import FULL, LINEAR, assemble, head_wanted, modern_kinds, refuse_unsupported, top_k
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, stack, taps
+from specdec.models.layouts import Layout, Rule, layer_rules, squeeze_conv, stack
 from specdec.models.mixers import Attention, Mamba2
 from specdec.models.norm import Norm
 
@@ -143,7 +143,7 @@ def layout(network: spec.Network) -> Layout:
             *layer_rules(r"(?:mixer|ffn)_norm\.weight", "norm.weight"),
             *layer_rules(r"mixer\.([qkvo])\.weight", r"mixer.\2_proj.weight"),
             *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mixer.\2_proj.\3"),
-            *layer_rules(r"mixer\.conv\.weight", "mixer.conv1d.weight", recipe=taps),
+            *layer_rules(r"mixer\.conv\.weight", "mixer.conv1d.weight", recipe=squeeze_conv),
             *layer_rules(r"mixer\.conv\.bias", "mixer.conv1d.bias"),
             *layer_rules(r"mixer\.(A_log|D|dt_bias|norm\.weight)", r"mixer.\2"),
             *layer_rules(r"ffn\.(up|down)\.(weight|bias)", r"mixer.\2_proj.\3"),

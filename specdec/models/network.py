@@ -34,7 +34,7 @@ def memory_layout(
     mixers = [mixer for layer in (*network.layers, *head) for mixer in layer.mixers]
     kv = tuple(kept for mixer in mixers if (kept := mixer.kv_shape()))
     states = tuple(shape for mixer in mixers if (shape := mixer.state_shape()))
-    assert len({state.conv_inputs for state in states}) <= 1, "a window's taps serve every convolution"
+    assert len({state.conv_inputs for state in states}) <= 1, "a window's conv indices serve all layers"
     return Layout(kv, states, dtype, state_dtype, kv_dtype=kv_dtype)
 
 
@@ -93,22 +93,22 @@ def run_blocks(
     norm_D: Tensor,
     eps: float,
     *,
-    taps: Collection[int] = (),
+    aux_hidden_layers: Collection[int] = (),
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Run the layers on the residual stream x, which is overwritten, and normalise what comes out.
 
-    With it come copies of the stream as it enters the layers in `taps`; their number is the end.
+    With it come copies of the stream as it enters the layers in `aux_hidden_layers`; their number is the end.
     """
     ops, added_TD = step.kernels, None
-    tapped: dict[int, Tensor] = {}
+    aux: dict[int, Tensor] = {}
     for i, block in enumerate(blocks):
-        if i in taps:
-            tapped[i] = ops.concat(x_TD) if added_TD is None else ops.add(x_TD, added_TD)
+        if i in aux_hidden_layers:
+            aux[i] = ops.concat(x_TD) if added_TD is None else ops.add(x_TD, added_TD)
         added_TD = block(x_TD, added_TD, step)
     out_TD = ops.add_rms_norm(x_TD, added_TD, norm_D, eps)
-    if len(blocks) in taps:
-        tapped[len(blocks)] = x_TD
-    return out_TD, tapped
+    if len(blocks) in aux_hidden_layers:
+        aux[len(blocks)] = x_TD
+    return out_TD, aux
 
 
 def build_blocks(
@@ -178,21 +178,23 @@ class Network:
 
     def forward(self, window: Window, memory: Memory) -> Tensor:
         """Return the hidden states after the final norm; KV, states and records in `memory` are advanced."""
-        return self.forward_tapped(window, memory, ())[0]
+        return self.forward_with_aux(window, memory, ())[0]
 
-    def forward_tapped(
-        self, window: Window, memory: Memory, taps: Sequence[int]
+    def forward_with_aux(
+        self, window: Window, memory: Memory, aux_hidden_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the same, and the residual streams that a head asks for, by the layer that they enter."""
-        hidden_TD, *tapped = self._replays(window, memory, taps=tuple(taps))
-        return hidden_TD, tapped
+        hidden_TD, *aux = self._replays(window, memory, aux_hidden_layers=tuple(aux_hidden_layers))
+        return hidden_TD, aux
 
-    def _run(self, window: Window, memory: Memory, *, taps: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _run(
+        self, window: Window, memory: Memory, *, aux_hidden_layers: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
         x_TD = self.kernels.embedding(self.embed_VD, window.token_T)
         step = self.begin(window, memory)
         own = self.norm_D, self.spec.norm.eps
-        hidden_TD, tapped = run_blocks(self.blocks, x_TD, step, *own, taps=taps)
-        return hidden_TD, *(tapped[layer] for layer in taps)
+        hidden_TD, aux = run_blocks(self.blocks, x_TD, step, *own, aux_hidden_layers=aux_hidden_layers)
+        return hidden_TD, *(aux[layer] for layer in aux_hidden_layers)
 
     def materialize(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         """Bring the recurrent states up to date with their rows' paths, in place, as the next window would.
@@ -232,7 +234,7 @@ class MTPHead:
     Its attention layers keep KV of their own, behind the target's in the arena.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, target: Network, weights: Weights) -> None:
         s, kernels = target.spec, target.kernels
@@ -245,7 +247,7 @@ class MTPHead:
         self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         self._replays = Replays(self._run, kernels)
 
-    def condense(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+    def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
         """Take the target's last hidden states as they are."""
         return hidden_TD
 

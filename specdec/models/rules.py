@@ -1,6 +1,6 @@
 """Names on disk that several families share: decoder layers, delta nets, experts, the multi-token head."""
 
-from specdec.models.layouts import Rule, layer_rules, stack, taps
+from specdec.models.layouts import Rule, layer_rules, squeeze_conv, stack
 from specdec.models.spec import Network
 
 OUTER = (
@@ -23,7 +23,7 @@ ATTENTION = (
 DENSE = tuple(layer_rules(r"ffn\.(gate|up|down)\.weight", r"mlp.\2_proj.weight"))
 
 DELTA_NET = (
-    *layer_rules(r"mixer\.conv\.weight", "linear_attn.conv1d.weight", recipe=taps),
+    *layer_rules(r"mixer\.conv\.weight", "linear_attn.conv1d.weight", recipe=squeeze_conv),
     *layer_rules(r"mixer\.(A_log|dt_bias|norm\.weight)", r"linear_attn.\2"),
     *layer_rules(r"mixer\.out\.weight", "linear_attn.out_proj.weight"),
 )

@@ -53,7 +53,7 @@ class Eagle:
     """Rows of its own embedding."""
     layer: Layer
     norm: Norm
-    taps: tuple[int, ...]
+    aux_hidden_layers: tuple[int, ...]
     """The target's residual streams that it fuses, by the layer that they enter; one more than there are: the
     last layer's output. Empty: it reads what the target's final norm gives (EAGLE-1 and 2)."""
     target_width: int

@@ -29,10 +29,12 @@ def precompile(loop: DecodeLoop, network: Network, max_length: int) -> None:
     logits_NV = torch.zeros(0)
     for rows in tqdm(windows, desc="Compiling kernels", unit="window", leave=False, disable=None):
         window = build_window(rows, loop.arena.layout.conv_width, device)
-        hidden_TD, tapped = network.forward_tapped(window, loop.arena, head.head.taps if head else ())
+        hidden_TD, aux = network.forward_with_aux(
+            window, loop.arena, head.head.aux_hidden_layers if head else ()
+        )
         logits_NV = network.logits(hidden_TD[:LOGITS])
         if head:
-            after_TD = head.head.forward(window, head.head.condense(hidden_TD, tapped), loop.arena)
+            after_TD = head.head.forward(window, head.head.combine_hidden_states(hidden_TD, aux), loop.arena)
             head.head.logits(after_TD[:LOGITS])
     _choose(loop, logits_NV[:1])
     if head:

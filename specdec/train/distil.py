@@ -26,12 +26,12 @@ def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan
     device = embed_VD.device
 
     def ask(ids_BT: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        hidden, tapped = trunk(ids_BT, head.taps)
-        return hidden, F.linear(hidden, embed_VD), tapped
+        hidden, aux = trunk(ids_BT, head.aux_hidden_layers)
+        return hidden, F.linear(hidden, embed_VD), aux
 
-    def loss_of(hidden: Tensor, logits: Tensor, tapped: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(hidden: Tensor, logits: Tensor, aux: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
         length = hidden.shape[1] - steps
-        state = head.first(hidden[:, :length], [x[:, :length] for x in tapped])
+        state = head.first(hidden[:, :length], [x[:, :length] for x in aux])
         total, agreed = hidden.new_zeros(()), []
         for j, out in enumerate(head.unroll(state, ids, embed_VD, steps), 1):
             wanted = logits[:, j : j + length]
@@ -51,8 +51,8 @@ def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan
         ids = torch.cat([read, own.to(device)])
         with torch.autocast(device.type, dtype=torch.bfloat16):
             with torch.no_grad():
-                hidden, logits, tapped = ask(ids)
-            loss, agreed = compiled(hidden, logits, tapped, ids)
+                hidden, logits, aux = ask(ids)
+            loss, agreed = compiled(hidden, logits, aux, ids)
         return Measured(loss, {f"agree {j}": share for j, share in enumerate(agreed.tolist(), 1)})
 
     return step
@@ -68,10 +68,10 @@ def agreement(
     cut = torch.from_numpy(stream[: count * length].astype("int64")).view(count, length).to(embed_VD.device)
     right = torch.zeros(steps, device=embed_VD.device)
     for ids in torch.split(cut, rows):
-        hidden, tapped = trunk(ids, head.taps)
+        hidden, aux = trunk(ids, head.aux_hidden_layers)
         best = F.linear(hidden, embed_VD).argmax(-1)
         roots = length - steps
-        state = head.first(hidden[:, :roots], [x[:, :roots] for x in tapped])
+        state = head.first(hidden[:, :roots], [x[:, :roots] for x in aux])
         for j, out in enumerate(head.unroll(state, ids, embed_VD, steps), 1):
             guess = head.name(F.linear(out, head.output(embed_VD)).argmax(-1))
             right[j - 1] += (guess == best[:, j : j + roots]).sum()

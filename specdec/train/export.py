@@ -53,7 +53,7 @@ def export_eagle(folder: Path, head: Eagle3, dtype: torch.dtype) -> None:
         "max_position_embeddings": shape.max_position_embeddings,
         "vocab_size": shape.vocab_size,
         "draft_vocab_size": len(vocabulary),
-        "eagle_aux_hidden_state_layer_ids": list(head.taps),
+        "eagle_aux_hidden_state_layer_ids": list(head.aux_hidden_layers),
         "tie_word_embeddings": False,
     }
     _write(folder / "config.json", config)

@@ -35,7 +35,7 @@ def attend(q: Tensor, roots: Keys, chain: list[Keys]) -> Tensor:
 class Head(nn.Module, ABC):
     """What the two kinds share. They differ in what enters the layer, and in what is read and handed on."""
 
-    taps: tuple[int, ...] = ()
+    aux_hidden_layers: tuple[int, ...] = ()
     """Layers of the target whose residual stream is read before them; none: the final hidden state is."""
 
     @property
@@ -44,7 +44,7 @@ class Head(nn.Module, ABC):
         """Return what attends in the one layer."""
 
     @abstractmethod
-    def first(self, hidden_BTD: Tensor, tapped: list[Tensor]) -> Tensor:
+    def first(self, hidden_BTD: Tensor, aux: list[Tensor]) -> Tensor:
         """Return the state that the roots read."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class MTP(Head):
         dim = int(self.shape.head_dim * self.shape.partial_rotary_factor)
         return rope_table(positions, dim, self.shape.rope_theta, self.fc.weight.device)
 
-    def first(self, hidden_BTD: Tensor, tapped: list[Tensor]) -> Tensor:
+    def first(self, hidden_BTD: Tensor, aux: list[Tensor]) -> Tensor:
         return hidden_BTD
 
     def enter(self, embed_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ class Eagle3(Head):
         self.shape = replace(
             shape, partial_rotary_factor=1.0, num_attention_heads=heads, num_key_value_heads=heads
         )
-        self.taps = (2, layers // 2, layers)
+        self.aux_hidden_layers = (2, layers // 2, layers)
         self.fc = matrix(3 * hidden, hidden)
         self.midlayer = Midlayer(self.shape)
         self.norm = RMSNorm(hidden, shape.rms_norm_eps, 0.0)
@@ -209,9 +209,9 @@ class Eagle3(Head):
         self.midlayer.mlp.load_state_dict(last.mlp.state_dict())
         self.midlayer.post_attention_layernorm.weight.copy_(1 + last.post_attention_layernorm.weight)
         hidden = self.shape.hidden_size
-        _, tapped = trunk(torch.arange(64, device=device)[None], self.taps)
+        _, aux = trunk(torch.arange(64, device=device)[None], self.aux_hidden_layers)
         # Rounded, for threads and compilers sum otherwise, and what was kept is known by what it began with.
-        spread = float(f"{tapped[-1].float().pow(2).mean().sqrt():.2g}")
+        spread = float(f"{aux[-1].float().pow(2).mean().sqrt():.2g}")
         self.fc.weight.zero_()
         self.fc.weight[:, 2 * hidden :] = 0.5 * torch.eye(hidden, device=device) / spread
         own, attention = OWN_HEADS * self.shape.head_dim, self.midlayer.self_attn
@@ -231,8 +231,8 @@ class Eagle3(Head):
     def rope(self, positions: int) -> Rope:
         return rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.fc.weight.device)
 
-    def first(self, hidden_BTD: Tensor, tapped: list[Tensor]) -> Tensor:
-        state: Tensor = self.fc(torch.cat(tapped, -1))
+    def first(self, hidden_BTD: Tensor, aux: list[Tensor]) -> Tensor:
+        state: Tensor = self.fc(torch.cat(aux, -1))
         return state
 
     def enter(self, embed_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:

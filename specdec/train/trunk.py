@@ -235,19 +235,19 @@ class Trunk(nn.Module):
         dim = int(self.shape.head_dim * self.shape.partial_rotary_factor)
         return rope_table(positions, dim, self.shape.rope_theta, self.embed_tokens.weight.device)
 
-    def forward(self, ids_BT: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Return hidden states after the final norm, and the residual stream before the layers in `taps`.
+    def forward(self, ids_BT: Tensor, aux_hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Return hidden states after the final norm, and the residual streams that enter some layers.
 
         A tap after the last layer reads what that wrote, before the norm.
         """
         x_BTD, rope = self.embed_tokens(ids_BT), self.rope(ids_BT.shape[1])
-        tapped = {}
+        aux = {}
         for i, layer in enumerate(self.layers):
-            if i in taps:
-                tapped[i] = x_BTD
+            if i in aux_hidden_layers:
+                aux[i] = x_BTD
             x_BTD = layer(x_BTD, rope)
-        tapped[len(self.layers)] = x_BTD
-        return self.norm(x_BTD), [tapped[layer] for layer in taps]
+        aux[len(self.layers)] = x_BTD
+        return self.norm(x_BTD), [aux[layer] for layer in aux_hidden_layers]
 
     def compile_layers(self) -> None:
         """Compile layer by layer: those of a kind share their code, and texts of one length one form."""

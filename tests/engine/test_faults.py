@@ -51,15 +51,15 @@ def test_closing_ends_what_still_runs(hybrid: Path) -> None:
 def test_a_failing_step_fails_the_requests_in_it_and_no_others(hybrid: Path) -> None:
     with SpecEngine(hybrid, max_running=1) as engine:
         network = engine.model.network
-        right = network.forward_tapped
+        right = network.forward_with_aux
         waiting = threading.Event()
 
         def fail_once(*arguments: object) -> object:
             waiting.wait()
-            network.forward_tapped = right
+            network.forward_with_aux = right
             return 1 / 0
 
-        network.forward_tapped = fail_once
+        network.forward_with_aux = fail_once
         outcomes: dict[str, object] = {}
 
         def call(name: str) -> None:
@@ -87,12 +87,12 @@ def test_two_callers_of_a_step_that_failed_each_hear_of_their_own_texts_alone(hy
     """Whatever a caller does with its error, the other's is another one."""
     with SpecEngine(hybrid, max_running=2) as engine:
         network, loop = engine.model.network, engine.model.loop
-        right = network.forward_tapped
+        right = network.forward_with_aux
 
         def fail_both(*arguments: Any) -> Any:
             return 1 / 0 if len(loop.scheduler.running) == 2 else right(*arguments)
 
-        network.forward_tapped = fail_both
+        network.forward_with_aux = fail_both
         prompts, errors = {"alice": [1, 2, 3], "bob": [7, 8, 9, 10]}, {}
 
         def call(name: str) -> None:

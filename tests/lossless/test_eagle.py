@@ -51,7 +51,7 @@ def test_a_random_head_of_the_first_layout_changes_no_text(
         assert engine.model.settings.drafters == (("eagle",) if graphs else ("eagle", "suffix"))
         assert differences(cases, generate(engine, cases)) == []
         head = engine.model.loop.speculation.head
-        assert head and isinstance(head.head, EagleHead) and not head.head.taps
+        assert head and isinstance(head.head, EagleHead) and not head.head.aux_hidden_layers
         assert engine.stats().drafted > 0
 
 

@@ -35,8 +35,11 @@ def eagle_config(target: spec.Network, kind: Kind, **changes: Any) -> dict[str, 
         "torch_dtype": "float32",
     }
     if kind == "eagle3":
-        taps = [2, layers // 2, layers - 3] if layers > 5 else [0, layers // 2, layers]
-        config |= {"draft_vocab_size": -(-target.vocab // 2), "eagle_aux_hidden_state_layer_ids": taps}
+        aux_hidden_layers = [2, layers // 2, layers - 3] if layers > 5 else [0, layers // 2, layers]
+        config |= {
+            "draft_vocab_size": -(-target.vocab // 2),
+            "eagle_aux_hidden_state_layer_ids": aux_hidden_layers,
+        }
     return config | changes
 
 

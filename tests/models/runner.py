@@ -64,10 +64,10 @@ class Runner:
         """Read each sequence's next tokens in one window; return the logits of each of them [M, V]."""
         rows = [Row(TokenTree.chain(tokens), own.length, own.table_N, own.state) for own, tokens in parts]
         window = build_window(rows, self.conv_width, CPU)
-        taps = self.head.taps if self.head else ()
-        hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
+        aux_hidden_layers = self.head.aux_hidden_layers if self.head else ()
+        hidden_TD, aux = self.network.forward_with_aux(window, self.arena, aux_hidden_layers)
         logits_TV = self.network.logits(hidden_TD)
-        hidden_TD = self.head.condense(hidden_TD, tapped) if self.head else hidden_TD
+        hidden_TD = self.head.combine_hidden_states(hidden_TD, aux) if self.head else hidden_TD
         out = []
         for (own, tokens), first in zip(parts, window.first_B, strict=True):
             own.length += len(tokens)

@@ -112,8 +112,8 @@ def drafted(
     assert isinstance(head, EagleHead)
     tree = TokenTree.chain(TEXT[:-1])
     window = build_window([Row(tree, 0, own.table_N, own.state)], runner.conv_width, CPU)
-    hidden_TD, tapped = runner.network.forward_tapped(window, runner.arena, head.taps)
-    read_TD = head.condense(hidden_TD, tapped)
+    hidden_TD, aux = runner.network.forward_with_aux(window, runner.arena, head.aux_hidden_layers)
+    read_TD = head.combine_hidden_states(hidden_TD, aux)
 
     drafter = HeadDrafter(head, runner.arena, lambda *_: (), CPU, 512, window=back)
 
@@ -125,10 +125,12 @@ def drafted(
     out_1D, outs = pieces[-1][-1:], [*pieces]
     for depth, token in enumerate(DRAFT):
         out_1D = read(
-            [token], len(TEXT) - 1 + depth, head.condense(out_1D, [out_1D] * 3) if fuse_again else out_1D
+            [token],
+            len(TEXT) - 1 + depth,
+            head.combine_hidden_states(out_1D, [out_1D] * 3) if fuse_again else out_1D,
         )
         outs.append(out_1D)
-    return head.logits(torch.cat(outs)), tapped or [hidden_TD]
+    return head.logits(torch.cat(outs)), aux or [hidden_TD]
 
 
 def expected(oracle: Oracle, given: list[Tensor], seen: Sequence[int] = ()) -> Tensor:
@@ -190,14 +192,14 @@ def test_the_streams_are_those_that_transformers_hands_out(tmp_path: Path, famil
     layers, vocab = len(runner.spec.layers), sample.config.vocab_size
     own, tokens = runner.sequence(), [token % vocab for token in TEXT]
     window = build_window([Row(TokenTree.chain(tokens), 0, own.table_N, own.state)], runner.conv_width, CPU)
-    hidden_TD, tapped = runner.network.forward_tapped(window, runner.arena, range(layers + 1))
+    hidden_TD, aux = runner.network.forward_with_aux(window, runner.arena, range(layers + 1))
     states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     assert len(states) == layers + 1
-    for layer, (found, right) in enumerate(zip(tapped[:-1], states[:-1], strict=True)):
+    for layer, (found, right) in enumerate(zip(aux[:-1], states[:-1], strict=True)):
         assert float((found - right[0]).norm() / right.norm()) < LOGITS_RELATIVE, layer
     norm = runner.network.kernels.rms_norm
-    assert torch.equal(norm(tapped[-1], runner.network.norm_D, runner.spec.norm.eps), hidden_TD)
-    assert float((tapped[1] - states[2][0]).norm() / states[2].norm()) > LOGITS_RELATIVE
+    assert torch.equal(norm(aux[-1], runner.network.norm_D, runner.spec.norm.eps), hidden_TD)
+    assert float((aux[1] - states[2][0]).norm() / states[2].norm()) > LOGITS_RELATIVE
 
 
 def test_mutants_of_the_published_layout_are_seen(tmp_path: Path, target: Path) -> None:
@@ -212,17 +214,17 @@ def test_mutants_of_the_published_layout_are_seen(tmp_path: Path, target: Path) 
     head = runner.head
     assert isinstance(head, EagleHead)
     assert apart(drafted(runner, fuse_again=True)[0], right) > FLOAT64_LOGITS
-    head.taps = (1, 2, 3)
+    head.aux_hidden_layers = (1, 2, 3)
     assert apart(drafted(runner)[0], right) > FLOAT64_LOGITS
-    head.taps = (0, 2, 1)
+    head.aux_hidden_layers = (0, 2, 1)
     assert apart(drafted(runner)[0], right) > FLOAT64_LOGITS
-    head.taps = (0, 1, 2)
+    head.aux_hidden_layers = (0, 1, 2)
     head.project.ids_C = torch.arange(config["draft_vocab_size"])  # type: ignore[union-attr]
     assert apart(drafted(runner)[0], right) > FLOAT64_LOGITS
 
 
 @pytest.mark.parametrize(
-    ("layers", "given", "taps"),
+    ("layers", "given", "aux_hidden_layers"),
     [
         (32, {IDS: None}, (2, 16, 29)),
         (32, {IDS: [2, 16, 29]}, (2, 16, 29)),
@@ -233,12 +235,12 @@ def test_mutants_of_the_published_layout_are_seen(tmp_path: Path, target: Path) 
     ],
 )
 def test_layers_are_counted_in_both_published_ways(
-    tmp_path: Path, target: Path, layers: int, given: dict[str, Any], taps: tuple[int, ...]
+    tmp_path: Path, target: Path, layers: int, given: dict[str, Any], aux_hidden_layers: tuple[int, ...]
 ) -> None:
     published(tmp_path, target, Published("eagle3", given))
     network = read_network(Checkpoint(target))
     deep = replace(network, layers=network.layers[:1] * layers)
-    assert read_head(tmp_path, deep).spec.taps == taps
+    assert read_head(tmp_path, deep).spec.aux_hidden_layers == aux_hidden_layers
 
 
 REFUSED: Mapping[str, tuple[Published, str, str]] = {

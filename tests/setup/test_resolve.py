@@ -40,7 +40,7 @@ EAGLE = spec.Eagle(
     vocab=65,
     layer=spec.Layer((Attention(2, 1, 8, 1.0, None, None, gated=False),), None, reads=64),
     norm=WITH_HEAD.norm,
-    taps=(0, 1, 2),
+    aux_hidden_layers=(0, 1, 2),
     target_width=32,
     ranked=65,
     fc_bias=False,

@@ -79,8 +79,8 @@ def test_the_engine_drafts_what_the_head_was_taught(trained: Trained, folder: Pa
     trunk, head = trained.trunk, trained.heads[kind]
     ids = _ids(LENGTH + DEPTH)
     embed = trunk.embed_tokens.weight
-    hidden, tapped = trunk(ids[None], head.taps)
-    states = head.first(hidden, tapped)[:, :LENGTH]
+    hidden, aux = trunk(ids[None], head.aux_hidden_layers)
+    states = head.first(hidden, aux)[:, :LENGTH]
     wanted = [F.linear(out, head.output(embed)) for out in head.unroll(states, ids[None], embed, DEPTH)]
     runner = Runner(
         folder, torch.float32, mtp=kind == "mtp", eagle=folder / EAGLE if kind == "eagle" else None
@@ -116,7 +116,7 @@ def test_an_eagle_heads_words_are_the_targets() -> None:
     assert head.name(torch.tensor([2, 0])).tolist() == [90, 3]
     logits = torch.arange(96.0)[None]
     assert head.choose(logits).tolist() == [[3.0, 8.0, 90.0]]
-    assert head.taps == (2, 2, 4)
+    assert head.aux_hidden_layers == (2, 2, 4)
 
 
 def test_the_shipped_recipe_fits_its_shape() -> None:

@@ -47,8 +47,8 @@ class DeviceStep:
             parent_BM = torch.arange(-1, m - 1, device=token_BM.device).expand_as(token_BM)
         slots = self._slots(rows, m)
         window = self.pack(rows, token_BM, parent_BM if key.tree else None, before_B, slots)
-        taps = self.drafter.head.taps if self.drafter else ()
-        hidden_TD, tapped = self.network.forward_tapped(window, self.arena, taps)
+        aux_hidden_layers = self.drafter.head.aux_hidden_layers if self.drafter else ()
+        hidden_TD, aux = self.network.forward_with_aux(window, self.arena, aux_hidden_layers)
         chosen_BM = self._choose(hidden_TD, rows, key, window.position_T).view_as(token_BM)
         node_BM, count_B, emitted_BM = self._walk(chosen_BM, token_BM, parent_BM, rows)
         if key.tree:
@@ -63,7 +63,7 @@ class DeviceStep:
         )
         if self.drafter:
             read = min(m, rows.follows_BP.shape[1])
-            hidden_BMD = self.drafter.head.condense(hidden_TD, tapped).view(*token_BM.shape, -1)
+            hidden_BMD = self.drafter.head.combine_hidden_states(hidden_TD, aux).view(*token_BM.shape, -1)
             at_BRD = node_BM[:, :read, None].expand(-1, -1, hidden_BMD.shape[-1])
             rows.hidden_BPD[:, :read] = hidden_BMD.gather(1, at_BRD)
             rows.follows_BP[:, :read] = emitted_BM[:, :read]

@@ -225,8 +225,8 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
         def still(window: Any, *_: Any) -> Tensor:
             return torch.zeros(len(window.token_T), hidden, dtype=torch.float64)
 
-        def tapped(window: Any, memory: Any, taps: Any) -> Any:
-            return still(window), [still(window) for _ in taps]
+        def aux(window: Any, memory: Any, aux_hidden_layers: Any) -> Any:
+            return still(window), [still(window) for _ in aux_hidden_layers]
 
         step, drafter = batch.step, batch.step.drafter
         assert drafter is not None
@@ -240,7 +240,7 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
             p.setattr(drafter, "pack", step.pack)
             p.setattr(step, "kernels", chooses)
             p.setattr(drafter, "kernels", chooses)
-            p.setattr(network, "forward_tapped", tapped)
+            p.setattr(network, "forward_with_aux", aux)
             p.setattr(network, "move", lambda *_: None)
             p.setattr(type(drafter.head), "forward", lambda self, window, *_: still(window))
             assert count_syncs(partial(step, rows, key)) == []
