@@ -13,15 +13,6 @@ class RecordIds(NamedTuple):
     index_BN: Tensor
 
 
-class Kept(NamedTuple):
-    """Say which states a certain window leaves behind on its way, beside the last."""
-
-    index_BC: Tensor
-    """Tokens of the window (int64) after which a row's state and convolution window are stored."""
-    slot_BC: Tensor
-    """State slots (int64) that receive them; slot 0 asks for nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """Describe B rows whose windows all have M tokens; packed tokens [start, start + B*M) are theirs.
@@ -55,13 +46,10 @@ class Group:
     """Tokens whose KV was committed before this window."""
     max_length: int
     """None of `length_B` is larger: a number the host knows."""
-    kept: Kept | None = None
-    """States that a window of certain tokens leaves on its way, to be shared as prefixes."""
 
     def __post_init__(self) -> None:
         assert self.record is None or self.snapshot_BM is None, "a node leaves a record or a state"
         assert self.path is None or self.snapshot_BM is None, "a state that nodes start from is up to date"
-        assert self.kept is None or not self.tentative, "only certain tokens leave states on their way"
 
     @property
     def tentative(self) -> bool:

@@ -47,7 +47,7 @@ class Replays:
     ) -> tuple[Tensor, ...]:
         """Return fresh tensors; `constants` are part of the form. Inside of a recorded pass it just runs."""
         group = window.groups[0]
-        narrow = len(window.groups) == 1 and len(window.token_T) <= WIDEST and group.kept is None
+        narrow = len(window.groups) == 1 and len(window.token_T) <= WIDEST
         if not self.serves or not narrow or listening.recorder:
             return self.run(window, memory, *inputs, **constants)
         tapes = self._by_memory.setdefault(memory, Tapes())

@@ -1,14 +1,11 @@
 """The convolution's GPU kernels, in the interpreter, against the reference."""
 
-from dataclasses import replace
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.conv import cpu, reference, triton
-from specdec.kernels.group import Group, Kept, RecordIds, RecurrentMemory
+from specdec.kernels.conv import reference, triton
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from tests.kernels.interpreter import poison
 from tests.kernels.trees import (
     Layer,
@@ -108,26 +105,6 @@ def test_long_chain_equals_reference(width: int, dtype: torch.dtype) -> None:
     memory, records = with_records(layer, 3)
     group = build_group([chain(width)] * 3, SLOTS[3], paths=[records[0][:3], [], records[2][:6]])
     assert_equals_reference(noise(3 * width, layer.channels, dtype=dtype), layer, memory, group, bias=True)
-
-
-@pytest.mark.parametrize("ops", [cpu, triton])
-@pytest.mark.parametrize("width", [1, 5, 70])
-def test_kept_windows_equal_the_reference_and_feeding_fewer_tokens(ops: ModuleType, width: int) -> None:
-    layer = Layer(dtype=torch.float32)
-    memory, records = with_records(layer, 3)
-    group = build_group([chain(width)] * 3, SLOTS[3], paths=[records[0][:2], [], records[2][:5]])
-    index_BC = torch.tensor([[0, width - 1], [width // 2, 0], [width - 1, width // 3]])
-    group = replace(group, kept=Kept(index_BC, torch.tensor([[9, 10], [0, 11], [12, 13]])))
-    actual, expected, x_TC = copy_of(memory), copy_of(memory), noise(3 * width, layer.channels)
-    ops.causal_conv(x_TC, *weights(layer, bias=True), actual, group)
-    reference.causal_conv(x_TC, *weights(layer, bias=True), expected, group)
-    assert_same_memory(actual, expected, 0.0)
-
-    fewer = int(index_BC[2, 1]) + 1
-    shorter = build_group([chain(fewer)], [SLOTS[3][2]], paths=[records[2][:5]])
-    fed = copy_of(memory)
-    ops.causal_conv(x_TC[2 * width :][:fewer], *weights(layer, bias=True), fed, shorter)
-    assert torch.equal(actual.window_SIC[13], fed.window_SIC[5])
 
 
 @pytest.mark.parametrize("backing", ["certain", "record", "snapshot"])

@@ -1,7 +1,5 @@
 """Whole recurrent layers on the GPU's kernels, in the interpreter: what windows leave and take back."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from specdec.kernels.delta_net import triton
 from specdec.kernels.delta_net.composed import REFERENCE as reference
 from specdec.kernels.delta_net.layer import DeltaLayer
-from specdec.kernels.group import Kept, RecurrentMemory
+from specdec.kernels.group import RecurrentMemory
 from tests.kernels.interpreter import poison
 from tests.kernels.mixers import Mixer
 from tests.kernels.trees import (
@@ -100,19 +98,6 @@ def test_a_layer_equals_the_reference(
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
     assert_same(memory, expected_memory, dtype)
-
-
-def test_states_and_windows_are_kept_together() -> None:
-    width = 5
-    layer, memory = make_layer(torch.float32)
-    kept = Kept(torch.tensor([[width // 2, width - 1]]), torch.tensor([[9, 10]]))
-    whole, fewer = (build_group([chain(n)], SLOTS[3][:1]) for n in (width, width // 2 + 1))
-    projected_TN, fed = project(width, torch.float32), copy_of(memory)
-    triton.delta_net(projected_TN, layer, memory, replace(whole, kept=kept))
-    triton.delta_net(projected_TN[: fewer.width], layer, fed, fewer)
-    for slot, own in ((9, fed), (10, memory)):
-        for found, expected in zip(memory[:2], own[:2], strict=True):
-            torch.testing.assert_close(found[slot], expected[7], rtol=KERNEL_FLOAT32, atol=KERNEL_FLOAT32)
 
 
 def test_keys_are_made_again_to_the_same_bits() -> None:

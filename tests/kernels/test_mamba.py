@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.group import Group, Kept, RecurrentMemory
+from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.mamba import triton
 from specdec.kernels.mamba.composed import CPU as cpu
 from specdec.kernels.mamba.composed import REFERENCE as reference
@@ -170,19 +170,6 @@ def test_a_prompt_in_chunks_equals_a_prompt(ops: Any) -> None:
     found = [ops.mamba(own, layer, memory, build_group([chain(len(own))], SLOTS[1])) for own in pieces]
     close(torch.cat(found), expected_TN)
     assert_same_memory(memory, expected_memory, KERNEL_FLOAT32)
-
-
-def test_states_and_windows_are_kept_together() -> None:
-    width = 5
-    layer, memory = make_layer(torch.float32)
-    kept = Kept(torch.tensor([[width // 2, width - 1]]), torch.tensor([[9, 10]]))
-    whole, fewer = (build_group([chain(n)], SLOTS[3][:1]) for n in (width, width // 2 + 1))
-    projected_TN, fed = project(layer, width, torch.float32), copy_of(memory)
-    triton.mamba(projected_TN, layer, memory, replace(whole, kept=kept))
-    triton.mamba(projected_TN[: fewer.width], layer, fed, fewer)
-    for slot, own in ((9, fed), (10, memory)):
-        for found, expected in zip(memory[:2], own[:2], strict=True):
-            torch.testing.assert_close(found[slot], expected[7], rtol=KERNEL_FLOAT32, atol=KERNEL_FLOAT32)
 
 
 @pytest.mark.parametrize("width", [1, 5, 9])

@@ -1,14 +1,13 @@
 """The recurrence's GPU kernels, in the interpreter, against the reference."""
 
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.group import Group, Kept, RecordIds, RecurrentMemory
-from specdec.kernels.recurrence import cpu, reference, triton
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.recurrence import reference, triton
 from tests.kernels.interpreter import poison
 from tests.kernels.tokens import SLOTS, Tokens, draw_tokens, run, start, with_pending
 from tests.kernels.trees import (
@@ -113,27 +112,6 @@ def test_narrow_inputs_are_computed_wide_and_rounded_once(width: int) -> None:
     narrow = run(triton, tokens, memory, group)
     assert narrow.dtype == torch.bfloat16
     assert torch.equal(narrow, wide.bfloat16())
-
-
-@pytest.mark.parametrize("ops", [cpu, triton])
-@pytest.mark.parametrize("width", [1, 35])
-def test_kept_states_equal_the_reference_and_feeding_fewer_tokens(ops: ModuleType, width: int) -> None:
-    memory, paths, k_path = with_pending(LAYER, 3)
-    assert k_path is not None
-    index_BC = torch.tensor([[0, width - 1], [width // 2, 0], [width - 1, width // 3]])
-    group = build_group([chain(width)] * 3, SLOTS[3], paths=paths)
-    group = replace(group, kept=Kept(index_BC, torch.tensor([[9, 10], [0, 11], [12, 13]])))
-    tokens, actual, expected = draw_tokens(LAYER, 3 * width), copy_of(memory), copy_of(memory)
-    out, plain = (run(x, tokens, own, group, k_path) for x, own in ((ops, actual), (reference, expected)))
-    assert close(out, plain)
-    assert_same_memory(actual, expected, KERNEL_FLOAT32)
-
-    fewer = int(index_BC[2, 1]) + 1
-    shorter = build_group([chain(fewer)], SLOTS[3][2:], paths=paths[2:])
-    fed, first = copy_of(memory), 2 * width
-    run(ops, tokens.pick(range(first, first + fewer)), fed, shorter, k_path[2:])
-    assert close(actual.state_SHKW[13], fed.state_SHKW[SLOTS[3][2]])
-    assert not close(actual.state_SHKW[12], fed.state_SHKW[SLOTS[3][2]]) or width == 1
 
 
 @pytest.mark.parametrize("width", [3, 17])

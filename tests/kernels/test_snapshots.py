@@ -1,6 +1,5 @@
 """Windows that leave whole states, against the reference; and keys that are made a second time."""
 
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from specdec.kernels import rows as kernel_rows
 from specdec.kernels.conv import cpu as conv_cpu
 from specdec.kernels.conv import reference as conv_reference
-from specdec.kernels.group import Kept
 from specdec.kernels.native import compiled, recurrent
 from specdec.kernels.recurrence import cpu, reference, states
 from tests.kernels.trees import (
@@ -150,6 +148,3 @@ def test_a_window_leaves_records_or_states_and_states_are_up_to_date() -> None:
         build_group([tree], [4], records=scattered(1, 3, seed=1), snapshots=slots)
     with pytest.raises(AssertionError, match="up to date"):
         build_group([tree], [4], paths=[[(SLABS - 1, 0)]], snapshots=slots)
-    kept = Kept(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64))
-    with pytest.raises(AssertionError, match="on their way"):
-        replace(build_group([tree], [4], records=scattered(1, 3, seed=1)), kept=kept)

@@ -35,7 +35,7 @@ def chunk_scan(
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
     """Compute `scan_window` for windows that leave records or advanced states; heads lie densely."""
-    state, kept = memory.state_SHKW, group.kept
+    state = memory.state_SHKW
     (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
     parts, device = triton.cdiv(group.width, PART), q_TGK.device
     above = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
@@ -63,9 +63,6 @@ def chunk_scan(
         *(state, state.stride(0), group.state_B),
         **path_arguments(memory, group.path, group.path_length_B, k_path_BPGK),
         **dict(zip(("record_slab", "record_place"), record_ids(group.record), strict=True)),
-        kept_index=None if kept is None else kept.index_BC,
-        kept_slot=None if kept is None else kept.slot_BC,
-        KEPT=0 if kept is None else kept.slot_BC.shape[1],
         W=columns,
         TREE=above is not None,
         BW=block,
@@ -155,11 +152,11 @@ def _until(own, n, end):
     return tl.where(n <= end, weight, 0.0), tl.exp(tl.sum(tl.where(n <= end, own, 0.0)))
 
 
-@triton.jit(do_not_specialize=["P", "KEPT", "M"])
+@triton.jit(do_not_specialize=["P", "M"])
 def _chunk_scan(
     q, q_by_token, k, k_by_token, decay, beta, v, v_by_token, matrix, scale, out, state, state_by_slot, slots,
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place, decays,
-    decay_by_slab, decay_by_place, record_slab, record_place, kept_index, kept_slot, KEPT, M, G: tl.constexpr,
+    decay_by_slab, decay_by_place, record_slab, record_place, M, G: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TREE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
     PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -240,14 +237,6 @@ def _chunk_scan(
             if first == 0:
                 tl.store(decays + slab * decay_by_slab + place * decay_by_place, own, mask=in_m)
             tl.debug_barrier()  # The next part reads what all threads have stored.
-        if kept_slot is not None:
-            for c in range(KEPT):
-                to = tl.load(kept_slot + b * KEPT + c)
-                end = tl.load(kept_index + b * KEPT + c) - part * PART
-                if to != 0 and end >= 0 and end < PART:
-                    weight, total = _until(own, n, end)
-                    mid = tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=PRECISION)
-                    tl.store(state + to * state_by_slot + at_head, s * total + mid, mask=in_state)
         if not TREE:
             weight, total = _until(own, n, PART - 1)
             s = s * total + tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=PRECISION)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.group import Group, Kept, RecordIds, RecurrentMemory
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.rows import cast, locate_records, locate_slots, trim_path, write
 
 LONG = 32
@@ -34,8 +34,6 @@ def causal_conv(
     elif group.snapshot_BM is not None:
         write(memory.window_SIC, group.snapshot_BM.flatten(), _windows(known_BNC, group))
     else:
-        if group.kept is not None:
-            _keep(memory.window_SIC, known_BNC, group.kept)
         write(memory.window_SIC, here, known_BNC[:, width:])
 
     weight_KC = _taps_first(weight_CK, x_TC.dtype)
@@ -107,15 +105,6 @@ def _windows(known_BNC: Tensor, group: Group) -> Tensor:
         after_BMI = group.tap_BMC[..., 1:]
     row_B11 = torch.arange(0, rows * known, known, device=known_BNC.device)[:, None, None]
     return known_BNC.flatten(0, 1)[(after_BMI + row_B11).flatten(0, 1)]
-
-
-def _keep(window_SIC: Tensor, known_BNC: Tensor, kept: Kept) -> None:
-    """Store the windows after the tokens that are asked for."""
-    rows, inputs = len(known_BNC), window_SIC.shape[1]
-    row_B11 = torch.arange(rows, device=known_BNC.device)[:, None, None]
-    after_BCI = kept.index_BC[..., None] + torch.arange(1, inputs + 1, device=known_BNC.device)
-    wanted_BC = kept.slot_BC != 0
-    window_SIC[kept.slot_BC[wanted_BC]] = known_BNC[row_B11, after_BCI][wanted_BC]
 
 
 def _chain(known_BNC: Tensor, weight_KC: Tensor) -> Tensor:

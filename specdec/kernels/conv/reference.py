@@ -30,10 +30,6 @@ def causal_conv(
                 memory.input_SRC[group.record.slab_BN[b, i], group.record.index_BN[b, i]] = x_MC[i]
             if group.snapshot_BM is not None:
                 memory.window_SIC[group.snapshot_BM[b, i]] = known_NC[tap_K[1:]]
-        if group.kept is not None:
-            for index, to in zip(group.kept.index_BC[b], group.kept.slot_BC[b], strict=True):
-                if to:
-                    memory.window_SIC[to] = known_NC[index + 1 : index + taps]
         if not group.tentative:
             memory.window_SIC[slot] = known_NC[len(known_NC) - taps + 1 :]
     return y_TC

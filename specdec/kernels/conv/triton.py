@@ -88,7 +88,7 @@ def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length
     _move[(triton.cdiv(channels, CHANNELS), rows)](
         *(None, 0, window, window.stride(0), slot_B),
         *(record, record.stride(0), record.stride(1), *record_ids(path), length_B, path.slab_BN.shape[1]),
-        *(None, None, None, None, None, 0),
+        *(None, None, None),
         M=0,
         C=channels,
         TAPS=inputs + 1,
@@ -101,7 +101,7 @@ _TILE = {"BLOCK": CHANNELS, "BM": TOKENS, "num_warps": 4}
 
 def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | None]:
     """Say where a group's windows, path, records and taps are, in the kernels' words."""
-    window, record, path, kept = memory.window_SIC, memory.input_SRC, group.path, group.kept
+    window, record, path = memory.window_SIC, memory.input_SRC, group.path
     path_slab, path_place = record_ids(path)
     record_slab, record_place = record_ids(group.record)
     return {
@@ -119,9 +119,6 @@ def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | Non
         "record_place": record_place,
         "snapshots": group.snapshot_BM,
         "taps": None if group.tap_BMC is None else group.tap_BMC.contiguous(),
-        "kept_index": None if kept is None else kept.index_BC,
-        "kept_slot": None if kept is None else kept.slot_BC,
-        "KEPT": 0 if kept is None else kept.slot_BC.shape[1],
     }
 
 
@@ -204,7 +201,7 @@ def convolve_path(
 @triton.jit
 def move_window(
     b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab, path_place, length,
-    record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M, c, in_c, C: tl.constexpr,
+    record_slab, record_place, snapshots, M, c, in_c, C: tl.constexpr,
     TAPS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Leave row b's inputs where its next window finds them; x and the path's ids are the row's own."""
@@ -212,14 +209,6 @@ def move_window(
     j = tl.arange(0, triton.next_power_of_2(TAPS))
     here = (j < inputs)[:, None] & in_c[None, :] & (slot != 0)
     home = window + slot * window_by_slot
-    if kept_slot is not None:
-        for i in range(KEPT):
-            to = tl.load(kept_slot + b * KEPT + i)
-            if to != 0:
-                n = tl.load(kept_index + b * KEPT + i) + 1 + length + j
-                own = known(tl.where(j < inputs, n, 0), x, x_by_token, home, record, by_slab, by_place,
-                            path_slab, path_place, length, c, in_c, C, inputs)  # fmt: skip
-                tl.store(window + to * window_by_slot + j[:, None] * C + c[None, :], own, mask=here)
     end = length
     if record_slab is None:
         end += M
@@ -239,10 +228,10 @@ def move_window(
             tl.store(record + at[:, None] + c[None, :], own, mask=mask)
 
 
-@triton.jit(do_not_specialize=["P", "KEPT", "M"])
+@triton.jit(do_not_specialize=["P", "M"])
 def _causal_conv(
     x, x_by_token, weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab,
-    path_place, path_length, P, record_slab, record_place, snapshots, taps, kept_index, kept_slot, KEPT, M,
+    path_place, path_length, P, record_slab, record_place, snapshots, taps, M,
     C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -272,14 +261,14 @@ def _causal_conv(
         tl.store(at, finish(total, out.dtype.element_ty), mask=in_m[:, None] & in_c[None, :])
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
-                    path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M,
+                    path_place, length, record_slab, record_place, snapshots, M,
                     c, in_c, C, TAPS, BM)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["P", "KEPT", "M"])
+@triton.jit(do_not_specialize=["P", "M"])
 def _move(
     x, x_by_token, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
-    path_length, P, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M, C: tl.constexpr,
+    path_length, P, record_slab, record_place, snapshots, M, C: tl.constexpr,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -292,8 +281,8 @@ def _move(
     if x is not None:
         x += b * M * x_by_token
     move_window(b, tl.load(slots + b), x, x_by_token, window, window_by_slot, record, by_slab, by_place,
-                path_slab, path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot,
-                KEPT, M, c, c < C, C, TAPS, BM)  # fmt: skip
+                path_slab, path_place, length, record_slab, record_place, snapshots, M, c, c < C, C, TAPS,
+                BM)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["P"])

@@ -117,11 +117,11 @@ def _path_keys(
                      BLOCK)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["P", "KEPT", "M"])
+@triton.jit(do_not_specialize=["P", "M"])
 def _inputs(
     x, x_by_token, weight, A_log, dt_bias, q, k, v, decay, beta, keys, window, window_by_slot, slots, record,
     by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place, snapshots, taps,
-    kept_index, kept_slot, KEPT, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -176,5 +176,5 @@ def _inputs(
             tl.store(decay + (token + m) * H + h, rate * softplus(step), mask=in_m)
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
-                    path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M,
+                    path_place, length, record_slab, record_place, snapshots, M,
                     c, in_c, C, TAPS, BM)  # fmt: skip

@@ -93,11 +93,11 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-@triton.jit(do_not_specialize=["P", "KEPT", "M"])
+@triton.jit(do_not_specialize=["P", "M"])
 def _inputs(
     x, x_by_token, weight, bias, A, dt_bias, low, high, q, k, v, decay, skip, keys, window, window_by_slot,
     slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
-    snapshots, taps, kept_index, kept_slot, KEPT, M, H: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr,
+    snapshots, taps, M, H: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr,
     TAPS: tl.constexpr, LIMITED: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +160,7 @@ def _inputs(
                           length, weight, bias, INNER, at, in_c, SHARED, C, TAPS, BM, BLOCK)  # fmt: skip
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
-                    path_place, length, record_slab, record_place, snapshots, kept_index, kept_slot, KEPT, M,
+                    path_place, length, record_slab, record_place, snapshots, M,
                     c, in_c, C, TAPS, BM)  # fmt: skip
 
 

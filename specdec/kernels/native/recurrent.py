@@ -22,7 +22,7 @@ def causal_conv(
     """Convolve a narrow window with a float32 weight that lies [K, C] in memory."""
     weight_KC = weight_CK.t()
     fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous() and x_TC.stride(1) == 1
-    if not fits or not serves(x_TC) or group.kept is not None:
+    if not fits or not serves(x_TC):
         return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
@@ -90,7 +90,7 @@ def scan_window(
     """Run the recurrence over narrow windows of any number of rows, in float32."""
     state = memory.state_SHKW
     fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32 and state.is_cpu
-    if not fits or group.width > TOKENS or not _has_room(group) or group.kept is not None:
+    if not fits or group.width > TOKENS or not _has_room(group):
         return recurrence.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
     records = records_of(memory)
@@ -120,7 +120,7 @@ def scan_window(
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
     """Run a gated delta net between its projections, in one call where the step is narrow."""
-    fits = memory.state_SHKW.dtype == torch.float32 and _has_room(group) and group.kept is None
+    fits = memory.state_SHKW.dtype == torch.float32 and _has_room(group)
     if not serves(projected_TN) or not fits:
         return DELTA_NET.delta_net(projected_TN, layer, memory, group)
     tokens = projected_TN.shape[0]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.conv.cpu import fold_window
-from specdec.kernels.group import Group, Kept, RecordIds, RecurrentMemory
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.recurrence.states import States, Update
 from specdec.kernels.rows import cast, locate_records, trim_path, write
 
@@ -73,7 +73,7 @@ def scan_window(
         assert k_path_BPGK is not None
         pending = _accepted(memory, group.path, group.path_length_B, k_path_BPGK)
     states = States(memory.state_SHKW, group.state_B, pending)
-    if group.record is None and group.kept is None and group.width == 1:
+    if group.record is None and group.width == 1:
         o_THW = _step(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, states)
         states.store()
         return cast(o_THW, out_dtype)
@@ -86,7 +86,7 @@ def scan_window(
         None if beta_TH is None else _heads_first(beta_TH[..., None], rows),
     )
     if group.record is None:
-        o_ZMW = _extend(tokens, states, memory.state_SHKW, group.kept)
+        o_ZMW = _extend(tokens, states)
     else:
         o_ZMW, u_ZMW, _, _ = _solve(tokens, group.ancestors_BMM, states)
         at = locate_records(group.record)
@@ -184,7 +184,7 @@ def _sources(snapshot_BM: Tensor, group: Group) -> Tensor:
     return torch.cat([group.state_B[:, None], snapshot_BM], dim=1).gather(1, parent_BM)
 
 
-def _extend(tokens: Tokens, states: States, state_SHKW: Tensor, kept: Kept | None) -> Tensor:
+def _extend(tokens: Tokens, states: States) -> Tensor:
     """Solve a certain chain and take the states to its end: in the fewest chunks, as equal as can be."""
     heads, width = tokens.v_ZMW.shape[:2]
     size = -(-width // -(-width // CHUNK))
@@ -193,26 +193,10 @@ def _extend(tokens: Tokens, states: States, state_SHKW: Tensor, kept: Kept | Non
         chunk = tokens.cut(start, start + size)
         solved = _solve(chunk, None, states)
         k_ZKM = _per_head(chunk.k_YMK, heads).mT
-        if kept is not None:
-            _keep(state_SHKW, kept, start, k_ZKM, solved, states)
         weighted_ZMW = solved.u_ZMW * solved.decay_ZMM[:, -1, :, None]
         states.advance(Update(solved.log_ZM[:, -1, None, None].exp(), k_ZKM, weighted_ZMW))
         o.append(solved.o_ZMW)
     return o[0] if len(o) == 1 else torch.cat(o, dim=1)
-
-
-def _keep(state_SHKW: Tensor, kept: Kept, start: int, k_ZKM: Tensor, solved: Solved, states: States) -> None:
-    """Store the states after those tokens of a chunk that are asked for."""
-    before_ZKW = torch.cat([block_ZKW for (block_ZKW,) in states.visit()])
-    heads, width = state_SHKW.shape[1], solved.u_ZMW.shape[1]
-    for b, row in enumerate(zip(kept.index_BC.tolist(), kept.slot_BC.tolist(), strict=True)):
-        own = slice(b * heads, (b + 1) * heads)
-        for index, slot in zip(*row, strict=True):
-            i = index - start
-            if slot and 0 <= i < width:
-                weighted_HMW = solved.u_ZMW[own] * solved.decay_ZMM[own, i, :, None]
-                scaled_HKW = before_ZKW[own] * solved.log_ZM[own, i, None, None].exp()
-                state_SHKW[slot] = torch.baddbmm(scaled_HKW, k_ZKM[own], weighted_HMW)
 
 
 def _solve(tokens: Tokens, ancestors_BMM: Tensor | None, states: States) -> Solved:

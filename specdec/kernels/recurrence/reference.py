@@ -51,10 +51,6 @@ def scan_window(
                 memory.update_SRHW[at], memory.decay_SRH[at] = u_HW, decay_H
             if group.snapshot_BM is not None:
                 memory.state_SHKW[group.snapshot_BM[b, i]] = state_HKW[i]
-        if group.kept is not None:
-            for index, to in zip(group.kept.index_BC[b], group.kept.slot_BC[b], strict=True):
-                if to:
-                    memory.state_SHKW[to] = state_HKW[index]
         if not group.tentative:
             memory.state_SHKW[group.state_B[b]] = state_HKW[-1]
     return o_THW

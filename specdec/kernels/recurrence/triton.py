@@ -1,7 +1,7 @@
 """The recurrence over a narrow window in one kernel, the pending path folded in on the way.
 
 A program has one head of one row and some columns of its state, which it loads once; every node reads it
-with sums in float32. What is wider, or leaves states on its way, is swept.
+with sums in float32. What is wider is scanned in chunks.
 """
 
 import torch
@@ -48,7 +48,7 @@ def scan_window(
     q_TGK, k_TGK, v_THW = _dense(q_TGK), _dense(k_TGK), _dense(v_THW)
     decay_TH, beta_TH = decay_TH.contiguous(), None if beta_TH is None else beta_TH.contiguous()
     walked = CERTAIN if group.record is None else WALK
-    if group.snapshot_BM is None and (group.width > walked or group.kept is not None):
+    if group.snapshot_BM is None and group.width > walked:
         return chunk_scan(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
     out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=q_TGK.device)
