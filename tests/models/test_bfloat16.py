@@ -145,7 +145,7 @@ def test_a_rounding_in_another_place_is_noticed(
     case: Callable[[str, int], Case], mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, module, name, replacement = MUTANTS[mutant]
-    monkeypatch.setattr(replacement, "__module__", module.__name__)  # a file's operations are those it defines
+    monkeypatch.setattr(replacement, "__module__", module.__name__)  # as a form sees it
     monkeypatch.setattr(module, name, replacement)
     found = [excess(case(family, seed), "cpu", 64) for seed in SEEDS]
     assert sum(one > 1 for one in found) > BFLOAT16_ASTRAY, found
