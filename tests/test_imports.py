@@ -148,6 +148,10 @@ def test_every_arrow_of_the_map_points_down() -> None:
     assert all(floors[upper] < floors[lower] for upper, lowers in found.items() for lower in lowers)
 
 
+def test_the_layers_are_no_circle() -> None:
+    house.floors({room: lowers - {"__main__"} for room, lowers in MAY_IMPORT.items()})
+
+
 def test_a_circle_is_caught() -> None:
     with pytest.raises(ValueError, match="a circle: "):
         house.floors({"a": {"b"}, "b": {"c", "a"}, "c": set()})
