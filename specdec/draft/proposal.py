@@ -47,10 +47,11 @@ class Proposal:
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.scores)
         assert len(self.beliefs) in (0, len(self.tokens)) and len(self.shared) in (0, len(self.tokens))
-        assert all(-1 <= parent < i for i, parent in enumerate(self.parents))
+        assert all(-1 <= parent < i for i, parent in enumerate(self.parents)), "a parent comes first"
         above = (self.scores[parent] if parent >= 0 else 1.0 for parent in self.parents)
-        assert all(0 <= score <= bound for score, bound in zip(self.scores, above, strict=True))
-        assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self.tokens)
+        falls = all(0 <= score <= bound for score, bound in zip(self.scores, above, strict=True))
+        assert falls, "a score is the probability of the whole path: at most its parent's"
+        assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self.tokens), "siblings differ"
 
     @classmethod
     def chain(cls, tokens: Sequence[int], scores: Sequence[float]) -> "Proposal":

@@ -87,6 +87,8 @@ DRAFTERS: dict[str, DrafterSpec] = {
 }
 """By the names that users know them by, in the order of `config/drafters.py`."""
 
+assert list(DRAFTERS) == list(OPTIONS), "config/drafters.py and this table name the same drafters"
+
 
 def find_heads(folder: Path | None, network: spec.Network, config: EngineConfig) -> dict[str, HeadSource]:
     """Find the heads that could draft for a network, by their drafters' names."""

@@ -147,7 +147,7 @@ def test_a_prompts_figures_hang_on_no_other(
         monkeypatch.setattr(Speculation, "recall", lambda *_: None)
     found = []
     for categories in ("prose", "code,edit,prose"):
-        argv = ["--draft", "auto", "--shape", "4:4:16", "--temperature", "1", "--max-tokens", "40"]
+        argv = ["--draft", "auto", "--shape", "4:4:16", "--temperature", "1", "--max-tokens", "90"]
         assert bench(*argv, "--warmup", "0", "--category", categories) == 0
         (record,) = (
             r
