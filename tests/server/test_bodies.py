@@ -132,6 +132,12 @@ def listed(beginning: str) -> set[str]:
     return {*re.findall(r"`(\w+)`", paragraph)} - {*Body.model_fields}
 
 
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_every_sampling_parameter_can_be_given_over_http(kind: type[Body]) -> None:
+    """Marks come as `cache_control` of messages, and `return_drafts` asks for trees."""
+    assert SamplingParams.model_fields.keys() - kind.model_fields.keys() == {"cache_marks", "trees"}
+
+
 def test_the_documentation_lists_what_is_refused() -> None:
     assert listed("What is known and not supported") == {*REFUSED}
     assert listed("These change nothing") == {*HARMLESS}

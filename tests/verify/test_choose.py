@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.kernels.sampling import reference
-from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.kernels.sampling.rules import NO_TOKEN, RowRule
 from specdec.kernels.table import load_kernels
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.choose import Chooser, Node, choice_seed, choose
@@ -107,6 +107,22 @@ def test_sampled_choice_is_the_best_of_scores_and_noise() -> None:
         assert choose(logits_NV, [Node(chooser, position)], KERNELS)[0].token == int(
             (scores_NV + noise_NV).argmax()
         )
+
+
+NUMBERS: dict[str, float] = {"temperature": 3.0, "top_k": 2, "top_p": 0.2, "min_p": 0.5}
+"""A number of each sampling rule that changes texts."""
+
+
+@pytest.mark.parametrize("name", RowRule._fields)
+def test_each_number_of_a_request_reaches_its_choices(name: str) -> None:
+    """Texts with and without drafts agree on a rule that is never applied."""
+    logits_NV = make_logits(1)
+
+    def text(**params: float) -> list[int]:
+        chooser = make_chooser(**{"temperature": 1.0, **params})
+        return [choose(logits_NV, [Node(chooser, position)], KERNELS)[0].token for position in range(50)]
+
+    assert text(**{name: NUMBERS[name]}) != text()
 
 
 def test_choices_differ_by_seed_by_position_and_by_choice() -> None:
