@@ -18,7 +18,7 @@ NEVER = {
     *("not", "if", "$dynamicRef", "$recursiveRef", "multipleOf", "uniqueItems", "contains"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
 }
-"""Nobody reads them: multipleOf at times, but not in every version nor beside all bounds."""
+"""Unsupported: multipleOf works in some cases, but not in every version nor with all bounds."""
 OBJECTS = ("properties", "additionalProperties", "unevaluatedProperties")
 ARRAYS = ("items", "prefixItems", "unevaluatedItems")
 """A schema without a type is read as one of objects, or of arrays, if it has one of these."""

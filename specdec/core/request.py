@@ -18,7 +18,7 @@ from specdec.core.outputs import Delta, DraftTree, FinishReason, RequestStats, T
 from specdec.core.stats import Counts
 from specdec.errors import SpecdecError
 from specdec.state_slots.backing import Committed
-from specdec.state_slots.prefix.cache import Lease
+from specdec.state_slots.prefix.lease import Lease
 from specdec.text.tokenizer import Cutter, TextStream
 from specdec.verify.choose import Chooser
 

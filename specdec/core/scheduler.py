@@ -16,7 +16,8 @@ from specdec.core.request import Request
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed, release_path
-from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache, as_ids
+from specdec.state_slots.prefix.cache import PrefixCache, as_ids
+from specdec.state_slots.prefix.lease import Hit, Lease
 from specdec.state_slots.prefix.tree import common
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from specdec.draft.worth import Worth
 from specdec.kernels.table import Kernels
 from specdec.models.replay import Replays
 from specdec.state_slots.backing import Backing, Draft
-from specdec.state_slots.prefix.cache import Hit
+from specdec.state_slots.prefix.lease import Hit
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The rows of one width inside a packed step: all that a kernel needs to know about them."""
+"""The rows of one width inside a packed step, as kernels take them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

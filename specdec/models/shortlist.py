@@ -45,7 +45,7 @@ def commonest(folder: Path, count: int, vocab: int) -> Tensor:
 class Shortlist:
     """Project to the logits of tokens `ids`, laid out by the target's ids; None: they are all, in order.
 
-    So whoever ranks deals with the target's tokens, and with the noise of each.
+    Sampling therefore sees the target's token ids, and the noise of each.
     """
 
     def __init__(self, head_CD: Tensor, ids_C: Tensor | None, vocab: int, kernels: Kernels) -> None:

@@ -45,6 +45,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.score import Score
+from specdec.state_slots.prefix.tiers import Tier
 from specdec.state_slots.prefix.tuner import Tuner
 from specdec.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -195,7 +196,7 @@ def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_hea
         except CapacityError as error:
             message = str(error).replace("memory_bytes", "host_cache_bytes")
             raise CapacityError(message, field="host_cache_bytes") from None
-        lower = PrefixCache(below, Score(settings.layout, work), has_head=has_head)
+        lower = Tier(below, Score(settings.layout, work), has_head=has_head)
     score = Score(settings.layout, work, settings.prefix_alpha)
     return PrefixCache(arena, score, has_head=has_head, lower=lower)
 

@@ -3,9 +3,10 @@
 An arena is cut into equal slabs, slab 0 apart, and a slab serves one class until it is empty:
 
     bytes  [ 0 dummy )[ 1 state )[ 2 KV blocks: b b b . b . )[ 3 free )[ 4 records: r r . . . )
-    slots             [ conv window, recurrent state )       [ key, update, decay, input )
+    slots             [ recurrent state, conv window )       [ update, decay, input )
 
-layout.py says how many bytes each slot has and where its parts lie, views.py shows the same bytes to the
-kernels as tensors, slots.py hands slots out, integrity.py proves that nothing is owned twice or lost, and
-arena.py is the door to them. tree.py and window.py describe what enters the network in a step.
+layout.py computes the bytes of each slot and the offsets of its parts, views.py gives the kernels the same
+bytes as tensors, slots.py allocates slots, integrity.py proves that nothing is owned twice or lost, and
+arena.py is the interface to them. tree.py and window.py describe the input of a step.
+In prefix/, cache.py is the prefix cache that requests use and tiers.py one memory of it with its eviction.
 """

@@ -29,7 +29,7 @@ class ArenaUsage:
     state_bytes: int
     record_bytes: int
     kept_block_bytes: int
-    """Held by nobody but those who give way, which the three above leave out."""
+    """Held by evictable owners alone; not part of the three above."""
     kept_state_bytes: int
     free_bytes: int
     """In slabs that serve no class. What this and those above leave is holes and padding."""
@@ -48,26 +48,26 @@ class ArenaUsage:
 
 
 class Evictor(Protocol):
-    """Holds what is only kept for later, and gives it back when memory is short."""
+    """Evict cached slots when memory is short."""
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
         """Evict until something fits; tell whether it does."""
         ...
 
     def pinned(self) -> tuple[Iterable[int], Iterable[int]]:
-        """Return the kept blocks and states that cannot be evicted now."""
+        """Return the cached blocks and states that cannot be evicted now."""
         ...
 
 
 class BlockTables(Protocol):
-    """Knows blocks by their ids, and follows at once when they move."""
+    """Block tables that are updated when blocks move."""
 
     def may_move(self) -> bool:
-        """Tell whether every table can be put right now."""
+        """Tell whether every table can be updated now."""
         ...
 
     def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
-        """Put the tables of these owners right after blocks have moved."""
+        """Update the tables of these owners after blocks have moved."""
         ...
 
 
@@ -121,11 +121,11 @@ class Arena:
         self.moved_blocks = 0
 
     def attach_evictor(self, evictor: Evictor) -> None:
-        """Evict what this one keeps when memory is short."""
+        """Let this one evict when memory is short."""
         self._evictor = evictor
 
     def attach_tables(self, tables: BlockTables) -> None:
-        """Move blocks together where that wins a slab: these tables follow. Without any no block moves."""
+        """Compact blocks where that frees a slab, and update these tables; without tables no block moves."""
         self._tables = tables
 
     def pages(self, layer: int) -> Tensor:
@@ -179,7 +179,7 @@ class Arena:
             pool.release_owner(owner)
 
     def _take(self, pool: SlotPool, owner: Owner, n: int) -> list[int] | None:
-        """Hand out n slots of a class, for which what is only kept for later gives way."""
+        """Hand out n slots of a class, and evict for them if need be."""
         together = pool is self._records
         slots = pool.take(owner, n, together=together)
         if slots is None and self.can_take(**{f"{pool.kind}s": n}):
@@ -187,7 +187,7 @@ class Arena:
         return slots
 
     def _compact(self) -> bool:
-        """Win a slab by moving the blocks of the emptiest one to others; tell whether it was won."""
+        """Free a slab by moving the blocks of the emptiest one to others; tell whether that worked."""
         tables = self._tables
         if tables is None or not self.layout.kv or not tables.may_move():
             return False
@@ -216,11 +216,11 @@ class Arena:
         return self._slab_bytes_SX[slab, place * size : (place + 1) * size]
 
     def can_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
-        """Say whether all of these could be taken now, in any order, if what is kept for later gives way."""
+        """Tell whether all of these can be taken now, in any order; evict until they can."""
 
         def fits() -> bool:
             while not self._fits(blocks, states, records):
-                # Moved together, blocks leave whole slabs to others, and no more room to blocks.
+                # Compacting blocks frees whole slabs for other classes, but no room for more blocks.
                 if not (states or records) or not self._compact():
                     return False
             return True
@@ -233,15 +233,15 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Count the slots that anybody has."""
+        """Count the live slots."""
         return sum(len(pool.owners) for pool in self._pools.values())
 
     def might_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
-        """Say whether all of these might be taken, and let nothing give way for it."""
+        """Tell whether all of these could be taken, perhaps after evicting, and evict nothing."""
         return self._fits(blocks, states, records) or self._could_fit(blocks, states, records)
 
     def _could_fit(self, blocks: int, states: int, records: int) -> bool:
-        """Tell whether these might fit if all gave way that would: nobody is to give way for nothing."""
+        """Check that evicting everything evictable would make room; otherwise evict nothing."""
         pinned_blocks, pinned_states = self._evictor.pinned() if self._evictor else ((), ())
         slabs = self._records.new_slabs(records) + len(self._records.used)
         for pool, pinned, wanted in (
@@ -290,7 +290,7 @@ class Arena:
         prove(self.layout, self._slabs, tuple(self._pools.values()))
 
     def check_owners(self, owners: Iterable[Owner] = ()) -> None:
-        """Prove as well that nobody else holds anything."""
+        """Prove as well that no other owner holds anything."""
         self.check_integrity()
         known = set(owners)
         for pool in self._pools.values():
@@ -308,7 +308,7 @@ class Arena:
                 )
 
     def forget(self) -> None:
-        """Take everything back from everybody, after a failure that may have left anything half done."""
+        """Free every slot of every owner, after a failure that may have left anything half done."""
         self._slabs.forget()
         for pool in self._pools.values():
             pool.forget()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.slots import Kept, Kind, Owner, SlabList, SlotPool
+from specdec.state_slots.slots import Evictable, Kind, Owner, SlabList, SlotPool
 
 
 class IntegrityError(AssertionError):
@@ -73,7 +73,7 @@ def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> N
             raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {list(known)}")
         if len(known) > 1 and pool.kind is not Kind.BLOCK:
             raise IntegrityError(f"{pool.kind} {slot} has {len(known)} owners, and only blocks are shared")
-    in_use = sum(any(not isinstance(owner, Kept) for owner in owners) for owners in holders.values())
+    in_use = sum(any(not isinstance(owner, Evictable) for owner in owners) for owners in holders.values())
     if in_use != pool.in_use:
         raise IntegrityError(f"{in_use} {pool.kind}s are in use, but {pool.in_use} were counted")
 

@@ -74,7 +74,7 @@ class RecordParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutFigures:
-    """Sum up a layout for people."""
+    """Sum up a layout in figures."""
 
     token_bytes: int
     block_bytes: int

@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 Owner = Hashable
 
 
-class Kept:
-    """An owner that gives way to others: what it holds alone is as good as free."""
+class Evictable:
+    """An owner that can be evicted: what it alone holds counts as free."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Sharers(dict[Owner, None]):
 class SlabList:
     """Keep which class each slab serves, and the free ones in a heap, lowest first.
 
-    Slab 0 is the dummy that the padding rows of captured graphs read and write; nobody ever owns it.
+    Slab 0 is the dummy that the padding rows of captured graphs read and write; it is never handed out.
     """
 
     def __init__(self, num_slabs: int) -> None:
@@ -66,16 +66,16 @@ class SlotPool:
         self.forget()
 
     def forget(self) -> None:
-        """Take everything back from everybody, whatever was half done; `slabs` is told by itself.
+        """Free every slot, whatever was half done; the caller resets `slabs`.
 
         Generations stay, so that a handle from before is stale.
         """
         self.held: dict[Owner, dict[int, int]] = {}
         self.handed_out = sum(self.generations)
         self.owners: dict[int, Owner | Sharers] = {}
-        """Of each live slot. A list for each of so many would keep the garbage collector busy."""
+        """Owners of each live slot. A list for each of so many would keep the garbage collector busy."""
         self.in_use = 0
-        """Slots that somebody has who does not give way."""
+        """Slots with at least one owner that is not evictable."""
         self.used: dict[int, int] = {}
         """Slab -> bitmap of its live slots; only slabs that serve this class."""
         self.partial: list[set[int]] = [set() for _ in range(self.per_slab)]
@@ -111,7 +111,7 @@ class SlotPool:
                 self.generations[slot] = held[slot] = generation
                 self.owners[slot] = owner
             self.handed_out += n
-            self.in_use += 0 if isinstance(owner, Kept) else n
+            self.in_use += 0 if isinstance(owner, Evictable) else n
         return slots
 
     def share(self, owner: Owner, slot: int) -> None:
@@ -120,7 +120,7 @@ class SlotPool:
         held = self.held.setdefault(owner, {})
         assert slot not in held, f"owner {owner!r} holds {self.kind} {slot} already"
         held[slot] = self.generations[slot]
-        if not isinstance(owner, Kept):
+        if not isinstance(owner, Evictable):
             self.in_use += not self._is_used(slot)
         before = self.owners[slot]
         if isinstance(before, Sharers):
@@ -142,11 +142,11 @@ class SlotPool:
                 del owners[owner]
                 if len(owners) == 1:
                     self.owners[slot] = next(iter(owners))
-                if not isinstance(owner, Kept):
+                if not isinstance(owner, Evictable):
                     self.in_use -= not self._is_used(slot)
             else:
                 del self.owners[slot]
-                self.in_use -= not isinstance(owner, Kept)
+                self.in_use -= not isinstance(owner, Evictable)
                 slab, place = divmod(slot, self.per_slab)
                 freed[slab] = freed.get(slab, 0) | 1 << place
         for slab, places in freed.items():
@@ -183,14 +183,14 @@ class SlotPool:
 
     @property
     def kept(self) -> int:
-        """Count the slots that nobody has but those who give way; any thread may ask."""
+        """Count the slots whose owners are all evictable; any thread may read it."""
         return max(len(self.owners) - self.in_use, 0)
 
     def is_current(self, slot: int, generation: int) -> bool:
         return slot in self.owners and self.generations[slot] == generation
 
     def owners_of(self, slot: int) -> Collection[Owner]:
-        """Return who has a live slot."""
+        """Return the owners of a live slot."""
         owners = self.owners[slot]
         return owners.keys() if isinstance(owners, Sharers) else (owners,)
 
@@ -199,7 +199,7 @@ class SlotPool:
         return self.in_use + sum(not self._is_used(slot) for slot in slots)
 
     def _is_used(self, slot: int) -> bool:
-        return not all(isinstance(owner, Kept) for owner in self.owners_of(slot))
+        return not all(isinstance(owner, Evictable) for owner in self.owners_of(slot))
 
     def _choose_slab(self, room: int) -> int:
         """Return the fullest slab with `room` free slots, else the fullest of several, else a new one."""

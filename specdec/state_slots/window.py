@@ -31,7 +31,7 @@ class Row:
     records: Sequence[RecordSlot] | None = None
     snapshots: Sequence[int] | None = None
     skipped: int = 0
-    """Tokens before those whose blocks are in `table_N` and that `length` counts: nobody reads them."""
+    """Tokens counted in `length` that precede the first block of `table_N`: no attention layer reads them."""
 
     def __post_init__(self) -> None:
         for slots in (self.records, self.snapshots):

@@ -10,7 +10,8 @@ import pytest
 from specdec import Completion, SamplingParams, SpecdecError, SpecEngine
 from specdec.errors import ConfigError, RequestError
 from specdec.models.network import Block
-from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.lease import Hit, Lease
 from specdec.state_slots.prefix.rates import Rates
 from tests.conftest import HYBRID
 

@@ -1,9 +1,9 @@
-"""Mixtures of experts: each chosen expert's weight is read once, in 8 or 16 bits, whoever chose it.
+"""Mixtures of experts: each chosen expert's weight is read once for all tokens, in 8 or 16 bits.
 
 In a narrow window the first pair of a token and an expert multiplies the whole window for all pairs of that
 expert, since one row costs what 16 do; nothing is sorted. Wider windows list each expert's pairs, on the
 device, and are multiplied in blocks of them. Either way a pair's answer has a place of its own, and a token
-adds its answers up in the order of its experts: nothing depends on who comes first.
+adds its answers up in the order of its experts: results do not depend on the order of execution.
 """
 
 from typing import NamedTuple

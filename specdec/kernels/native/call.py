@@ -27,7 +27,7 @@ class Records(ctypes.Structure):
 
 
 class Recorder(Protocol):
-    """Hears of every call in this thread, and makes it."""
+    """Receives every call of this thread, and makes it."""
 
     def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None: ...
 
@@ -40,7 +40,7 @@ listening = _Listening()
 
 
 def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """Return a C form; while somebody records, one that leaves its calls to the recorder."""
+    """Return a C function; while a recorder is active, one that hands its calls to the recorder."""
     found, recorder = _function(name, dtype), listening.recorder
     if recorder is None:
         return found
@@ -64,7 +64,7 @@ def _function(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
 
 
 def serves(x_T: Tensor) -> bool:
-    """Tell whether a packed tensor is narrow, on a CPU, of a type that the C forms know."""
+    """Tell whether a packed tensor is small, on a CPU, and of a type that the C functions support."""
     return x_T.shape[0] <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
 
 
@@ -78,19 +78,19 @@ def pointer(x: Tensor | None) -> int | None:
 
 
 def path_width(group: Group) -> int:
-    """Return how long a pending path can be."""
+    """Return the longest possible length of a pending path."""
     return 0 if group.path is None else group.path.slab_BN.shape[1]
 
 
 def ids(group: Group) -> tuple[int | None, ...]:
-    """Say where the pending path's ids and lengths lie, how wide it is, and where records or states go."""
+    """Return the pending path's ids, lengths and width, and where records or states go: addresses."""
     path, leave = group.path or (None, None), (*(group.record or (None, None)), group.snapshot_BM)
     assert all(x is None or x.is_contiguous() for x in (*path, *leave))
     return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, leave)
 
 
 def records_of(memory: RecurrentMemory) -> int:
-    """Say where it is said where a layer's records lie."""
+    """Return the address of the struct that describes the layer's records."""
     parts = (memory.update_SRHW, memory.decay_SRH)
     strides = (stride for part in parts for stride in part.stride()[:2])
     return ctypes.addressof(_records(*(part.data_ptr() for part in parts), *strides))
@@ -98,5 +98,5 @@ def records_of(memory: RecurrentMemory) -> int:
 
 @functools.cache
 def _records(*fields: int) -> Records:
-    """Keep what C is told of by its address."""
+    """Keep the struct alive: C holds its address."""
     return Records(*fields)

@@ -120,7 +120,7 @@ static void read_state(const float *S, ix K, ix W, ix count, const float *const 
         }
 }
 
-// MOST, the longest path and the widest window, is defined by whoever compiles this.
+// MOST, the longest path and the widest window, is defined on the compiler's command line.
 
 // A recurrent layer's records: where its parts lie, and how far apart slabs and places are, in floats.
 typedef struct {

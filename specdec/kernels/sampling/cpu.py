@@ -14,7 +14,7 @@ LARGEST = 1 - 2.0**-24
 CACHED = 1 << 16
 """Words of noise that are worked on at once: every pass over them then finds them in the cache."""
 Noise = Callable[[Tensor, Tensor, int], Tensor]
-"""Whoever makes the noise: `gumbel`, or a form of it."""
+"""Makes the noise: `gumbel`, or another implementation of it."""
 GUESS = 256
 """How many tokens are ranked first where only top_p bounds them; rarely does it take more."""
 

@@ -7,7 +7,8 @@ import torch
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.prefix.cache import Lease, PrefixCache
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.lease import Lease
 from specdec.state_slots.prefix.score import Score, Work
 from specdec.state_slots.prefix.tree import Ids
 

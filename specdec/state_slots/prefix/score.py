@@ -1,4 +1,4 @@
-"""Whose prefix gives way first: the one that was used longest ago, or saves least for its bytes."""
+"""Eviction order of prefixes: least recently used first, or least work saved per byte."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.tree import Node
 
 Work = Callable[[int], float]
-"""Says how much work it is to read so many tokens from the first on."""
+"""Return the work of prefilling so many tokens from the first on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Score:
         return Gain(self.work(node.end) - self.work(above.end if above else 0), held + state)
 
     def of_largest(self, nodes: list[Node], kept: Iterable[Node]) -> list[Node]:
-        """Return the nodes of the caller that has most of all that is kept: no other loses its fair part.
+        """Return the nodes of the caller with most cached bytes: no other loses its fair part.
 
-        Of callers that have as much as each other it is the one whose node was used longest ago.
+        A tie goes to the caller of the least recently used node.
         """
         oldest = dict[str, int]()
         for node in nodes:
@@ -67,7 +67,7 @@ class Score:
         return [node for node in nodes if node.tenant.caller == largest]
 
     def order(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return them with the first to give way first."""
+        """Return the nodes in the order of eviction."""
         alpha = self.alpha
         if not alpha:
             return sorted(nodes, key=lambda node: node.used)

@@ -1,4 +1,4 @@
-"""The prefixes that were read, as a radix tree over token ids: what each node holds, and who may go.
+"""The cached prefixes as a radix tree over token ids, and what each node holds.
 
 A node stands for one prefix, which ends at any token. Its edge is what lies between its parent's end and its
 own, and it owns the KV blocks that cover it: a block in which the parent ends belongs to both, each with its
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.slots import Kept, Owner
+from specdec.state_slots.slots import Evictable, Owner
 
 Ids = NDArray[np.int32]
 NO_IDS: Ids = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Node(Kept):
+class Node(Evictable):
     """One prefix. In the arena it owns what it holds in its own name."""
 
     tenant: Tenant
@@ -35,11 +35,11 @@ class Node(Kept):
     """By the first token of their edges."""
     state: int | None = None
     hidden_1D: Tensor | None = None
-    """What a draft head has to read at the last token, once the next one is known."""
+    """Input of a draft head at the last token, once the next one is known."""
     used: int = 0
-    """When it last served somebody."""
+    """When it last served a request, on a clock that counts uses."""
     locks: int = 0
-    """Requests that go on from it and share its blocks: giving it up would free none of them."""
+    """Requests that continue it and share its blocks: evicting it would free none of them."""
 
     def __repr__(self) -> str:
         return f"<the prefix of {self.end} tokens>"
@@ -78,14 +78,14 @@ class Tree:
         self.pages = bool(arena.layout.kv)
         self.roots: dict[Tenant, Node] = {}
         self.pinned: list[Node] = []
-        """Whose blocks and states somebody is about to copy: once for each who is."""
+        """Nodes whose blocks and states a lease is about to copy, once for each lease."""
 
     def root(self, tenant: Tenant) -> Node:
         """Return the root of a tenant's tree, which begins here if there is none."""
         return self.roots.setdefault(tenant, Node(tenant, None, NO_IDS, 0))
 
     def prune(self, node: Node) -> None:
-        """Forget a tenant of which nothing is left, and from whose root no request goes on."""
+        """Forget a tenant of whose prefixes none is left, and whose root no request holds."""
         is_used = node.children or node.locks or node in self.pinned
         if self.roots.get(node.tenant) is node and not is_used:
             del self.roots[node.tenant]
@@ -96,9 +96,9 @@ class Tree:
             yield from (node for node in root.below() if not node.is_root)
 
     def walk(self, tenant: Tenant, ids: Ids) -> tuple[Node, int]:
-        """Return the node on whose edge the last known one of these tokens lies, and how many are known.
+        """Return the node on whose edge the longest cached prefix of these tokens ends, and its length.
 
-        Of a tenant that has left nothing it is a root that stands in no list.
+        For a tenant without prefixes this is a root outside the tree.
         """
         node, at = self.roots.get(tenant) or Node(tenant, None, NO_IDS, 0), 0
         while at < len(ids) and (child := node.children.get(int(ids[at]))):
@@ -129,9 +129,9 @@ class Tree:
         return node if at == node.end else self._split(node, at)
 
     def grow(self, node: Node, ids: Ids, table: list[int]) -> Node:
-        """Go on from a node with what follows it: `ids` and `table` are those of the whole prefix.
+        """Extend a node: `ids` and `table` are those of the whole prefix.
 
-        A node that nothing else hangs on becomes longer; else it gets a child.
+        A leaf without a state becomes longer; any other node gets a child.
         """
         end, edge = len(ids), ids[node.end :]
         first = self.first(node.end)
@@ -149,7 +149,7 @@ class Tree:
         return child
 
     def drop(self, node: Node) -> None:
-        """Take a leaf away, and all that it holds."""
+        """Remove a leaf and free all that it holds."""
         assert node.parent and not node.children
         del node.parent.children[int(node.edge[0])]
         self.arena.release_owner(node)
@@ -157,12 +157,12 @@ class Tree:
         node.parent = None
 
     def holds(self, node: Node) -> bool:
-        """Tell whether a node stands in the tree, or on a branch that was cut off."""
+        """Tell whether a node is in the tree, and not on a branch that was cut off."""
         path = node.path()
         return all(own.parent and own.parent.children.get(int(own.edge[0])) is own for own in path)
 
     def cut(self, node: Node) -> None:
-        """Take a node away with all that stands on it."""
+        """Remove a node and all below it."""
         assert node.parent
         del node.parent.children[int(node.edge[0])]
         for own in node.below():
@@ -170,7 +170,7 @@ class Tree:
             own.state = own.hidden_1D = None
 
     def join(self, node: Node) -> Node:
-        """Put a node that has one child and no state into that child, which takes its blocks over."""
+        """Merge a node that has one child and no state into that child, which inherits its blocks."""
         (child,) = node.children.values()
         assert node.parent and node.state is None
         kept = node.blocks[: self.first(child.start) - self.first(node.start)]
@@ -183,7 +183,7 @@ class Tree:
         return child
 
     def _may_grow(self, node: Node, table: list[int]) -> bool:
-        """Tell whether nothing hangs on a node, and its last block is the one in which it would go on."""
+        """Tell whether a node is a leaf without a state, and `table` continues in its last block."""
         if node.is_root or node.children or node.state is not None:
             return False
         return not self.pages or table[(node.end - 1) // self.size] == node.blocks[-1]
@@ -213,7 +213,7 @@ class Tree:
 
 
 def move_blocks(moved: Mapping[int, int], owners: Set[Owner]) -> None:
-    """Have those of the owners that are nodes follow blocks that have moved."""
+    """Update the block ids of those owners that are nodes after blocks have moved."""
     for node in owners:
         if isinstance(node, Node):
             node.blocks = [moved.get(block, block) for block in node.blocks]

@@ -10,7 +10,8 @@ import pytest
 from specdec.bench.prefix import engine
 from specdec.bench.prefix.traces import Turn
 from specdec.cli import main
-from specdec.state_slots.prefix.cache import Hit, Lease, PrefixCache
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.lease import Hit, Lease
 
 Bench = Callable[..., int]
 

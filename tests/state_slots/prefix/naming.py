@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.tiers import Tier
 from specdec.state_slots.prefix.tree import Node
 
 TENANTS = (*[SOLE] * 10, Tenant(salt="other"), Tenant("another"))
@@ -36,7 +36,7 @@ def whole_of(node: Node) -> list[int]:
     return [token for own in node.path() for token in own.edge.tolist()]
 
 
-def tenant_of(cache: PrefixCache, node: Node) -> Tenant:
+def tenant_of(cache: Tier, node: Node) -> Tenant:
     while node.parent:
         node = node.parent
     return next(tenant for tenant, root in cache.tree.roots.items() if root is node)

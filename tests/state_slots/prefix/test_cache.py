@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.config.tenant import SOLE
 from specdec.state_slots.prefix import tree as tree_module
-from specdec.state_slots.prefix.cache import Hit, Lease
+from specdec.state_slots.prefix.lease import Hit, Lease
 from specdec.state_slots.prefix.tree import Ids, Node
 from tests.state_slots.prefix.trial import Trial, make
 
@@ -193,15 +193,15 @@ def _a_node_grows_by_anybodys_blocks(trial: Trial, patch: pytest.MonkeyPatch) ->
 
 
 def _what_is_about_to_be_lent_gives_way(trial: Trial, patch: pytest.MonkeyPatch) -> None:
-    right = trial.cache._may_go
+    right = trial.cache._is_evictable
 
-    def may_go(node: Node) -> bool:
+    def is_evictable(node: Node) -> bool:
         pinned, trial.cache.tree.pinned = trial.cache.tree.pinned, []
         found = right(node)
         trial.cache.tree.pinned = pinned
         return found
 
-    trial.cache._may_go = may_go  # type: ignore[method-assign]
+    trial.cache._is_evictable = is_evictable  # type: ignore[method-assign]
 
 
 def _a_lock_stays_where_it_was(trial: Trial, patch: pytest.MonkeyPatch) -> None:
@@ -217,14 +217,14 @@ def _a_lock_stays_where_it_was(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 
 
 def _what_is_given_up_keeps_its_state(trial: Trial, patch: pytest.MonkeyPatch) -> None:
-    cache, right = trial.cache, trial.cache._give_up
+    cache, right = trial.cache, trial.cache._evict
 
-    def give_up(node: Node) -> None:
+    def evict(node: Node) -> None:
         state = node.state
         right(node)
         node.state = state
 
-    cache._give_up = give_up  # type: ignore[method-assign]
+    cache._evict = evict  # type: ignore[method-assign]
 
 
 def _what_is_fetched_is_kept_at_once(trial: Trial, patch: pytest.MonkeyPatch) -> None:

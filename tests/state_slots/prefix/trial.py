@@ -16,8 +16,10 @@ import torch
 from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.state_slots.prefix.cache import Lease, PrefixCache
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.lease import Lease
 from specdec.state_slots.prefix.score import Score
+from specdec.state_slots.prefix.tiers import Tier
 from specdec.state_slots.prefix.tree import Node, move_blocks
 from specdec.state_slots.slots import Owner
 from tests.state_slots.prefix.naming import TENANTS, Views, common, names, tenant_of, views, whole_of
@@ -86,7 +88,7 @@ class Trial:
         if self.lower_slabs:
             under = Arena(self.layout, (self.lower_slabs + 1) * self.layout.slab_bytes, torch.device("cpu"))
             under.data.fill_(0xFF)
-            lower = PrefixCache(under, score, has_head=self.head)
+            lower = Tier(under, score, has_head=self.head)
         self.cache = PrefixCache(self.arena, score, has_head=self.head, lower=lower)
         self.arena.attach_tables(self)
         self.pages, self.states = views(self.arena)
@@ -184,7 +186,7 @@ class Trial:
         else:
             assert lease.length == max(at_most - self.head, 0)
 
-    def _longest(self, cache: PrefixCache, tenant: Tenant, text: Sequence[int]) -> tuple[int, int]:
+    def _longest(self, cache: Tier, tenant: Tenant, text: Sequence[int]) -> tuple[int, int]:
         """Return how much of a text a tree knows, and where the last state on the way is kept."""
         known = held = 0
         for node in cache.tree.nodes():
@@ -318,7 +320,7 @@ class Trial:
             self._check_state(own.state, own.text[: own.read])
         self.did["proofs"] += 1
 
-    def _prove_tier(self, cache: PrefixCache, pages: Views, states: Views) -> None:
+    def _prove_tier(self, cache: Tier, pages: Views, states: Views) -> None:
         for node in cache.tree.nodes():
             whole, tenant = whole_of(node), tenant_of(cache, node)
             assert (tenant, tuple(whole)) in self.seen, "nobody has read this"

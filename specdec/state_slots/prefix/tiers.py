@@ -1,0 +1,216 @@
+"""One memory that keeps prefixes: a tree over an arena, what is evicted from it, and the tier below.
+
+A GPU's memory may stand above the host's: what the upper tier evicts is copied down, as far as there is room.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.config.tenant import Tenant
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.pinned import sent
+from specdec.state_slots.prefix.rates import Rates
+from specdec.state_slots.prefix.score import Score
+from specdec.state_slots.prefix.tree import Ids, Node, Tree
+
+MOVING = "moving"
+"""The lower tier's owner of blocks that are being copied into it."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start, in prompt tokens, nodes and blocks."""
+
+    asked: int = 0
+    hit: int = 0
+    fetched: int = 0
+    """Hit tokens that came from the lower tier."""
+    states_kept: int = 0
+    states_evicted: int = 0
+    blocks_evicted: int = 0
+
+
+class Tier:
+    """Own a tree and what it holds of an arena, and evict from it when the arena is short of memory.
+
+    One thread owns a tier.
+    """
+
+    def __init__(self, arena: Arena, score: Score, *, has_head: bool, lower: "Tier | None" = None) -> None:
+        self.arena, self.score, self.has_head, self.lower = arena, score, has_head, lower
+        self.tree = Tree(arena, has_head=has_head)
+        self.counts = Counts()
+        self.rates: Rates = lower.rates if lower else Rates()
+        self._states = bool(arena.layout.states)
+        self._now = 0
+        self._order: list[tuple[Node, int]] = []
+        """Nodes to evict next, the first of them last, each with its `used` when the order was made."""
+        arena.attach_evictor(self)
+
+    def usable(self, node: Node, known: int) -> tuple[Node, int]:
+        """Return the longest prefix on the way to a node that a request can continue, and its length."""
+        if not self._states:
+            # A draft head needs the last token's hidden state, which only a forward pass of that token gives.
+            return node, max(known - self.has_head, 0)
+        if node.end > known:
+            assert node.parent
+            node = node.parent
+        while node.parent and node.state is None:
+            node = node.parent
+        return node, node.end
+
+    def below(self, tenant: Tenant, ids: Ids, length: int, rates: Rates) -> tuple[Node, int] | None:
+        """Return a longer cache hit than `length`, if copying it takes less time than prefilling it."""
+        found, deeper = self.usable(*self.tree.walk(tenant, ids))
+        if deeper <= length:
+            return None
+        layout, work = self.arena.layout, self.score.work
+        copied = layout.state_bytes + layout.blocks_for(deeper - length) * layout.block_bytes
+        return (found, deeper) if rates.pays(copied, work(deeper) - work(length)) else None
+
+    def _insert(self, tenant: Tenant, ids: Ids, table: list[int]) -> tuple[Node, int]:
+        """Return the node of a prefix, made if need be, and how many of its tokens were cached before."""
+        self.tree.root(tenant)
+        node, at = self.tree.walk(tenant, ids)
+        node = self.tree.reach(node, at)
+        if at < len(ids):
+            node = self.tree.grow(node, ids, table)
+        self._touch(node)
+        return node, at
+
+    def remove(self, tenant: Tenant, ids: Ids, since: int) -> None:
+        """Remove the part of a prefix beyond a length, and every prefix that continues it, in all tiers."""
+        deepest, _ = self.tree.walk(tenant, ids)
+        node = next((node for node in deepest.path() if node.end > since), None)
+        if node:
+            if node.start < since:
+                self.tree.reach(node, since)
+            self.tree.cut(node)
+        if self.lower:
+            self.lower.remove(tenant, ids, since)
+
+    def pinned(self) -> tuple[set[int], set[int]]:
+        """Return the blocks and states that are cached and cannot be evicted now."""
+        blocks = {block for node in self.tree.pinned for block in self.tree.table(node, node.end)}
+        return blocks, {node.state for node in self.tree.pinned if node.state is not None}
+
+    def take_over(self, upper: "Tier", node: Node) -> None:
+        """Copy what the tier above evicts at a node, as far as there is room."""
+        tenant, ids = node.tenant, upper.tree.spelled(node)
+        deepest, known = self.tree.walk(tenant, ids)
+        self.tree.pinned.append(deepest)
+        first = self.tree.first(known) if self.tree.pages else 0
+        sources = upper.tree.table(node, node.end)[first:]
+        blocks = self.arena.take_blocks(MOVING, len(sources))
+        if blocks is not None:
+            table = [*self.tree.table(deepest, known)[:first], *blocks]
+            self._copy_down(upper, sources, blocks)
+            own, _ = self._insert(tenant, ids, table)
+            self.arena.release_owner(MOVING)
+            if node.state is not None and own.state is None:
+                hidden_1D = sent(node.hidden_1D, self.arena.data.device)
+                self._copy_in(own, upper, node.state, hidden_1D)
+        self.tree.pinned.remove(deepest)
+        self.tree.prune(deepest)
+
+    def _copy_down(self, upper: "Tier", sources: Sequence[int], blocks: Sequence[int]) -> None:
+        with self.rates.copying(upper.arena, self.arena) as pairs:
+            for source, to in zip(sources, blocks, strict=True):
+                pairs.append((upper.arena.block_bytes_X(source), self.arena.block_bytes_X(to)))
+
+    def _copy_in(self, node: Node, store: "Tier", state: int, hidden_1D: Tensor | None) -> None:
+        self.tree.pinned.append(node)  # making room for its state must not evict the node itself
+        slots = self.arena.take_snapshots(node, 1)
+        self.tree.pinned.remove(node)
+        if slots:
+            with self.rates.copying(store.arena, self.arena) as pairs:
+                pairs.append((store.arena.state_bytes_X(state), self.arena.state_bytes_X(slots[0])))
+            self._keep(node, slots[0], hidden_1D)
+
+    def _keep(self, node: Node, state: int, hidden_1D: Tensor | None) -> None:
+        node.state, node.hidden_1D = state, hidden_1D
+        self.counts.states_kept += 1
+
+    def make_room(self, fits: Callable[[], bool]) -> bool:
+        """Evict prefixes until something fits; tell whether it does."""
+        while not fits():
+            node = self._next() or self._next(anew=True)
+            if node is None:
+                return False
+            self._evict(node)
+        return True
+
+    def _next(self, *, anew: bool = False) -> Node | None:
+        """Return the node to evict next; an order made once serves for an eighth of its candidates.
+
+        One eviction changes little in the others' scores, and a node used since then is skipped.
+        """
+        if anew:
+            kept = list(self.tree.nodes())
+            order = self.score.order(self.score.of_largest([n for n in kept if self._is_evictable(n)], kept))
+            self._order = [(node, node.used) for node in order[len(order) // 8 :: -1]]
+        while self._order:
+            node, used = self._order.pop()
+            if node.used == used and self._is_evictable(node) and self.tree.holds(node):
+                return node
+        return None
+
+    def flush(self, caller: str | None = None) -> None:
+        """Evict every prefix that no request holds; with a caller named, only those of its requests."""
+        if self.lower:
+            self.lower.flush(caller)
+        lower, self.lower = self.lower, None
+        while evictable := [node for node in self.tree.nodes() if self._is_evictable(node, caller)]:
+            for node in evictable:
+                if self._is_evictable(node, caller) and self.tree.holds(node):
+                    self._evict(node)
+        self.lower = lower
+
+    def forget(self) -> None:
+        """Drop every prefix after the arena has taken all memory back."""
+        self.tree.roots.clear()
+        self._order.clear()
+        self.tree.pinned.clear()
+        if self.lower:
+            self.lower.arena.forget()
+            self.lower.forget()
+
+    def _is_evictable(self, node: Node, caller: str | None = None) -> bool:
+        """Tell whether evicting a node frees anything: its state, or all of it when it is a leaf."""
+        if caller is not None and node.tenant.caller != caller:
+            return False
+        if node.is_root or len(node.children) > 1 or node in self.tree.pinned:
+            return False
+        return node.state is not None or not (node.children or node.locks)
+
+    def _evict(self, node: Node) -> None:
+        """Free a node's state, and the node itself if it is a leaf; an only child inherits its blocks."""
+        if self.lower and (node.state is not None or not self._states):
+            self.lower.take_over(self, node)
+        if node.state is not None:
+            self.arena.release_state(node, node.state)
+            node.state = node.hidden_1D = None
+            self.counts.states_evicted += 1
+        parent = node.parent
+        assert parent
+        if node.locks or node in self.tree.pinned:
+            return
+        if node.children:
+            self.tree.join(node)
+            return
+        self.counts.blocks_evicted += len(node.blocks)
+        self.tree.drop(node)
+        if parent.is_root or parent.state is not None or not self._states:
+            return
+        if parent.locks or parent in self.tree.pinned:
+            return
+        if len(parent.children) == 1:
+            self.tree.join(parent)
+        elif not parent.children:
+            self._evict(parent)
+
+    def _touch(self, node: Node) -> None:
+        self._now += 1
+        node.used = self._now
