@@ -68,6 +68,28 @@ class Pick:
     seconds: float
 
 
+@dataclass(slots=True)
+class Plan:
+    """One step's plan, and what came of it so far."""
+
+    shape: Shape
+    """In which rows are to draft."""
+    batch: Batch | None = None
+    """What the step does beside its drafts; None: nothing is learnt of drafts from it."""
+    used: tuple[Budget, ...] = ()
+    """What pays for it while drafts do not pay."""
+    probe: float = 0.0
+    """Part of the drafting that is a probe."""
+    probed_row: int | None = None
+    """The row that is probed beside others that draft: its first guess is judged, not verified."""
+    tries: bool = False
+    """The step verifies nodes that are not expected to pay."""
+    draft_s: float = 0.0
+    """What the drafts took."""
+    behind_s: float = 0.0
+    """What a head took beside, that had to catch up."""
+
+
 class Policy:
     """Choose shapes within `bounds`; where it is not adaptive, always the bounds."""
 
@@ -83,22 +105,11 @@ class Policy:
         self.probes, self.looks = Budget(PROBE_SHARE), Budget(LOOK_SHARE)
         self.outlook = None if adaptive else Outlook(drafts=True, shape=bounds)
         """What the last plan came to."""
-        self._probe = 0.0
-        """Part of this step's drafting that is a probe."""
-        self._probed_row: int | None = None
-        """The row that is probed beside others that draft: its first guess is judged, not verified."""
-        self._tries = False
-        """This step verifies nodes that are not expected to pay."""
+        self.current = Plan(bounds)
+        """This step's plan, or the last that was made."""
         self._plans = 0
         self._drafted = 0
         """Steps since the last without a draft."""
-        self._planned: Batch | None = None
-        """What this step does beside its drafts, if it was planned."""
-        self._shape = bounds
-        """In which rows are to draft now."""
-        self._draft_s = self._behind_s = 0.0
-        """What this step's drafts took, and what of it a head took that had to catch up."""
-        self._used: tuple[Budget, ...] = ()
         self._typical = 1.0
         """What steps without drafts take on average, beside what they take in a quiet moment."""
         self._was_plain = True
@@ -118,7 +129,7 @@ class Policy:
         self._stirred = True
 
     def hint(self) -> None:
-        """Hear that something may be found now; a plan is made, unless such hints have misled too often."""
+        """Plan the next step, for something may be found now, unless such hints have misled too often."""
         self._stirred = self._stirred or self.looks.debt < 1
 
     def skips_plan(self) -> bool:
@@ -126,32 +137,33 @@ class Policy:
         if self._stirred or self.worth.awake or self._slept >= self._due or not self.adaptive:
             return False
         self._slept += 1
-        self._settle()
+        self._drop_plan()
         return True
 
     @property
     def listens(self) -> bool:
-        """Tell whether it is of interest now that a text may repeat itself."""
+        """Whether this step looks for texts that repeat themselves."""
         return not self.worth.awake and self._slept % LISTENED == 0
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether what this step takes is of no interest."""
-        return self._planned is None and self._slept % SAMPLED > 0
+        """Whether this step is neither planned nor measured."""
+        return self.current.batch is None and self._slept % SAMPLED > 0
 
-    def _settle(self) -> None:
-        """Give up a plan of which nothing was heard: its step did something for the first time."""
-        if self._planned and self._probe:
+    def _drop_plan(self) -> None:
+        """Drop a plan that was never judged: its step did something for the first time."""
+        if self.current.batch and self.current.probe:
             self.probes.spend(HICCUP)
-        self._planned = None
+        self.current.batch = None
 
     def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
         """Note what drafting a shape for so many rows took; None: several, or some of it was catching up."""
         if shape:
             self.drafts[shape.topk].observe(rows, shape.num_steps, seconds / self.steps.pace)
         # What a hiccup adds, or a head that has to catch up, is not what a draft costs.
-        self._draft_s = min(seconds, HICCUP * self._drafting_s(shape or self._shape, rows))
-        self._behind_s = 0.0 if shape else seconds - self._draft_s
+        plan = self.current
+        plan.draft_s = min(seconds, HICCUP * self._drafting_s(shape or plan.shape, rows))
+        plan.behind_s = 0.0 if shape else seconds - plan.draft_s
 
     def observe_step(
         self, rows: int, tokens: int, seconds: float, gained: int = 0, drafting_s: float = 0.0
@@ -160,39 +172,39 @@ class Policy:
 
         It gave `gained` tokens beside one for each row.
         """
-        planned, self._planned = self._planned, None
+        planned, self.current.batch = self.current.batch, None
         is_plain = planned is None or tokens == planned.tokens
         start_s = self.clock()
         self.steps.observe(rows, tokens, seconds)
         expected_s = self.steps.predict(rows, tokens)
         seconds = min(seconds, HICCUP * expected_s)
         if planned:
-            self._judge(planned, tokens, seconds, gained, drafting_s)
+            self._judge(self.current, planned, seconds, gained, drafting_s)
         if is_plain and self._was_plain and expected_s:
             self._typical += (seconds / expected_s - self._typical) / JUDGED
         self._was_plain = is_plain
         self._noting_s = self.clock() - start_s
 
-    def _judge(self, batch: Batch, tokens: int, seconds: float, gained: int, drafting_s: float) -> None:
+    def _judge(self, plan: Plan, batch: Batch, seconds: float, gained: int, drafting_s: float) -> None:
         """Compare what a planned step gave with all that it took: drafts are trusted by that alone."""
         plain_s = self._typical * self.steps.predict(batch.rows, batch.tokens)
         if plain_s <= 0:  # of little that was measured, a line may fall to nothing
             return
-        used = (drafting_s - self._behind_s + self._noting_s) / plain_s
-        drafts, behind, longer = self._draft_s / plain_s, self._behind_s / plain_s, seconds / plain_s - 1
-        is_probe = self._probe == 1 or self._tries
+        used = (drafting_s - plan.behind_s + self._noting_s) / plain_s
+        drafts, behind, longer = plan.draft_s / plain_s, plan.behind_s / plain_s, seconds / plain_s - 1
+        is_probe = plan.probe == 1 or plan.tries
         if self.worth.awake and is_probe:
             # A probe has a budget of its own, and says nothing of the drafts that are made without one.
             self.worth.note(drafts - used)
-            self.probes.spend(behind + self._probe * drafts + max(longer, 0.0) * self._tries)
+            self.probes.spend(behind + plan.probe * drafts + max(longer, 0.0) * plan.tries)
         elif self.worth.awake:
-            self.worth.note(gained / batch.rows - used + self._probe * drafts - longer)
-            self.probes.spend(self._probe * drafts)
+            self.worth.note(gained / batch.rows - used + plan.probe * drafts - longer)
+            self.probes.spend(plan.probe * drafts)
         else:
             net = gained / batch.rows - used - longer
             self.worth.note(net)
             (self.probes if is_probe else self.looks).spend(behind + max(-net, 0.0))
-        waits = [purse.wait() for purse in self._used]
+        waits = [purse.wait() for purse in plan.used]
         self._slept, self._due = 0, min(waits, default=1) - 1
 
     def plan(
@@ -210,16 +222,12 @@ class Policy:
         asked in steps that are to be without any draft. Unless drafts can be grown, there is only that. Where
         no row has room, nothing is planned.
         """
-        self._settle()
-        self._probe, self._probed_row, self._tries = 0.0, None, False
-        self._draft_s = self._behind_s = 0.0
+        self._drop_plan()
+        plan = self.current = Plan(self.current.shape)
         self._plans += 1
-        if not any(deep > 0 for deep in room):
-            return [None] * len(room)
         if not self.adaptive:
             return [_within(self.bounds, deep) for deep in room]
-        if self._drafted >= REFRESH:
-            self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
+        if not any(deep > 0 for deep in room) or self._refreshes():
             return [None] * len(room)
         if rows != self._rows:
             self.worth.greet()
@@ -228,8 +236,8 @@ class Policy:
             return [None] * len(room)
         none_s = self.steps.predict(batch.rows, batch.tokens)
         passed, self._slept = 1 + self._slept, 0
-        self._used = (*([self.looks] if look_up else []), *([self.probes] if grows else []))
-        for purse in self._used:
+        plan.used = (*([self.looks] if look_up else []), *([self.probes] if grows else []))
+        for purse in plan.used:
             purse.earn(passed)
         found = [[0.0]] * len(room)
         if look_up and (self.worth.awake or was_stirred or self.looks.is_open):
@@ -237,28 +245,41 @@ class Policy:
         alone = self._widest(batch, found)
         kept = [_gain(own, alone.width) for own in found]
         given = _highest(kept, alone.rows)
-        drafting, self._shape = set[int](), self.shapes[0]
+        drafting, plan.shape = set[int](), self.shapes[0]
         pick: Pick | None = None
         if grows and (self.worth.awake or self.probes.is_open):
             sure = [gain if i in given else 0.0 for i, gain in enumerate(kept)]
             pick = self._best(batch, rows, room, found, sure, alone)
-            drafting, self._shape = (pick.rows if self.worth.awake else set()), pick.shape
-            resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting | given]
-            if resting and self.probes.is_open:
-                probed = min(resting, key=lambda i: rows[i].planned)
-                self._probe, self._probed_row = 1 / (1 + len(drafting)), probed if drafting else None
-                drafting.add(probed)
+            drafting, plan.shape = (pick.rows if self.worth.awake else set()), pick.shape
+            self._probe(plan, drafting, rows, [0 if i in given else deep for i, deep in enumerate(room)])
         for i, row in enumerate(rows):
             if i in drafting:
                 row.planned = self._plans
             else:
                 row.decay(passed)
         self._look_out(batch, none_s, alone, pick)
-        self._planned = batch if none_s else None
-        return [_within(self._shape, deep) if i in drafting else None for i, deep in enumerate(room)]
+        plan.batch = batch if none_s else None
+        return [_within(plan.shape, deep) if i in drafting else None for i, deep in enumerate(room)]
+
+    def _refreshes(self) -> bool:
+        """Tell whether this step goes without drafts, so that what such steps cost is known as it is now."""
+        if self._drafted < REFRESH:
+            return False
+        self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
+        return True
+
+    def _probe(
+        self, plan: Plan, drafting: set[int], rows: Sequence[TrackRecord], room: Sequence[int]
+    ) -> None:
+        """Let the row that was planned for longest ago draft too, where a probe is due and one has room."""
+        resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
+        if resting and self.probes.is_open:
+            probed = min(resting, key=lambda i: rows[i].planned)
+            plan.probe, plan.probed_row = 1 / (1 + len(drafting)), probed if drafting else None
+            drafting.add(probed)
 
     def _look_out(self, batch: Batch, none_s: float, alone: "Cut", pick: "Pick | None") -> None:
-        """Note what this plan came to, for those who ask."""
+        """Keep what this plan came to for statistics."""
         awake = self.worth.awake
         if pick and (pick.rows or not alone.rows):
             tokens = pick.tokens / batch.rows
@@ -300,11 +321,12 @@ class Policy:
         if not self.adaptive or not any(map(len, proposals)):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
-        sums = [[0.0] if i == self._probed_row else _sums(p) for i, p in enumerate(proposals)]
+        plan = self.current
+        sums = [[0.0] if i == plan.probed_row else _sums(p) for i, p in enumerate(proposals)]
         best = self._widest(batch, sums)
         chosen, width = best.rows, best.width
-        if not chosen and (self._probe or self.probes.is_open):
-            chosen, width, self._tries = 1, min(max(map(len, proposals)), 3), True
+        if not chosen and (plan.probe or self.probes.is_open):
+            chosen, width, plan.tries = 1, min(max(map(len, proposals)), 3), True
         self._drafted = self._drafted + 1 if chosen else 0
         kept = _highest([_gain(own, width) for own in sums], chosen)
         return [p.best(width) if i in kept else Proposal.EMPTY for i, p in enumerate(proposals)]

@@ -132,7 +132,7 @@ class World:
 
         looks = look_up if self.found else None
         shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows, looks, grows=self.grows)
-        plan_ms, draft_ms = self.costs.plan * (self.policy._planned is not None), 0.0
+        plan_ms, draft_ms = self.costs.plan * (self.policy.current.batch is not None), 0.0
         if asked := [shape for shape in shapes if shape]:
             draft_ms = self._jitter(self.costs.draft(asked[0]))
             self.policy.observe_draft(asked[0], len(asked), draft_ms)
