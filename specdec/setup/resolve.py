@@ -30,6 +30,7 @@ from specdec.setup.devices import pick_device
 from specdec.setup.drafters import find_heads, has_head, head_of, quoted_heads
 from specdec.setup.memory import arena_bytes, longest_that_fits, weight_bytes
 from specdec.setup.settings import Resolved
+from specdec.state_slots.layout import Layout
 from specdec.verify.synthetic import rates_for
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,6 @@ def resolve(
     kernels = _kernels(config.kernels, device, dtype)
     quantize = config.quantize == "fp8"
     narrow = (kernels == "reference" or on_gpu(kernels)) and (quantize or narrow_bytes > 0)
-    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
@@ -96,23 +96,8 @@ def resolve(
     _refuse_without_head(config, drafters)
     if drafters:
         _refuse_backing(config.slots, network)
-    kv_dtype = FP8 if config.kv_dtype == "fp8" else None
-    if kv_dtype and kernels == "native":
-        logger.info("attention: in torch, since the C forms read no keys of 8 bits")
-    layout = memory_layout(
-        network,
-        dtype,
-        head=head.layers if head else (),
-        state_dtype=state_dtype,
-        kv_dtype=kv_dtype,
-    )
-    bounds = bounds_of(config)
-    longest = config.max_model_len or network.max_length
-    if longest > network.max_length:
-        raise ConfigError(
-            f"max_model_len is {longest}, but the model was made for {network.max_length} tokens; lower it.",
-            field="max_model_len",
-        )
+    layout = _layout(config, network, head, dtype, kernels)
+    bounds, longest = bounds_of(config), _longest(config, network)
     memory_bytes = arena_bytes(
         config,
         layout,
@@ -142,6 +127,31 @@ def resolve(
     )
     logger.info("settings:%s", settings)
     return settings
+
+
+def _layout(
+    config: EngineConfig, network: spec.Network, head: HeadSource | None, dtype: torch.dtype, kernels: str
+) -> Layout:
+    kv_dtype = FP8 if config.kv_dtype == "fp8" else None
+    if kv_dtype and kernels == "native":
+        logger.info("attention: in torch, since the C forms read no keys of 8 bits")
+    return memory_layout(
+        network,
+        dtype,
+        head=head.layers if head else (),
+        state_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        kv_dtype=kv_dtype,
+    )
+
+
+def _longest(config: EngineConfig, network: spec.Network) -> int:
+    longest = config.max_model_len or network.max_length
+    if longest > network.max_length:
+        raise ConfigError(
+            f"max_model_len is {longest}, but the model was made for {network.max_length} tokens; lower it.",
+            field="max_model_len",
+        )
+    return longest
 
 
 def _refuse_unbuilt(config: EngineConfig) -> None:
