@@ -74,7 +74,7 @@ _NATIVE = (
     *("native.recurrent:DELTA_NET", "native.recurrent:MAMBA", "native.recurrent"),
 )
 _TRITON = (
-    *("linear", "ffn", "routing", "moe", "norm", "sampling", "tree", "attention", "conv", "recurrence"),
+    *("linear", "ffn", "routing", "moe", "norm", "sampling", "tree", "kv_cache", "conv", "recurrence"),
     *_COMPOSED,
 )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.kernels.attention import cpu, reference, triton
 from specdec.kernels.group import Group
+from specdec.kernels.kv_cache import triton as kv_cache
 from specdec.kernels.self_attention import triton as layer_triton
 from specdec.kernels.self_attention.composed import REFERENCE as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer
@@ -26,6 +28,9 @@ from tests.kernels.test_attention import (
 )
 from tests.tolerances import BFLOAT16_EQUAL
 
+GPU = ModuleType("triton")
+vars(GPU).update(append=kv_cache.append, attend=triton.attend, move=kv_cache.move)
+"""The operations as `cpu` and `reference` have them in one file."""
 NARROW = Heads(4, 2, 16, torch.float32)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 Splitter = Callable[[int], None]
@@ -65,7 +70,7 @@ def test_window_equals_reference(
     split(splits)
     tree = random_tree(width, width) if kind == "tree" else None
     case = make_case(lengths, width, tree=tree, heads=replace(NARROW, dtype=dtype))
-    assert_close(case.run(triton), case.run(reference))
+    assert_close(case.run(GPU), case.run(reference))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -75,14 +80,14 @@ def test_widest_window_equals_reference(kind: str, splits: int, split: Splitter)
     split(splits)
     tree = random_tree(64, 3) if kind == "tree" else None
     case = make_case((30,), 64, tree=tree, heads=Heads(4, 1, 16, torch.bfloat16))
-    assert_close(case.run(triton), case.run(reference))
+    assert_close(case.run(GPU), case.run(reference))
 
 
 @dtypes
 def test_prompt_equals_cpu(dtype: torch.dtype) -> None:
     """A chunk of several programs' queries behind what was read before."""
     case = make_case((70,), 150, heads=Heads(4, 2, 16, dtype))
-    assert_close(case.run(triton), case.run(cpu))
+    assert_close(case.run(GPU), case.run(cpu))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (6, 1), (15, 3), (12, 2)])
@@ -90,37 +95,37 @@ def test_prompt_equals_cpu(dtype: torch.dtype) -> None:
 def test_head_ratios_equal_reference(dim: int, queries: int, keys: int, split: Splitter) -> None:
     split(2)
     case = make_case((33, 66), 3, tree=(-1, 0, 0), heads=Heads(queries, keys, dim, torch.float32))
-    assert_close(case.run(triton), case.run(reference))
+    assert_close(case.run(GPU), case.run(reference))
 
 
 def test_wide_heads_equal_reference(split: Splitter) -> None:
     split(3)
     case = make_case((70,), 3, tree=(-1, 0, 0), heads=Heads(16, 2, 256, torch.bfloat16))
-    assert_close(case.run(triton), case.run(reference))
+    assert_close(case.run(GPU), case.run(reference))
 
 
 @pytest.mark.parametrize(("length", "width"), [(0, 9), (33, 16)])
 def test_node_equals_its_path_as_a_chain(length: int, width: int) -> None:
     tree = random_tree(width, 1)
     case = make_case((length,), width, tree=tree, heads=NARROW)
-    out = case.run(triton)
+    out = case.run(GPU)
     for node in range(1, width, 3):
         path = path_to(tree, node)
         group = replace(case.group, width=len(path), ancestors_BMM=None)
         along = Case(case.pages, group, case.q[path], case.k[path], case.v[path])
-        assert_close(out[node], along.run(triton)[-1])
+        assert_close(out[node], along.run(GPU)[-1])
 
 
 def test_one_wrong_bit_of_the_mask_is_seen() -> None:
     """For each pair of nodes, the last of 64 too: to hide one or to show one changes that node alone."""
     width, tree = 64, random_tree(64, 2)
     case = make_case((20,), width, tree=tree, heads=Heads(1, 1, 16, torch.float32))
-    right = case.run(triton)
+    right = case.run(GPU)
     assert case.group.ancestors_BMM is not None
     for node, other in ((0, 0), (5, 63), (31, 32), (63, 63), (63, 0)):
         seen_BMM = case.group.ancestors_BMM.clone()
         seen_BMM[0, node, other] ^= True
-        wrong = replace(case, group=replace(case.group, ancestors_BMM=seen_BMM)).run(triton)
+        wrong = replace(case, group=replace(case.group, ancestors_BMM=seen_BMM)).run(GPU)
         differs = (wrong - right).abs().amax((1, 2)) > 1e-3
         assert differs.nonzero().flatten().tolist() == [node]
 
@@ -135,8 +140,8 @@ def test_rows_are_blind_to_each_other_and_to_padding() -> None:
         group=replace(case.group, rows=4, table_BN=table_BN, length_B=torch.tensor([40, 7, 0, 0])),
         **{name: torch.cat((own := getattr(case, name), own)) for name in "qkv"},
     )
-    out = padded.run(triton)
-    assert torch.equal(out[:6], case.run(triton)) and not out.isnan().any()
+    out = padded.run(GPU)
+    assert torch.equal(out[:6], case.run(GPU)) and not out.isnan().any()
 
 
 def test_a_bound_may_lie_far_above_the_lengths(split: Splitter) -> None:
@@ -145,7 +150,7 @@ def test_a_bound_may_lie_far_above_the_lengths(split: Splitter) -> None:
     case = make_case((3, 70), 4, tree=(-1, 0, 0, 1), heads=NARROW)
     table_BN = torch.cat((case.group.table_BN, torch.full((2, 60), len(case.pages) - 1)), dim=1)
     bound = replace(case, group=replace(case.group, table_BN=table_BN, max_length=1000))
-    assert_close(bound.run(triton), case.run(reference))
+    assert_close(bound.run(GPU), case.run(reference))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_append_and_move_equal_reference(lengths: tuple[int, ...], width: int, d
     actual, expected = copy_of(case.pages), copy_of(case.pages)
     first = torch.tensor(lengths)[:, None]
     source, target = first + torch.tensor([0, width - 1, 0]), first + torch.tensor([width // 2, 0, width - 1])
-    for ops, pages in ((triton, actual), (reference, expected)):
+    for ops, pages in ((GPU, actual), (reference, expected)):
         ops.append(case.k, case.v, pages, case.group)
         ops.move(pages, case.group.table_BN, source, target)
     for a, e in ((actual, expected), (actual._base, expected._base)):
@@ -232,6 +237,6 @@ def test_nothing_is_read_back_from_the_device(splits: int, split: Splitter) -> N
     )
     with Recorder() as seen:
         layer_triton.self_attention(projected, layer, rotation, pages, group)
-        triton.move(pages, group.table_BN, torch.tensor([[40, 42], [5, 7]]), torch.tensor([[40, 41], [5, 6]]))
+        GPU.move(pages, group.table_BN, torch.tensor([[40, 42], [5, 7]]), torch.tensor([[40, 41], [5, 6]]))
     assert "empty_like" in seen.names
     assert not seen.names & {"_local_scalar_dense", "nonzero", "index", "index_put_", "masked_select"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention import cpu, reference, triton
+from specdec.kernels.attention import cpu, reference
 from specdec.kernels.attention.quantise import FP8, LARGEST, quantise
 from specdec.kernels.native import attention as native
 from specdec.kernels.self_attention import triton as layer_triton
@@ -24,10 +24,11 @@ from tests.kernels.test_attention import (
     path_to,
     random_tree,
 )
+from tests.kernels.test_attention_triton import GPU
 from tests.tolerances import BFLOAT16_EQUAL, KERNEL
 
 TREE: Tree = (-1, 0, 0, 1, 2, 2, 4)
-FORMS = [(reference, torch.float64), (cpu, torch.float64), (cpu, torch.bfloat16), (triton, torch.float32)]
+FORMS = [(reference, torch.float64), (cpu, torch.float64), (cpu, torch.bfloat16), (GPU, torch.float32)]
 forms = pytest.mark.parametrize(
     ("ops", "dtype"), FORMS, ids=[f"{ops.__name__.rpartition('.')[2]}-{dtype}" for ops, dtype in FORMS]
 )
@@ -129,7 +130,7 @@ def test_layer_equals_reference(dtype: torch.dtype, ops: ModuleType) -> None:
 def test_moving_keeps_every_bit() -> None:
     case = make((20,), TREE, torch.float32)
     pages = [case.pages.clone() for _ in range(3)]
-    for ops, own in zip((reference, cpu, triton), pages, strict=True):
+    for ops, own in zip((reference, cpu, GPU), pages, strict=True):
         reference.append(case.k, case.v, own, case.group)
         ops.move(own, case.group.table_BN, torch.tensor([[20, 22, 24, 26]]), torch.tensor([[20, 21, 22, 23]]))
     assert all(torch.equal(own.view(torch.uint8), pages[0].view(torch.uint8)) for own in pages)

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.attention.triton import attend_gated, block_stride, locate, quantise
+from specdec.kernels.attention.triton import attend_gated
 from specdec.kernels.group import Group
+from specdec.kernels.kv_cache.triton import block_stride, locate, quantise
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 PARAMS = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
 
 
-PADDING = {Race("self_attention.triton._ready", "pages"), Race("attention.triton._move", "pages")}
+PADDING = {Race("self_attention.triton._ready", "pages"), Race("kv_cache.triton._move", "pages")}
 """Rows of padding all have their keys and values in the dummy slab's blocks, which no text reads."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not made for the interpreter")
