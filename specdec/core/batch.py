@@ -1,7 +1,7 @@
 """One request's part of a step: what the scheduler plans, the drafters widen and the window reads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from specdec.core.outputs import DraftTree
@@ -38,7 +38,8 @@ class ScheduledRequest:
         """Verify a draft as well, if there is one."""
         if draft is None:
             return self
-        return replace(self, tree=draft.tree, sample_at=range(len(draft.tree)), slots=draft.slots)
+        tree = draft.tree
+        return type(self)(self.request, tree, self.is_decode, range(len(tree)), draft.slots)
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +57,7 @@ class ScheduledRequest:
 
     def node(self, node: int) -> Node:
         """Return the rule, the position and the drafted tokens before it that sampling at a node needs."""
-        path = self.tree.path(node)[1:] if self.is_drafted else ()
+        path = () if self.slots is None else self.tree.path(node)[1:]
         request = self.request
         return Node(
             request.chooser, len(request.tokens) + len(path), tuple(self.tree.tokens[n] for n in path)
@@ -64,7 +65,7 @@ class ScheduledRequest:
 
     def origins(self, path: AcceptedPath) -> list[int]:
         """Say where each token that the path emits came from: the depth of its draft, or 0, the target."""
-        accepted = len(path.nodes) - 1 if self.is_drafted else 0
+        accepted = 0 if self.slots is None else len(path.nodes) - 1
         return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
 
     def draft_tree(self, path: AcceptedPath, tokens: int) -> DraftTree:
@@ -75,7 +76,7 @@ class ScheduledRequest:
     def count(self, counts: Counts, path: AcceptedPath, tokens: int, shared: Sequence[bool]) -> None:
         """Note what came of the draft, of whose tokens the request took so many; which were `shared`."""
         accepted = len(path.nodes) - 1
-        deeper = self.is_drafted and path.nodes[-1] in self.tree.parents
+        deeper = self.slots is not None and path.nodes[-1] in self.tree.parents
         counts.note(
             drafted=len(self.tree) - 1,
             depth=min(accepted + deeper, tokens),

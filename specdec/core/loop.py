@@ -163,7 +163,7 @@ class DecodeLoop:
 
     def _walk(self, row: ScheduledRequest, choices: Mapping[int, Choice]) -> AcceptedPath:
         """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""
-        if not row.is_drafted:
+        if row.slots is None:
             return AcceptedPath(tuple(range(row.num_tokens)), tuple(c.token for c in choices.values()))
         chosen = [choices[node].token for node in range(row.num_tokens)]
         rates, request = self.speculation.synthetic, row.request

@@ -29,7 +29,7 @@ class Ranker:
 
         Without the noise a guess's share is a probability by the request's whole rule, as it is in trees.
         """
-        chooser = _chooser(want)
+        chooser = _node(want).chooser
         return chooser.ignores_history and (self.noise or chooser.is_greedy_plain)
 
     def rules(self, wants: Sequence[Want], device: torch.device) -> tuple[Rules, Tensor]:
@@ -38,10 +38,6 @@ class Ranker:
         return rules, seed_N
 
 
-def _chooser(want: Want) -> Chooser:
-    assert isinstance(want.sampler, Chooser)
-    return want.sampler
-
-
 def _node(want: Want, path: tuple[int, ...] = ()) -> Node:
-    return Node(_chooser(want), len(want.tokens) + len(path), path)
+    assert isinstance(want.sampler, Chooser)
+    return Node(want.sampler, len(want.tokens) + len(path), path)
