@@ -19,7 +19,6 @@ from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.echo import Echo
 from specdec.draft.head import HeadDrafter
-from specdec.draft.lookup import Lookup
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.worth import Worth
@@ -70,7 +69,7 @@ class Speculation:
         self.records = Records()
         self._drafted: dict[int, DraftRecord] = {}
         self._told: dict[int, int] = {}
-        """How many of a request's tokens its drafters have answers of."""
+        """How many of a request's tokens its drafters have read."""
         self._skips_draft: set[int] = set()
         self._echoes: dict[int, Echo] = {}
         self._gained = 0
@@ -92,8 +91,7 @@ class Speculation:
     def flush(self, caller: str | None = None) -> None:
         """Forget the texts of requests that have ended: all, or one caller's."""
         for drafter in self.drafters:
-            if isinstance(drafter, Lookup):
-                drafter.index.flush(caller)
+            drafter.flush(caller)
 
     def draft(self, rows: Sequence[ScheduledRequest], *, lend: Lend | None = None) -> list[Draft | None]:
         """Return each row's tree and its slots, or None where nothing was drafted that pays.
@@ -186,7 +184,7 @@ class Speculation:
         shapes: Sequence[Shape | None],
         answers: Sequence[list[Answer]],
     ) -> None:
-        """Ask the drafters that were not answers yet for drafts in these shapes."""
+        """Ask the drafters that have not answered yet for drafts in these shapes."""
         wanted = [i for i, shape in enumerate(shapes) if shape or self._is_full(requests[i])]
         if not wanted:
             return
@@ -212,7 +210,7 @@ class Speculation:
         shapes: Sequence[Shape | None],
         answers: Sequence[list[Answer]],
     ) -> list[Proposal]:
-        """Make one proposal of all that was answers for each request, as large as there is room for."""
+        """Make one proposal of all answers for each request, as large as there is room for."""
         wholes = []
         for request, plan, shape, own in zip(requests, planned, shapes, answers, strict=True):
             proposal = merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
@@ -293,7 +291,7 @@ class Speculation:
             drafter.calibrator.forget()
 
     def forget_requests(self) -> None:
-        """Forget all requests, whatever was half done; those that go on are answers of anew."""
+        """Forget all requests, whatever was half done; those that go on are drafted for anew."""
         for known in (self._drafted, self._told, self._skips_draft, self._echoes):
             known.clear()
         self.records.forget_requests()

@@ -43,6 +43,24 @@ class Drafter(Protocol):
         """Forget a sequence; its output, which is its tenant's, is None unless it came to its end."""
         ...
 
+    def flush(self, caller: str | None = None) -> None:
+        """Forget what sequences that have ended left: all, or one caller's."""
+        ...
+
     def forget(self) -> None:
         """Forget every sequence and every text, whatever was half done; what was learnt of drafts stays."""
         ...
+
+
+class Stateless:
+    """The part of a drafter that keeps nothing of any sequence."""
+
+    def on_preempt(self, key: Hashable) -> None: ...
+
+    def end(
+        self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
+    ) -> None: ...
+
+    def flush(self, caller: str | None = None) -> None: ...
+
+    def forget(self) -> None: ...

@@ -192,6 +192,9 @@ class HeadDrafter:
         """Forget a sequence."""
         self.on_preempt(key)
 
+    def flush(self, caller: str | None = None) -> None:
+        """Keep what is unread: a sequence that has ended left nothing."""
+
     def forget(self) -> None:
         """Forget every sequence."""
         self._unread.clear()

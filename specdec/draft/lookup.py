@@ -65,6 +65,10 @@ class Lookup:
             self.index.extend(key, output[fed - len(prompt) :])
         self.index.end(key, finished=bool(output))
 
+    def flush(self, caller: str | None = None) -> None:
+        """Forget what sequences that have ended left: all, or one caller's."""
+        self.index.flush(caller)
+
     def forget(self) -> None:
         """Forget every sequence and text; those that go on are fed anew."""
         self._fed.clear()

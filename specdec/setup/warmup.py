@@ -3,15 +3,14 @@
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from specdec.config.sampling import SamplingParams
-from specdec.config.tenant import Tenant
 from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
 from specdec.core.stats import Counts
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Drafter, Want
+from specdec.draft.drafter import Drafter, Stateless, Want
 from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import WIDTHS, Policy
 from specdec.draft.proposal import Proposal, Shape
@@ -29,7 +28,7 @@ PROMPT = 8
 Turn = tuple[list[Drafter], Shape | None]
 
 
-class Filler:
+class Filler(Stateless):
     """Draft as many tokens as are asked for, whatever they are."""
 
     def __init__(self) -> None:
@@ -42,15 +41,6 @@ class Filler:
     def _chain(self, want: Want) -> Proposal:
         count = want.shape.num_steps if want.shape else 0
         return Proposal.chain([want.tokens[-1]] * count, [0.5] * count)
-
-    def on_preempt(self, key: Hashable) -> None:
-        """Keep nothing."""
-
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
-        """Keep nothing."""
-
-    def forget(self) -> None:
-        """Keep nothing."""
 
 
 def warm_up(core: EngineCore) -> None:

@@ -1,11 +1,10 @@
 """A drafter that knows the texts to come and spoils some of what it says."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from random import Random
 
-from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal, Shape
 
 DECAY = 0.9
@@ -14,7 +13,7 @@ SILENT = 0.15
 """How often nothing is proposed, so that rows with and without a draft take turns."""
 
 
-class Oracle:
+class Oracle(Stateless):
     """Propose how a text really goes on, each token with a chance of `rate`; in a tree, among decoys.
 
     What it says depends on the sequence alone. The true token stands anywhere among its siblings, and decoys
@@ -28,15 +27,6 @@ class Oracle:
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         """Propose for each sequence; one that is no known text gets decoys only."""
         return [self._propose(w.tokens, w.shape) if w.shape else Proposal.EMPTY for w in wants]
-
-    def on_preempt(self, key: Hashable) -> None:
-        """Keep nothing."""
-
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
-        """Keep nothing."""
-
-    def forget(self) -> None:
-        """Keep nothing."""
 
     def _propose(self, said: Sequence[int], shape: Shape) -> Proposal:
         said = tuple(said)

@@ -1,15 +1,14 @@
 """A drafted token whose numbers are not finite: plain decoding never reads it, so it must not matter."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from specdec import SamplingParams, SpecEngine
-from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal
 from specdec.errors import EngineError
 from tests.models.agreeing import CONFIGS
@@ -19,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logit_b
 FIELDS = {"draft": "ngram", "adaptive": False, "num_steps": 2, "topk": 2, "num_draft_tokens": 4}
 
 
-class Poisoner:
+class Poisoner(Stateless):
     """Propose the poison beside the token that comes, and below it."""
 
     def __init__(self, text: Sequence[int]) -> None:
@@ -34,12 +33,6 @@ class Poisoner:
         said = len(want.tokens) - want.prompt_length
         right = self.text[said] if said < len(self.text) else 1
         return Proposal((POISON, right, POISON), (-1, -1, 1), (0.5, 0.4, 0.3))
-
-    def on_preempt(self, key: Hashable) -> None:
-        """Keep nothing."""
-
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
-        """Keep nothing."""
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -4,7 +4,7 @@ All that it takes is in this file. `docs/architecture.md` says how a drafter of 
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import pytest
 from specdec import SamplingParams, SpecEngine
 from specdec.config.drafters import DRAFTERS as OPTIONS
 from specdec.config.drafters import DrafterOption
-from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal, Shape
 from specdec.errors import ConfigError
 from specdec.setup.drafters import DRAFTERS, DrafterSpec
@@ -31,12 +30,16 @@ PARAMS = [
 ]
 
 
-class Followers:
+class Followers(Stateless):
     """Guess that a token is followed by what followed it before, latest first."""
 
     def __init__(self) -> None:
         self.calibrator = Calibrator()
         self.proposed = 0
+        self.flushed: list[str | None] = []
+
+    def flush(self, caller: str | None = None) -> None:
+        self.flushed.append(caller)
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         found = [self._grow(want.tokens, want.shape) if want.shape else Proposal.EMPTY for want in wants]
@@ -59,15 +62,6 @@ class Followers:
             level = below
         drafted = [*zip(*nodes, strict=True)] or [(), (), ()]
         return Proposal(*drafted).best(shape.num_draft_tokens - 1)
-
-    def on_preempt(self, key: Hashable) -> None:
-        """Keep nothing of a sequence."""
-
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
-        """Keep nothing of a sequence."""
-
-    def forget(self) -> None:
-        """Keep nothing of a sequence."""
 
 
 @pytest.fixture
@@ -105,6 +99,13 @@ def test_texts_are_those_without_a_drafter(
     # With graphs `auto` asks a head alone, which the device runs.
     assert bool(made) is not (draft == "auto" and graphs)
     assert all(own.proposed for own in made)
+
+
+def test_what_it_keeps_of_a_caller_is_flushed_like_any_drafters(folder: Path, made: list[Followers]) -> None:
+    with SpecEngine(folder, draft="followers", dtype="float64") as engine:
+        engine.begin_flush("alice").result()
+        engine.flush()
+        assert made[-1].flushed == ["alice", None]
 
 
 def test_a_name_that_is_not_registered_is_refused(folder: Path) -> None:
