@@ -91,7 +91,7 @@ def plain(value: Any) -> Any:
         case dict():
             return {_number(name): _number(own) for name, own in value.items()}
         case list() | tuple() | set() | frozenset() | range():
-            # Lists may be as long as a vocabulary: one that is plain is told by its types, in one go.
+            # Lists may be as long as a vocabulary: a plain one is recognised by its types, in one go.
             return list(value) if {*map(type, value)} <= PLAIN else [_number(own) for own in value]
     return _number(value)
 

@@ -1,4 +1,4 @@
-"""What stands between the loop and those who draft: whom to ask, for what, and what came of it."""
+"""What stands between the loop and the drafters: which to ask, for what shape, and what was accepted."""
 
 import logging
 import time
@@ -166,7 +166,7 @@ class Speculation:
     def _look_up(
         self, requests: Sequence[Request], rooms: Sequence[int], answers: Sequence[list[Answer]]
     ) -> None:
-        """Ask those who look text up, as deep as can be verified: they take next to no time."""
+        """Ask the look-ups, as deep as can be verified: they take next to no time."""
         tokens, topk = self.policy.bounds.num_draft_tokens, self.policy.bounds.topk
         depths = [min(tokens - 1, room) for room in rooms]
         wants = [

@@ -50,7 +50,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def trim_path(path: RecordIds, length_B: Tensor) -> tuple[RecordIds, Tensor | None]:
     """Cut the path to the longest row; return a mask [B, N] of what is padding, None where nothing is.
 
-    Padding names records of anyone: what is read through it may be anything, NaN included.
+    Padding names arbitrary records: what is read through it may be anything, NaN included.
     """
     if on_host(length_B):
         lengths = length_B.tolist()

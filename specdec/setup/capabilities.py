@@ -127,7 +127,7 @@ def refusal(cell: Cell) -> Refusal | None:
 def resolve_drafters(
     draft: str, heads: Collection[str], *, synthetic: bool = False, graphs: bool = False
 ) -> tuple[str, ...]:
-    """Say who drafts, given whose heads were found. `auto` asks the first of them, and looks text up.
+    """Name the drafters, given the heads that were found. `auto` asks the first of them, and looks text up.
 
     Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
     graphs run steps, which the device then drafts for itself.

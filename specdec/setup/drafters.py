@@ -104,12 +104,12 @@ def auto_drafters(heads: Collection[str]) -> tuple[str | None, tuple[str, ...]]:
 
 
 def head_of(drafters: Collection[str], heads: Mapping[str, HeadSource]) -> HeadSource | None:
-    """Return the head of those who draft, at most one of whom has any."""
+    """Return the head of these drafters, of which at most one has any."""
     return next((heads[name] for name in drafters if name in heads), None)
 
 
 def has_head(drafters: Collection[str]) -> bool:
-    """Tell whether a head is among those who draft."""
+    """Tell whether one of these drafters has a head."""
     return any(DRAFTERS[name].has_head for name in drafters)
 
 

@@ -88,7 +88,7 @@ def warm_up(core: EngineCore) -> None:
 def _tried(policy: Policy) -> tuple[Shape, ...]:
     """Choose the shapes whose drafting is timed: deep chains as sparsely as wide steps.
 
-    What lies between is told by its neighbours, and each takes passes of its own to time.
+    What lies between is interpolated, and each takes passes of its own to time.
     """
     deepest = policy.bounds.num_steps
     kept = {*range(1, EVERY + 1), *WIDTHS, deepest}

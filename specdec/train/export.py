@@ -72,7 +72,7 @@ def _narrow(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors into a file that everybody may read."""
+    """Write tensors into a file that all users may read."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)
 

@@ -10,7 +10,7 @@ WORD = 32
 
 
 class Limit(Protocol):
-    """Bounds one request's choices. It hears of every token that the request accepts.
+    """Limit one request's choices. It observes every token that the request accepts.
 
     What may follow may take a while to find out: it is asked for, waited for a little, and then known or not.
     """

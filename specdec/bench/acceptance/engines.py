@@ -41,7 +41,7 @@ class Engines:
     def __init__(
         self, folder: Path, config: EngineConfig, draftings: Sequence[Drafting], memory: int | None
     ) -> None:
-        """Load the weights of everyone who drafts; `config` says all else."""
+        """Load the weights of every drafter; `config` says all else."""
         self.left_out: list[str] = []
         """Who cannot draft here, and why."""
         self._loaded: list[Loaded] = []
@@ -62,7 +62,7 @@ class Engines:
 
     @property
     def first(self) -> Loaded:
-        """Show what does not depend on who drafts: the network, its tokenizer, where it runs and in what."""
+        """Show what does not depend on the drafter: the network, its tokenizer, where it runs and in what."""
         return self._loaded[0]
 
     def open(self, drafting: Drafting) -> Model:
@@ -77,7 +77,7 @@ class Engines:
     def _load(
         self, folder: Path, config: EngineConfig, asked: Drafting, draftings: Sequence[Drafting]
     ) -> None:
-        """Read the weights and a head; who has none is left out."""
+        """Read the weights and a head; a drafter that has none is left out."""
         draft = asked.draft
         own_head = config.draft_model if draft in (AUTO, *drafters_of_folders()) else None
         fields = {**widest(draftings, draft), "adaptive": False, "draft_model": own_head}

@@ -61,7 +61,7 @@ def condition(record: Record, records: Sequence[Record]) -> str:
 
 
 def acceptance_by_depth(records: Sequence[Record], **look: Any) -> str:
-    """Draw a line for each drafter: its colour says who drafts, its dashes the temperature."""
+    """Draw a line for each drafter: its colour names the drafter, its dashes the temperature."""
     chosen, names = _narrowest([r for r in records if r.get("per_depth")]), drafters(records)
     shapes = list(dict.fromkeys(names[setting_key(r)] for r in chosen))
     temperatures = list(dict.fromkeys(field(r, "temperature") for r in chosen))

@@ -1,4 +1,4 @@
-"""What is measured: who drafts, in what shape, at what temperature, for how many rows at once."""
+"""What is measured: which drafter, in what shape, at what temperature, for how many rows at once."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Who drafts, and how; engines differ in nothing else."""
+    """The drafter and its shape; engines differ in nothing else."""
 
     draft: str
     shape: Shape | None = None
@@ -161,7 +161,7 @@ class Sweep:
 
 
 def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:
-    """Return fields of EngineConfig whose memory serves all shapes of one who drafts."""
+    """Return fields of EngineConfig whose memory serves all shapes of one drafter."""
     shapes = [d.shape for d in draftings if d.draft == draft and d.shape]
     if not shapes:
         return {"draft": draft}

@@ -150,7 +150,7 @@ def heading(title: str, width: float) -> tuple[str, float]:
 
 
 def document(body: str, width: float, height: float, *, title: str, description: str, alone: bool) -> str:
-    """Close a picture: named for those who do not see it, and with its style where it stands alone."""
+    """Close a picture: with a title for screen readers, and with its style where it stands alone."""
     height = round(height)
     name, about = tag("title", escape(title)), tag("desc", escape(description))
     style = tag("style", STYLE) if alone else ""

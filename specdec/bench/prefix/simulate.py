@@ -43,7 +43,7 @@ class Policy(Protocol[A]):
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How long a request lives, which decides who is alive together."""
+    """How long a request lives, which decides which run at the same time."""
 
     read: float = 10_000.0
     """Tokens of a prompt a second, of those that are not hit."""

@@ -73,7 +73,7 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "output_tokens": (_is_tokens, TOKENS),
     }
 )
-"""What a line must hold: how it is told, and what is said where it is not so."""
+"""What a line must hold: the check, and the error where it fails."""
 
 
 def write_trace(trace: Trace, path: Path) -> None:

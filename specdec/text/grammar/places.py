@@ -13,7 +13,7 @@ LOOK_S = 0.05
 class Places:
     """Hands out `count` places, at most `most` to one caller. Any thread may take and give back.
 
-    Where several wait, the caller who has the fewest is next, then who has waited longest.
+    Of several that wait, the caller with the fewest places is next, then the one that has waited longest.
     """
 
     def __init__(self, count: int, most: int) -> None:
