@@ -57,7 +57,8 @@ class EngineConfig(Settings):
     draft: Annotated[str, AfterValidator(known_drafter)] = Field(
         AUTO,
         title="the drafter; auto: the head of draft_model, or else the model's multi-token head, where it "
-        "has one, with suffixes on a CPU; " + "; ".join(f"{name}: {own.help}" for name, own in DRAFTERS.items()),
+        "has one, with suffixes on a CPU; "
+        + "; ".join(f"{name}: {own.help}" for name, own in DRAFTERS.items()),
         description=f"{', '.join(_FIRST)} or {_LAST}",
     )
     draft_model: NonEmpty | None = Field(
