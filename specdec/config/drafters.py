@@ -12,7 +12,7 @@ class DrafterOption:
     """Its weights lie in a folder of their own, `draft_model`."""
 
 
-DRAFTERS: dict[str, DrafterOption] = {
+DRAFTER_OPTIONS: dict[str, DrafterOption] = {
     "mtp": DrafterOption("the model's own multi-token head"),
     "eagle": DrafterOption("an EAGLE head in a folder of its own", reads_folder=True),
     "ngram": DrafterOption("what followed the last few tokens before"),
@@ -25,11 +25,11 @@ AUTO, NONE = "auto", "none"
 
 def known_drafter(name: str) -> str:
     """Return a name that `draft` may have; refuse any other."""
-    if name not in (AUTO, NONE, *DRAFTERS):
+    if name not in (AUTO, NONE, *DRAFTER_OPTIONS):
         raise ValueError(name)
     return name
 
 
 def drafters_of_folders() -> list[str]:
     """Name the drafters whose weights lie in a folder of their own."""
-    return [name for name, option in DRAFTERS.items() if option.reads_folder]
+    return [name for name, option in DRAFTER_OPTIONS.items() if option.reads_folder]

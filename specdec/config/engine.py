@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from specdec.config.base import MAX_BYTES, Settings, contradiction, parse_bytes
-from specdec.config.drafters import AUTO, DRAFTERS, NONE, drafters_of_folders, known_drafter
+from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE, drafters_of_folders, known_drafter
 from specdec.errors import ConfigError
 
 MAX_WINDOW = 64
@@ -19,7 +19,7 @@ PREFIX_FIELDS = ("prefix_policy", "prefix_alpha", "host_cache_bytes")
 """What only a cache of prefixes has a use for."""
 HEAD_FIELDS = ("draft_model", "draft_vocab", "draft_window")
 """What only a head has a use for."""
-*_FIRST, _LAST = (AUTO, NONE, *DRAFTERS)
+*_FIRST, _LAST = (AUTO, NONE, *DRAFTER_OPTIONS)
 
 
 class EngineConfig(Settings):
@@ -58,7 +58,7 @@ class EngineConfig(Settings):
         AUTO,
         title="the drafter; auto: the head of draft_model, or else the model's multi-token head, where it "
         "has one, with suffixes on a CPU; "
-        + "; ".join(f"{name}: {own.help}" for name, own in DRAFTERS.items()),
+        + "; ".join(f"{name}: {own.help}" for name, own in DRAFTER_OPTIONS.items()),
         description=f"{', '.join(_FIRST)} or {_LAST}",
     )
     draft_model: NonEmpty | None = Field(

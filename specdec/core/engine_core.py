@@ -99,7 +99,10 @@ class EngineCore:
         finally:
             why = f"The engine failed while this request ran: {failure!r}."
             for request in spoilt:
-                request.fail(EngineError(why))  # one each: a caller may keep it, and write on it
+                if request.finish_reason and not request.chooser.fault:  # its text is complete
+                    request.send(request.take_delta())
+                else:
+                    request.fail(EngineError(why))  # one each: a caller may keep it, and write on it
 
     def end_all(self, why: str) -> Sequence[Exception]:
         """Give every request's memory back and end it with an error; return what went wrong with that."""

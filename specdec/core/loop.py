@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec.core.batch import ScheduledRequest, StepReport, StepResult
 from specdec.core.device.runner import Runner
 from specdec.core.executor import Executor, Forward
-from specdec.core.outputs import Delta, TokenLogprob
+from specdec.core.outputs import TokenLogprob
 from specdec.core.prefix_keeper import Prefixes
 from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Events, Scheduler
@@ -18,7 +18,6 @@ from specdec.draft.outlook import Outlook
 from specdec.errors import EngineError, RequestError, SpecdecError
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS
-from specdec.models.replay import Replays
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed, release_path
 from specdec.state_slots.prefix.cache import PrefixCache
@@ -32,7 +31,7 @@ from specdec.verify.walk import AcceptedPath, walk
 UNKNOWN = Choice(NO_TOKEN, None)
 """At a node where it is not known in time what may be sampled."""
 
-Ended = tuple[Request, Delta | SpecdecError]
+Ended = tuple[Request, SpecdecError | None]
 """A request that is over, and the last that it emits."""
 
 
@@ -65,7 +64,7 @@ class DecodeLoop:
         """Advance every request that takes part by one window."""
         if self.runner and self.runner.go_on():
             return
-        clock, firsts = Clock(), Replays.firsts
+        clock, first_passes = Clock(), self.arena.first_passes
         self._resolve_limits()
         plan = self.scheduler.schedule()
         self._follow(plan.events)
@@ -89,7 +88,7 @@ class DecodeLoop:
         clock.lap("rest")
         if any(row.is_decode for row in rows):
             self.counts.spend(clock.seconds)
-        if Replays.firsts == firsts:
+        if self.arena.first_passes == first_passes:
             # Where nothing is sampled a GPU may not have been waited for.
             if self.prefixes and all(row.sample_at and not row.is_decode for row in rows):
                 self.prefixes.observe(rows, sum(clock.seconds.values()))
@@ -107,15 +106,15 @@ class DecodeLoop:
             if fault := request.chooser.fault:
                 ended.append((request, _refusal(fault)))
             elif request.check_finished():
-                ended.append((request, request.take_delta()))
+                ended.append((request, None))
         self._finish(ended)
 
     def _follow(self, events: Events) -> None:
         """Pass on to the drafters what the scheduler has done to requests."""
-        for request in events.dropped:
-            self.speculation.end(request, shared=False)
         for request in events.preempted:
             self.speculation.on_preempt(request)
+        for request in events.dropped:
+            self.speculation.end(request, shared=False)
         for request, hit in events.admitted:
             if hit:
                 self.speculation.restore(request, hit)
@@ -275,9 +274,9 @@ class DecodeLoop:
             request.counts.spend(result.seconds)
             if request.params.trees:
                 request.show(row.draft_tree(path, kept))
-        delta = request.take_delta()
         if request.finish_reason:
-            return request, delta
+            return request, None
+        delta = request.take_delta()
         if request.chooser.limits:
             ask([Node(request.chooser, len(request.tokens))])
         request.send(delta)
@@ -289,13 +288,13 @@ class DecodeLoop:
             return
         if self.prefixes:
             self.prefixes.keep([request for request, _ in ended], result.ahead if result else None)
-        for request, last in ended:
+        for request, error in ended:
             self.speculation.end(request, shared=self._shares)
             self.scheduler.release(request)
-            if isinstance(last, SpecdecError):
-                request.fail(last)
+            if error:
+                request.fail(error)
             else:
-                request.send(last)
+                request.send(request.take_delta())
 
     def recover(self) -> None:
         """Put memory, drafters and the batch on the device back to empty after a step that failed.

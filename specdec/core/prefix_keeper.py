@@ -55,6 +55,8 @@ class Prefixes:
     def keep(self, ended: Sequence[Request], ahead: Ahead | None) -> None:
         """Keep what ended requests have read, and their states, for those that begin alike."""
         done = [self._left(r, ahead) for r in ended if r.lease and r.finish_reason]
+        # A node without a state grows with a text that goes on from it: the longest comes first.
+        done.sort(key=lambda left: -left.length)
         if ahead is None:
             # Later requests share these blocks: the head must have read as far.
             self.speculation.read_ended([(left.request, left.skipped) for left in done])

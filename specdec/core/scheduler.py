@@ -32,9 +32,9 @@ WORTH_WAITING = 64
 class Events:
     """What has happened to requests since the last plan, in this order."""
 
+    preempted: list[Request] = field(default_factory=list)
     dropped: list[Request] = field(default_factory=list)
     """They were cancelled or refused, and have emitted their last."""
-    preempted: list[Request] = field(default_factory=list)
     admitted: list[tuple[Request, Hit | None]] = field(default_factory=list)
     """With what each need not read, if anything."""
 

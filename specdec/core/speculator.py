@@ -23,7 +23,6 @@ from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.worth import Worth
 from specdec.kernels.table import Kernels
-from specdec.models.replay import Replays
 from specdec.state_slots.backing import Backing, Draft
 from specdec.state_slots.prefix.lease import Hit
 
@@ -193,14 +192,15 @@ class Speculation:
         behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
         self._told |= lengths
         silent = [drafter for drafter in self.drafters if drafter is self.head or not any(answers)]
-        start_s, firsts = self.clock(), Replays.firsts
+        start_s, first_passes = self.clock(), self.backing.arena.first_passes
         for drafter in silent:
             for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
                 answers[i].append((drafter, proposal))
         took_s = self.clock() - start_s
         asked = [shapes[i] for i in wanted]
         alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
-        shape = asked[0] if alike and behind <= CLOSE and Replays.firsts == firsts else None
+        is_known = self.backing.arena.first_passes == first_passes
+        shape = asked[0] if alike and behind <= CLOSE and is_known else None
         self.policy.observe_draft(shape, len(wanted), took_s)
 
     def _merge(

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -34,9 +34,6 @@ COME, REFUSED = "come once", "refused"
 class Replays:
     """Play what was recorded of windows of the same form; all others run as they are."""
 
-    firsts: ClassVar[int] = 0
-    """Passes of any network that were first of their form or recorded: what they took comes once."""
-
     def __init__(self, run: Pass, kernels: Kernels) -> None:
         self.run, self.serves = run, kernels.name == "native"
         self._by_memory: WeakKeyDictionary[Memory, Tapes] = WeakKeyDictionary()
@@ -56,7 +53,7 @@ class Replays:
         known = tapes.of(form)
         if isinstance(known, Recorded):
             return known.play(window, inputs)
-        Replays.firsts += known is not REFUSED
+        memory.first_passes += known is not REFUSED
         if known is REFUSED or (known is None and not _comes_again(group)):
             tapes.note(form, known or COME)
             return self.run(window, memory, *inputs, **constants)

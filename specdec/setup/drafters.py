@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.config.drafters import DRAFTERS as OPTIONS
+from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.config.engine import EngineConfig
 from specdec.core.speculator import Speculation
 from specdec.draft.drafter import Drafter
@@ -87,7 +87,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
 }
 """By the names that users know them by, in the order of `config/drafters.py`."""
 
-assert list(DRAFTERS) == list(OPTIONS), "config/drafters.py and this table name the same drafters"
+assert list(DRAFTERS) == list(DRAFTER_OPTIONS), "config/drafters.py and this table name the same drafters"
 
 
 def find_heads(folder: Path | None, network: spec.Network, config: EngineConfig) -> dict[str, HeadSource]:
@@ -99,7 +99,7 @@ def find_heads(folder: Path | None, network: spec.Network, config: EngineConfig)
 
 def auto_drafters(heads: Collection[str]) -> tuple[str | None, tuple[str, ...]]:
     """Return the head that `auto` asks, one in a folder of its own before the model's, and the rest."""
-    head = min(heads, key=lambda name: not OPTIONS[name].reads_folder, default=None)
+    head = min(heads, key=lambda name: not DRAFTER_OPTIONS[name].reads_folder, default=None)
     return head, tuple(name for name, own in DRAFTERS.items() if own.in_auto)
 
 

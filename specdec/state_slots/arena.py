@@ -119,6 +119,8 @@ class Arena:
         self._evictor: Evictor | None = None
         self._tables: BlockTables | None = None
         self.moved_blocks = 0
+        self.first_passes = 0
+        """Counted by the networks that pass over this memory."""
 
     def attach_evictor(self, evictor: Evictor) -> None:
         """Let this one evict when memory is short."""

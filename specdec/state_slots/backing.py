@@ -31,6 +31,8 @@ class Draft:
 
 
 class Backing(Protocol):
+    arena: Arena
+
     def bytes_per_token(self) -> int:
         """Say what one node of a window borrows."""
         ...

@@ -18,6 +18,7 @@ from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.cli import main
 from specdec.errors import ConfigError
 from specdec.kernels.table import Kernels
+from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from tests.kernels import problems as networks
 from tests.kernels.problems import NETWORKS
 
@@ -160,9 +161,8 @@ def test_row_error_is_of_the_worst_row(value: float) -> None:
 def test_bytes_follow_the_formulas() -> None:
     """Count what an arena's own layout says of the same layer."""
     (mixer,) = NETWORKS["experts"].layers[0].mixers
-    shape = mixer.state_shape()
-    assert shape
-    size = traffic.recurrent(shape, 4)
+    assert isinstance(mixer, GatedDeltaNet)
+    size = traffic.recurrent(mixer.state_shape(), 4)
     assert size.state == 4 * 16 * 8 * 4
     assert size.record == (4 * 8 + 4) * 4 + (2 * 2 * 16 + 4 * 8) * 4
     for rows, width, path in ((1, 4, 2), (64, 8, 4)):

@@ -216,6 +216,18 @@ def test_a_step_may_fail_anywhere(
     assert engine.stats().failed_steps == before + 1
 
 
+def test_texts_that_are_complete_outlive_a_step_that_fails(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both requests end in one step, and what is kept of them for later ones fails."""
+    prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(max_tokens=6, ignore_eos=True, seed=7)
+    with SpecEngine(hybrid, draft="none", dtype="float64") as engine:
+        expected = [own.token_ids for own in engine.generate(prompts, params)]
+        break_once(engine.model.loop.prefixes, "keep", 1, MemoryError(), monkeypatch)
+        assert [own.token_ids for own in engine.generate(prompts, params)] == expected
+        assert engine.stats().failed_steps == 1
+
+
 @pytest.mark.parametrize("engine", ["records"], indirect=True, scope="module")
 def test_whose_draft_is_not_trusted_is_forgotten_too(
     engine: SpecEngine, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ def run(
 
     loop.observers.append(copy_states)
     done = engine.generate([prompt], params)[0]
+    assert len(states) == len(engine.model.settings.layout.states)
     return [*prompt, *done.token_ids], states
 
 

@@ -183,3 +183,23 @@ def test_a_head_goes_on_as_if_it_had_read_all(
             assert sum(own.stats.cached_tokens for own in done) > 300 or not cached
     for cold, warm in zip(accepted[False], accepted[True], strict=True):
         assert warm > 0.9 * cold > 1
+
+
+def test_texts_of_one_step_that_go_on_from_each_other_keep_their_own_states(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """Without attention a node holds no blocks: it grows with any text that goes on from it."""
+    folder = checkpoint(layer_types=["linear_attention"] * 4)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with SpecEngine(folder, draft="none", prefix_cache=False, dtype="float64") as engine:
+        said = [5, 6, 7, *engine.generate([[5, 6, 7]], params)[0].token_ids]
+        later = [*said[:9], 8, 9]
+        expected = engine.generate([later], params)[0].token_ids
+    with SpecEngine(folder, draft="none", dtype="float64") as engine:
+        brief = params.model_copy(update={"max_tokens": 5})
+        ended: list[int] = []
+        engine.model.loop.observers.append(lambda report: ended.append(len(report.finished)))
+        short, long = engine.generate([said[:3], said[:5]], brief)
+        assert [*short.token_ids, *long.token_ids] == [*said[3:8], *said[5:10]] and max(ended) == 2
+        (done,) = engine.generate([later], params)
+        assert done.stats.cached_tokens == 9 and done.token_ids == expected

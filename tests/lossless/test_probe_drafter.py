@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from specdec import SamplingParams, SpecEngine
-from specdec.config.drafters import DRAFTERS as OPTIONS
-from specdec.config.drafters import DrafterOption
+from specdec.config.drafters import DRAFTER_OPTIONS, DrafterOption
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal, Shape
@@ -73,7 +72,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Followers]:
         drafters.append(Followers())
         return drafters[-1]
 
-    monkeypatch.setitem(OPTIONS, "followers", DrafterOption("what followed the last token before"))
+    monkeypatch.setitem(DRAFTER_OPTIONS, "followers", DrafterOption("what followed the last token before"))
     monkeypatch.setitem(DRAFTERS, "followers", DrafterSpec(make, in_auto=True))
     return drafters
 

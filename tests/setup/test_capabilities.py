@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
-from specdec.config.drafters import DRAFTERS as OPTIONS
+from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.errors import ConfigError, RequestError
 from specdec.models.families import supported
 from specdec.setup.capabilities import AXES, Cell, cells, readme_table, refusal
@@ -26,7 +26,7 @@ def test_the_readme_shows_the_table() -> None:
 
 
 def test_the_axes_are_what_there_is() -> None:
-    assert set(AXES["drafter"]) == {"auto", "none", *DRAFTERS} and [*DRAFTERS] == [*OPTIONS]
+    assert set(AXES["drafter"]) == {"auto", "none", *DRAFTERS} and [*DRAFTERS] == [*DRAFTER_OPTIONS]
     assert set(AXES["backing"]) == set(get_args(EngineConfig.model_fields["slots"].annotation))
     assert set(AXES["family"]) == set(CONFIGS)
     assert {name.removesuffix("_text") for name in supported()} == set(CONFIGS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
-from specdec.config.drafters import AUTO, DRAFTERS, NONE
+from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.config.sampling import SamplingParams
@@ -19,7 +19,7 @@ from specdec.models.folder import find_folder
 DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
 DEFAULT_TREE = 16
 """Tokens of a tree of which nothing is said."""
-DRAFTS = (AUTO, *DRAFTERS, NONE)
+DRAFTS = (AUTO, *DRAFTER_OPTIONS, NONE)
 SWEPT = {
     *("draft", "num_steps", "topk", "num_draft_tokens", "adaptive", "draft_noise", "draft_vocab"),
     *("draft_window", "seed", "prefix_cache", "prefix_policy", "prefix_alpha", "host_cache_bytes"),

@@ -19,6 +19,9 @@ from specdec.state_slots.window import Window
 class Memory(Protocol):
     """The arena's views, by the running number of the attention or recurrent layer."""
 
+    first_passes: int
+    """Passes over it that were first of their form or recorded: what they took comes once."""
+
     def pages(self, layer: int) -> Tensor: ...
 
     def recurrent(self, layer: int) -> RecurrentMemory: ...
