@@ -87,14 +87,15 @@ def said(live: Live) -> str:
 
 
 class Asked:
-    """Requests that run together, each in a thread of its own."""
+    """Requests that run together and do not end together, each in a thread of its own."""
 
     def __init__(self, live: Live, count: int, **fields: Any) -> None:
         self.answers: list[Answer | Exception] = []
-        self.threads = [
-            threading.Thread(target=self._ask, args=(live, LONG | {"stream": i % 4 > 0, **fields}))
+        bodies = [
+            LONG | {"stream": i % 4 > 0, "max_tokens": LONG["max_tokens"] - 10 * i, **fields}
             for i in range(count)
         ]
+        self.threads = [threading.Thread(target=self._ask, args=(live, body)) for body in bodies]
         for thread in self.threads:
             thread.start()
 
