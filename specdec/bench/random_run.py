@@ -76,7 +76,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
         seed=options.seed or 0,
     )
     settings = model.settings
-    engine = EngineRunner.of(model)
+    engine = EngineRunner(model)
     runners = [engine, engine.plain()] if settings.drafters else [engine]
     cases = [Case(batch, prompt) for batch in batches for prompt in options.prompt_tokens]
     prompts = cases[0].prompts(found.model.network.vocab, options.seed or 0)

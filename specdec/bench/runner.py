@@ -1,6 +1,5 @@
 """Time the steps of an EngineCore."""
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,23 +19,19 @@ ENGINE = "specdec"
 class EngineRunner:
     """Decode in this thread: what a step costs, without the queues around it and without making text."""
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
-        self.model, self.name = build(folder, config), ENGINE
+    def __init__(self, model: Model, name: str = ENGINE) -> None:
+        self.model, self.name = model, name
 
     @classmethod
-    def of(cls, model: Model) -> "EngineRunner":
-        """Run a model that was built already."""
-        runner = cls.__new__(cls)
-        runner.model, runner.name = model, ENGINE
-        return runner
+    def load(cls, folder: Path, config: EngineConfig) -> "EngineRunner":
+        """Build a model to run."""
+        return cls(build(folder, config))
 
     def plain(self) -> "EngineRunner":
         """Return a runner of the same weights, with memory of its own, that drafts nothing."""
-        twin = copy.copy(self)
         settings = replace(self.model.settings, drafters=(), synthetic=None)
         core = assemble(self.model.network, None, settings)
-        twin.model, twin.name = replace(self.model, core=core, settings=settings), f"{ENGINE}, draft none"
-        return twin
+        return EngineRunner(replace(self.model, core=core, settings=settings), f"{ENGINE}, draft none")
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
         """Time each step of the loop.

@@ -64,7 +64,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
         if options.model
         else cached_checkpoint(shape_config(options.shape), seed=options.seed or 0)
     )
-    engine = EngineRunner(folder, _with_room(config, options))
+    engine = EngineRunner.load(folder, _with_room(config, options))
     settings, spec = engine.model.settings, engine.model.network.spec
     oracle = TransformersPeer(folder, dtype=settings.dtype, device=settings.device)
     plain = engine.plain() if settings.drafters else engine

@@ -322,7 +322,8 @@ class DecodeLoop:
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self.close()
-        self._shares, self.prefixes, self.scheduler.cache = False, None, None
+        self._shares, self.prefixes = False, None
+        self.scheduler.keep_prefixes(None)
 
     def flush(self, caller: str | None = None) -> None:
         """Forget what ended requests, or one caller's, left: texts that drafters look up, and prefixes."""
@@ -341,10 +342,19 @@ class DecodeLoop:
                 request.move_blocks(moved)
         move_blocks(moved, owners)
 
+    def reset_counts(self) -> None:
+        """Count from here on."""
+        self.counts = Counts()
+        self.scheduler.limited_by.clear()
+
+    def run_on_device(self, runner: Runner) -> None:
+        """Leave steps to the device from now on, where it can decide them."""
+        self.runner = runner
+
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
         """Let what a request has read serve later ones."""
         self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
-        self.scheduler.cache = cache
+        self.scheduler.keep_prefixes(cache)
         if tuner:
             tuner.start()
 

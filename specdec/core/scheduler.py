@@ -67,6 +67,10 @@ class Scheduler:
         self._last_limit = ""
         self._events = Events()
 
+    def keep_prefixes(self, cache: PrefixCache | None) -> None:
+        """Share what requests have read with later ones; None: no longer."""
+        self.cache = cache
+
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
 

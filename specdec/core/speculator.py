@@ -47,6 +47,7 @@ class Speculation:
         *,
         synthetic: Sequence[float] | None = None,
         noise: bool = True,
+        learns: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.backing, self.scheduler = policy, backing, scheduler
@@ -63,7 +64,7 @@ class Speculation:
         """When this step was drafted for."""
         self._took_s = 0.0
         """What that took."""
-        self.learns = True
+        self.learns = learns
         """Whether the choice of shapes has a use for what steps take."""
         self.records = Records()
         self._drafted: dict[int, DraftRecord] = {}
@@ -81,6 +82,10 @@ class Speculation:
             drafter.calibrator = Assumed(self.synthetic)
         if isinstance(drafter, HeadDrafter):
             self.head = drafter
+
+    def draft_by(self, drafters: Sequence[Drafter], policy: Policy) -> None:
+        """Ask these alone from now on, in the shapes of this policy."""
+        self.drafters, self.policy = list(drafters), policy
 
     @property
     def _looks(self) -> bool:
@@ -284,7 +289,7 @@ class Speculation:
 
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""
-        self.policy.worth = Worth()
+        self.policy.recall(Worth())
         self.records.recall({})
         self._drafted.clear()
         for drafter in self.drafters:
@@ -307,9 +312,9 @@ class Speculation:
         """Go on as after this experience, whatever has come since."""
         self.forget_experience()
         self.records.recall(experience.kinds)
-        self.policy.worth = replace(experience.worth)
+        self.policy.recall(experience.worth)
         for drafter, tallies in zip(self.drafters, experience.tallies, strict=True):
-            drafter.calibrator.tallies = deepcopy(tallies)
+            drafter.calibrator.recall(tallies)
 
     def skip_draft_once(self, request: Request) -> None:
         """Let a request decode by itself in the next step: its last draft made the target's numbers NaN."""

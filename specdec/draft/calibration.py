@@ -1,7 +1,7 @@
 """Turn what a drafter believes into probabilities, from what was accepted of its earlier proposals."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.draft.proposal import Proposal
 
@@ -48,6 +48,10 @@ class Calibrator:
     def forget(self) -> None:
         """Start anew."""
         self.tallies = [[Tally() for _ in row] for row in self.tallies]
+
+    def recall(self, tallies: Sequence[Sequence[Tally]]) -> None:
+        """Go on from a copy of what was observed once."""
+        self.tallies = [[replace(tally) for tally in row] for row in tallies]
 
     def calibrated(self, belief: float, depth: int, rank: int) -> float:
         """Return the probability that a node is accepted given that its parent is."""

@@ -124,6 +124,18 @@ class Policy:
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
+    def of_shape(self, shape: Shape | None, *, drafts: bool) -> "Policy":
+        """Return one that always plans this shape; it notes here what steps cost, and drafts if told."""
+        other = Policy(shape or self.bounds, adaptive=False)
+        other.steps = self.steps
+        if drafts:
+            other.drafts = self.drafts
+        return other
+
+    def recall(self, worth: Worth) -> None:
+        """Go on from what drafts were worth."""
+        self.worth = replace(worth)
+
     def on_new_batch(self) -> None:
         """Note that the next batch differs from the last."""
         self._stirred = True

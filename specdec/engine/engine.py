@@ -119,7 +119,8 @@ class SpecEngine:
         check_request(params, synthetic=self.model.settings.synthetic is not None)
         stop_ids = find_stops(params, spec.eos)
         has_form = params.structured_outputs is not None
-        limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
+        with self._worker.calling():
+            limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
         if grammar is None and (compiling := self.begin_form(params, caller=caller)):
             grammar = compiling.result()
         return Terms(params, grammar, tenant_of(params, caller), stop_ids, limits)
@@ -133,7 +134,8 @@ class SpecEngine:
                     field="prompt",
                 )
             self.check_length(prompt)
-            ids = self._tokenize(prompt)
+            with self._worker.calling():
+                ids = self._tokenize(prompt)
         else:
             ids = as_ids(prompt)
         vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
@@ -183,12 +185,13 @@ class SpecEngine:
         `emit` is called, in the engine's thread, with the prompt's index and every delta or an error. A
         caller that has enough cancels the ticket; `generate` and `stream` do so for their callers.
         """
-        requests = [
-            request
-            for index, own in enumerate(prepared)
-            for request in self._requests(own, partial(emit, index))
-        ]
-        self._worker.submit(requests)
+        with self._worker.calling():
+            requests = [
+                request
+                for index, own in enumerate(prepared)
+                for request in self._requests(own, partial(emit, index))
+            ]
+            self._worker.submit(requests)
         return Ticket(requests, self._worker)
 
     def flush(self) -> None:

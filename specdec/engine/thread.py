@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -30,6 +30,10 @@ BUILDING_ENDS_S = 2.0
 """For a build that is given up to end where its thread comes back from C, as after the tensor being read."""
 
 
+CALLERS_LEAVE_S = 2.0
+"""For other threads to come out of C++ where the engine is closed: a call takes milliseconds."""
+
+
 class GivenUp(BaseException):
     """Raised within a thread that builds what nothing waits for any more."""
 
@@ -49,7 +53,9 @@ class Worker:
         self._ending, self._builds = threading.Lock(), True
         """Whether the thread can still be made to give up: it does not end in the meantime."""
         self._gate = threading.Lock()
-        """Holds `submit` and what stops the engine apart, so that no request enters a closed inbox."""
+        """Holds callers and what stops the engine apart, so that no request enters a closed inbox."""
+        self._callers = 0
+        """Threads that are in C++ for the engine."""
         self._process = os.getpid()
         """Where the thread runs: a process that is forked from it has a copy of everything but threads."""
         self.fault: str | None = None
@@ -86,6 +92,23 @@ class Worker:
                 f"This engine runs in process {self._process}, of which this one, {os.getpid()}, is a fork; "
                 "create a SpecEngine here, or start processes with multiprocessing's spawn."
             )
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Hold the end of the interpreter off while a caller's thread is in C++; refuse one that comes later.
+
+        Python ends a daemon's thread by unwinding it, which C++ answers by aborting the process.
+        """
+        self.check_process()
+        with self._gate:
+            if self.fault:
+                raise EngineError(self.fault)
+            self._callers += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._callers -= 1
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin some requests in one step: what a step computes together must not hang on the clock."""
@@ -138,6 +161,9 @@ class Worker:
         self._stop(CLOSED)
         self._inbox.put(_wake)
         self._thread.join(timeout_s)
+        until_s = time.monotonic() + CALLERS_LEAVE_S
+        while self._callers and time.monotonic() < until_s:
+            time.sleep(0.001)
         return not self._thread.is_alive()
 
     def _stop(self, fault: str) -> None:
@@ -145,10 +171,7 @@ class Worker:
             self.fault = self.fault or fault
 
     def _give_up_building(self) -> None:
-        """End the thread that builds: around one that is in C++ the interpreter cannot be torn down.
-
-        Python ends such a thread by unwinding it, which C++ answers by aborting the process.
-        """
+        """End the thread that builds: around one that is in C++ the interpreter cannot be torn down."""
         atexit.register(self._thread.join)
         with self._ending:
             # Its number would be another thread's once it has ended.

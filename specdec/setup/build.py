@@ -163,6 +163,7 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
         network.kernels,
         synthetic=settings.synthetic,
         noise=settings.config.draft_noise,
+        learns=bool(settings.drafters) and settings.config.adaptive,
         clock=clock,
     )
     for name in settings.drafters:
@@ -171,14 +172,13 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
     core = EngineCore(loop, vocab=network.spec.vocab, eos=network.spec.eos, max_length=settings.max_model_len)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":
         precompile(loop, network, settings.max_model_len)
-    speculation.learns = bool(settings.drafters) and settings.config.adaptive
     if speculation.learns:
         warm_up(core)
     if settings.config.prefix_cache:
         own = _prefix_cache(arena, network, settings, has_head=head is not None)
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     if settings.graphs:
-        loop.runner = _runner(loop, network, settings)
+        loop.run_on_device(_runner(loop, network, settings))
     return core
 
 

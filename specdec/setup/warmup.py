@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from specdec.config.sampling import SamplingParams
 from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
-from specdec.core.stats import Counts
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Stateless, Want
 from specdec.draft.head import HeadDrafter
@@ -45,7 +44,7 @@ class Filler(Stateless):
 
 def warm_up(core: EngineCore) -> None:
     """Teach the policy what steps and drafts cost, and leave nothing else behind."""
-    loop, speculation, policy = core.loop, core.loop.speculation, core.loop.speculation.policy
+    speculation, policy = core.loop.speculation, core.loop.speculation.policy
     drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
     heads: list[Drafter] = [speculation.head] if speculation.head else []
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
@@ -61,7 +60,8 @@ def warm_up(core: EngineCore) -> None:
     logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
     request = None
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
-        speculation.drafters = own  # before a text can end: a made-up one is not to be kept
+        # Before a text can end: a made-up one is not to be kept.
+        speculation.draft_by(own, policy.of_shape(shape, drafts=own is heads))
         if request and (request.finish_reason or request.num_remaining_tokens <= _depth(shape)):
             _end(core, request)
             request = None
@@ -69,18 +69,13 @@ def warm_up(core: EngineCore) -> None:
             request = _begin(core)
             while request.finish_reason is None and not request.is_decoding:
                 core.step()
-        speculation.policy = Policy(shape or policy.bounds, adaptive=False)
-        speculation.policy.steps = policy.steps
-        if own is heads:
-            speculation.policy.drafts = policy.drafts
         if request.finish_reason is None:
             core.step()
     if request:
         _end(core, request)
-    speculation.drafters, speculation.policy = drafters, policy
+    speculation.draft_by(drafters, policy)
     speculation.forget_experience()
-    loop.counts = Counts()
-    loop.scheduler.limited_by.clear()
+    core.loop.reset_counts()
     costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
     logger.info("a step of one row takes, in ms by width: %s", costs)
 

@@ -76,7 +76,7 @@ def test_weights_are_drawn_in_place_of_a_checkpoint(name: str) -> None:
     for _ in range(2 if name == "tiny" else 1):
         model = build_random(families.network(raw), config, stored=stored, stored_bytes=1 << 30, seed=3)
         assert model.tokenizer is None
-        said.append(EngineRunner.of(model).run([[5, 6, 7]], 3).token_ids)
+        said.append(EngineRunner(model).run([[5, 6, 7]], 3).token_ids)
     assert said[0] is not None and len(said[0][0]) == 4
     assert said[0] == said[-1]
 
@@ -115,7 +115,7 @@ def test_rows_that_are_said_to_fit_do() -> None:
             stored_bytes=found.stored_bytes,
             seed=0,
         )
-        runner = EngineRunner.of(model)
+        runner = EngineRunner(model)
         runner.run([[row + 1] * 20 for row in range(rows)], 19)
         limits = dict(model.loop.scheduler.limited_by)
         assert not {"draft slots", "draft blocks", "KV blocks", "state slots"} & limits.keys(), limits
@@ -163,7 +163,7 @@ def test_profile_names_what_took_the_time() -> None:
     raw = dict(SMALL)
     config = EngineConfig(device="cpu", max_model_len=128, draft="none", dtype="float32")
     model = build_random(families.network(raw), config, stored=torch.float32, stored_bytes=1, seed=0)
-    found = profile_steps(EngineRunner.of(model), [[5, 6], [7, 8]])
+    found = profile_steps(EngineRunner(model), [[5, 6], [7, 8]])
     assert found["steps"] > 0 and found["rows"] == 2 and found["idle_share"] is None
     shares = [own["share"] for own in found["kernels"]]
     assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1 + 1e-9

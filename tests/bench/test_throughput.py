@@ -83,10 +83,10 @@ def test_check_excuses_rounding_alone(gap: float) -> None:
 
 def test_runner_times_each_step_in_which_all_rows_decode(hybrid: Path) -> None:
     # Three prompts of 33 tokens take several chunks of 16, in which the first rows already decode.
-    runner = EngineRunner(hybrid, EngineConfig(chunk_tokens=16, dtype="float32", max_model_len=64))
+    runner = EngineRunner.load(hybrid, EngineConfig(chunk_tokens=16, dtype="float32", max_model_len=64))
     prompts = [[i, *range(100, 132)] for i in range(3)]
     chunked = runner.run(prompts, 12)
-    whole = EngineRunner(hybrid, EngineConfig(dtype="float32", max_model_len=64)).run(prompts, 12)
+    whole = EngineRunner.load(hybrid, EngineConfig(dtype="float32", max_model_len=64)).run(prompts, 12)
     assert chunked.token_ids == whole.token_ids
     assert len(whole.step_s) == 12
     assert 0 < len(chunked.step_s) < 12
@@ -194,14 +194,14 @@ def test_a_wrong_window_shows_no_figure(
 
 def test_a_run_does_not_draft_what_the_last_one_said(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, shape_config("tiny"), seed=0)
-    runner = EngineRunner(tmp_path, EngineConfig(draft="suffix", adaptive=False, max_model_len=64))
+    runner = EngineRunner.load(tmp_path, EngineConfig(draft="suffix", adaptive=False, max_model_len=64))
     lengths = [runner.run([[5, 6, 7]], 24).tokens_per_step for _ in range(3)]
     assert lengths[0] == lengths[1] == lengths[2] < 2
 
 
 def test_a_batch_that_never_decodes_together_is_refused_by_name(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, shape_config("tiny"), seed=0)
-    runner = EngineRunner(tmp_path, EngineConfig(draft="none", chunk_tokens=4, max_model_len=64))
+    runner = EngineRunner.load(tmp_path, EngineConfig(draft="none", chunk_tokens=4, max_model_len=64))
     with pytest.raises(ConfigError, match="lower batch") as caught:
         runner.run([[5, 6, 7]] * 12, 2)
     assert caught.value.field == "batch"
@@ -227,7 +227,7 @@ def test_what_was_rounded_on_request_is_shown_and_not_refused(
 
 
 def test_rounding_is_named_where_there_is_some(hybrid: Path) -> None:
-    settings = EngineRunner(hybrid, EngineConfig(dtype="float32", max_model_len=16)).model.settings
+    settings = EngineRunner.load(hybrid, EngineConfig(dtype="float32", max_model_len=16)).model.settings
     assert rounding(settings) == ""
     assert rounding(settings, stored_narrow=True) == "8-bit weights"
     assert rounding(replace(settings, dtype=torch.bfloat16, quantize=True)) == "bfloat16 and 8-bit weights"

@@ -201,6 +201,28 @@ raise SystemExit(3)
     assert ended.returncode == 3, ended.stderr.decode()
 
 
+def test_a_program_that_ends_while_threads_prepare_requests_keeps_its_exit_code(hybrid: Path) -> None:
+    """They are inside torch, and the tokenizer, most of the time."""
+    program = f"""
+import threading, time
+from specdec import SamplingParams, SpecEngine
+engine = SpecEngine({str(hybrid)!r})
+params = SamplingParams(max_tokens=2, frequency_penalty=1, allowed_token_ids=[*range(1, 9)])
+def work():
+    while True:
+        try:
+            engine.submit([engine.prepare("abc", params)], lambda *_: None)
+        except Exception:
+            pass
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.2)
+raise SystemExit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr.decode()
+
+
 def test_a_dropped_engine_ends_its_thread(hybrid: Path) -> None:
     engine = SpecEngine(hybrid)
     thread = engine._worker._thread
