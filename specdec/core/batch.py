@@ -59,9 +59,8 @@ class ScheduledRequest:
         """Return the rule, the position and the drafted tokens before it that sampling at a node needs."""
         path = () if self.slots is None else self.tree.path(node)[1:]
         request = self.request
-        return Node(
-            request.chooser, len(request.tokens) + len(path), tuple(self.tree.tokens[n] for n in path)
-        )
+        tokens = tuple([self.tree.tokens[n] for n in path])
+        return Node(request.chooser, len(request.tokens) + len(path), tokens)
 
     def origins(self, path: AcceptedPath) -> list[int]:
         """Say where each token that the path emits came from: the depth of its draft, or 0, the target."""

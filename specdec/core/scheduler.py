@@ -127,7 +127,7 @@ class Scheduler:
 
     def reserve(self, request: Request, positions: int) -> bool:
         """Get the blocks of so many positions for a draft, if they are free."""
-        missing = self.arena.layout.blocks_for(positions) - len(request.table_N)
+        missing = self.arena.layout.blocks_for(positions) - request.table_N.numel()
         if missing <= 0:
             return True
         blocks = self.arena.take_blocks(request.number, missing)
@@ -173,7 +173,7 @@ class Scheduler:
             request.abort()
 
     def _blocks_missing(self, request: Request) -> int:
-        return self.arena.layout.blocks_for(len(request.tokens)) - len(request.table_N)
+        return self.arena.layout.blocks_for(len(request.tokens)) - request.table_N.numel()
 
     def _grow(self, request: Request) -> bool:
         """Get blocks for every token that the request has, preempting the youngest until there are enough.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import le, lt
 from typing import ClassVar
 
 from specdec.state_slots.tree import TokenTree
@@ -47,9 +48,10 @@ class Proposal:
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.scores)
         assert len(self.beliefs) in (0, len(self.tokens)) and len(self.shared) in (0, len(self.tokens))
-        assert all(-1 <= parent < i for i, parent in enumerate(self.parents)), "a parent comes first"
-        above = (self.scores[parent] if parent >= 0 else 1.0 for parent in self.parents)
-        falls = all(0 <= score <= bound for score, bound in zip(self.scores, above, strict=True))
+        assert min(self.parents, default=-1) >= -1
+        assert all(map(lt, self.parents, range(len(self)))), "a parent comes first"
+        above = [self.scores[parent] if parent >= 0 else 1.0 for parent in self.parents]
+        falls = all(map(le, self.scores, above)) and min(self.scores, default=0.0) >= 0
         assert falls, "a score is the probability of the whole path: at most its parent's"
         assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self.tokens), "siblings differ"
 

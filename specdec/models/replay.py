@@ -104,11 +104,11 @@ class Recorded:
     def play(self, window: Window, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Put a window of this form in place and run the pass again."""
         for to, given in zip(_tensors(self.window), _tensors(window), strict=True):
-            to[tuple(map(slice, given.shape))] = given
+            (to if to.shape == given.shape else to[tuple(map(slice, given.shape))]).copy_(given)
         for to, given in zip(self.inputs, inputs, strict=True):
             to.copy_(given)
         self.tape.play()
-        return tuple(out.clone() for out in self.outputs)
+        return tuple([out.clone() for out in self.outputs])
 
 
 def _comes_again(group: Group) -> bool:
@@ -130,9 +130,9 @@ def _with_path(window: Window) -> Window:
 def _form(group: Group) -> tuple[int, ...]:
     """Say what must be alike for two windows to make the same calls of the same memory."""
     path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
-    has = (group.record, group.snapshot_BM, group.ancestors_BMM)
+    has = group.record is not None, group.snapshot_BM is not None, group.ancestors_BMM is not None
     blocks, tokens = room(group.table_BN.shape[1], BLOCKS), room(group.max_length + group.width)
-    return group.rows, group.width, path, blocks, tokens, *(part is not None for part in has)
+    return group.rows, group.width, path, blocks, tokens, *has
 
 
 def _roomy(window: Window) -> Window:

@@ -41,7 +41,8 @@ class Unrolled:
         level_L1 = torch.arange(levels + 1, device=seed_B.device)[:, None]
         position_LB, length_LB = window.position_T + level_L1, group.length_B + level_L1
         tensors = after_BD, position_LB, length_LB, seed_B, rules.temperature_N
-        window, filters = replace(window, groups=(longest,)), rules.filters
+        window = Window(window.token_T, window.position_T, (longest,), window.first_B)
+        filters = rules.filters
         if any(part is not None for part in filters):  # which are computed in torch: no tape could hold them
             token_BL, share_BL = self._run(window, memory, *tensors, levels=levels, filters=filters)
         else:

@@ -5,7 +5,7 @@ sequence has gained and all others go back to the arena. No state is copied eith
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.state_slots.arena import Arena
@@ -76,7 +76,7 @@ class RecordBacking:
 
     def dress(self, row: Row, slots: Sequence[RecordSlot]) -> Row:
         """Tell a row which records its nodes write."""
-        return replace(row, records=slots) if slots else row
+        return row.writing(records=slots) if slots else row
 
     def promote(
         self, owner: Owner, before: Committed, slots: Sequence[RecordSlot], nodes: Sequence[int]
@@ -107,7 +107,7 @@ class SnapshotBacking:
 
     def dress(self, row: Row, slots: Sequence[int]) -> Row:
         """Tell a row which states its nodes write."""
-        return replace(row, snapshots=slots) if slots else row
+        return row.writing(snapshots=slots) if slots else row
 
     def promote(
         self, owner: Owner, before: Committed, slots: Sequence[int], nodes: Sequence[int]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import lt
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class TokenTree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(self.parents[1:], start=1))
+        assert self.parents[0] == -1 and min(self.parents[1:], default=0) >= 0
+        assert all(map(lt, self.parents, range(len(self)))), "a parent comes first"
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> "TokenTree":
@@ -27,7 +29,7 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self) - 1))
 
     @property
     def depths(self) -> tuple[int, ...]:

@@ -37,6 +37,14 @@ class Row:
         for slots in (self.records, self.snapshots):
             assert slots is None or len(slots) == len(self.tree), "every node needs a slot"
 
+    def writing(
+        self, records: Sequence[RecordSlot] | None = None, snapshots: Sequence[int] | None = None
+    ) -> "Row":
+        """Return the same row, whose nodes write these slots."""
+        # Once for each row of a step: `dataclasses.replace` takes several times as long.
+        known = self.tree, self.length, self.table_N, self.state, self.path
+        return Row(*known, records, snapshots, self.skipped)
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -103,7 +111,10 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
 
 def _tables(tables: Sequence[Tensor]) -> Tensor:
     """Stack rows of block ids; the shorter ones are filled up."""
-    return tables[0][None] if len(tables) == 1 else pad_sequence(list(tables), batch_first=True)
+    if len(tables) == 1:
+        return tables[0][None]
+    alike = len(set(map(Tensor.numel, tables))) == 1
+    return torch.stack(list(tables)) if alike else pad_sequence(list(tables), batch_first=True)
 
 
 def _ids(values: Sequence[object], device: torch.device) -> Tensor:
