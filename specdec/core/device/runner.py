@@ -132,6 +132,7 @@ class Runner(ABC):
 
 
 def _row(request: Request, outcome: Outcome) -> ScheduledRequest:
+    """Make the row of a step that is over: what a draft borrowed the device has given back."""
     slots = () if len(outcome.tree) > 1 else None
     return ScheduledRequest(request, outcome.tree, is_decode=True, slots=slots)
 
