@@ -68,8 +68,8 @@ def rope(fields: Fields, head_dim: int, *, partial: float) -> Rope:
     return Rope(dim, theta)
 
 
-def attention(fields: Fields, *, norm: Norm, gated: bool, partial: float) -> Attention:
-    """Read attention with rotary positions and a norm on each query and key head."""
+def attention(fields: Fields, *, norm: Norm | None, gated: bool, partial: float) -> Attention:
+    """Read attention with rotary positions and, if there is one, a norm on each query and key head."""
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", default=fields.integer("hidden_size") // heads)

@@ -23,10 +23,10 @@ from tests.lossless.cases import (
     memory_for,
 )
 from tests.models.agreeing import CONFIGS, END, VOCAB
+from tests.models.random_checkpoints import HEADS
 from tests.models.runner import Runner
 from tests.tolerances import FLOAT32_GAP
 
-HEADS = [family for family in CONFIGS if family != "qwen3"]
 BACKINGS = ("record", "snapshot")
 Folder = Callable[[str], Path]
 
@@ -202,7 +202,7 @@ def test_float32_in_the_kernels_that_users_get(folder: Folder, family: str) -> N
     """Narrow and wide windows round differently there: a text may part where two tokens nearly tie."""
     exact = plain(folder(family), 12)
     total = excused = 0
-    for drafter in ("mtp", "oracle") if family != "qwen3" else ("oracle",):
+    for drafter in ("mtp", "oracle") if family in HEADS else ("oracle",):
         for backing in BACKINGS:
             fields = {"dtype": "float32", "slots": backing, **SHAPES["tree"]}
             with SpecEngine(

@@ -18,6 +18,7 @@ from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row
 from tests.models.agreeing import CONFIGS, VOCAB
 from tests.models.drafted import Drafted, random_tree, reorder
+from tests.models.random_checkpoints import HEADS
 from tests.models.runner import Runner
 from tests.tolerances import FLOAT64_LOGITS
 
@@ -144,7 +145,7 @@ def test_taking_back_equals_feeding(runner: Callable[[str], Runner], family: str
     assert taking_back_equals_feeding(runner(family), backing, seed=6)
 
 
-@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "qwen3"])
+@pytest.mark.parametrize("family", HEADS)
 def test_a_path_materializes_at_every_position(runner: Callable[[str], Runner], family: str) -> None:
     model, tree = runner(family), random_tree(Random(7), 20, VOCAB)
     deepest = max(range(20), key=lambda node: tree.depths[node])

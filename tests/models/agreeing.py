@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network
-from tests.models.random_checkpoints import Sample, add_tensors, head_tensors
+from tests.models.random_checkpoints import HEADS, Sample, add_tensors, head_tensors
 from tests.models.random_eagle import eagle_config, eagle_tensors, write_eagle
 
 VOCAB, HIDDEN, MAX_LENGTH = 64, 32, 256
@@ -102,7 +102,7 @@ def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:
     """Write a model of this family with such a head, and a tokenizer of single characters."""
     config, (strength, seed) = CONFIGS[family](), RECIPES[family]
     config.vocab_size, config.eos_token_id = vocab, vocab - 1
-    sample = Sample(family, seed, config, family != "qwen3", fused=True, sharded=False, multimodal=False)
+    sample = Sample(family, seed, config, family in HEADS, fused=True, sharded=False, multimodal=False)
     transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

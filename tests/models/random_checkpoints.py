@@ -22,7 +22,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
-FAMILIES = ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
+from specdec.setup.capabilities import AXES
+from specdec.setup.drafters import DRAFTERS
+
+FAMILIES = AXES["family"]
+HEADS = tuple(family for family in FAMILIES if family not in DRAFTERS["mtp"].lacking)
+"""Those with a multi-token head."""
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -51,7 +56,7 @@ class Sample:
 def draw(family: str, seed: int) -> Sample:
     """Draw a configuration; one seed always gives the same."""
     rng = Random(f"{family} {seed}")
-    mtp = family != "qwen3" and rng.random() < 0.5
+    mtp = family in HEADS and rng.random() < 0.5
     config = _DRAW[family](rng, mtp)
     return Sample(
         family=family,

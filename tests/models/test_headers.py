@@ -19,7 +19,7 @@ from specdec.models.heads import OwnHead
 from specdec.setup.resolve import open_model
 from tests.models.agreeing import write_agreeing
 from tests.models.fp8_checkpoints import sample, write
-from tests.models.random_checkpoints import FAMILIES, Sample, draw, edit_config, save
+from tests.models.random_checkpoints import FAMILIES, HEADS, Sample, draw, edit_config, save
 from tests.models.test_eagle import PUBLISHED, published
 
 SIZES = {
@@ -49,7 +49,7 @@ def change(folder: Path, **fields: Any) -> None:
 def of_family(family: str) -> Callable[[Path], object]:
     """Write one with a multi-token head where the family has one, and with experts one by one."""
     seeds = (draw(family, seed) for seed in range(200))
-    drawn = next(s for s in seeds if s.mtp or family == "qwen3")
+    drawn = next(s for s in seeds if s.mtp or family not in HEADS)
     own = Sample(family, drawn.seed, drawn.config, drawn.mtp, False, True, drawn.multimodal)
     return lambda folder: save(own, folder)
 
