@@ -50,7 +50,7 @@ class Sample:
     @property
     def cacheable(self) -> bool:
         """Tell whether transformers can decode it with a cache: it cannot without an attention layer."""
-        return "full_attention" in self.config.layer_types
+        return "full_attention" in getattr(self.config, "layer_types", ["full_attention"])
 
 
 def draw(family: str, seed: int) -> Sample:

@@ -100,8 +100,9 @@ def test_tensors_of_one_shape_are_not_confused(family: str, seed: int, tmp_path:
     for i, marker in itertools.product(range(10), NAMED):
         if any(name.startswith(f"model.layers.{i}.{marker}") for name in state):
             for ours, theirs in NAMED[marker].items():
+                if (value := state.get(f"model.layers.{i}.{theirs}.weight")) is None:
+                    continue  # as norms of queries and keys, which not all attention has
                 compared += 1
-                value = state[f"model.layers.{i}.{theirs}.weight"]
                 assert torch.equal(taken[f"layers.{i}.{ours}.weight"], value)
     assert compared
 
