@@ -14,6 +14,9 @@ from specdec.config.options import Run, add_options, add_settings, options_from,
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
 
+LEAST_BANDWIDTH = 1e6
+"""Bytes per second: below it a unit was forgotten."""
+
 
 def add_throughput(parser: argparse.ArgumentParser) -> None:
     """Add the options of `specdec bench throughput`."""
@@ -90,9 +93,9 @@ def _speed(text: str) -> float:
         speed = float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " ") if found else math.nan
     except ValueError:  # of two points
         speed = math.nan
-    if not 0 < speed < math.inf:
+    if not LEAST_BANDWIDTH <= speed < math.inf:
         raise ConfigError(
-            f"--bandwidth: {text!r} is no speed above 0; give bytes per second, such as 4.3e12 or 4.3TB",
+            f"--bandwidth: {text!r} is no speed of a memory; give bytes per second, such as 4.3e12 or 4.3TB",
             field="bandwidth",
         )
     return speed

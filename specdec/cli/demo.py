@@ -4,6 +4,7 @@ import asyncio
 import statistics
 import sys
 import time
+from pathlib import Path
 
 from specdec.cli.terminal import stream_text
 from specdec.config.engine import EngineConfig
@@ -35,7 +36,8 @@ def demo() -> None:
             print(PROMPT, end="", flush=True)
             stream_text(engine, PROMPT, params)
             print(f"{_compared(engine, plain, params)}\n", file=sys.stderr, flush=True)
-    print("More: specdec generate tiny --prompt TEXT; specdec bench acceptance tiny", file=sys.stderr)
+    name = sys.argv[0] if Path(sys.argv[0]).name == "specdec" else "specdec"  # a clone's is not on the PATH
+    print(f"More: {name} generate tiny --prompt TEXT; {name} bench acceptance tiny", file=sys.stderr)
 
 
 def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> str:

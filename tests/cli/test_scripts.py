@@ -22,3 +22,5 @@ def test_server_at_the_root_is_serve() -> None:
     code, helped, said = ran("server.py", "--help")
     assert (code, said) == (0, "") and helped.startswith("usage: specdec serve ")
     assert ran("-m", "specdec", "serve", "--help") == (0, helped, "")
+    code, said, why = ran("-S", "server.py", "tiny")  # by a Python that has nothing installed
+    assert (code, said) == (1, "") and "torch" in why and "`make serve`" in why and "Traceback" not in why
