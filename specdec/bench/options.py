@@ -62,7 +62,10 @@ class KernelOptions(Settings):
     batch: Counts | None = numbers(None, "rows (default: 1,64, with 16,256 to verify; 1,4 on a CPU)")
     window: Counts | None = numbers(None, "tokens (default: 1,8, with 4,16 to verify)")
     context: int | None = number(None, "tokens before a window (default: 1024; 64 on a CPU)")
-    only: list[str] | None = names(None, "measure these operations alone; peers names all of those")
+    only: list[str] | None = names(
+        None,
+        "measure these operations alone, such as causal_conv,linear; peers names those that other packages have too",
+    )
     repeats: int = number(20, "counted runs")
     device: str = text("auto", "auto, cpu, cuda or cuda:<number>")
     kernels: str = text("auto", "auto, reference, cpu, native or triton")

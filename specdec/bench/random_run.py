@@ -49,7 +49,8 @@ def run_random(options: ThroughputOptions, config: EngineConfig, out: Path | Non
     """
     if options.model is not None or options.peers:
         name = "model" if options.model is not None else "peers"
-        raise ConfigError(f"{name}: --random draws the weights of --shape, and no peer has them", field=name)
+        why = "leave MODEL out" if name == "model" else "leave --peers out, for no peer has them"
+        raise ConfigError(f"{name}: --random draws the weights of --shape: {why}.", field=name)
     report = benchmark(options, config)
     publish(render(report), report, out)
     if report["interrupted"]:

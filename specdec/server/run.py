@@ -159,7 +159,8 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
     """Drain running requests within the limit."""
     state.draining = True
     seconds, start_s = state.config.drain_seconds, time.monotonic()
-    logger.info("stopping: %d choices under way have %g s; a second signal ends them", state.choices, seconds)
+    if state.choices:
+        logger.info("stopping: %d choices have %g s; a second signal ends them", state.choices, seconds)
     waits = [asyncio.create_task(event.wait()) for event in (state.idle, hurried)]
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
