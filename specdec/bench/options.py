@@ -64,7 +64,7 @@ class KernelOptions(Settings):
     context: int | None = number(None, "tokens before a window (default: 1024; 64 on a CPU)")
     only: list[str] | None = names(
         None,
-        "measure these operations alone, such as causal_conv,linear; peers names those that other packages have too",
+        "measure these operations alone, such as causal_conv,linear; peers: those that other packages have",
     )
     repeats: int = number(20, "counted runs")
     device: str = text("auto", "auto, cpu, cuda or cuda:<number>")
