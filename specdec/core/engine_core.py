@@ -20,7 +20,7 @@ def discard(_: Delta | SpecdecError) -> None:
 
 
 class EngineCore:
-    """A decode loop and the life of its requests. `new_request` and `abort` may be called from any thread."""
+    """A decode loop and the life of its requests. `new_request` may be called from any thread."""
 
     def __init__(self, loop: DecodeLoop, *, vocab: int, eos: Collection[int], max_length: int) -> None:
         self.loop, self.vocab, self.eos, self.max_length = loop, vocab, eos, max_length

@@ -70,7 +70,7 @@ class Request:
         self.synthetic = synthetic
         """Its drafts are accepted at given rates, which its statistics must say."""
         self.cancelled = False
-        """Set by any thread; acted upon between two steps."""
+        """Acted upon between two steps."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """What of the request's own ended it: a stop string, or a token of `stop_token_ids`."""

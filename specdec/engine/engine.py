@@ -4,7 +4,7 @@ import asyncio
 import queue
 import random
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -72,8 +72,9 @@ class SpecEngine:
         try:
             asked = [(own.ids, own.params.n) for own in prepared]
             return collect(asked, inbox, self.tokenizer, use_tqdm=use_tqdm)
-        finally:
+        except BaseException:
             ticket.cancel()
+            raise
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -98,8 +99,9 @@ class SpecEngine:
                 spells = delta.prompt_logprobs is not None
                 decode = partial(delta.decoded, self.tokenizer)
                 yield await asyncio.to_thread(decode) if spells else decode()
-        finally:
+        except BaseException:
             ticket.cancel()
+            raise
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, caller: str = "") -> Prepared:
         """Turn a prompt and its parameters into what can be submitted, and refuse what cannot be served."""
@@ -186,13 +188,7 @@ class SpecEngine:
         caller that has enough cancels the ticket; `generate` and `stream` do so for their callers.
         """
         with self._worker.calling():
-            requests = [
-                request
-                for index, own in enumerate(prepared)
-                for request in self._requests(own, partial(emit, index))
-            ]
-            self._worker.submit(requests)
-        return Ticket(requests, self._worker)
+            return Ticket(self._begin(prepared, emit), self._worker)
 
     def flush(self) -> None:
         """Forget what earlier requests left: the outputs in which drafters look up, and their prefixes."""
@@ -274,6 +270,27 @@ class SpecEngine:
                 field="prompt",
             ) from None
 
+    def _begin(
+        self, prepared: Sequence[Prepared], emit: Callable[[int, Delta | SpecdecError], None]
+    ) -> list[int]:
+        """Submit the requests of some prompts and return their numbers.
+
+        The engine's thread alone keeps requests: they hold tensors, and another thread that were the last to
+        hold one would have to enter C++ to give it back, maybe while the interpreter ends.
+        """
+        requests = [
+            request
+            for index, own in enumerate(prepared)
+            for request in self._requests(own, partial(emit, index))
+        ]
+        numbers = [request.number for request in requests]
+        try:
+            self._worker.submit(requests)
+        except BaseException:
+            requests.clear()  # the error's traceback keeps the list
+            raise
+        return numbers
+
     def _requests(self, prepared: Prepared, emit: Emit) -> list[Request]:
         """Make one request for each choice, each with a seed of its own."""
         prompt, params, terms = prepared.ids, prepared.params, prepared.terms
@@ -309,15 +326,12 @@ class SpecEngine:
 class Ticket:
     """What was begun together."""
 
-    def __init__(self, requests: Sequence[Request], worker: Worker) -> None:
-        self.requests = requests
-        self._worker = worker
+    def __init__(self, numbers: Collection[int], worker: Worker) -> None:
+        self._numbers, self._worker = numbers, worker
 
     def cancel(self) -> None:
         """End what still runs; any thread may."""
-        for request in self.requests:
-            if request.finish_reason is None:
-                self._worker.cancel(request)
+        self._worker.cancel(self._numbers)
 
 
 def tenant_of(params: SamplingParams, caller: str) -> Tenant:

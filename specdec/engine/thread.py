@@ -8,8 +8,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -135,11 +136,10 @@ class Worker:
                 raise EngineError(self.fault)
             self._inbox.put(work)
 
-    def cancel(self, request: Request) -> None:
-        """End a request between two steps; one that has already ended is left alone."""
-        self.model.core.abort(request)
+    def cancel(self, numbers: Collection[int]) -> None:
+        """End some requests between two steps; those that have already ended are left alone."""
         if not self.is_copy:
-            self._inbox.put(_wake)
+            self._inbox.put(partial(self._abort, frozenset(numbers)))
 
     def abandon(self, fault: str) -> None:
         """Take no request any more and end all with an error, though the thread is in a step and stays there.
@@ -255,6 +255,11 @@ class Worker:
     def _begin(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._core.add_request(request)
+
+    def _abort(self, numbers: Collection[int]) -> None:
+        for request in self._core.requests:
+            if request.number in numbers:
+                self._core.abort(request)
 
 
 def _wake() -> None:

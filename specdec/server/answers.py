@@ -133,7 +133,8 @@ class Answers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ticket.cancel()
+        if self._unended:
+            self._ticket.cancel()
 
     @property
     def prompt_tokens(self) -> int:

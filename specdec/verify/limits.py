@@ -6,13 +6,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-WORD = 32
+INVERTED = bytes(reversed(range(256)))
+"""What becomes of each byte where all its bits change."""
 
 
 class Limit(Protocol):
     """Limit one request's choices. It observes every token that the request accepts.
 
     What may follow may take a while to find out: it is asked for, waited for a little, and then known or not.
+    It keeps bits, not tensors: a caller's thread, which may be the last to hold it, could not give these back
+    while the interpreter ends.
     """
 
     field: str
@@ -73,10 +76,10 @@ class NotYet(Ready):
     def __init__(self, ends: Collection[int], least: int, vocab: int, *, yields: bool = False) -> None:
         self.left = least
         self._ends, self._yields = frozenset(ends), yields
-        self._words_W = ~_set_of(self._ends, vocab)
+        self._bits = _all_but(self._ends, vocab)
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
-        return self._words_W if len(path) < self.left else None
+        return _words_of(self._bits) if len(path) < self.left else None
 
     def observe(self, token: int) -> bool:
         if token in self._ends and not self._yields:
@@ -93,10 +96,10 @@ class Allowed(Ready):
 
     def __init__(self, tokens: Collection[int], vocab: int) -> None:
         self._tokens = frozenset(tokens)
-        self._words_W = _set_of(self._tokens, vocab)
+        self._bits = _set_of(self._tokens, vocab)
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
-        return self._words_W
+        return _words_of(self._bits)
 
     def observe(self, token: int) -> bool:
         if token not in self._tokens:
@@ -123,11 +126,11 @@ class Banned(Ready):
         """The end of the output, as much of it as can stand before a forbidden token."""
         self._vocab = vocab
         self._always = self._lasts.get((), frozenset())
-        self._words_W = ~_set_of(self._always, vocab)
+        self._bits = _all_but(self._always, vocab)
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
         here = self._forbidden((*self._said, *path))
-        return self._words_W if here == self._always else self._words_W & ~_set_of(here, self._vocab)
+        return _words_of(self._bits if here == self._always else _all_but(here, self._vocab))
 
     def observe(self, token: int) -> bool:
         if token in self._forbidden(self._said):
@@ -155,9 +158,17 @@ def bounded_words(limits: Sequence[Limit], path: tuple[int, ...]) -> Tensor | No
     return words_W
 
 
-def _set_of(tokens: Collection[int], vocab: int) -> Tensor:
-    """Return words in which some tokens stand, each of them given once."""
-    token_T = torch.tensor([*tokens], dtype=torch.int64)
-    words_W = torch.zeros(-(-vocab // WORD), dtype=torch.int64)
-    words_W.index_add_(0, token_T // WORD, 1 << token_T % WORD)
-    return words_W.to(torch.int32)  # the upper half as negative numbers
+def _set_of(tokens: Collection[int], vocab: int) -> bytearray:
+    """Return the words in which some tokens stand, as bytes."""
+    bits = bytearray(4 * -(-vocab // 32))
+    for token in tokens:
+        bits[token // 8] |= 1 << token % 8
+    return bits
+
+
+def _all_but(tokens: Collection[int], vocab: int) -> bytearray:
+    return _set_of(tokens, vocab).translate(INVERTED)
+
+
+def _words_of(bits: bytearray) -> Tensor:
+    return torch.frombuffer(bits, dtype=torch.int32)

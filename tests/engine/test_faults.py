@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import SamplingParams, SpecEngine
+from specdec import SamplingParams, SpecEngine, Structure
 from specdec.core.outputs import Delta, collect
+from specdec.core.request import Request
 from specdec.errors import EngineError, SpecdecError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -182,19 +183,20 @@ def test_an_output_that_is_no_number_fails_its_request_by_name(hybrid: Path) -> 
 
 
 def test_a_program_that_ends_while_the_engine_works_keeps_its_exit_code(hybrid: Path) -> None:
-    """A thread that is still inside torch when the interpreter goes would abort the process."""
+    """A thread that enters C++ when the interpreter goes aborts the process; giving a tensor back would."""
     program = f"""
 import threading, time
 from specdec import SamplingParams, SpecEngine
 engine = SpecEngine({str(hybrid)!r})
-params = SamplingParams(max_tokens=500, ignore_eos=True)
+params = SamplingParams(max_tokens=500, ignore_eos=True, frequency_penalty=1, allowed_token_ids=[*range(90)])
 def work():
     try:
-        engine.generate("a", params)
+        engine.generate(["a"] * 3, params)
     except Exception:
         pass
-threading.Thread(target=work, daemon=True).start()
-time.sleep(0.1)
+for _ in range(6):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.3)
 raise SystemExit(3)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
@@ -221,6 +223,25 @@ raise SystemExit(3)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
     assert ended.returncode == 3, ended.stderr.decode()
+
+
+def test_callers_hold_no_tensors(hybrid: Path) -> None:
+    """They would give them back in a thread of their own, maybe when the interpreter goes."""
+    params = SamplingParams(
+        max_tokens=9, min_tokens=3, bad_words=["ab"], allowed_token_ids=[*range(90)], frequency_penalty=1
+    )
+    form = SamplingParams(structured_outputs=Structure(regex="a+"))
+    with SpecEngine(hybrid) as engine:
+        prepared = [engine.prepare("abc", params), engine.prepare("abc", form)]
+        ticket = engine.submit(prepared, lambda *_: None)
+        held: dict[int, object] = {}
+        found: list[object] = [own.terms.limits for own in prepared]
+        found += [own.grammar and own.grammar.first for own in prepared] + [vars(ticket)["_numbers"]]
+        while found:
+            if (one := found.pop()) is not None and id(one) not in held and not isinstance(one, type):
+                held[id(one)] = one
+                found += gc.get_referents(one)
+        assert len(held) > 100 and not any(isinstance(one, torch.Tensor | Request) for one in held.values())
 
 
 def test_a_dropped_engine_ends_its_thread(hybrid: Path) -> None:

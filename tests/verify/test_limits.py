@@ -100,7 +100,7 @@ def test_choices_begin_limits_of_their_own_over_words_that_they_share() -> None:
         for own, other in zip((limit.words(path) for limit in second), fresh, strict=True):
             assert allowed(own, 64) == allowed(other, 64)
     for own, other in zip(first, second, strict=True):
-        assert own._words_W is other._words_W  # type: ignore[attr-defined]
+        assert own._bits is other._bits  # type: ignore[attr-defined]
 
 
 @given(st.integers(1, 100), st.data())

@@ -34,7 +34,8 @@ class Place(NamedTuple):
     """What is known of an output followed by a path."""
 
     kind: Kind
-    words_W: Tensor | None = None
+    bits: bytearray | None = None
+    """The words of what may follow, in no tensor: a caller's thread may be the last to hold a form."""
 
 
 class Asked(NamedTuple):
@@ -182,7 +183,8 @@ class Guide:
 
     def words(self, path: Sequence[int]) -> Tensor | None:
         place = self._known.get(tuple(path))
-        return place and place.words_W
+        bounded = place and place.bits
+        return torch.frombuffer(bounded, dtype=torch.int32) if bounded else None
 
     def ask(self, paths: Collection[Path]) -> None:
         """Have it found out what may follow some paths. A fault ends all asking."""
@@ -241,7 +243,7 @@ class Guide:
 
 
 def place_of(kind: Kind, words: bytes) -> Place:
-    return Place(kind, torch.frombuffer(bytearray(words), dtype=torch.int32) if words else None)
+    return Place(kind, bytearray(words) if words else None)
 
 
 def _behind(token: int, paths: Mapping[Path, T]) -> dict[Path, T]:
