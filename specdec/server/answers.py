@@ -133,8 +133,7 @@ class Answers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._unended:
-            self._ticket.cancel()
+        self._ticket.cancel()
 
     @property
     def prompt_tokens(self) -> int:
