@@ -19,7 +19,8 @@ from specdec.bench.problems import (
     row_error,
     sample,
 )
-from specdec.kernels.linear.fp8 import Fp8, Matrix, quantise, widen
+from specdec.kernels.linear.fp8 import Fp8, quantise
+from specdec.kernels.linear.matrix import Matrix, widen
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models import spec

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.linear.fp8 import Matrix
+from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation

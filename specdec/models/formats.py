@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from specdec.kernels.linear import fp8
-from specdec.kernels.linear.fp8 import BLOCK, Matrix
+from specdec.kernels.linear.fp8 import BLOCK
+from specdec.kernels.linear.matrix import Matrix
 from specdec.models.fields import Fields
 
 

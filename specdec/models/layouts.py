@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix, choose_rows
+from specdec.kernels.linear.fp8 import BLOCK, Fp8, choose_rows
+from specdec.kernels.linear.matrix import Matrix
 
 Shape = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear.fp8 import Matrix, join
+from specdec.kernels.linear.matrix import Matrix, join
 from specdec.kernels.table import Kernels
 from specdec.models.weights import Weights
 

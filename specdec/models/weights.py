@@ -13,7 +13,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from specdec.config.folders import anew
 from specdec.errors import CheckpointError
 from specdec.kernels.linear import fp8
-from specdec.kernels.linear.fp8 import Fp8, Matrix
+from specdec.kernels.linear.fp8 import Fp8
+from specdec.kernels.linear.matrix import Matrix, widen
 from specdec.models.checkpoint import Checkpoint, TensorInfo, few
 from specdec.models.formats import WeightFormat
 from specdec.models.layouts import Layout, Shape
@@ -209,7 +210,7 @@ class CheckpointWeights:
     def widen(self, matrix: Fp8, disk: str) -> Tensor:
         """Widen an FP8 matrix, and note its name for the log."""
         self._widened[disk] = None
-        return fp8.widen(matrix)
+        return widen(matrix)
 
     def empty(self, shape: Shape, like: Matrix) -> Matrix:
         """Return room for a matrix that is put together from several."""

@@ -25,7 +25,7 @@ from specdec.core.device.graphs import Graphs
 from specdec.core.engine_core import EngineCore
 from specdec.core.outputs import Delta
 from specdec.kernels.linear import fp8
-from specdec.kernels.linear.fp8 import Matrix
+from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.table import Kernels, load_kernels
 from specdec.models.families import network
 from specdec.models.weights import Scoped, Weights

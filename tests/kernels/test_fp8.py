@@ -6,6 +6,7 @@ from torch import Tensor
 
 from specdec.kernels.linear import cpu, fp8, reference
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
+from specdec.kernels.linear.matrix import expert_of, join, widen
 from specdec.kernels.moe import cpu as moe_cpu
 from specdec.kernels.moe import reference as moe_reference
 from tests.tolerances import KERNEL
@@ -43,7 +44,7 @@ def test_rounding_loses_at_most_half_a_step(rows: int, columns: int) -> None:
         [torch.stack([b.abs().max() for b in r.split(BLOCK, 1)]) for r in exact_ND.split(BLOCK)]
     )
     largest_ND = fp8.spread(largest_MK, exact_ND.shape)
-    error_ND = (fp8.widen(rounded) - exact_ND).abs()
+    error_ND = (widen(rounded) - exact_ND).abs()
     assert (error_ND <= FINENESS * exact_ND.abs() + 1.01 * SMALLEST * largest_ND).all()
     torch.testing.assert_close(rounded.scale_MK * fp8.LARGEST, largest_MK)
 
@@ -51,17 +52,17 @@ def test_rounding_loses_at_most_half_a_step(rows: int, columns: int) -> None:
 def test_zeros_stay_zeros() -> None:
     for rounded in (fp8.quantise(torch.zeros(130, 2)), fp8.quantise(torch.full((1, 1), 1e-45))):
         assert (rounded.scale_MK == 1).all() or (rounded.scale_MK > 0).all()
-        assert fp8.widen(rounded).isfinite().all()
-    assert (fp8.widen(fp8.quantise(torch.zeros(130, 2))) == 0).all()
+        assert widen(rounded).isfinite().all()
+    assert (widen(fp8.quantise(torch.zeros(130, 2))) == 0).all()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (130, 129)])
 def test_widening_takes_each_block_by_its_scale(rows: int, columns: int) -> None:
     rounded = fp8.quantise(draw(rows, columns))
-    torch.testing.assert_close(fp8.widen(rounded).double(), by_loops(rounded), rtol=2**-24, atol=0)
-    assert fp8.widen(rounded, torch.bfloat16).dtype == torch.bfloat16
+    torch.testing.assert_close(widen(rounded).double(), by_loops(rounded), rtol=2**-24, atol=0)
+    assert widen(rounded, torch.bfloat16).dtype == torch.bfloat16
     swapped = rounded._replace(scale_MK=rounded.scale_MK.flip(0, 1))
-    assert rows == 1 or not torch.equal(fp8.widen(swapped), fp8.widen(rounded))
+    assert rows == 1 or not torch.equal(widen(swapped), widen(rounded))
 
 
 def test_experts_are_rounded_each_for_itself() -> None:
@@ -69,18 +70,18 @@ def test_experts_are_rounded_each_for_itself() -> None:
     rounded = fp8.quantise(exact_END)
     assert rounded.scale_MK.shape == (3, 2, 2)
     for expert, exact_ND in enumerate(exact_END):
-        own, alone = fp8.expert_of(rounded, expert), fp8.quantise(exact_ND)
-        assert torch.equal(fp8.widen(own), fp8.widen(alone))
-        assert torch.equal(fp8.widen(rounded)[expert], fp8.widen(alone))
+        own, alone = expert_of(rounded, expert), fp8.quantise(exact_ND)
+        assert torch.equal(widen(own), widen(alone))
+        assert torch.equal(widen(rounded)[expert], widen(alone))
 
 
 def test_parts_are_joined_where_blocks_stay_whole() -> None:
     a, b, c = (fp8.quantise(draw(rows, 130, seed=rows)) for rows in (256, 100, 128))
     dense = draw(7, 130)
-    joined = fp8.join([a, b, c, dense, dense])
+    joined = join([a, b, c, dense, dense])
     assert [part.shape[0] for part in joined] == [356, 128, 14]
-    expected = torch.cat([*map(fp8.widen, (a, b, c)), dense, dense])
-    assert torch.equal(torch.cat([fp8.widen(part) for part in joined]), expected)
+    expected = torch.cat([*map(widen, (a, b, c)), dense, dense])
+    assert torch.equal(torch.cat([widen(part) for part in joined]), expected)
     for ops in (cpu, reference):
         x_TD = draw(3, 130)
         found = ops.linear(x_TD, ops.pack(joined))
@@ -92,7 +93,7 @@ def test_rows_are_chosen_where_blocks_move_whole() -> None:
     by_block_N = torch.arange(512).view(4, BLOCK)[[2, 0, 3]].flatten()
     chosen = fp8.choose_rows(rounded, by_block_N)
     assert chosen is not None
-    assert torch.equal(fp8.widen(chosen), fp8.widen(rounded)[by_block_N])
+    assert torch.equal(widen(chosen), widen(rounded)[by_block_N])
     for torn_N in (by_block_N + 1, by_block_N[:-1], by_block_N.flip(0), by_block_N.view(2, -1).T.flatten()):
         assert fp8.choose_rows(rounded, torn_N) is None
 
@@ -114,7 +115,7 @@ def test_experts_run_in_eight_bits() -> None:
     up, down = fp8.quantise(draw(4, 2 * 24, 40)), fp8.quantise(draw(4, 40, 24, seed=1))
     x_TD, index_TA = draw(3, 40, seed=2), torch.tensor([[0, 3], [3, 1], [2, 0]])
     weight_TA = torch.rand(3, 2, generator=torch.Generator().manual_seed(0))
-    wide = [fp8.widen(matrix) for matrix in (up, down)]
+    wide = [widen(matrix) for matrix in (up, down)]
     expected = moe_reference.experts(x_TD, *wide, index_TA, weight_TA, gated=True)
     for ops in (moe_cpu, moe_reference):
         packed = [ops.pack_experts(matrix) for matrix in (up, down)]

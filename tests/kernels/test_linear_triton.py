@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.linear import fp8, reference, triton
-from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix
+from specdec.kernels.linear.fp8 import BLOCK, Fp8
+from specdec.kernels.linear.matrix import Matrix
 from tests.tolerances import KERNEL
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

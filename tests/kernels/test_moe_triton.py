@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.kernels.ffn import reference as ffn_reference
 from specdec.kernels.ffn import triton as ffn_triton
 from specdec.kernels.linear import fp8
-from specdec.kernels.linear.fp8 import Matrix
+from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.moe import reference, triton
 from specdec.kernels.routing import triton as routing
 from tests.tolerances import KERNEL

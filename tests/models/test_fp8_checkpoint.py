@@ -13,7 +13,8 @@ from torch import Tensor
 from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.errors import CheckpointError
 from specdec.kernels.linear import fp8
-from specdec.kernels.linear.fp8 import Fp8, Matrix
+from specdec.kernels.linear.fp8 import Fp8
+from specdec.kernels.linear.matrix import Matrix, widen
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.weights import RandomWeights, Weights
@@ -175,8 +176,8 @@ def test_weights_are_rounded_on_load_where_that_is_wanted(pair: Callable[[str], 
         if isinstance(found, Tensor):
             assert any(word in name for word in EXACT) and torch.equal(found, expected)
         else:
-            assert torch.equal(fp8.widen(found), fp8.widen(fp8.quantise(expected)))
-            assert distance(fp8.widen(found), expected) < 0.05
+            assert torch.equal(widen(found), widen(fp8.quantise(expected)))
+            assert distance(widen(found), expected) < 0.05
 
 
 def test_nothing_is_rounded_twice(pair: Callable[[str], Pair]) -> None:
@@ -191,8 +192,8 @@ def test_random_weights_are_drawn_in_eight_bits() -> None:
     narrow = RandomWeights(0, torch.bfloat16, quantize=fp8).matrix("layers.0.ffn.experts.up", (2, 256, 192))
     wide = RandomWeights(0, torch.bfloat16).take("layers.0.ffn.experts.up", (2, 256, 192))
     assert isinstance(narrow, Fp8) and narrow.dtype == torch.bfloat16
-    assert distance(fp8.widen(narrow).float(), wide.float()) < 0.05
-    assert 0.9 < fp8.widen(narrow).float().std() * 192**0.5 < 1.1
+    assert distance(widen(narrow).float(), wide.float()) < 0.05
+    assert 0.9 < widen(narrow).float().std() * 192**0.5 < 1.1
 
 
 @pytest.mark.parametrize(

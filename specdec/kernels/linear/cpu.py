@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.linear.fp8 import Matrix, widen
+from specdec.kernels.linear.matrix import Matrix, widen
 
 BLOCKED_FROM = 1 << 12
 """Weights with fewer entries live in the cache; the operator's overhead would be all that is seen."""

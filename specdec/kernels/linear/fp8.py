@@ -14,6 +14,9 @@ BLOCK = 128
 LARGEST = 448.0
 """The largest number that float8_e4m3fn holds."""
 
+output = None
+"""The matrix that makes logits is not rounded."""
+
 
 class Fp8(NamedTuple):
     """A matrix [N, D], or one of each expert [E, N, D], in blocks whose last ones may be cut off."""
@@ -31,8 +34,20 @@ class Fp8(NamedTuple):
     def device(self) -> torch.device:
         return self.weight_ND.device
 
+    def expert(self, expert: int) -> "Fp8":
+        return self._replace(weight_ND=self.weight_ND[expert], scale_MK=self.scale_MK[expert])
 
-Matrix = Tensor | Fp8
+    def above(self, below: "Fp8") -> "Fp8 | None":
+        """Put a matrix below this one; None: they are not alike, or a block would be torn."""
+        if self.shape[0] % BLOCK or self.dtype != below.dtype:
+            return None
+        weight_ND = torch.cat([own.weight_ND.view(torch.uint8) for own in (self, below)])
+        scale_MK = torch.cat([self.scale_MK, below.scale_MK])
+        return Fp8(weight_ND.view(torch.float8_e4m3fn), scale_MK, self.dtype)
+
+    def wide(self) -> Tensor:
+        """Return numbers times scales in float32."""
+        return self.weight_ND.float() * spread(self.scale_MK, self.shape)
 
 
 def block_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -74,58 +89,6 @@ def spread(scale_MK: Tensor, shape: Sequence[int]) -> Tensor:
     """Return each entry's scale."""
     scale_ND = scale_MK.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
     return scale_ND[..., : shape[-2], : shape[-1]]
-
-
-def widen(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a matrix as an ordinary tensor, in the dtype that it stands for if nothing else is said.
-
-    The product of number and scale is float32's. Experts are widened one by one.
-    """
-    dtype = dtype or matrix.dtype
-    if isinstance(matrix, Tensor):
-        return matrix.to(dtype)
-    if len(matrix.shape) == 3:
-        out_END = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
-        for expert, out_ND in enumerate(out_END):
-            out_ND.copy_(widen(expert_of(matrix, expert), dtype))
-        return out_END
-    return (matrix.weight_ND.float() * spread(matrix.scale_MK, matrix.shape)).to(dtype)
-
-
-def expert_of(matrix: Matrix, expert: int) -> Matrix:
-    """View one expert's matrix."""
-    if isinstance(matrix, Tensor):
-        return matrix[expert]
-    return Fp8(matrix.weight_ND[expert], matrix.scale_MK[expert], matrix.dtype)
-
-
-def join(parts: Sequence[Matrix]) -> list[Matrix]:
-    """Put matrices of one width below one another where they are alike and whole blocks stay whole.
-
-    What cannot be joined stays a part of its own.
-    """
-    runs: list[list[Matrix]] = []
-    for part in parts:
-        if runs and _continues(runs[-1][-1], part):
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return [_below(run) if len(run) > 1 else run[0] for run in runs]
-
-
-def _continues(above: Matrix, below: Matrix) -> bool:
-    if isinstance(above, Fp8):
-        return isinstance(below, Fp8) and above.shape[0] % BLOCK == 0 and above.dtype == below.dtype
-    return isinstance(below, Tensor)
-
-
-def _below(run: Sequence[Matrix]) -> Matrix:
-    if isinstance(run[0], Tensor):
-        return torch.cat([part for part in run if isinstance(part, Tensor)])
-    narrow = [part for part in run if isinstance(part, Fp8)]
-    weight_ND = torch.cat([part.weight_ND.view(torch.uint8) for part in narrow])
-    scale_MK = torch.cat([part.scale_MK for part in narrow])
-    return Fp8(weight_ND.view(torch.float8_e4m3fn), scale_MK, narrow[0].dtype)
 
 
 def choose_rows(matrix: Fp8, index_N: Tensor) -> Fp8 | None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear.fp8 import Matrix, widen
+from specdec.kernels.linear.matrix import Matrix, widen
 
 
 class Packed(NamedTuple):

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix
+from specdec.kernels.linear.fp8 import BLOCK, Fp8
+from specdec.kernels.linear.matrix import Matrix
 
 NARROW_WINDOW = 16
 """Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""

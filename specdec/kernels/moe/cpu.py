@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.ffn.cpu import relu2, swiglu
-from specdec.kernels.linear.fp8 import Matrix, widen
+from specdec.kernels.linear.matrix import Matrix, widen
 
 WIDE = 64
 """Tokens of one expert from which its weight is worth laying out anew."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.ffn.reference import relu2, swiglu
-from specdec.kernels.linear.fp8 import Matrix, expert_of, widen
+from specdec.kernels.linear.matrix import Matrix, expert_of, widen
 
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.linear.fp8 import BLOCK, Fp8, Matrix
+from specdec.kernels.linear.fp8 import BLOCK, Fp8
+from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.linear.triton import depth
 
 NARROW_WINDOW = 16

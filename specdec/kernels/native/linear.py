@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.linear import cpu
-from specdec.kernels.linear.fp8 import Matrix, widen
+from specdec.kernels.linear.matrix import Matrix, widen
 from specdec.kernels.native.call import function, pointer
 from specdec.kernels.native.forms import Forms, forms
 from specdec.kernels.native.signatures import SUFFIX

@@ -297,6 +297,11 @@ void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char
 // How long a thread takes to read a byte of weights, and to multiply one with a row.
 #define READ_NS 0.01
 #define MULTIPLY_NS (PAIRED ? 0.0105 : 0.34 / LANES)
+#define INTEGER_NS 0.006
+// To round a number to 8 bits.
+#define ROUND_NS 0.3
+
+#include "integer.inc"
 
 #define NAME(op) op##_float32
 #define real float

@@ -1,0 +1,131 @@
+"""Weights of whole numbers in 8 or 4 bits: with a scale for each output, or for 32 inputs of one.
+
+They are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of 32. The sum of a
+group is then exact in any order, so that a row's numbers need not depend on how many rows are read with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Inputs that are rounded together; the last ones of a row may be fewer."""
+LARGEST = 127
+"""Number of 8 bits; none is smaller than its opposite."""
+SMALLEST_OF_4 = -8
+
+
+class Integers(NamedTuple):
+    """A matrix [N, D], or one of each expert [E, N, D]."""
+
+    number_ND: Tensor
+    """In int8, those of 4 bits too: they are packed where they are laid out."""
+    scale: Tensor
+    """With 8 bits [N], with 4 bits [N, D / 32] and exact in float16."""
+    bits: int
+    dtype: torch.dtype = torch.bfloat16
+    """What the matrix stands for: the model's dtype."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.number_ND.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.number_ND.device
+
+    def expert(self, expert: int) -> "Integers":
+        return self._replace(number_ND=self.number_ND[expert], scale=self.scale[expert])
+
+    def above(self, below: "Integers") -> "Integers | None":
+        """Put a matrix below this one; None: they are not alike."""
+        if (self.bits, self.dtype) != (below.bits, below.dtype):
+            return None
+        number_ND = torch.cat([self.number_ND, below.number_ND])
+        return self._replace(number_ND=number_ND, scale=torch.cat([self.scale, below.scale]))
+
+    def wide(self) -> Tensor:
+        """Return numbers times scales in float32."""
+        if self.bits == 8:
+            return self.number_ND * self.scale[:, None]
+        return self.number_ND * self.scale.repeat_interleave(GROUP, 1)[:, : self.shape[1]]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds a matrix to whole numbers of so many bits, each to the nearest."""
+
+    bits: int
+    output: "Rounding | None" = None
+    """How the matrix that makes logits is rounded, which most of what is lost is owed to; None: like others."""
+
+    def quantise(self, weight: Tensor) -> Integers:
+        """Round a matrix, or one of each expert: one by one, so that there is memory for a few copies of one."""
+        if weight.dim() == 2:
+            number_ND, scale = (_to_int8 if self.bits == 8 else _to_int4)(weight.float())
+            return Integers(number_ND, scale, self.bits, weight.dtype)
+        each = [self.quantise(own_ND) for own_ND in weight]
+        return Integers(
+            torch.stack([own.number_ND for own in each]),
+            torch.stack([own.scale for own in each]),
+            self.bits,
+            weight.dtype,
+        )
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Count the bytes of a matrix of this shape, scales included."""
+        outputs, groups = prod(shape[:-1]), -(-shape[-1] // GROUP)
+        return outputs * (groups * GROUP + 4 if self.bits == 8 else groups * (GROUP // 2 + 2))
+
+
+INT8 = Rounding(8)
+INT4 = Rounding(4, output=INT8)
+
+
+def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Round activations to 8 bits in groups [T, G, 32], and return their scales [T, G].
+
+    A group with a number that is none, or infinite, has a scale that is none.
+    """
+    x_TGI = _grouped(x_TD.float())
+    largest_TG = x_TGI.abs().amax(-1)
+    factor_TG = torch.where(largest_TG > 0, 127 / largest_TG, 0.0)
+    number_TGI = (x_TGI * factor_TG[..., None]).nan_to_num(0).clamp(-127, 127).round()
+    return number_TGI, largest_TG / 127 + (x_TGI * 0).sum(-1)
+
+
+def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
+    """Multiply rounded activations in float64, where every sum of whole numbers is exact."""
+    number_TGI, scale_TG = round_rows(x_TD)
+    whole_TGN = torch.einsum("tgi,ngi->tgn", number_TGI.double(), _grouped(matrix.number_ND.double()))
+    scale = matrix.scale[:, None] if matrix.bits == 8 else matrix.scale
+    return (whole_TGN * scale_TG[..., None].double() * scale.T.double()).sum(1)
+
+
+def _grouped(x_ND: Tensor) -> Tensor:
+    """View columns in groups, of which the last is filled up."""
+    missing = -x_ND.shape[1] % GROUP
+    return torch.nn.functional.pad(x_ND, (0, missing)).unflatten(1, (-1, GROUP))
+
+
+def _to_int8(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the largest entry of each output the largest number."""
+    scale_N = weight_ND.abs().amax(1) / LARGEST
+    scale_N = torch.where(scale_N > 0, scale_N, 1.0)
+    return (weight_ND / scale_N[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale_N
+
+
+def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the largest entry of each group -8, whatever its sign; then fit the scale to the numbers."""
+    weight_NGI = _grouped(weight_ND)
+    largest_NG1 = weight_NGI.gather(2, weight_NGI.abs().argmax(2, keepdim=True))
+    scale_NG1 = torch.where(largest_NG1 != 0, largest_NG1 / SMALLEST_OF_4, 1.0)
+    number_NGI = (weight_NGI / scale_NG1).round().clamp(SMALLEST_OF_4, -SMALLEST_OF_4 - 1)
+    length_NG = number_NGI.square().sum(2)
+    fitted_NG = (weight_NGI * number_NGI).sum(2) / length_NG.clamp(min=1)
+    scale_NG = torch.where(length_NG > 0, fitted_NG, 1.0).half().float()
+    return number_NGI.flatten(1)[:, : weight_ND.shape[1]].to(torch.int8), scale_NG

@@ -1,0 +1,54 @@
+"""What a weight is stored in: a tensor of the model's dtype, or one of the narrower formats."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear.fp8 import Fp8
+from specdec.kernels.linear.integers import Integers
+
+Narrow = Fp8 | Integers
+Matrix = Tensor | Narrow
+
+
+def widen(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a matrix as an ordinary tensor, in the dtype that it stands for if nothing else is said.
+
+    Numbers times scales are float32's. Experts are widened one by one.
+    """
+    dtype = dtype or matrix.dtype
+    if isinstance(matrix, Tensor):
+        return matrix.to(dtype)
+    if len(matrix.shape) == 3:
+        out_END = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+        for expert, out_ND in enumerate(out_END):
+            out_ND.copy_(widen(matrix.expert(expert), dtype))
+        return out_END
+    return matrix.wide().to(dtype)
+
+
+def expert_of(matrix: Matrix, expert: int) -> Matrix:
+    """View one expert's matrix."""
+    return matrix[expert] if isinstance(matrix, Tensor) else matrix.expert(expert)
+
+
+def join(parts: Sequence[Matrix]) -> list[Matrix]:
+    """Put matrices of one width below one another where they are alike.
+
+    What cannot be joined stays a part of its own.
+    """
+    return reduce(_put_below, parts, [])
+
+
+def _put_below(above: list[Matrix], part: Matrix) -> list[Matrix]:
+    last = above[-1] if above else None
+    joined: Matrix | None = None
+    if isinstance(last, Tensor) and isinstance(part, Tensor):
+        joined = torch.cat([last, part])
+    elif (isinstance(last, Fp8) and isinstance(part, Fp8)) or (
+        isinstance(last, Integers) and isinstance(part, Integers)
+    ):
+        joined = last.above(part)
+    return [*above, part] if joined is None else [*above[:-1], joined]
