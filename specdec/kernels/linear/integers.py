@@ -1,7 +1,7 @@
 """Weights of whole numbers in 8 or 4 bits: with a scale for each output, or for 32 inputs of one.
 
-They are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of 32. The sum of a
-group is then exact in any order, so that a row's numbers need not depend on how many rows are read with it.
+They are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of 32. The sum
+of a group is then exact in any order: a row's numbers need not depend on how many rows are read with it.
 """
 
 from collections.abc import Sequence
@@ -61,20 +61,16 @@ class Rounding:
 
     bits: int
     output: "Rounding | None" = None
-    """How the matrix that makes logits is rounded, which most of what is lost is owed to; None: like others."""
+    """How the matrix that makes logits is rounded, to which most of what is lost is owed; None: as others."""
 
     def quantise(self, weight: Tensor) -> Integers:
-        """Round a matrix, or one of each expert: one by one, so that there is memory for a few copies of one."""
+        """Round a matrix, or one of each expert, one by one: there is memory for a few copies of one."""
         if weight.dim() == 2:
             number_ND, scale = (_to_int8 if self.bits == 8 else _to_int4)(weight.float())
             return Integers(number_ND, scale, self.bits, weight.dtype)
         each = [self.quantise(own_ND) for own_ND in weight]
-        return Integers(
-            torch.stack([own.number_ND for own in each]),
-            torch.stack([own.scale for own in each]),
-            self.bits,
-            weight.dtype,
-        )
+        number_END, scale = (torch.stack(parts) for parts in zip(*(own[:2] for own in each), strict=True))
+        return Integers(number_END, scale, self.bits, weight.dtype)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Count the bytes of a matrix of this shape, scales included."""
@@ -109,7 +105,7 @@ def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
 def _grouped(x_ND: Tensor) -> Tensor:
     """View columns in groups, of which the last is filled up."""
     missing = -x_ND.shape[1] % GROUP
-    return torch.nn.functional.pad(x_ND, (0, missing)).unflatten(1, (-1, GROUP))
+    return torch.nn.functional.pad(x_ND, (0, missing)).view(len(x_ND), -1, GROUP)
 
 
 def _to_int8(weight_ND: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,10 @@ class Forms:
     pairs: bool
     """Whether units multiply pairs of bfloat16; without, they are multiplied in float32, to the same bits but
     for numbers below 2^-126, which the units take for 0."""
+    integers: str
+    """What whole numbers are multiplied by."""
+    row_group_bytes: int
+    """What 32 numbers of a row take, rounded to 8 bits."""
     tiles: bool
     """Whether there are matrix units, with which oneDNN multiplies large matrices in bfloat16."""
 
@@ -34,11 +38,13 @@ def forms() -> Forms | None:
     loaded = compiled()
     if loaded is None:
         return None
-    loaded.vectors.restype = ctypes.c_char_p
+    loaded.vectors.restype = loaded.integers.restype = ctypes.c_char_p
     return Forms(
         target=os.environ.get(TARGET) or "native",
         vectors=loaded.vectors().decode(),
         pairs=bool(loaded.multiplies_pairs()),
+        integers=loaded.integers().decode(),
+        row_group_bytes=loaded.rounded_bytes(1, 1),
         tiles=bool(loaded.multiplies_tiles()) and torch.cpu._is_amx_tile_supported() and may_use_tiles(),
     )
 

@@ -1,16 +1,18 @@
-"""y = x Wᵀ + b in C, in float32 and bfloat16.
+"""y = x Wᵀ + b in C, in float32 and bfloat16, and by whole numbers of 8 and 4 bits.
 
 What the product of a small matrix costs is mostly the call, and here that is short.
 A row's result does not depend on the window it is read in, as it does in the library's kernels.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.linear import cpu
-from specdec.kernels.linear.matrix import Matrix, widen
+from specdec.kernels.linear.integers import GROUP, Integers
+from specdec.kernels.linear.matrix import Matrix, join, widen
 from specdec.kernels.native.call import function, pointer
 from specdec.kernels.native.forms import Forms, forms
 from specdec.kernels.native.signatures import SUFFIX
@@ -18,6 +20,8 @@ from specdec.kernels.native.signatures import SUFFIX
 PANEL = 16
 TILED_FROM = 1 << 22
 """Entries from which a processor with matrix units for bfloat16 is better served by oneDNN."""
+RAISED = {8: 128, 4: 8}
+"""What is added to whole numbers of so many bits, so that none is below 0."""
 
 
 class Panels(NamedTuple):
@@ -28,41 +32,122 @@ class Panels(NamedTuple):
     widens: bool
     """Whether rows are multiplied in float32 that come in bfloat16."""
 
-
-def _serves(weight_ND: Tensor, found: Forms) -> bool:
-    in_c = weight_ND.is_cpu and weight_ND.dtype in SUFFIX and weight_ND.shape[1] % 2 == 0
-    tiled = weight_ND.dtype == torch.bfloat16 and weight_ND.numel() >= TILED_FROM and found.tiles
-    return in_c and not tiled
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
 
 
-def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Panels | cpu.Packed:
+class WholePanels(NamedTuple):
+    """Weights of whole numbers, as integer.inc has them."""
+
+    weight: Tensor
+    scale: Tensor
+    bias_N: Tensor | None
+    outputs: int
+    bits: int
+    row_bytes: int
+    """What a row takes once it is rounded."""
+    dtype: torch.dtype
+
+
+class Beside(NamedTuple):
+    """Parts in formats of their own, whose outputs follow each other."""
+
+    parts: tuple[Panels | WholePanels, ...]
+    outputs: int
+    dtype: torch.dtype
+
+
+def _serves(weight: Matrix, found: Forms) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in SUFFIX:
+        return False
+    tiled = weight.dtype == torch.bfloat16 and weight.shape.numel() >= TILED_FROM and found.tiles
+    return isinstance(weight, Integers) or (weight.shape[1] % 2 == 0 and not tiled)
+
+
+def pack(
+    weight: Matrix | list[Matrix], bias_N: Tensor | None = None
+) -> Panels | WholePanels | Beside | cpu.Packed:
     """Lay a weight out in panels, or as the CPU's other form where this one does not serve."""
-    parts = weight if isinstance(weight, list) else [weight]
-    weight_ND = widen(parts[0]) if len(parts) == 1 else torch.cat([widen(part) for part in parts])
+    given = weight if isinstance(weight, list) else [weight]
+    parts = join([own if isinstance(own, Integers) else widen(own) for own in given])
     found = forms()
-    if found is None or not _serves(weight_ND, found):
-        return cpu.pack(weight_ND, bias_N)
+    if found is None or not all(_serves(part, found) for part in parts):
+        return cpu.pack([widen(part) for part in parts], bias_N)
+    laid = tuple(_lay_all(parts, bias_N, found))
+    return laid[0] if len(laid) == 1 else Beside(laid, sum(own.outputs for own in laid), parts[0].dtype)
+
+
+def _lay_all(parts: list[Matrix], bias_N: Tensor | None, found: Forms) -> Iterator[Panels | WholePanels]:
+    first = 0
+    for part in parts:
+        own_N = None if bias_N is None else bias_N[first : first + part.shape[0]]
+        first += part.shape[0]
+        if isinstance(part, Integers):
+            yield _lay_whole(part, own_N, found)
+        else:
+            yield _lay(widen(part), own_N, found)
+
+
+def _lay(weight_ND: Tensor, bias_N: Tensor | None, found: Forms) -> Panels:
     outputs, inputs = weight_ND.shape
     panels, together = -(-outputs // PANEL), 4 // weight_ND.itemsize
     filled = weight_ND.new_zeros(panels * PANEL, inputs)
     filled[:outputs] = weight_ND
     laid = filled.view(panels, PANEL, inputs // together, together).transpose(1, 2).contiguous()
-    widens = weight_ND.dtype == torch.bfloat16 and not found.pairs
-    return Panels(laid, bias_N, outputs, widens)
+    return Panels(laid, bias_N, outputs, weight_ND.dtype == torch.bfloat16 and not found.pairs)
 
 
-def linear(x_TD: Tensor, packed: Panels | cpu.Packed) -> Tensor:
-    """Multiply in the weight's own dtype."""
-    if not isinstance(packed, Panels):
+def _lay_whole(matrix: Integers, bias_N: Tensor | None, found: Forms) -> WholePanels:
+    """Put four inputs of 16 outputs beside each other, and with 4 bits two such pieces of a group in one."""
+    (outputs, inputs), bits = matrix.shape, matrix.bits
+    panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
+    filled = matrix.number_ND.new_zeros(panels * PANEL, groups * GROUP)
+    filled[:outputs, :inputs] = matrix.number_ND
+    raised = (filled.to(torch.int16) + RAISED[bits]).to(torch.uint8)
+    laid = raised.view(panels, PANEL, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    scale = matrix.scale.new_zeros(panels * PANEL, *matrix.scale.shape[1:])
+    scale[:outputs] = matrix.scale
+    if bits == 4:
+        low, high = laid.chunk(2, dim=2)
+        laid = low | high << 4
+        scale = scale.half().view(panels, PANEL, groups).transpose(1, 2)
+    row_bytes = groups * found.row_group_bytes
+    return WholePanels(laid.contiguous(), scale.contiguous(), bias_N, outputs, bits, row_bytes, matrix.dtype)
+
+
+def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> Tensor:
+    """Multiply in the dtype that the weight stands for."""
+    if isinstance(packed, cpu.Packed):
         return cpu.linear(x_TD, packed)
-    weight, bias_N, outputs, widens = packed
-    assert x_TD.dtype == weight.dtype
+    assert x_TD.dtype == packed.dtype
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    tokens, inputs = x_TD.shape
-    y_TN = x_TD.new_empty((tokens, outputs))
-    wide_TD = torch.empty((tokens, inputs), dtype=torch.float32) if widens else None
-    function("linear", weight.dtype)(
-        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs),
-        *(weight.data_ptr(), pointer(bias_N), pointer(wide_TD), y_TN.data_ptr(), outputs),
-    )
+    y_TN = x_TD.new_empty((len(x_TD), packed.outputs))
+    at = y_TN.data_ptr()
+    for part in packed.parts if isinstance(packed, Beside) else (packed,):
+        if isinstance(part, Panels):
+            _multiply(x_TD, part, at, packed.outputs)
+        else:
+            _multiply_whole(x_TD, part, at, packed.outputs)
+        at += part.outputs * y_TN.itemsize
     return y_TN
+
+
+def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
+    """Write the outputs to an address, rows so many entries apart."""
+    tokens, inputs = x_TD.shape
+    wide_TD = torch.empty((tokens, inputs), dtype=torch.float32) if packed.widens else None
+    function("linear", packed.dtype)(
+        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs),
+        *(packed.weight.data_ptr(), pointer(packed.bias_N), pointer(wide_TD), to, by_row, packed.outputs),
+    )
+
+
+def _multiply_whole(x_TD: Tensor, packed: WholePanels, to: int, by_row: int) -> None:
+    tokens, inputs = x_TD.shape
+    room = torch.empty(tokens * packed.row_bytes, dtype=torch.uint8)
+    function("linear_integer", packed.dtype)(
+        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs, packed.bits),
+        *(packed.weight.data_ptr(), packed.scale.data_ptr(), pointer(packed.bias_N), room.data_ptr()),
+        *(to, by_row, packed.outputs),
+    )

@@ -9,7 +9,8 @@ SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 ARGUMENTS = {
-    "linear": "p nnn ppp p n",
+    "linear": "p nnn ppp p nn",
+    "linear_integer": "p nnn i ppp p p nn",
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
     "topk": "p nnn pp",
