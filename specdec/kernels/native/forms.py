@@ -44,7 +44,7 @@ def forms() -> Forms | None:
         vectors=loaded.vectors().decode(),
         pairs=bool(loaded.multiplies_pairs()),
         integers=loaded.integers().decode(),
-        row_group_bytes=loaded.rounded_bytes(1, 1),
+        row_group_bytes=loaded.group_bytes(),
         tiles=bool(loaded.multiplies_tiles()) and torch.cpu._is_amx_tile_supported() and may_use_tiles(),
     )
 

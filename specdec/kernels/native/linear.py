@@ -145,7 +145,7 @@ def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
 
 def _multiply_whole(x_TD: Tensor, packed: WholePanels, to: int, by_row: int) -> None:
     tokens, inputs = x_TD.shape
-    room = torch.empty(tokens * packed.row_bytes, dtype=torch.uint8)
+    room = torch.empty((tokens + 1) * packed.row_bytes, dtype=torch.uint8)
     function("linear_integer", packed.dtype)(
         *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs, packed.bits),
         *(packed.weight.data_ptr(), packed.scale.data_ptr(), pointer(packed.bias_N), room.data_ptr()),
