@@ -20,7 +20,7 @@ from specdec.bench.problems import (
     sample,
 )
 from specdec.kernels.linear.fp8 import Fp8, quantise
-from specdec.kernels.linear.matrix import Matrix, widen
+from specdec.kernels.linear.matrix import Stored, widen
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models import spec
@@ -233,7 +233,7 @@ def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, *, fp8: bool) -> P
     return Problem(size, [partial(call, own) for own in index_STA], error)
 
 
-def _some(weight: Matrix, held: Tensor) -> Tensor:
+def _some(weight: Stored, held: Tensor) -> Tensor:
     """Return some experts' matrices as ordinary ones."""
     if isinstance(weight, Tensor):
         return weight[held]

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8, choose_rows
-from specdec.kernels.linear.matrix import Matrix
+from specdec.kernels.linear.matrix import Stored
 
 Shape = tuple[int, ...]
 
@@ -30,28 +30,28 @@ class Reader(Protocol):
         """Tell whether what the recipe makes is not used: it only names what it would read."""
         ...
 
-    def read(self, disk: str, shape: Shape) -> Matrix: ...
+    def read(self, disk: str, shape: Shape) -> Stored: ...
 
-    def widen(self, matrix: Matrix, disk: str) -> Tensor:
+    def widen(self, matrix: Stored, disk: str) -> Tensor:
         """Give up on the blocks of an FP8 matrix, and note its name."""
         ...
 
-    def empty(self, shape: Shape, like: Matrix) -> Matrix: ...
+    def empty(self, shape: Shape, like: Stored) -> Stored: ...
 
     def unlike(self, disk: str) -> None:
         """Note that an expert is not stored as those before it are."""
         ...
 
 
-Recipe = Callable[[Reader, tuple[str, ...], Shape], Matrix]
+Recipe = Callable[[Reader, tuple[str, ...], Shape], Stored]
 
 
-def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
     """Take the tensor as it is."""
     return reader.read(disk[0], shape)
 
 
-def squeeze_conv(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+def squeeze_conv(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
     """Drop the axis of size one from a depthwise convolution's weight [C, 1, K]."""
     channels, width = shape
     weight_C1K = reader.read(disk[0], (channels, 1, width))
@@ -64,7 +64,7 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
     The order is listed once the files are known to have so many rows.
     """
 
-    def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+    def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
         weight = reader.read(disk[0], (total, *shape[1:]))
         if reader.unused:
             return weight
@@ -78,7 +78,7 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
     return choose
 
 
-def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
     """Gather experts stored one by one, the parts of each (gate, up) below one another.
 
     FP8 parts stay so where they end with a block. More experts than there are tensors are not looked for:
@@ -86,7 +86,7 @@ def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """
     experts, height = shape[0], shape[1] // len(disk)
     whole = len(disk) == 1 or height % BLOCK == 0
-    out_END: Matrix | None = None
+    out_END: Stored | None = None
     for expert in range(min(experts, reader.count + 1)):
         for part, template in enumerate(disk):
             name = _numbered(template, expert)
@@ -101,7 +101,7 @@ def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     return weight_ND if out_END is None else out_END
 
 
-def _place(reader: Reader, weight_ND: Matrix, out_END: Matrix, expert: int, first: int, disk: str) -> None:
+def _place(reader: Reader, weight_ND: Stored, out_END: Stored, expert: int, first: int, disk: str) -> None:
     """Write one part of an expert's matrix, whose first row is given, into that of all."""
     last = first + weight_ND.shape[0]
     if isinstance(out_END, Fp8) and isinstance(weight_ND, Fp8):

@@ -14,7 +14,7 @@ from specdec.config.folders import anew
 from specdec.errors import CheckpointError
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import Fp8
-from specdec.kernels.linear.matrix import Matrix, widen
+from specdec.kernels.linear.matrix import Matrix, Stored, widen
 from specdec.models.checkpoint import Checkpoint, TensorInfo, few
 from specdec.models.formats import WeightFormat
 from specdec.models.layouts import Layout, Shape
@@ -121,7 +121,7 @@ class CheckpointWeights:
         made = self._make(name, shape, reader)
         if not self._quantize or isinstance(made, Fp8) or self.unused or reader.widened:
             return made  # what was widened is not rounded a second time
-        return self._quantize.quantise(made)
+        return self._quantize.quantise(made) if isinstance(made, Tensor) else made
 
     @property
     def count(self) -> int:
@@ -138,7 +138,7 @@ class CheckpointWeights:
         """Tell whether what recipes make is not used: there is an error to tell, or only headers are read."""
         return self.failed or self._headers_only
 
-    def _make(self, name: str, shape: Shape, reader: "_Reader") -> Matrix:
+    def _make(self, name: str, shape: Shape, reader: "_Reader") -> Stored:
         assert name not in self._taken, f"{name} was taken twice"
         self._taken.add(name)
         sources = list(self._layout.sources(name, self._prefix))
@@ -155,7 +155,7 @@ class CheckpointWeights:
         """See the tensors below a prefix."""
         return Scoped(self, prefix)
 
-    def read(self, disk: str, shape: Shape, dtype: torch.dtype, ours: str) -> Matrix:
+    def read(self, disk: str, shape: Shape, dtype: torch.dtype, ours: str) -> Stored:
         """Copy one disk tensor, of which `ours` is made, to the device, or note what is wrong with it."""
         if disk not in self._names:
             self._missing.append(f"{disk} {list(shape)}")
@@ -174,7 +174,7 @@ class CheckpointWeights:
             return self._read_fp8(disk, shape, dtype)
         return self._copy(disk, shape, dtype)
 
-    def _read_fp8(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
+    def _read_fp8(self, disk: str, shape: Shape, dtype: torch.dtype) -> Stored:
         """Copy the numbers and the scales of a matrix."""
         name, blocks = f"{disk}_scale_inv", fp8.block_shape(shape)
         numbers = self._copy(disk, shape, torch.float8_e4m3fn)
@@ -212,7 +212,7 @@ class CheckpointWeights:
         self._widened[disk] = None
         return widen(matrix)
 
-    def empty(self, shape: Shape, like: Matrix) -> Matrix:
+    def empty(self, shape: Shape, like: Stored) -> Stored:
         """Return room for a matrix that is put together from several."""
         if isinstance(like, Fp8):
             return fp8.empty(shape, like.dtype, self._device)
@@ -259,17 +259,17 @@ class _Reader:
     def unused(self) -> bool:
         return self._weights.unused
 
-    def read(self, disk: str, shape: Shape) -> Matrix:
+    def read(self, disk: str, shape: Shape) -> Stored:
         matrix = self._weights.read(disk, shape, self._dtype, self._name)
         return matrix if self._keep_fp8 else self.widen(matrix, disk)
 
-    def widen(self, matrix: Matrix, disk: str) -> Tensor:
+    def widen(self, matrix: Stored, disk: str) -> Tensor:
         if isinstance(matrix, Tensor):
             return matrix
         self.widened = True
         return self._weights.widen(matrix, disk)
 
-    def empty(self, shape: Shape, like: Matrix) -> Matrix:
+    def empty(self, shape: Shape, like: Stored) -> Stored:
         return self._weights.empty(shape, like)
 
     def unlike(self, disk: str) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from specdec.kernels.linear.fp8 import Fp8
 from specdec.kernels.linear.integers import Integers
 
-Narrow = Fp8 | Integers
-Matrix = Tensor | Narrow
+Stored = Tensor | Fp8
+"""What checkpoints are read as, and a GPU multiplies."""
+Matrix = Stored | Integers
 
 
 def widen(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
+from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix
 
 NARROW_WINDOW = 16
@@ -43,6 +44,7 @@ def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
     parts: list[Part] = []
     rows = 0
     for matrix in weight if isinstance(weight, list) else [weight]:
+        assert not isinstance(matrix, Integers), "a GPU's products of whole numbers are not built"
         first, rows = rows, rows + matrix.shape[0]
         bias = None if bias_N is None else bias_N[first:rows]
         if isinstance(matrix, Fp8):

@@ -14,15 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
-from specdec.kernels.linear.matrix import Matrix
+from specdec.kernels.linear.integers import Integers
+from specdec.kernels.linear.matrix import Matrix, Stored
 from specdec.kernels.linear.triton import depth
 
 NARROW_WINDOW = 16
 """Tokens that one tile holds."""
 
 
-def pack_experts(weight_END: Matrix) -> Matrix:
+def pack_experts(weight_END: Matrix) -> Stored:
     """Keep the weights of all experts as they are."""
+    assert not isinstance(weight_END, Integers), "a GPU's products of whole numbers are not built"
     if isinstance(weight_END, Tensor):
         return weight_END.contiguous()
     return weight_END._replace(
