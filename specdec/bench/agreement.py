@@ -26,7 +26,7 @@ def rounding(settings: Resolved, *, stored_narrow: bool = False) -> str:
     """
     found = [] if settings.dtype in EXACT else [str(settings.dtype).removeprefix("torch.")]
     if settings.quantize or stored_narrow:
-        found.append("8-bit weights")
+        found.append(f"{'4' if settings.quantize == 'int4' else '8'}-bit weights")
     if settings.layout.kv_dtype is not None:
         found.append("8-bit keys and values")
     return " and ".join(found)

@@ -304,11 +304,12 @@ def fits(device: Device, name: str, *, fp8: bool) -> bool:
     from specdec.bench.random_model import shape_config
     from specdec.bench.time_model import TimeModel
     from specdec.models.families import network
+    from specdec.models.formats import FORMATS
 
-    model = TimeModel(network(shape_config(name)))
+    model = TimeModel(network(shape_config(name)), quantize=FORMATS["fp8"] if fp8 else None)
     drawn = 2 * max(parameter.count for parameter in model.footprint.target)
     rows = 8 * model.layout.slab_bytes
-    return model.weight_bytes(fp8=fp8, mtp=True) + drawn + rows < USABLE * device.bytes
+    return model.weight_bytes(mtp=True) + drawn + rows < USABLE * device.bytes
 
 
 def summary(

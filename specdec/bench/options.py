@@ -77,7 +77,9 @@ class ModelOptions(Settings):
     """The step whose bytes `specdec bench model` counts."""
 
     shape: str = text("qwen3-next-80b-a3b", "a named size")
-    fp8: bool = switch("the layers' matrices take a byte an entry")
+    quantize: Literal["fp8", "int8", "int4"] | None = Field(
+        None, title="what large matrices are rounded to", description="fp8, int8, int4 or None"
+    )
     batch: int = number(1, "rows")
     window: int = number(4, "tokens verified a row")
     context: int = number(0, "tokens before the window", least=0)

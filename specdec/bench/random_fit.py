@@ -74,13 +74,14 @@ def fit(name: str, config: EngineConfig) -> Fit:
     stored_bytes = sum(p.count for p in (*count.target, *count.mtp)) * stored.itemsize
     roomy = EngineConfig.of(config, {"memory_bytes": ANYTHING})
     settings = resolve(roomy, network, stored, stored_bytes)
-    model = TimeModel(network, settings.dtype)
-    weight_bytes = model.weight_bytes(fp8=settings.quantize, mtp=has_head(settings.drafters))
+    model = TimeModel(network, settings.dtype, quantize=settings.weight_format)
+    weight_bytes = model.weight_bytes(mtp=has_head(settings.drafters))
     # While the last matrix is drawn it stands beside all others once more.
     largest = max(p.count for p in model.footprint.target) * settings.dtype.itemsize
     free = free_memory(settings.device)
     if weight_bytes + largest > free:
-        narrower = "" if settings.quantize else ", or try --fp8"
+        form = "int8" if settings.device.type == "cpu" else "fp8"
+        narrower = "" if settings.quantize else f", or try --quantize {form}"
         raise CapacityError(
             f"shape: {name} needs {weight_bytes:,} bytes for its weights and {largest:,} to draw them, and "
             f"{settings.device} has {free:,} free; choose a smaller shape{narrower}.",

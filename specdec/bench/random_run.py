@@ -98,7 +98,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
         "device": str(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "rounding": rounding(settings),
-        "fp8": settings.quantize,
+        "quantize": settings.quantize,
         "settings": given,
         "seed": options.seed or 0,
         "new_tokens": options.new_tokens,
@@ -190,7 +190,6 @@ def _figures(
         accepted=per_step.median,
         draft_steps=min(settings.bounds.num_steps, round(width) - 1) if has_head(settings.drafters) else 0,
         topk=settings.bounds.topk,
-        fp8=settings.quantize,
         slots=settings.config.slots,
     )
     floor_s = sum(found.model.step(work).values()) / machine.copy_bytes_per_s
@@ -222,7 +221,7 @@ def render(report: Mapping[str, Any]) -> str:
     """Lay the report out for people."""
     lines = [
         f"random weights of shape {report['shape']}: {report['parameters'] / 1e6:,.1f} M parameters, "
-        f"{report['dtype']}{', layers in FP8' if report['fp8'] else ''}, "
+        f"{report['dtype']}{f', matrices in {form}' if (form := report['quantize']) else ''}, "
         f"{report['weight_bytes'] / 1e9:.2f} GB",
         setup_line(report),
         f"memory copied at {report['copy_bytes_per_s'] / 1e9:,.0f} GB/s in this run (reads and writes)",

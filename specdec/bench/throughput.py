@@ -30,7 +30,6 @@ from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import has_fp8_weights
-from specdec.models.formats import FORMATS
 from specdec.setup.footprint import Footprint, measure
 
 WINDOW_ROUNDS = 30
@@ -73,7 +72,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
         contestants.insert(1, plain)
     rounded = rounding(settings, stored_narrow=has_fp8_weights(Checkpoint(folder).config))
     results, bandwidth = _measure(options, engine, plain, oracle, contestants, exact=not rounded)
-    footprint = measure(spec, settings.dtype, quantize=FORMATS["fp8"] if settings.narrow else None)
+    footprint = measure(spec, settings.dtype, quantize=settings.weight_format)
     windows: list[dict[str, Any]] = []
     interrupted = len(results) < len(_cases(options))
     # The window steps come last, on their own: they have no counterpart to take turns with.

@@ -12,14 +12,11 @@ from specdec.bench.random_model import shape_config
 from specdec.bench.report import publish, table
 from specdec.errors import ConfigError
 from specdec.models import families, spec
+from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.network import memory_layout
 from specdec.setup.footprint import Footprint, Parameter, measure
 from specdec.state_slots.layout import Layout
 
-NARROW = ("in_a", "in_b", "conv", "router", "shared_gate", "norm", "q_norm", "k_norm")
-"""Matrices of a layer that stay as they are where the others are quantised."""
-EVERY = 1 << 30
-"""Tokens enough to choose every expert."""
 DRAFTING, HEAD = "draft steps", "output matrix"
 
 
@@ -34,9 +31,6 @@ class Work:
     """Tokens that a row gains by the step, the bonus token included."""
     draft_steps: int = 0
     topk: int = 1
-    fp8: bool = False
-    """The layers' matrices take a byte an entry; the output matrix, the embedding and the head that drafts do
-    not, as in published FP8 checkpoints."""
     slots: str = "record"
 
     @property
@@ -47,9 +41,16 @@ class Work:
 class TimeModel:
     """Count the bytes of a network's steps."""
 
-    def __init__(self, network: spec.Network, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        network: spec.Network,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        quantize: WeightFormat | None = None,
+    ) -> None:
+        """Count large matrices in `quantize`, those of the head that drafts too."""
         self.network = network
-        self.footprint: Footprint = measure(network, dtype)
+        self.footprint: Footprint = measure(network, dtype, quantize=quantize)
         self.layout: Layout = memory_layout(network, dtype, head=network.mtp)
 
     def step(self, work: Work) -> dict[str, float]:
@@ -62,8 +63,7 @@ class TimeModel:
         for parameter in self.footprint.target:
             kind = self._kind(parameter.name)
             if kind is not None:
-                size = read_bytes(parameter, work.tokens) * self._shrink(parameter, work)
-                found[kind] = found.get(kind, 0.0) + size
+                found[kind] = found.get(kind, 0.0) + read_bytes(parameter, work.tokens)
         if self.layout.states:
             found["states"] = work.rows * state_bytes(self.layout, work.window, work.slots)
         if (layers := _attentions(self.network.layers)) and self.layout.kv:
@@ -72,11 +72,9 @@ class TimeModel:
             found[DRAFTING] = self._draft_bytes(work)
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def weight_bytes(self, *, fp8: bool, mtp: bool) -> int:
+    def weight_bytes(self, *, mtp: bool) -> int:
         """Count the bytes of the weights in memory."""
-        work = Work(fp8=fp8)
-        held = (*self.footprint.target, *(self.footprint.mtp if mtp else ()))
-        return round(sum(p.expected_bytes(EVERY) * self._shrink(p, work) for p in held))
+        return sum(p.bytes for p in (*self.footprint.target, *(self.footprint.mtp if mtp else ())))
 
     def _draft_bytes(self, work: Work) -> float:
         """Count the passes of the head that drafts: over what was accepted, then over topk tokens a level."""
@@ -100,10 +98,10 @@ class TimeModel:
 
     def _kind(self, name: str) -> str | None:
         """Name the class of kernels that reads a parameter; None: it is read by row, which is nothing."""
-        if name == "head.weight" or (name == "embed.weight" and self.network.tied):
-            return HEAD
-        if name == "embed.weight":
+        if name == self.footprint.table:
             return None
+        if name in ("head.weight", "embed.weight"):
+            return HEAD
         if ".experts." in name:
             return "experts"
         if ".router." in name:
@@ -116,22 +114,13 @@ class TimeModel:
             return "recurrent projections" if recurrent else "attention projections"
         return "norms"
 
-    def _shrink(self, parameter: Parameter, work: Work) -> float:
-        """Return a parameter's bytes over those of the model's dtype."""
-        halves = parameter.expected_bytes(EVERY) == 2 * parameter.count
-        quantised = work.fp8 and parameter.name.startswith("layers.") and halves
-        narrow = any(part in NARROW for part in parameter.name.split("."))
-        matrix = parameter.name.endswith((".weight", ".experts.up", ".experts.down"))
-        norm = parameter.name.endswith("_norm.weight")
-        return 0.5 if quantised and matrix and not narrow and not norm else 1.0
-
 
 def read_bytes(parameter: Parameter, tokens: float) -> float:
     """Count what so many tokens, on average, read of a parameter: all of it, or the experts they chose."""
     if parameter.experts is None:
         return parameter.expected_bytes(1)
     chosen, total = parameter.experts
-    return parameter.expected_bytes(EVERY) * float(1 - (1 - chosen / total) ** tokens)
+    return parameter.bytes * float(1 - (1 - chosen / total) ** tokens)
 
 
 def state_bytes(layout: Layout, window: int, slots: str) -> int:
@@ -146,9 +135,11 @@ def state_bytes(layout: Layout, window: int, slots: str) -> int:
     return 2 * layout.state_bytes + 2 * window * layout.record_bytes
 
 
-def describe(network: spec.Network, work: Work, bandwidth: float) -> dict[str, Any]:
+def describe(
+    network: spec.Network, work: Work, bandwidth: float, *, quantize: str | None = None
+) -> dict[str, Any]:
     """Return the floor of a step in seconds and the most tokens per second that it allows."""
-    model = TimeModel(network)
+    model = TimeModel(network, quantize=FORMATS[quantize] if quantize else None)
     found = model.step(work)
     total = sum(found.values())
     return {
@@ -159,12 +150,12 @@ def describe(network: spec.Network, work: Work, bandwidth: float) -> dict[str, A
         "acceptance": work.accepted,
         "draft_steps": work.draft_steps,
         "draft_topk": work.topk,
-        "fp8": work.fp8,
+        "quantize": quantize,
         "slots": work.slots,
         "bytes": found,
         "target_bytes": total - found.get(DRAFTING, 0.0),
         "total_bytes": total,
-        "weight_bytes": model.weight_bytes(fp8=work.fp8, mtp=bool(work.draft_steps)),
+        "weight_bytes": model.weight_bytes(mtp=bool(work.draft_steps)),
         "bytes_per_s": bandwidth,
         "floor_s": total / bandwidth,
         "ceiling_tokens_per_s": work.rows * work.accepted * bandwidth / total,
@@ -182,10 +173,9 @@ def run(options: ModelOptions, bandwidth: float, out: Path | None) -> None:
         accepted=options.acceptance,
         draft_steps=default_steps if options.draft_steps is None else options.draft_steps,
         topk=options.draft_topk,
-        fp8=options.fp8,
         slots=options.slots,
     )
-    report = {"shape": options.shape, **describe(shape, work, bandwidth)}
+    report = {"shape": options.shape, **describe(shape, work, bandwidth, quantize=options.quantize)}
     publish(render(report), report, out)
 
 
@@ -206,7 +196,7 @@ def render(report: Mapping[str, Any]) -> str:
         [
             f"{report['shape']}: batch {report['batch']}, a window of {report['window']} tokens behind "
             f"{report['context']} others, {drafts}, acceptance length {report['acceptance']:g}, "
-            f"{report['slots']} slots{', layers in FP8' if report['fp8'] else ''}",
+            f"{report['slots']} slots{f', matrices in {form}' if (form := report['quantize']) else ''}",
             "",
             table(rows),
             "",

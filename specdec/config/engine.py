@@ -48,11 +48,12 @@ class EngineConfig(Settings):
         "bfloat16 the width of a window then changes a text more often",
         description="auto or fp8",
     )
-    quantize: Literal["fp8"] | None = Field(
+    quantize: Literal["fp8", "int8", "int4"] | None = Field(
         None,
-        title="fp8: round large matrices to 8 bits as they are loaded, as published ones are; a GPU keeps "
-        "them so, a CPU widens them again and saves nothing",
-        description="fp8 or None",
+        title="round large matrices as they are loaded; on a CPU int8: with a scale for each output, int4: "
+        "with one for each 32 inputs, and the output matrix in int8; on a GPU fp8, as published ones are, "
+        "which a CPU widens again and saves nothing",
+        description="fp8, int8, int4 or None",
     )
     draft: Annotated[str, AfterValidator(known_drafter)] = Field(
         AUTO,

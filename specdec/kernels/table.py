@@ -70,7 +70,8 @@ _REFERENCE, _CPU = (
     for form in ("reference", "cpu")
 )
 _NATIVE = (
-    *("native.linear", "native.gather", "native.pointwise", "native.attention", "native.sampling"),
+    *("native.linear", "native.gather", "native.pointwise", "native.moe", "native.attention"),
+    "native.sampling",
     *("native.recurrent:DELTA_NET", "native.recurrent:MAMBA", "native.recurrent"),
 )
 _TRITON = (

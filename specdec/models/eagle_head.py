@@ -94,7 +94,8 @@ class EagleHead:
                     "draft_vocab, or leave it out.",
                     field="draft_vocab",
                 )
-        return Shortlist(head_CD, ids_C, self.target.spec.vocab, self.kernels)
+        ranked_CD = weights.output("head.weight", head_CD)
+        return Shortlist(ranked_CD, ids_C, self.target.spec.vocab, self.kernels)
 
     def _embedding(self, weights: Weights) -> Tensor:
         """Take the head's own embedding, unless it is the target's."""

@@ -4,18 +4,27 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from torch import Tensor
-
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import BLOCK
-from specdec.kernels.linear.matrix import Matrix
+from specdec.kernels.linear.integers import INT4, INT8
+from specdec.kernels.linear.matrix import Matrix, Stored
 from specdec.models.fields import Fields
 
 
 class WeightFormat(Protocol):
     """A format that large matrices can be rounded to while they are loaded."""
 
-    def quantise(self, weight_ND: Tensor) -> Matrix:
+    @property
+    def output(self) -> "WeightFormat | None":
+        """What the matrix that makes logits is rounded to, if it is."""
+        ...
+
+    @property
+    def rounds_fp8(self) -> bool:
+        """Whether what is stored in FP8 is rounded anew."""
+        ...
+
+    def quantise(self, weight: Stored) -> Matrix:
         """Round a matrix, or one of each expert."""
         ...
 
@@ -24,8 +33,10 @@ class WeightFormat(Protocol):
         ...
 
 
-FORMATS: Mapping[str, WeightFormat] = MappingProxyType({"fp8": fp8})
+FORMATS: Mapping[str, WeightFormat] = MappingProxyType({"fp8": fp8, "int8": INT8, "int4": INT4})
 """By the names that `quantize` knows."""
+WHOLE = ("int8", "int4")
+"""Those of whole numbers, which a CPU multiplies."""
 
 _FIELD = "quantization_config"
 

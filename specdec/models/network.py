@@ -163,11 +163,12 @@ class Network:
         self.blocks = build_blocks(s.layers, s, weights, kernels)
         self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         head_VD = self.embed_VD if s.tied else weights.take("head.weight", (s.vocab, s.hidden))
-        self.head = Linear(kernels, head_VD)
+        self.head = Linear(kernels, weights.output("head.weight", head_VD))
         self.shortlist: Shortlist | None = None
         if shortlist_C is not None:
             shortlist_C = shortlist_C.to(device)
-            self.shortlist = Shortlist(head_VD[shortlist_C], shortlist_C, s.vocab, kernels)
+            ranked_CD = weights.output("shortlist.weight", head_VD[shortlist_C])
+            self.shortlist = Shortlist(ranked_CD, shortlist_C, s.vocab, kernels)
         ropes = (rope for mixer in s.mixers() for rope in mixer.ropes())
         self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import ConfigError
+from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
 
@@ -48,7 +49,7 @@ class Shortlist:
     Sampling therefore sees the target's token ids, and the noise of each.
     """
 
-    def __init__(self, head_CD: Tensor, ids_C: Tensor | None, vocab: int, kernels: Kernels) -> None:
+    def __init__(self, head_CD: Matrix, ids_C: Tensor | None, vocab: int, kernels: Kernels) -> None:
         self.head, self.ids_C, self.vocab, self.kernels = Linear(kernels, head_CD), ids_C, vocab, kernels
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:

@@ -33,12 +33,15 @@ _NOISE = 4_194_301
 class Weights(Protocol):
     """Hand out each tensor once, in `dtype` (None: the engine's), on the engine's device.
 
-    `matrix` is for the large ones, which may be quantised; what must not be is taken.
+    `matrix` is for the large ones, which may be quantised; what must not be is taken. `output` gives what
+    makes logits as it is to be multiplied, of a tensor that was taken, for an embedding may be the same one.
     """
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def matrix(self, name: str, shape: Shape) -> Matrix: ...
+
+    def output(self, name: str, weight_ND: Tensor) -> Matrix: ...
 
     def has(self, name: str) -> bool: ...
 
@@ -59,6 +62,10 @@ class Scoped:
     def matrix(self, name: str, shape: Shape) -> Matrix:
         """Take a matrix named relative to the prefix."""
         return self._weights.matrix(f"{self._prefix}.{name}", shape)
+
+    def output(self, name: str, weight_ND: Tensor) -> Matrix:
+        """Round the matrix that makes logits, of a name relative to the prefix."""
+        return self._weights.output(f"{self._prefix}.{name}", weight_ND)
 
     def has(self, name: str) -> bool:
         """Tell whether the tensor is there."""
@@ -111,17 +118,25 @@ class CheckpointWeights:
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """Return a canonical tensor, in memory of its own; one that is stored in FP8 is widened."""
-        taken = self._make(name, shape, _Reader(self, name, dtype or self._dtype, keep_fp8=False))
+        reader = _Reader(self, name, dtype or self._dtype, keep_fp8=False)
+        taken = self._make(name, shape, reader)
         assert isinstance(taken, Tensor)
+        self._widened |= reader.widened
         return taken
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        """Return a canonical matrix, in memory of its own: in eight bits where it is stored or wanted so."""
+        """Return a canonical matrix, in memory of its own: in fewer bits where it is stored or wanted so."""
         reader = _Reader(self, name, self._dtype, keep_fp8=True)
         made = self._make(name, shape, reader)
-        if not self._quantize or isinstance(made, Fp8) or self.unused or reader.widened:
-            return made  # what was widened is not rounded a second time
-        return self._quantize.quantise(made) if isinstance(made, Tensor) else made
+        if self._quantize and not self.unused and (self._quantize.rounds_fp8 or not reader.widened):
+            return self._quantize.quantise(made)
+        self._widened |= reader.widened
+        return made
+
+    def output(self, name: str, weight_ND: Tensor) -> Matrix:
+        """Round a matrix that makes logits, where that is wanted."""
+        form = self._quantize and self._quantize.output
+        return form.quantise(weight_ND) if form and not self.unused else weight_ND
 
     @property
     def count(self) -> int:
@@ -207,11 +222,6 @@ class CheckpointWeights:
         """Keep for the end what is wrong with a tensor that is there."""
         self._misshapen.append(problem)
 
-    def widen(self, matrix: Fp8, disk: str) -> Tensor:
-        """Widen an FP8 matrix, and note its name for the log."""
-        self._widened[disk] = None
-        return widen(matrix)
-
     def empty(self, shape: Shape, like: Stored) -> Stored:
         """Return room for a matrix that is put together from several."""
         if isinstance(like, Fp8):
@@ -249,7 +259,8 @@ class _Reader:
 
     def __init__(self, weights: CheckpointWeights, name: str, dtype: torch.dtype, *, keep_fp8: bool) -> None:
         self._weights, self._name, self._dtype, self._keep_fp8 = weights, name, dtype, keep_fp8
-        self.widened = False
+        self.widened: dict[str, None] = {}
+        """What was stored in FP8 and is not kept so, by its name on disk."""
 
     @property
     def count(self) -> int:
@@ -266,8 +277,8 @@ class _Reader:
     def widen(self, matrix: Stored, disk: str) -> Tensor:
         if isinstance(matrix, Tensor):
             return matrix
-        self.widened = True
-        return self._weights.widen(matrix, disk)
+        self.widened[disk] = None
+        return widen(matrix)
 
     def empty(self, shape: Shape, like: Stored) -> Stored:
         return self._weights.empty(shape, like)
@@ -312,9 +323,14 @@ class RandomWeights:
         return self._draw(name, shape, dtype).to(dtype)
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        """Return the matrix of this name, in eight bits where that is wanted."""
+        """Return the matrix of this name, in fewer bits where that is wanted."""
         drawn = self.take(name, shape)
         return self._quantize.quantise(drawn) if self._quantize else drawn
+
+    def output(self, name: str, weight_ND: Tensor) -> Matrix:
+        """Round a matrix that makes logits, where that is wanted."""
+        form = self._quantize and self._quantize.output
+        return form.quantise(weight_ND) if form else weight_ND
 
     def has(self, name: str) -> bool:
         """Any tensor can be drawn."""

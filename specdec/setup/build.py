@@ -81,9 +81,10 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         mtp=opened.head is not None and opened.head.checkpoint is None,
         quantize=_format(settings),
     )
-    if settings.quantize or has_fp8_weights(checkpoint.config):
-        form = "kept" if settings.narrow else f"widened to {settings.dtype}, as these kernels need them"
-        logger.log(logging.INFO if settings.narrow else logging.WARNING, "8-bit weights: %s", form)
+    if narrower := settings.quantize or ("fp8" if has_fp8_weights(checkpoint.config) else None):
+        kept = settings.weights is not None
+        form = "kept" if kept else f"widened to {settings.dtype}, as these kernels need them"
+        logger.log(logging.INFO if kept else logging.WARNING, "%s weights: %s", narrower, form)
     return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
 
 
@@ -110,7 +111,7 @@ def build_random(
 
 def _format(settings: Resolved) -> WeightFormat | None:
     """Return what large matrices are rounded to."""
-    return FORMATS["fp8"] if settings.quantize else None
+    return FORMATS[settings.quantize] if settings.quantize else None
 
 
 def _load(

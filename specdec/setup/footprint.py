@@ -16,7 +16,7 @@ from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.eagle import find_head
 from specdec.models.feed_forward import MoE
-from specdec.models.formats import FORMATS, WeightFormat
+from specdec.models.formats import WeightFormat
 from specdec.models.heads import HeadSource
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
@@ -56,6 +56,14 @@ class ShapeWeights:
         if not self.quantize:
             return self.take(name, shape)
         return self._note(name, shape, self.dtype, self.quantize.num_bytes(shape))
+
+    def output(self, name: str, weight_ND: Tensor) -> Tensor:
+        """Note how the matrix that makes logits is held, where that is not how it was taken."""
+        if form := self.quantize and self.quantize.output:
+            count = sum(own.count for own in self.parameters if own.name == name)
+            self.parameters = [own for own in self.parameters if own.name != name]
+            self.parameters.append(Parameter(name, count, form.num_bytes(weight_ND.shape), None))
+        return weight_ND
 
     def _note(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Tensor:
         self.parameters.append(Parameter(name, prod(shape), num_bytes, self._experts(name)))
@@ -106,10 +114,14 @@ class Footprint:
     def step_bytes(self, tokens: int) -> float:
         """Count the bytes of weights that one step over `tokens` tokens must read.
 
-        An embedding that is not also the head is read by row, which is nothing beside the rest.
+        An embedding beside an output matrix is read by row, which is nothing beside the rest.
         """
-        table = None if self.network.tied else "embed.weight"
-        return sum(p.expected_bytes(tokens) for p in self.target if p.name != table)
+        return sum(p.expected_bytes(tokens) for p in self.target if p.name != self.table)
+
+    @property
+    def table(self) -> str | None:
+        """Name the embedding where it does not make logits too."""
+        return "embed.weight" if any(p.name == "head.weight" for p in self.target) else None
 
     def kinds(self) -> dict[str, int]:
         """Count the target's mixers and feed-forwards by kind."""
@@ -146,8 +158,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings
     stored_bytes, narrow_bytes = opened.checkpoint.sizes()
-    quantize = FORMATS["fp8"] if settings.narrow else None
-    footprint = measure(network, settings.dtype, quantize=quantize, head=opened.head)
+    footprint = measure(network, settings.dtype, quantize=settings.weight_format, head=opened.head)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)

@@ -9,11 +9,14 @@ from specdec.core.device.extent import Extent
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError
 from specdec.models import spec
+from specdec.models.formats import WeightFormat
 from specdec.setup.devices import free_memory
 from specdec.state_slots.layout import Layout
 
 logger = logging.getLogger(__name__)
 
+ROW = 4096
+"""Entries of a matrix's row, where only their sum is known."""
 AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
 """Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
 
@@ -53,15 +56,22 @@ def weight_bytes(
     stored_bytes: int,
     narrow_bytes: int,
     *,
-    quantize: bool,
-    narrow: bool,
+    quantize: str | None,
+    kept: WeightFormat | None,
 ) -> int:
     """Count what the weights will take, from what a checkpoint stores of them, `narrow_bytes` in 8 bits."""
-    wide = (stored_bytes - narrow_bytes) // stored.itemsize
+    wide, narrow, table = (stored_bytes - narrow_bytes) // stored.itemsize, narrow_bytes, 0
     if quantize:
-        tables = min(network.vocab * network.hidden * (1 if network.tied else 2), wide)
-        wide, narrow_bytes = tables, wide - tables + narrow_bytes
-    return wide * dtype.itemsize + narrow_bytes * (1 if narrow else dtype.itemsize)
+        table = network.vocab * network.hidden
+        tables = min(table * (1 if network.tied else 2), wide)
+        wide, narrow = tables, wide - tables + narrow_bytes
+    if kept is None:
+        return (wide + narrow) * dtype.itemsize
+    total = wide * dtype.itemsize + kept.num_bytes((-(-narrow // ROW), ROW))
+    if table and kept.output:
+        total += kept.output.num_bytes((network.vocab, network.hidden))
+        total -= 0 if network.tied else table * dtype.itemsize
+    return total
 
 
 def longest_that_fits(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:

@@ -21,6 +21,7 @@ from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network, stored_dtype
+from specdec.models.formats import FORMATS, WHOLE
 from specdec.models.headers import check_headers
 from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
@@ -87,8 +88,7 @@ def resolve(
     device = pick_device(config.device)
     dtype = _dtype(config, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
-    quantize = config.quantize == "fp8"
-    narrow = (kernels == "reference" or on_gpu(kernels)) and (quantize or narrow_bytes > 0)
+    weights = _weights(config.quantize, kernels, stored_narrow=narrow_bytes > 0)
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
@@ -105,7 +105,9 @@ def resolve(
         longest,
         device=device,
         weights=weight_bytes(
-            network, dtype, stored, stored_bytes, narrow_bytes, quantize=quantize, narrow=narrow
+            *(network, dtype, stored, stored_bytes, narrow_bytes),
+            quantize=config.quantize,
+            kept=FORMATS[weights] if weights else None,
         ),
     )
     longest = longest_that_fits(config, layout, memory_bytes, longest)
@@ -114,8 +116,8 @@ def resolve(
         device=device,
         dtype=dtype,
         kernels=kernels,
-        quantize=quantize,
-        narrow=narrow,
+        quantize=config.quantize,
+        weights=weights,
         layout=layout,
         memory_bytes=memory_bytes,
         max_model_len=longest,
@@ -271,6 +273,19 @@ def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if name != "auto" and not serves:
         raise ConfigError(f"kernels: {name!r} needs {needs}; use kernels='cpu'.", field="kernels")
     return preferred if serves else "cpu"
+
+
+def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool) -> str | None:
+    """Name the format that these kernels multiply, of what is wanted or stored; others are widened."""
+    if quantize in WHOLE:
+        if on_gpu(kernels):
+            raise ConfigError(
+                f"quantize: {quantize} is a CPU's format, and kernels='{kernels}' are a GPU's; use 'fp8'.",
+                field="quantize",
+            )
+        return quantize if kernels in ("native", "reference") else None
+    wanted = quantize or ("fp8" if stored_narrow else None)
+    return wanted if kernels == "reference" or on_gpu(kernels) else None
 
 
 def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:

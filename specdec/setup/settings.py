@@ -7,6 +7,7 @@ import torch
 
 from specdec.config.engine import EngineConfig
 from specdec.draft.proposal import Shape
+from specdec.models.formats import FORMATS, WeightFormat
 from specdec.state_slots.layout import Layout
 
 AS_GIVEN = (
@@ -25,10 +26,10 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     kernels: str
-    quantize: bool
-    """Large matrices that are not stored in eight bits are rounded to them."""
-    narrow: bool
-    """Large matrices are kept in eight bits."""
+    quantize: str | None
+    """What large matrices are rounded to as they are loaded, by the format's name."""
+    weights: str | None
+    """The format that large matrices are kept in; None: all are in `dtype`."""
     layout: Layout
     memory_bytes: int
     max_model_len: int
@@ -42,6 +43,10 @@ class Resolved:
     """Whether steps in which every row decodes are the device's to decide, captured where it is a GPU."""
     prefix_alpha: float = 0.0
     """What the work that a prefix saves counts beside how recently it was used, at first if that is tuned."""
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        return FORMATS[self.weights] if self.weights else None
 
     def named(self) -> dict[str, Any]:
         """Return every setting by its name."""

@@ -188,12 +188,20 @@ def test_idle_share_is_what_no_kernel_covers(spans: list[tuple[float, float]], i
 
 @pytest.mark.parametrize("words", [["--fp8"], ["--quantize", "fp8"]], ids=str)
 def test_both_words_for_eight_bits_are_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGV, *LOAD, "--batch", "1", "--draft", "none", "--dtype", "bfloat16", *words]) == 0
+    out, report = report_of(capsys)
+    assert report["quantize"] == "fp8" and report["rounding"] == "bfloat16 and 8-bit weights"
+    assert "matrices in fp8" in out
+
+
+@pytest.mark.parametrize(("quantize", "bits"), [("int8", 8), ("int4", 4)])
+def test_fewer_bits_are_fewer_bytes(quantize: str, bits: int, capsys: pytest.CaptureFixture[str]) -> None:
     load = [*LOAD, "--batch", "1", "--draft", "none", "--dtype", "bfloat16"]
     assert main([*ARGV, *load]) == 0
     _, wide = report_of(capsys)
-    assert main([*ARGV, *load, *words]) == 0
+    assert main([*ARGV, *load, "--quantize", quantize]) == 0
     out, narrow = report_of(capsys)
-    assert narrow["fp8"] and narrow["rounding"] == "bfloat16 and 8-bit weights" and "layers in FP8" in out
+    assert narrow["rounding"] == f"bfloat16 and {bits}-bit weights" and f"matrices in {quantize}" in out
     assert narrow["weight_bytes"] < wide["weight_bytes"]
     eight, all_bits = (report["cases"][0]["figures"]["specdec"]["floor_s"] for report in (narrow, wide))
     assert eight < all_bits

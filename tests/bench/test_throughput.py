@@ -230,7 +230,7 @@ def test_rounding_is_named_where_there_is_some(hybrid: Path) -> None:
     settings = EngineRunner.load(hybrid, EngineConfig(dtype="float32", max_model_len=16)).model.settings
     assert rounding(settings) == ""
     assert rounding(settings, stored_narrow=True) == "8-bit weights"
-    assert rounding(replace(settings, dtype=torch.bfloat16, quantize=True)) == "bfloat16 and 8-bit weights"
+    assert rounding(replace(settings, dtype=torch.bfloat16, quantize="int4")) == "bfloat16 and 4-bit weights"
 
 
 @pytest.mark.parametrize(("more", "needed"), [([], 38), (["--window", "8"], 72)])

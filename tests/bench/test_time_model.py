@@ -8,6 +8,7 @@ import torch
 from specdec.bench.time_model import TimeModel, Work, describe, state_bytes
 from specdec.cli import main
 from specdec.errors import ConfigError
+from specdec.kernels.linear import fp8
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
 
@@ -27,13 +28,13 @@ def test_large_model_costs_what_was_counted(
     load: tuple[int, int, int, float], counted: tuple[float, float, float]
 ) -> None:
     window, steps, topk, accepted = load
-    work = Work(window=window, draft_steps=steps, topk=topk, accepted=accepted, fp8=True)
-    found = describe(LARGE, work, BANDWIDTH)
+    work = Work(window=window, draft_steps=steps, topk=topk, accepted=accepted)
+    found = describe(LARGE, work, BANDWIDTH, quantize="fp8")
     assert found["target_bytes"] / 1e9 == pytest.approx(counted[0], rel=0.01)
-    # Ours is dearer: the head's first pass reads all that was accepted, and a tree's later ones topk tokens;
-    # by hand every pass touched the experts of one.
-    assert 1 <= found["floor_s"] * 1e3 / counted[1] < 1.04
-    assert 0.96 < found["ceiling_tokens_per_s"] / counted[2] <= 1
+    # By hand every pass of the head touched the experts of one token, and was read in 16 bits: ours touches
+    # those of all that was accepted, or of topk tokens, in 8.
+    assert 0.99 < found["floor_s"] * 1e3 / counted[1] < 1.03
+    assert 0.97 < found["ceiling_tokens_per_s"] / counted[2] < 1.01
 
 
 def test_tokens_share_the_experts_they_have_in_common() -> None:
@@ -53,18 +54,19 @@ def test_bytes_add_up_to_the_footprints() -> None:
         of_memory = {"states", "keys and values"}
         weights = sum(size for kind, size in moved.items() if kind not in of_memory)
         assert weights == pytest.approx(model.footprint.step_bytes(15))
-        assert model.weight_bytes(fp8=False, mtp=False) == model.footprint.weight_bytes
+        assert model.weight_bytes(mtp=False) == model.footprint.weight_bytes
 
 
-def test_fp8_halves_the_layers_matrices_alone() -> None:
-    model = TimeModel(LARGE)
-    wide, narrow = (model.step(Work(window=4, draft_steps=3, fp8=fp8)) for fp8 in (False, True))
-    halved = {kind for kind in wide if narrow[kind] == wide[kind] / 2}
+def test_fp8_halves_the_matrices_of_layers_alone() -> None:
+    models = [TimeModel(LARGE, quantize=form) for form in (None, fp8)]
+    wide, narrow = (model.step(Work(window=4, draft_steps=3)) for model in models)
+    halved = {kind for kind in wide if narrow[kind] == pytest.approx(wide[kind] / 2, rel=2.5e-4)}
     assert halved == {"experts"}
     # The gates' projections of a delta net, the shared expert's gate, and norms stay.
     for kind in ("attention projections", "recurrent projections", "dense feed-forward"):
         assert 0.5 < narrow[kind] / wide[kind] < 0.51
-    for kind in ("output matrix", "draft steps", "routers", "norms", "states"):
+    assert 0.5 < narrow["draft steps"] / wide["draft steps"] < 1
+    for kind in ("output matrix", "routers", "norms", "states"):
         assert narrow[kind] == wide[kind]
 
 
@@ -85,7 +87,7 @@ def test_context_is_read_once_a_row() -> None:
 
 
 def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "model", "--shape", "qwen3-next-80b-a3b", "--fp8", "--window", "4"]
+    argv = ["bench", "model", "--shape", "qwen3-next-80b-a3b", "--quantize", "fp8", "--window", "4"]
     assert main([*argv, "--bandwidth", "4.3e12", "--acceptance", "3.413"]) == 0
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
@@ -101,7 +103,7 @@ def test_report_holds_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["bench", "model", *words, "--slots", "snapshot", "--bandwidth", "4.3TB"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    asked |= {"fp8": False, "slots": "snapshot", "bytes_per_s": 4.3e12, "shape": "qwen3-next-80b-a3b"}
+    asked |= {"quantize": None, "slots": "snapshot", "bytes_per_s": 4.3e12, "shape": "qwen3-next-80b-a3b"}
     assert {name: report[name] for name in asked} == asked
 
 

@@ -13,10 +13,13 @@ from specdec.errors import CapacityError, ConfigError
 from specdec.models import spec
 from specdec.models.eagle import EagleFolder
 from specdec.models.families import network
+from specdec.models.formats import FORMATS
 from specdec.models.heads import HeadSource, OwnHead
 from specdec.models.mixers import Attention
 from specdec.models.shapes import SHAPES
 from specdec.setup import memory
+from specdec.setup.footprint import measure
+from specdec.setup.memory import weight_bytes
 from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
 from specdec.state_slots.layout import KVShape
@@ -277,6 +280,32 @@ def test_memory_is_what_the_weights_leave(
     settled = resolve(config, WITH_HEAD, torch.float32, 40 << 20, narrow_bytes)
     tables = SMALL["vocab_size"] * SMALL["hidden_size"] * 3 if quantize and kernels == "reference" else 0
     left = (256 << 20) - weight_bytes - tables
-    assert settled.memory_bytes == pytest.approx(memory.AUTO_MEMORY_SHARE["cpu"] * left, rel=1e-6)
-    assert settled.quantize == (quantize == "fp8")
-    assert settled.narrow == (kernels == "reference" and (quantize == "fp8" or narrow_bytes > 0))
+    assert settled.memory_bytes == pytest.approx(memory.AUTO_MEMORY_SHARE["cpu"] * left, rel=1e-3)
+    assert settled.quantize == quantize
+    kept = kernels == "reference" and (quantize or narrow_bytes > 0)
+    assert settled.weights == ("fp8" if kept else None)
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8", "int8", "int4"])
+@pytest.mark.parametrize("shape", ["0.8b", "nemotron-h-8b"])
+def test_weights_are_expected_to_take_what_they_are_counted_to(shape: str, quantize: str | None) -> None:
+    described, form = network(SHAPES[shape]), FORMATS[quantize] if quantize else None
+    exact, held = (measure(described, torch.bfloat16, quantize=own) for own in (None, form))
+    expected = weight_bytes(
+        *(described, torch.bfloat16, torch.bfloat16, exact.weight_bytes, 0), quantize=quantize, kept=form
+    )
+    assert expected == pytest.approx(held.weight_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize(("kernels", "kept"), [("native", True), ("reference", True), ("cpu", False)])
+def test_whole_numbers_are_kept_where_they_are_multiplied(kernels: str, quantize: str, kept: bool) -> None:
+    settled = settle(kernels=kernels, quantize=quantize)
+    assert (settled.quantize, settled.weights) == (quantize, quantize if kept else None)
+
+
+def test_whole_numbers_are_refused_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ConfigError, match=r"int8 is a CPU's format.*'fp8'") as caught:
+        settle(kernels="triton", quantize="int8")
+    assert caught.value.field == "quantize"

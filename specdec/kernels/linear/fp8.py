@@ -16,6 +16,8 @@ LARGEST = 448.0
 
 output = None
 """The matrix that makes logits is not rounded."""
+rounds_fp8 = False
+"""What was rounded once is not rounded a second time."""
 
 
 class Fp8(NamedTuple):
@@ -62,11 +64,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Fp8
     return Fp8(weight_ND, torch.empty(block_shape(shape), dtype=torch.float32, device=device), dtype)
 
 
-def quantise(weight_ND: Tensor) -> Fp8:
+def quantise(weight_ND: Tensor | Fp8) -> Fp8:
     """Round a weight to eight bits; each block's largest entry becomes the largest number.
 
     Experts are rounded one by one: beside the result there is memory for a few copies of one matrix.
     """
+    if isinstance(weight_ND, Fp8):
+        return weight_ND
     out = empty(weight_ND.shape, weight_ND.dtype, weight_ND.device)
     if weight_ND.dim() == 3:
         for own_ND, to_ND, to_MK in zip(weight_ND, out.weight_ND, out.scale_MK, strict=True):

@@ -7,10 +7,12 @@ of a group is then exact in any order: a row's numbers need not depend on how ma
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from specdec.kernels.linear.fp8 import Fp8
 
 GROUP = 32
 """Inputs that are rounded together; the last ones of a row may be fewer."""
@@ -60,17 +62,27 @@ class Rounding:
     """Rounds a matrix to whole numbers of so many bits, each to the nearest."""
 
     bits: int
-    output: "Rounding | None" = None
-    """How the matrix that makes logits is rounded, to which most of what is lost is owed; None: as others."""
+    rounds_fp8: ClassVar[bool] = True
+    """A CPU multiplies whole numbers, and no FP8."""
 
-    def quantise(self, weight: Tensor) -> Integers:
+    @property
+    def output(self) -> "Rounding":
+        """Keep logits exact: most of what 4 bits lose would be owed to the matrix that makes them."""
+        return INT8
+
+    def quantise(self, weight: Tensor | Fp8) -> Integers:
         """Round a matrix, or one of each expert, one by one: there is memory for a few copies of one."""
-        if weight.dim() == 2:
-            number_ND, scale = (_to_int8 if self.bits == 8 else _to_int4)(weight.float())
+        if len(weight.shape) == 2:
+            wide_ND = weight.float() if isinstance(weight, Tensor) else weight.wide()
+            number_ND, scale = (_to_int8 if self.bits == 8 else _to_int4)(wide_ND)
             return Integers(number_ND, scale, self.bits, weight.dtype)
-        each = [self.quantise(own_ND) for own_ND in weight]
-        number_END, scale = (torch.stack(parts) for parts in zip(*(own[:2] for own in each), strict=True))
-        return Integers(number_END, scale, self.bits, weight.dtype)
+        number_END = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scales = []
+        for expert, to_ND in enumerate(number_END):
+            own = self.quantise(weight[expert] if isinstance(weight, Tensor) else weight.expert(expert))
+            to_ND.copy_(own.number_ND)
+            scales.append(own.scale)
+        return Integers(number_END, torch.stack(scales), self.bits, weight.dtype)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Count the bytes of a matrix of this shape, scales included."""
@@ -79,7 +91,7 @@ class Rounding:
 
 
 INT8 = Rounding(8)
-INT4 = Rounding(4, output=INT8)
+INT4 = Rounding(4)
 
 
 def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:

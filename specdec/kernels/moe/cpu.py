@@ -1,5 +1,8 @@
 """Mixtures of experts that read the weights of the chosen experts only, each once, where they lie."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,6 +10,8 @@ from torch import Tensor
 from specdec.kernels.ffn.cpu import relu2, swiglu
 from specdec.kernels.linear.matrix import Matrix, widen
 
+Multiply = Callable[[int, Tensor], Tensor]
+"""Multiplies tokens by the weight of the expert of this number."""
 WIDE = 64
 """Tokens of one expert from which its weight is worth laying out anew."""
 
@@ -50,14 +55,22 @@ def route_sigmoid(
 
 
 def pack_experts(weight_END: Matrix) -> Tensor:
-    """Widen weights of eight bits to the dtype that they stand for."""
+    """Widen weights of fewer bits to the dtype that they stand for."""
     return weight_END if isinstance(weight_END, Tensor) else widen(weight_END)
 
 
 def experts(
     x_TD: Tensor, up_EID: Tensor, down_EDI: Tensor, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
 ) -> Tensor:
-    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
+    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up]."""
+    up, down = (partial(multiply, weight_END) for weight_END in (up_EID, down_EDI))
+    return mix(x_TD, up, down, index_TA, weight_TA, gated=gated)
+
+
+def mix(
+    x_TD: Tensor, up: Multiply, down: Multiply, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+) -> Tensor:
+    """Let each expert answer all of its tokens at once.
 
     A token's answers are added in the order of its experts, whatever else is in the batch. An answer is
     rounded to the model's dtype, its product with the weight to the wider of their two, and the sum once.
@@ -74,9 +87,9 @@ def experts(
         chosen, counts = hit_E.tolist(), count_E.tolist()
         inputs = torch.split(x_TD.index_select(0, order_P // top_k), counts)
 
-    hidden_PI = torch.cat([_apply(up_EID[e], x_PD) for e, x_PD in zip(chosen, inputs, strict=True)])
+    hidden_PI = torch.cat([up(e, x_PD) for e, x_PD in zip(chosen, inputs, strict=True)])
     hidden = torch.split(activate(hidden_PI), counts)
-    y_PD = torch.cat([_apply(down_EDI[e], hidden_PI) for e, hidden_PI in zip(chosen, hidden, strict=True)])
+    y_PD = torch.cat([down(e, hidden_PI) for e, hidden_PI in zip(chosen, hidden, strict=True)])
     if order_P is not None:
         y_PD = y_PD.index_select(0, order_P.argsort())
     y_TAD = y_PD.view(num_tokens, top_k, -1)
@@ -87,12 +100,13 @@ def experts(
     return y_T1D.squeeze(1).to(x_TD.dtype)
 
 
-def _apply(weight_ND: Tensor, x_PD: Tensor) -> Tensor:
+def multiply(weight_END: Tensor, expert: int, x_PD: Tensor) -> Tensor:
     """Multiply as `F.linear` does.
 
     oneDNN lays out the second factor of a bfloat16 product at every call, so the weight goes first: with cold
     weights that is 1.4 times as fast, unless the tokens are so many that their layout costs more.
     """
+    weight_ND = weight_END[expert]
     if x_PD.dtype != torch.bfloat16 or len(x_PD) >= WIDE:
         return F.linear(x_PD, weight_ND)
     if len(x_PD) == 1:

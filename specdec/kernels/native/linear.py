@@ -84,7 +84,7 @@ def _lay_all(parts: list[Matrix], bias_N: Tensor | None, found: Forms) -> Iterat
         own_N = None if bias_N is None else bias_N[first : first + part.shape[0]]
         first += part.shape[0]
         if isinstance(part, Integers):
-            yield _lay_whole(part, own_N, found)
+            yield lay_whole(part, own_N)
         else:
             yield _lay(widen(part), own_N, found)
 
@@ -98,8 +98,10 @@ def _lay(weight_ND: Tensor, bias_N: Tensor | None, found: Forms) -> Panels:
     return Panels(laid, bias_N, outputs, weight_ND.dtype == torch.bfloat16 and not found.pairs)
 
 
-def _lay_whole(matrix: Integers, bias_N: Tensor | None, found: Forms) -> WholePanels:
+def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
     """Put four inputs of 16 outputs beside each other, and with 4 bits two such pieces of a group in one."""
+    found = forms()
+    assert found is not None
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
     filled = matrix.number_ND.new_zeros(panels * PANEL, groups * GROUP)
