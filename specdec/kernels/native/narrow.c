@@ -78,46 +78,31 @@ static inline uint16_t to_bf16(float x) {  // round to nearest, ties to even
     return nan ? nan : (uint16_t)((u.i + 0x7fffu + ((u.i >> 16) & 1u)) >> 16);
 }
 
-#define TILE 4
+// Columns of a state that are worked on at once, in a copy that the first-level cache holds.
+#define COLUMNS 32
+#define PIECES (COLUMNS / LANES)
 
-// to <- scale from + sum_n k_n u_n, each weighted; `to` may be `from`. Rows stay in the cache from tile to tile.
-static void fold_state(const float *from, float *to, ix K, ix W, float scale, ix count, const float *const *k,
-                       const float *const *u, const float *weight) {
+// y <- a x + k uᵀ, the state after one token more. x and y [K, COLUMNS] may be one.
+static void add_token(const float *x, float *y, ix K, float a, const float *k, const float *u) {
+    vec own[PIECES];
+    for (ix p = 0; p < PIECES; p++) own[p] = load(u + p * LANES);
     for (ix i = 0; i < K; i++)
-        for (ix n = 0; n < count; n += TILE) {
-            const float *x = (n ? to : from) + i * W, *rows[TILE];
-            float *y = to + i * W, own = n ? 1.0f : scale, c[TILE];
-            for (ix j = 0; j < TILE; j++) {
-                rows[j] = u[n + j < count ? n + j : n];
-                c[j] = n + j < count ? k[n + j][i] * weight[n + j] : 0.0f;
-            }
-            const float *u0 = rows[0], *u1 = rows[1], *u2 = rows[2], *u3 = rows[3];
-            if (n + 1 == count)
-                #pragma omp simd
-                for (ix w = 0; w < W; w++) y[w] = own * x[w] + c[0] * u0[w];
-            else
-                #pragma omp simd
-                for (ix w = 0; w < W; w++)
-                    y[w] = own * x[w] + (c[0] * u0[w] + c[1] * u1[w]) + (c[2] * u2[w] + c[3] * u3[w]);
+        for (ix p = 0; p < PIECES; p++) {
+            vec kept = all_lanes(a) * load(x + i * COLUMNS + p * LANES);
+            store(y + i * COLUMNS + p * LANES, multiply_add(all_lanes(k[i]), own[p], kept));
         }
 }
 
-// y_n <- x_n S.
-static void read_state(const float *S, ix K, ix W, ix count, const float *const *x, float *const *y) {
-    for (ix n = 0; n < count; n++) memset(y[n], 0, W * sizeof *y[n]);
-    for (ix i = 0; i < K; i += TILE)
-        for (ix n = 0; n < count; n++) {
-            const float *s = S + i * W, *c = x[n] + i;
-            float *out = y[n];
-            if (i + TILE <= K)
-                #pragma omp simd
-                for (ix w = 0; w < W; w++)
-                    out[w] += (c[0] * s[w] + c[1] * s[W + w]) + (c[2] * s[2 * W + w] + c[3] * s[3 * W + w]);
-            else
-                for (ix j = 0; j < K - i; j++)
-                    #pragma omp simd
-                    for (ix w = 0; w < W; w++) out[w] += c[j] * s[j * W + w];
-        }
+// y <- x S for two readers x, or for the first alone; S [K, COLUMNS].
+static inline __attribute__((always_inline)) void read_state(const float *S, ix K, int readers,
+                                                            const float *const *x, float (*y)[COLUMNS]) {
+    vec sum[2][2][PIECES] = {0};  // of even and odd keys: neither waits for the other
+    for (ix i = 0; i < K; i++)
+        for (ix p = 0; p < PIECES; p++)
+            for (int r = 0; r < readers; r++)
+                sum[r][i & 1][p] = multiply_add(all_lanes(x[r][i]), load(S + i * COLUMNS + p * LANES), sum[r][i & 1][p]);
+    for (int r = 0; r < readers; r++)
+        for (ix p = 0; p < PIECES; p++) store(y[r] + p * LANES, sum[r][0][p] + sum[r][1][p]);
 }
 
 // MOST, the longest path and the widest window, is defined on the compiler's command line.
@@ -128,148 +113,102 @@ typedef struct {
     ix update_slab, update_place, decay_slab, decay_place;
 } records;
 
-// Each record holds its own log-decay; what follows a record on the path is summed from the path's end. keys
-// [count, G, K].
-static void fold_path(float *S, const records *r, const float *keys, ix G, ix H, ix K, ix W, ix h, const ix *slab,
-                      const ix *place, ix count) {
-    const float *k[MOST], *u[MOST];
-    float weight[MOST], after = 0;
-    for (ix n = count - 1; n >= 0; n--) {
-        k[n] = keys + (n * G + h / (H / G)) * K;
-        u[n] = r->update + slab[n] * r->update_slab + place[n] * r->update_place + h * W;
-        weight[n] = expf(after);
-        after += r->decay[slab[n] * r->decay_slab + place[n] * r->decay_place + h];
-    }
-    fold_state(S, S, K, W, expf(after), count, k, u, weight);
-}
-
 static inline float dot(const float *a, const float *b, ix n) {
     float sum = 0;
     for (ix i = 0; i < n; i++) sum += a[i] * b[i];
     return sum;
 }
 
-// What M nodes of one head read from the state above them all, and add to it: o_m and u_m, both of W. The entries of
-// one token are qk and v apart from the next token's, those of decay and beta H. above null is a chain, beta null
-// Mamba-2.
-typedef struct {
-    const float *q, *k, *v, *decay, *beta;
-    ix qk, by_v, H, K, W;
-} head;
-
-static void solve(const float *S, const head *x, ix M, const uint8_t *above, float *const *o, float *const *u) {
-    ix K = x->K, W = x->W, count = 0;
-    const float *reader[2 * MOST];
-    float *found[2 * MOST];
-    double path[MOST];
+// Where each token finds the state it reads, and leaves the one after it, in as few blocks as hold what is still
+// to be read: a chain needs one. `keep`: of each token the state after it is wanted. Returns how many blocks.
+static ix place_states(ix M, const uint8_t *above, int keep, ix *parent, ix *from, ix *to) {
+    ix unread[M + 1], spare[M + 1], spares = 0, blocks = 1;
+    memset(unread, 0, sizeof unread);
     for (ix m = 0; m < M; m++) {
-        reader[count] = x->q + m * x->qk, found[count++] = o[m];
-        if (x->beta) reader[count] = x->k + m * x->qk, found[count++] = u[m];
+        parent[m] = m - 1;
+        while (above && parent[m] >= 0 && !above[m * M + parent[m]]) parent[m]--;
+        unread[parent[m] + 1]++;
     }
-    read_state(S, K, W, count, reader, found);
     for (ix m = 0; m < M; m++) {
-        const float *k = x->k + m * x->qk, *q = x->q + m * x->qk, *v = x->v + m * x->by_v;
-        const uint8_t *row = above ? above + m * M : 0;
-        float *out = o[m], *own = u[m];
-        path[m] = 0;
-        for (ix j = 0; j <= m; j++)
-            if (!row || row[j]) path[m] += x->decay[j * x->H];
-        float a = expf((float)path[m]), beta = x->beta ? x->beta[m * x->H] : 1.0f;
-        for (ix w = 0; w < W; w++) out[w] *= a;
-        if (x->beta)
-            for (ix w = 0; w < W; w++) own[w] *= a;
-        for (ix j = 0; j < m; j++) {
-            if (row && !row[j]) continue;
-            const float *kj = x->k + j * x->qk, *uj = u[j];
-            float between = expf((float)(path[m] - path[j]));
-            float read = between * dot(q, kj, K);
-            #pragma omp simd
-            for (ix w = 0; w < W; w++) out[w] += read * uj[w];
-            if (!x->beta) continue;
-            float error = between * dot(k, kj, K);
-            #pragma omp simd
-            for (ix w = 0; w < W; w++) own[w] += error * uj[w];
-        }
-        if (x->beta)
-            for (ix w = 0; w < W; w++) own[w] = beta * (v[w] - own[w]);
-        else
-            memcpy(own, v, W * sizeof *own);
-        float self = dot(q, k, K);
-        #pragma omp simd
-        for (ix w = 0; w < W; w++) out[w] += self * own[w];
+        from[m] = parent[m] < 0 ? 0 : to[parent[m]];
+        int last = --unread[parent[m] + 1] == 0, read = unread[m + 1] > 0;
+        to[m] = -1;
+        if (read || keep) to[m] = last ? from[m] : spares ? spare[--spares] : blocks++;
+        if (!read && (last || keep)) spare[spares++] = last ? from[m] : to[m];
+    }
+    return blocks;
+}
+
+static inline void take_columns(float *to, const float *from, ix rows, ix from_row, ix count) {
+    for (ix i = 0; i < rows; i++) {
+        memcpy(to + i * COLUMNS, from + i * from_row, count * sizeof *to);
+        if (count < COLUMNS) memset(to + i * COLUMNS + count, 0, (COLUMNS - count) * sizeof *to);
     }
 }
 
-// The state after M certain tokens, of which `solve` has made the updates; `to` may be `from`.
-static void advance(const float *from, float *to, const head *x, ix M, float *const *u) {
-    const float *k[MOST];
-    float weight[MOST], after = 0;
-    for (ix m = M - 1; m >= 0; m--) {
-        k[m] = x->k + m * x->qk;
-        weight[m] = expf(after);
-        after += x->decay[m * x->H];
-    }
-    fold_state(from, to, x->K, x->W, expf(after), M, k, (const float *const *)u, weight);
+static inline void give_columns(float *to, const float *from, ix rows, ix to_row, ix count) {
+    for (ix i = 0; i < rows; i++) memcpy(to + i * to_row, from + i * COLUMNS, count * sizeof *to);
 }
 
-static head later(const head *x, ix m) {
-    head part = *x;
-    part.q += m * x->qk, part.k += m * x->qk, part.v += m * x->by_v, part.decay += m * x->H;
-    if (x->beta) part.beta += m * x->H;
-    return part;
-}
-
-// Certain tokens that are solved together: among more of them than this, what each asks of the others outweighs what
-// is saved in reading the state.
-#define CERTAIN 16
-
-// The gated delta rule (beta given) or Mamba-2 (beta null) over a window of M tokens of each of B rows.
-// q, k [B*M, G, K], v and out [B*M, H, W], decay and beta [B*M, H], keys [B, P, G, K] of the pending path. place and
-// snapshot null: the tokens are certain and the states move on. Otherwise each leaves a record, or the state after
-// it in a slot of its own; above[b, i, j] says whether j is above i or i itself. Heads are independent: they are
-// shared out between torch's own threads where there is enough to do.
+// The gated delta rule (beta given) or Mamba-2 (beta null) over a window of M tokens of each of B rows, token by
+// token, so that what a token reads is the same in every window: S <- a S + k uᵀ with u = beta (v - a k S), o = q S.
+// q, k [B*M, G, K], v and out [B*M, H, W], decay (a's logarithm) and beta [B*M, H], keys [B, P, G, K] of the pending
+// path, which is added first. place and snapshot null: the tokens are certain and the states move on. Otherwise each
+// leaves a record, or the state after it in a slot of its own; above[b, i, j] says whether j is above i or i itself.
+// Heads are independent: they are shared out between torch's own threads where there is enough to do.
 void scan_window(const float *q, const float *k, const float *v, const float *decay, const float *beta, float *out, ix B,
            ix M, ix G, ix H, ix K, ix W, float *state, ix state_stride, const ix *slot, const records *r,
            const float *keys, const ix *path_slab, const ix *path_place, const ix *path_length, ix P,
            const ix *slab, const ix *place, const ix *snapshot, const uint8_t *above) {
-    #pragma omp parallel for collapse(2) schedule(static) if (pays(0.2 * B * M * H * K * W))
+    #pragma omp parallel for collapse(2) schedule(static) if (pays(0.2 * B * (M + P) * H * K * W))
     for (ix b = 0; b < B; b++)
         for (ix h = 0; h < H; h++) {
-            ix g = h / (H / G), first = b * M;
-            float *S = state + slot[b] * state_stride + h * K * W;
-            float *o[M], *u[M], own[place ? 1 : M * W];
-            head x = {q + (first * G + g) * K, k + (first * G + g) * K, v + (first * H + h) * W, decay + first * H + h,
-                      beta ? beta + first * H + h : 0, G * K, H * W, H, K, W};
-            // Before this window's records, which may take the places of those that end here.
-            if (path_length && path_length[b])
-                fold_path(S, r, keys + b * P * G * K, G, H, K, W, h, path_slab + b * P, path_place + b * P,
-                          path_length[b]);
+            ix g = h / (H / G), first = b * M, pending = path_length ? path_length[b] : 0;
+            ix parent[M + 1], from[M + 1], to[M + 1];
+            ix blocks = place_states(M, above ? above + first * M : 0, !place, parent, from, to);
+            float held[blocks][K * COLUMNS] __attribute__((aligned(64)));
+            float kept[M + 1], self[M + 1], path_kept[MOST];
+            for (ix n = 0; n < pending; n++)
+                path_kept[n] = expf(r->decay[path_slab[b * P + n] * r->decay_slab +
+                                             path_place[b * P + n] * r->decay_place + h]);
             for (ix m = 0; m < M; m++) {
                 ix t = first + m;
-                o[m] = out + (t * H + h) * W;
-                u[m] = place ? r->update + slab[t] * r->update_slab + place[t] * r->update_place + h * W : own + m * W;
+                kept[m] = expf(decay[t * H + h]);
+                self[m] = dot(q + (t * G + g) * K, k + (t * G + g) * K, K);
                 if (place) r->decay[slab[t] * r->decay_slab + place[t] * r->decay_place + h] = decay[t * H + h];
             }
-            if (place) {
-                solve(S, &x, M, above ? above + first * M : 0, o, u);
-                continue;
-            }
-            if (!snapshot) {
-                for (ix from = 0; from < M; from += CERTAIN) {
-                    ix count = M - from < CERTAIN ? M - from : CERTAIN;
-                    head part = later(&x, from);
-                    solve(S, &part, count, 0, o + from, u + from);
-                    advance(S, S, &part, count, u + from);
+            for (ix c = 0; c < W; c += COLUMNS) {
+                ix count = W - c < COLUMNS ? W - c : COLUMNS;
+                float *S = state + slot[b] * state_stride + h * K * W + c, u[COLUMNS], found[2][COLUMNS];
+                take_columns(held[0], S, K, W, count);
+                // Before this window's records, which may take the places of those that end here.
+                for (ix n = 0; n < pending; n++) {
+                    take_columns(u, r->update + path_slab[b * P + n] * r->update_slab +
+                                        path_place[b * P + n] * r->update_place + h * W + c, 1, 0, count);
+                    add_token(held[0], held[0], K, path_kept[n], keys + ((b * P + n) * G + g) * K, u);
                 }
-                continue;
-            }
-            for (ix m = 0; m < M; m++) {
-                ix parent = m - 1;
-                while (above && parent >= 0 && !above[(first + m) * M + parent]) parent--;
-                const float *from = parent < 0 ? S : state + snapshot[first + parent] * state_stride + h * K * W;
-                head node = later(&x, m);
-                solve(from, &node, 1, 0, o + m, u + m);
-                advance(from, state + snapshot[first + m] * state_stride + h * K * W, &node, 1, u + m);
+                if (pending) give_columns(S, held[0], K, W, count);
+                for (ix m = 0; m < M; m++) {
+                    ix t = first + m;
+                    const float *x[2] = {q + (t * G + g) * K, k + (t * G + g) * K}, *above_it = held[from[m]];
+                    float a = kept[m], own = beta ? beta[t * H + h] : 0;
+                    take_columns(u, v + (t * H + h) * W + c, 1, 0, count);
+                    if (beta) {
+                        read_state(above_it, K, 2, x, found);
+                        for (ix w = 0; w < COLUMNS; w++) u[w] = own * (u[w] - a * found[1][w]);
+                    } else {
+                        read_state(above_it, K, 1, x, found);
+                    }
+                    for (ix w = 0; w < COLUMNS; w++) found[0][w] = a * found[0][w] + self[m] * u[w];
+                    give_columns(out + (t * H + h) * W + c, found[0], 1, 0, count);
+                    if (place)
+                        give_columns(r->update + slab[t] * r->update_slab + place[t] * r->update_place + h * W + c, u, 1,
+                                     0, count);
+                    if (to[m] >= 0) add_token(above_it, held[to[m]], K, a, x[1], u);
+                    if (snapshot)
+                        give_columns(state + snapshot[t] * state_stride + h * K * W + c, held[to[m]], K, W, count);
+                }
+                if (!place && !snapshot) give_columns(S, held[0], K, W, count);
             }
         }
 }

@@ -6,7 +6,8 @@ from torch import Tensor
 from specdec.kernels.conv import cpu as conv
 from specdec.kernels.delta_net.composed import ComposedDeltaNet
 from specdec.kernels.delta_net.layer import DeltaLayer
-from specdec.kernels.gates.cpu import delta_gates, l2_normalise, mamba_step
+from specdec.kernels.gates import cpu as gates
+from specdec.kernels.gates.cpu import delta_gates, mamba_step
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.composed import ComposedMamba
 from specdec.kernels.native.call import TOKENS, function, ids, path_width, pointer, records_of, serves
@@ -93,29 +94,51 @@ def scan_window(
     if not fits or group.width > TOKENS or not _has_room(group):
         return recurrence.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
-    records = records_of(memory)
     q_TGK, k_TGK, v_THW, decay_TH = (x.contiguous() for x in (q_TGK, k_TGK, v_THW, decay_TH))
     beta_TH = None if beta_TH is None else beta_TH.contiguous()
     k_path_BPGK = None if k_path_BPGK is None else k_path_BPGK.float().contiguous()
     function("scan_window")(
-        *(x.data_ptr() for x in (q_TGK, k_TGK, v_THW, decay_TH)),
-        pointer(beta_TH),
-        out_THW.data_ptr(),
-        group.rows,
-        group.width,
-        k_TGK.shape[1],
-        v_THW.shape[1],
-        k_TGK.shape[2],
-        v_THW.shape[2],
-        state.data_ptr(),
-        state.stride(0),
-        group.state_B.data_ptr(),
-        records,
+        *map(pointer, (q_TGK, k_TGK, v_THW, decay_TH, beta_TH, out_THW)),
+        *(group.rows, group.width, k_TGK.shape[1]),
+        *_states_of(memory, group.state_B),
         pointer(k_path_BPGK),
         *ids(group),
         pointer(group.ancestors_BMM),
     )
     return out_THW
+
+
+def fold(
+    memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
+) -> None:
+    """Bring states and windows up to date with their paths, in place, as a window without tokens does."""
+    state, (rows, longest) = memory.state_SHKW, path.slab_BN.shape
+    if k_path_BPGK is None or state.dtype != torch.float32 or not state.is_cpu or longest > MOST:
+        return recurrence.fold(memory, slot_B, path, length_B, k_path_BPGK)
+    conv.fold_window(memory, slot_B, path, length_B)
+    k_path_BPGK = k_path_BPGK.float().contiguous()
+    path, length_B = RecordIds(*(x.contiguous() for x in path)), length_B.contiguous()
+    function("scan_window")(
+        *[None] * 6,
+        *(rows, 0, k_path_BPGK.shape[2]),
+        *_states_of(memory, slot_B),
+        k_path_BPGK.data_ptr(),
+        *map(pointer, (*path, length_B)),
+        longest,
+        *[None] * 4,
+    )
+
+
+def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
+    """Give each head a length, in float32."""
+    dense = x_TGK.stride()[1:] == (x_TGK.shape[2], 1)
+    if isinstance(scale, Tensor) or not serves(x_TGK) or not dense:
+        return gates.l2_normalise(x_TGK, scale)
+    out_TGK = torch.empty(x_TGK.shape, dtype=torch.float32)
+    function("l2_normalise", x_TGK.dtype)(
+        x_TGK.data_ptr(), *x_TGK.shape, x_TGK.stride(0), scale, out_TGK.data_ptr()
+    )
+    return out_TGK
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
@@ -177,6 +200,12 @@ def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
         *(window.data_ptr(), window.stride(0), slot_B.data_ptr()),
         *(record.data_ptr(), record.stride(0), record.stride(1)),
     )
+
+
+def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
+    """Return the sizes of a layer's states, and say where they and its records lie."""
+    state = memory.state_SHKW
+    return *state.shape[1:], state.data_ptr(), state.stride(0), slot_B.data_ptr(), records_of(memory)
 
 
 def _has_room(group: Group) -> bool:
