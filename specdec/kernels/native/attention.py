@@ -10,8 +10,8 @@ from specdec.kernels.native.pointwise import rms_norm, rotate
 from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
-ATTENTION_WORK = 1 << 21
-"""Multiplications of queries with keys up to which one thread is enough."""
+STRIP = 16
+"""Queries that a thread takes at once, as in narrow.c."""
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
@@ -41,26 +41,25 @@ def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> N
 
 
 COMPOSED = ComposedAttention(rms_norm, rotate, append, attention.attend)
-"""Where there is more to attend to, all threads do it."""
 
 
 def self_attention(
     projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
 ) -> Tensor:
-    """Run an attention layer between its projections in one call, where one thread is enough.
+    """Run an attention layer between its projections in one call.
 
     Pages of 8 bits are read in torch.
     """
     # What is rounded up is room alone: a tape that was recorded at one length is played at others.
     tokens, longest = projected_TN.shape[0], room(group.max_length + group.width)
-    work = tokens * layer.heads * layer.head_dim * longest
-    if not serves(projected_TN) or pages.dtype != projected_TN.dtype or work > ATTENTION_WORK:
+    if not serves(projected_TN) or pages.dtype != projected_TN.dtype:
         return COMPOSED.self_attention(projected_TN, layer, rotation, pages, group)
     assert projected_TN.is_contiguous()
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
     out_TN = projected_TN.new_empty((tokens, heads * dim))
     scratch = projected_TN.new_empty(tokens * (heads + kv_heads) * dim)
-    scores = torch.empty(group.width * (heads // kv_heads) * longest, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    scores = torch.empty(threads * STRIP * longest, dtype=torch.float32)
     cos_TR, sin_TR = rotation or (None, None)
     function("self_attention", projected_TN.dtype)(
         projected_TN.data_ptr(),
@@ -84,6 +83,8 @@ def self_attention(
         group.length_B.data_ptr(),
         pointer(group.ancestors_BMM),
         layer.scale,
+        longest,
+        threads,
         scratch.data_ptr(),
         scores.data_ptr(),
         out_TN.data_ptr(),

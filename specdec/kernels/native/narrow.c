@@ -12,6 +12,8 @@ typedef long ix;
 
 #ifdef _OPENMP
 int omp_get_max_threads(void);
+int omp_get_thread_num(void);
+#define THREAD omp_get_thread_num()
 
 static double now_ns(void) {
     struct timespec t;
@@ -37,6 +39,7 @@ static int pays(double work_ns) {
     return work_ns > 3 * wake_ns;
 }
 #else
+#define THREAD 0
 static int pays(double work_ns) { return 0 * work_ns; }
 #endif
 
@@ -216,6 +219,54 @@ void scan_window(const float *q, const float *k, const float *v, const float *de
 // to's rows <- from's rows, chosen by ids where there are any; distances in bytes.
 void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char *to, ix by_to) {
     for (ix r = 0; r < rows; r++) memcpy(to + r * by_to, from + (ids ? ids[r] : r) * by_from, bytes);
+}
+
+// Queries of an attention head that a thread takes at once, those that share a register's keys, and keys that are
+// widened at once.
+#define STRIP 16
+#define BESIDE_ROWS 4
+#define TOGETHER 32
+
+static inline float sum_lanes(vec x) {
+    float lane[LANES], sum = 0;
+    store(lane, x);
+    for (int i = 0; i < LANES; i++) sum += lane[i];
+    return sum;
+}
+
+// Keys, or values, against so many rows of queries: scores are written, or weights read, for each row `by_row` apart.
+static inline __attribute__((always_inline)) void meet(int rows, const float *query, float *sum, const float *wide,
+                                                      ix count, ix width, float *score, ix by_row, int values) {
+    if (!values) {
+        for (ix n = 0; n < count; n++) {
+            vec total[BESIDE_ROWS] = {0};
+            for (ix i = 0; i < width; i += LANES)
+                for (int r = 0; r < rows; r++)
+                    total[r] = multiply_add(load(query + r * width + i), load(wide + n * width + i), total[r]);
+            for (int r = 0; r < rows; r++) score[r * by_row + n] = sum_lanes(total[r]);
+        }
+        return;
+    }
+    for (ix i = 0; i < width; i += LANES) {
+        vec total[BESIDE_ROWS];
+        for (int r = 0; r < rows; r++) total[r] = load(sum + r * width + i);
+        for (ix n = 0; n < count; n++)
+            for (int r = 0; r < rows; r++)
+                total[r] = multiply_add(all_lanes(score[r * by_row + n]), load(wide + n * width + i), total[r]);
+        for (int r = 0; r < rows; r++) store(sum + r * width + i, total[r]);
+    }
+}
+
+static void meet_rows(ix rows, const float *query, float *sum, const float *wide, ix count, ix width, float *score,
+                      ix by_row, int values) {
+    if (rows >= 4)
+        meet(4, query, sum, wide, count, width, score, by_row, values);
+    else if (rows == 3)
+        meet(3, query, sum, wide, count, width, score, by_row, values);
+    else if (rows == 2)
+        meet(2, query, sum, wide, count, width, score, by_row, values);
+    else
+        meet(1, query, sum, wide, count, width, score, by_row, values);
 }
 
 #include "sampling.inc"
