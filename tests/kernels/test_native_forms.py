@@ -69,7 +69,7 @@ def test_matrix_units_are_left_out_where_the_library_may_not_use_them(
 
         def __getattr__(self, name: str) -> Callable[[], object]:
             def answer() -> object:
-                return b"AVX-512" if name == "vectors" else 1
+                return b"AVX-512" if name in ("vectors", "integers") else 1
 
             setattr(self, name, answer)
             return answer
@@ -87,9 +87,15 @@ def test_matrix_units_are_left_out_where_the_library_may_not_use_them(
     ("found", "words"),
     [
         (None, "no C forms; torch for "),
-        (forms.Forms("native", "AVX-512", True, False), "AVX-512 with bfloat16 units (-march=native)"),
-        (forms.Forms("native", "AVX-512", True, True), "AVX-512 with bfloat16 and matrix units"),
-        (forms.Forms("x86-64-v3", "AVX2", False, False), "AVX2 without bfloat16 units (-march=x86-64-v3)"),
+        (
+            forms.Forms("native", "AVX-512", True, "", 40, False),
+            "AVX-512 with bfloat16 units (-march=native)",
+        ),
+        (forms.Forms("native", "AVX-512", True, "", 40, True), "AVX-512 with bfloat16 and matrix units"),
+        (
+            forms.Forms("x86-64-v3", "AVX2", False, "", 40, False),
+            "AVX2 without bfloat16 units (-march=x86-64-v3)",
+        ),
     ],
 )
 def test_what_runs_is_told(found: forms.Forms | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

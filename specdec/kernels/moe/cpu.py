@@ -40,6 +40,22 @@ def route_sigmoid(
     Only the `top_groups` groups of experts whose two best scores add up highest take part.
     """
     score_TE = torch.sigmoid(_wide(logits_TE))
+    return choose_experts(
+        *(score_TE, bias_E, top_k), groups=groups, top_groups=top_groups, renormalise=renormalise, scale=scale
+    )
+
+
+def choose_experts(
+    score_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    top_groups: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Do so by scores, of which none is below 0."""
     choice_TE = score_TE + bias_E
     if top_groups < groups:
         choice_TGE = choice_TE.view(len(choice_TE), groups, -1)
@@ -93,11 +109,8 @@ def mix(
     if order_P is not None:
         y_PD = y_PD.index_select(0, order_P.argsort())
     y_TAD = y_PD.view(num_tokens, top_k, -1)
-    if weight_TA.itemsize < 4:  # torch sums in float32
-        return y_TAD.mul_(weight_TA.unsqueeze(-1)).sum(1)
-    y_TAD = _wide(y_TAD)
-    y_T1D = torch.bmm(weight_TA.to(y_TAD.dtype).unsqueeze(1), y_TAD)
-    return y_T1D.squeeze(1).to(x_TD.dtype)
+    # Summed by torch in float32 or wider, and for each token alone: a batched product depends on the others.
+    return (y_TAD * weight_TA.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
 def multiply(weight_END: Tensor, expert: int, x_PD: Tensor) -> Tensor:

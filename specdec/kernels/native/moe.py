@@ -1,15 +1,37 @@
-"""Mixtures of experts whose weights are whole numbers; others are multiplied as `moe.cpu` does."""
+"""Mixtures of experts that are chosen, and multiplied by whole numbers, alike in every window.
+
+Other weights are multiplied as in moe/cpu.py.
+"""
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.moe import cpu
 from specdec.kernels.native.linear import WholePanels, lay_whole, linear
+from specdec.kernels.native.pointwise import sigmoid
 
 Packed = Tensor | tuple[WholePanels, ...]
+
+
+def route_sigmoid(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    top_groups: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by their biased scores; see moe/cpu.py."""
+    score_TE = sigmoid(logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float())
+    return cpu.choose_experts(
+        *(score_TE, bias_E, top_k), groups=groups, top_groups=top_groups, renormalise=renormalise, scale=scale
+    )
 
 
 def pack_experts(weight_END: Matrix) -> Packed:

@@ -86,6 +86,20 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
     return out_TI
 
 
+def sigmoid(x_TN: Tensor) -> Tensor:
+    """Compute each entry alike: torch's vectors and what is left beside them round differently."""
+    if not serves(x_TN) or x_TN.stride(1) != 1:
+        return torch.sigmoid(x_TN)
+    out_TN = x_TN.new_empty(x_TN.shape)
+    function("sigmoid", x_TN.dtype)(x_TN.data_ptr(), *x_TN.shape, x_TN.stride(0), out_TN.data_ptr())
+    return out_TN
+
+
+def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
+    """Add what a gate lets through."""
+    return y_TD + x_TD * sigmoid(gate_T1)
+
+
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate the first 2R entries of each head."""
     if not serves(x_THD) or x_THD.stride(2) != 1:

@@ -7,7 +7,7 @@ from specdec.kernels.conv import cpu as conv
 from specdec.kernels.delta_net.composed import ComposedDeltaNet
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.gates import cpu as gates
-from specdec.kernels.gates.cpu import delta_gates, mamba_step
+from specdec.kernels.gates.cpu import delta_gates
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.composed import ComposedMamba
 from specdec.kernels.native.call import TOKENS, function, ids, path_width, pointer, records_of, serves
@@ -139,6 +139,19 @@ def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
         x_TGK.data_ptr(), *x_TGK.shape, x_TGK.stride(0), scale, out_TGK.data_ptr()
     )
     return out_TGK
+
+
+def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
+    """Return Mamba-2's step size, in float32."""
+    if not serves(dt_TH) or dt_bias_H.dtype != torch.float32 or dt_TH.stride(1) != 1:
+        return gates.mamba_step(dt_TH, dt_bias_H, limit)
+    step_TH = torch.empty(dt_TH.shape, dtype=torch.float32)
+    low, high = (min(bound, torch.finfo(torch.float32).max) for bound in limit)
+    function("mamba_step", dt_TH.dtype)(
+        *(dt_TH.data_ptr(), *dt_TH.shape, dt_TH.stride(0), dt_bias_H.data_ptr(), low, high),
+        step_TH.data_ptr(),
+    )
+    return step_TH
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:

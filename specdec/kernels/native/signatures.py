@@ -24,6 +24,8 @@ ARGUMENTS = {
     "rotate": "p nnnn nn pp p",
     "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p p",
     "l2_normalise": "p nnn n f p",
+    "mamba_step": "p nn n p ff p",
+    "sigmoid": "p nn n p",
     "path_conv": "nnn nn pp p n p p nn ppp n p p",
     "append": "pp nnn nn p nn n p n p",
     "scan_window": "ppppp p nnnnnn p n p p p ppp n ppp p",

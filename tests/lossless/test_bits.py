@@ -1,0 +1,119 @@
+"""A token's numbers do not depend on the window it is read in, where the C forms multiply.
+
+Log-probabilities with drafts are those without, to the bit: in whole numbers on every processor, and in
+float32 without experts, which torch multiplies.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec.kernels.native import recurrent
+from specdec.kernels.native.compiled import compiled
+from tests.draft.oracle import Oracle
+from tests.lossless.cases import SHAPES, preempt_each
+from tests.models.agreeing import END, VOCAB, write_agreeing
+
+pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
+
+FAMILIES = ["qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"]
+DENSE = ("qwen3", "qwen3_5")
+FORMATS = [("float32", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "int4")]
+TOKENS, LENGTHS = 60, (1, 7, 40, 130)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in found.items():
+        write_agreeing(folder, family)
+    return found
+
+
+def prompts() -> list[list[int]]:
+    rng = Random(7)
+    return [[rng.randrange(END) for _ in range(length)] for length in LENGTHS]
+
+
+def ask(engine: SpecEngine, *, together: bool) -> list[Completion]:
+    params = [
+        SamplingParams(max_tokens=TOKENS, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=3)
+        for i in range(len(LENGTHS))
+    ]
+    if together:
+        return list(engine.generate(prompts(), params))
+    return [engine.generate([prompt], own)[0] for prompt, own in zip(prompts(), params, strict=True)]
+
+
+def numbers(done: Sequence[Completion]) -> list[Any]:
+    return [(own.token_ids, [(said.logprob, said.top) for said in own.logprobs or ()]) for own in done]
+
+
+def settings(dtype: str, quantize: str | None, **fields: Any) -> dict[str, Any]:
+    own = {"dtype": dtype, "quantize": quantize, "max_model_len": 256, "kernels": "native", **fields}
+    return {"prefix_cache": False, "device": "cpu", **own}
+
+
+def drafted(
+    folder: Path, plain: Sequence[Completion], fields: dict[str, Any], **more: Any
+) -> list[list[Any]]:
+    """Let an oracle draft what plain decoding said, often wrongly, for rows alone and side by side."""
+    with SpecEngine(folder, draft="ngram", adaptive=False, **fields, **more) as engine:
+        speculation = engine.model.loop.speculation
+        speculation.drafters.clear()
+        texts = [(*prompt, *own.token_ids) for prompt, own in zip(prompts(), plain, strict=True)]
+        speculation.add_drafter(Oracle(texts, vocab=VOCAB, rate=0.7))
+        found = [numbers(ask(engine, together=together)) for together in (False, True)]
+        assert engine.model.loop.counts.accepted > TOKENS
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_with_drafts_are_those_without(
+    folders: dict[str, Path], family: str, dtype: str, quantize: str | None
+) -> None:
+    if quantize is None and family not in DENSE:
+        pytest.skip("torch multiplies experts in float32")
+    folder, fields = folders[family], settings(dtype, quantize)
+    with SpecEngine(folder, draft="none", **fields) as engine:
+        plain = ask(engine, together=False)
+        assert numbers(ask(engine, together=True)) == numbers(plain)
+    for shape in SHAPES.values():
+        for slots in ("record", "snapshot"):
+            alone, together = drafted(folder, plain, fields, slots=slots, **shape)
+            assert alone == numbers(plain) and together == numbers(plain)
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
+    folders: dict[str, Path], family: str, dtype: str, quantize: str | None
+) -> None:
+    if quantize is None and family not in DENSE:
+        pytest.skip("torch multiplies experts in float32")
+    folder = folders[family]
+    with SpecEngine(folder, draft="none", **settings(dtype, quantize)) as engine:
+        plain = numbers(ask(engine, together=False))
+    for fields in ({"chunk_tokens": 5}, {"chunk_tokens": 64, "prefix_cache": True}):
+        with SpecEngine(folder, draft="none", **settings(dtype, quantize, **fields)) as engine:
+            for _ in range(3):
+                assert numbers(ask(engine, together=True)) == plain
+    with SpecEngine(folder, draft="none", **settings(dtype, quantize)) as engine:
+        preempt_each(engine)
+        assert numbers(ask(engine, together=True)) == plain
+
+
+def test_a_recurrence_that_solves_a_window_at_once_is_seen(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, fields = folders["qwen3_5"], settings("float32", None)
+    with SpecEngine(folder, draft="none", **fields) as engine:
+        plain = ask(engine, together=False)
+    monkeypatch.setattr(recurrent, "_has_room", lambda group: False)
+    alone, _ = drafted(folder, plain, fields, **SHAPES["tree"])
+    assert alone != numbers(plain)
