@@ -84,7 +84,6 @@ def self_attention(
         pointer(group.ancestors_BMM),
         layer.scale,
         longest,
-        threads,
         scratch.data_ptr(),
         scores.data_ptr(),
         out_TN.data_ptr(),

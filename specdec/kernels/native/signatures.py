@@ -30,7 +30,7 @@ ARGUMENTS = {
     "append": "pp nnn nn p nn n p n p",
     "scan_window": "ppppp p nnnnnn p n p p p ppp n ppp p",
     "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
-    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f nn pp p",
+    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f n pp p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
