@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -11,6 +12,27 @@
 typedef long ix;
 
 #include "pool.inc"
+
+// Room that a thread keeps for what is between two steps of an operation; the next operation has it anew.
+typedef struct { size_t bytes; char at[] __attribute__((aligned(64))); } roomy;
+static pthread_key_t kept_room;
+static pthread_once_t room_asked = PTHREAD_ONCE_INIT;
+
+static void make_room_key(void) { pthread_key_create(&kept_room, free); }
+
+static void *workspace(size_t bytes) {
+    pthread_once(&room_asked, make_room_key);
+    roomy *own = pthread_getspecific(kept_room);
+    if (!own || own->bytes < bytes) {
+        size_t wanted = (sizeof *own + 2 * bytes + 63) / 64 * 64;
+        free(own);
+        own = aligned_alloc(64, wanted);
+        if (!own) abort();
+        own->bytes = wanted - sizeof *own;
+        pthread_setspecific(kept_room, own);
+    }
+    return own->at;
+}
 
 static inline float exp_(float x) {
     x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
@@ -321,6 +343,9 @@ static void meet_rows(ix rows, const float *query, float *sum, const float *wide
     else
         meet(1, query, sum, wide, count, width, score, by_row, values);
 }
+
+// What an entry takes that passes an activation, a norm or a convolution.
+#define POINTWISE_NS 0.7
 
 #include "sampling.inc"
 
