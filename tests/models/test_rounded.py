@@ -1,4 +1,4 @@
-"""What the model that ships loses by whole numbers, on text that it was not trained on, and how they are read."""
+"""What the model that ships loses by whole numbers, on text it was not trained on, and how they are read."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from specdec.train.corpus import collect, split
 
 LOST = {None: 0.0, "int8": 0.001, "int4": 0.02}
 """Loss a token above that of bfloat16, at most."""
-TOKENS, PIECE = 20_000, 500
+TOKENS, PIECE = 10_000, 500
 
 
 @pytest.fixture(scope="module")

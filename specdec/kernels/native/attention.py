@@ -1,6 +1,5 @@
 """Attention over a narrow window, read from the pages as they lie."""
 
-import torch
 from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
