@@ -149,7 +149,7 @@ def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fit_int4(weight_NGI: Tensor) -> tuple[Tensor, Tensor]:
-    """Try what the largest entry of a group becomes, and keep the numbers that lie nearest, and their scale."""
+    """Try what the largest entry of a group becomes; keep the numbers that lie nearest, and their scale."""
     largest_NG1 = weight_NGI.gather(2, weight_NGI.abs().argmax(2, keepdim=True))
     inverse_NG1 = torch.where(largest_NG1 != 0, 1 / largest_NG1, 0.0)
     best_NG = weight_NGI.new_full(weight_NGI.shape[:2], -1.0)
