@@ -1,0 +1,94 @@
+"""Work is shared between threads of the C forms' own, by several callers; nothing is lost or done twice."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from specdec.kernels.linear.integers import INT8
+from specdec.kernels.native import linear
+from specdec.kernels.native.compiled import compiled
+
+pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
+
+TURNS = 200
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Let each caller have helpers, more than there may be processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_callers_at_a_time_get_their_own_results() -> None:
+    """More of them than there is room for at once: some then work alone."""
+    weight_ND = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0))
+    packed = linear.pack(INT8.quantise(weight_ND))
+    inputs = [torch.randn(1 + i % 9, 256, generator=torch.Generator().manual_seed(i)) for i in range(12)]
+    torch.set_num_threads(1)
+    wanted = [linear.linear(x_TD, packed) for x_TD in inputs]
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        torch.set_num_threads(4)
+        for _ in range(TURNS):
+            if not torch.equal(linear.linear(inputs[number], packed), wanted[number]):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(len(inputs))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+FORKS = """
+import os
+import torch
+from specdec.kernels.native import linear
+
+torch.set_num_threads(3)
+packed, x_TD = linear.pack(torch.randn(3000, 512)), torch.randn(4, 512)
+wanted = linear.linear(x_TD, packed)
+child = os.fork()
+same = all(torch.equal(linear.linear(x_TD, packed), wanted) for _ in range(100))
+if child == 0:
+    os._exit(0 if same else 1)
+assert same and os.waitpid(child, 0)[1] == 0
+"""
+"""A child has none of its parent's helpers, and starts its own."""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_shares_work_anew() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=120)
+
+
+STOPPED = """
+import os, signal, sys, threading
+import torch
+from specdec.kernels.native import linear
+
+torch.set_num_threads(3)
+packed, x_TD = linear.pack(torch.randn(3000, 512)), torch.randn(4, 512)
+linear.linear(x_TD, packed)
+seen = []
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(threading.current_thread() is threading.main_thread()))
+for _ in range(20):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    linear.linear(x_TD, packed)
+assert seen and all(seen)
+"""
+"""Signals are left to the program's own threads, and the helpers do not keep it from ending."""
+
+
+def test_helpers_take_no_signals_and_end_with_the_program() -> None:
+    subprocess.run([sys.executable, "-c", STOPPED], check=True, timeout=120)
