@@ -55,6 +55,11 @@ class Compiled:
     attributes: Mapping[tuple[int, ...], Any]
     options: Any
 
+    def knows(self, name: str) -> bool:
+        """Tell whether a constant is given."""
+        names = self.kernel.arg_names
+        return any(names[at] == name and value is not None for (at, *_), value in self.constants.items())
+
     def __str__(self) -> str:
         """Name the kernel and what it is compiled for."""
         names = self.kernel.arg_names
@@ -184,7 +189,9 @@ class Blank:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> Matrix:
-        return self.quantize.empty(shape, self.dtype, self.device) if self.quantize else self.take(name, shape)
+        return (
+            self.quantize.empty(shape, self.dtype, self.device) if self.quantize else self.take(name, shape)
+        )
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
         form = self.quantize and self.quantize.output

@@ -1,8 +1,8 @@
 """Weights of whole numbers in 8 or 4 bits: with a scale for each output, or for 32 inputs of one.
 
-On a CPU they are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of 32.
-The sum of a group is then exact in any order: a row's numbers need not depend on how many rows are read with it.
-On a GPU activations stay as they are.
+On a CPU they are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of
+32. The sum of a group is then exact in any order: a row's numbers need not depend on how many rows are read
+with it. On a GPU activations are not rounded.
 """
 
 from collections.abc import Sequence

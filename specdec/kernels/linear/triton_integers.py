@@ -1,9 +1,9 @@
 """Weights of whole numbers as a GPU's programs read them; what they are multiplied with stays in 16 bits.
 
-A matrix is cut into tiles of 16 outputs by 64 inputs, one after another in memory along an output's inputs. With
-4 bits a byte holds the same place of two groups that follow each other, the first one's number in its lower
-half: each half is shifted or cut to sixteen times its number where it is, and the two are multiplied one after
-the other. Whole numbers times activations are summed in float32; a scale multiplies what its group adds.
+A matrix is cut into tiles of 16 outputs by 64 inputs; those of the same outputs follow each other in memory.
+With 4 bits a byte holds the same place of two neighbouring groups, the first one's number in its lower half:
+a shift or a mask makes sixteen times either number of it, where it is. Whole numbers times activations are
+summed in float32, and a scale multiplies what its group adds.
 """
 
 from typing import NamedTuple

@@ -256,9 +256,9 @@ def _multiply_whole(
 @triton.jit(do_not_specialize=["tokens"])
 def _experts(
     x, weight, scale, out, index, pair_ET, count_E, block_BF, tokens,
-    N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-    TOP_K: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SIDE: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, TOP_K: tl.constexpr, SHARE: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     at_T = tl.arange(0, BLOCK_T)
     if block_BF is None:
