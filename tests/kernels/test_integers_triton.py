@@ -133,6 +133,17 @@ def test_a_row_does_not_depend_on_its_window(columns: int, form: Rounding, dtype
     assert torch.equal(triton.linear(x_TD, weight)[:1], alone)
 
 
+def test_parts_that_depend_on_the_window_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same tile, cut along its columns for one token only."""
+    weight, x_TD, tiling = triton.pack(draw_matrix(INT4, 40, CUT)), draw(2, CUT), triton.whole_tiling
+
+    def mutated(x_TD: Tensor, rows: int) -> triton.Tiling:
+        return tiling(x_TD, rows)._replace(split=2 if len(x_TD) == 1 else 1)
+
+    monkeypatch.setattr(triton, "whole_tiling", mutated)
+    assert not torch.equal(triton.linear(x_TD, weight)[:1], triton.linear(x_TD[:1], weight))
+
+
 def halves_swapped(tiles: Tiles) -> Tiles:
     return tiles._replace(number=tiles.number << 4 | tiles.number >> 4 & 15)
 

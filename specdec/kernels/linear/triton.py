@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
-    """Keep the weight as it is; of several that stand below one another, the outputs follow each other."""
+    """Lay a weight out; of several that stand below one another, the outputs follow each other."""
     parts: list[Part] = []
     rows = 0
     for matrix in weight if isinstance(weight, list) else [weight]:
@@ -76,8 +76,10 @@ def linear(x_TD: Tensor, packed: Packed) -> Tensor:
 
 def _for_torch(x_TD: Tensor, part: Part) -> Tensor | None:
     """Return the weight if torch multiplies it."""
-    left = isinstance(part.weight, Tensor) and (len(x_TD) > NARROW_WINDOW or x_TD.itemsize > 2)
-    return part.weight if left else None
+    weight = part.weight
+    if isinstance(weight, Tensor) and (len(x_TD) > NARROW_WINDOW or x_TD.itemsize > 2):
+        return weight
+    return None
 
 
 class Tiling(NamedTuple):
@@ -105,10 +107,10 @@ def tiling(tokens: int, rows: int, columns: int) -> Tiling:
 
 
 def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
-    """Choose it for whole numbers, where the order of sums depends on the weight alone up to 64 tokens.
+    """Choose it for whole numbers, where up to 64 tokens the order of sums depends on the weight alone.
 
-    There warps multiply by instructions of their own, the same for each height: a tile of 64 rows could be
-    taken for one that four warps multiply together.
+    Tiles of 32 rows are multiplied by one instruction (mma) at each height; those of 64 rows and four warps
+    would be by another one (wgmma).
     """
     tokens, columns = x_TD.shape
     if tokens > 64:
