@@ -1,9 +1,9 @@
 """Weights of whole numbers as a GPU's programs read them; what they are multiplied with stays in 16 bits.
 
 A matrix is cut into tiles of 16 outputs by 64 inputs; those of the same outputs follow each other in memory.
-With 4 bits a byte holds the same place of two neighbouring groups, the first one's number in its lower half:
-a shift or a mask makes sixteen times either number of it, where it is. Whole numbers times activations are
-summed in float32, and a scale multiplies what its group adds.
+With 4 bits a byte holds the same place of two neighbouring groups: in its lower half the first one's number
+plus 8, in its upper half the second one's, which is sixteen times itself there; a mask takes either out where
+it is. Whole numbers times activations are summed in float32, and a scale multiplies what its group adds.
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def write_tiles(matrix: Integers, number: Tensor) -> None:
     filled[:rows, :columns] = matrix.number_ND
     if matrix.bits == 4:
         low, high = filled.view(len(filled), across, 2, GROUP).unbind(2)
-        filled = low & 15 | high << 4
+        filled = low + 8 | high << 4
     number.copy_(filled.view(panels, PANEL, across, -1).transpose(1, 2))
 
 
@@ -95,12 +95,15 @@ def multiply_tiles(
                     b_whole = b_number.to(tl.float32).to(kind)
                     sum_NT = tl.dot(b_whole, b_x, sum_NT, input_precision="tf32x3")
                 else:
-                    b_half = b_number << 4 if group == 0 else b_number & -16
-                    added_NT = tl.dot(b_half.to(tl.float32).to(kind), b_x, input_precision="tf32x3")
+                    if group == 0:
+                        b_whole = (b_number & 15).to(tl.float32).to(kind) - 8
+                    else:
+                        b_whole = (b_number & -16).to(tl.float32).to(kind)
+                    added_NT = tl.dot(b_whole, b_x, input_precision="tf32x3")
                     if D % (64 * AT_ONCE):
                         mask_N = own_N & (tile * 64 + group * SPAN < D)
                     by_N = tl.load(scale + tile * 2 + group, mask=mask_N, other=0.0).to(tl.float32)
-                    sum_NT += added_NT * by_N[:, None]
+                    sum_NT += added_NT * (by_N * (1.0 if group == 0 else 0.0625))[:, None]
     if BITS == 8:
-        return sum_NT * tl.load(scale, mask=own_N, other=0.0)[:, None]
-    return sum_NT * 0.0625
+        sum_NT *= tl.load(scale, mask=own_N, other=0.0)[:, None]
+    return sum_NT
