@@ -8,6 +8,8 @@ KERNEL_FLOAT32 = 1e-5
 """The same in float32."""
 KERNEL_BFLOAT16 = 1e-2
 """The same in bfloat16, whose steps are 2^-8 apart: up to three roundings of a result."""
+KERNEL_FLOAT16 = 2e-3
+"""The same in float16, whose steps are 2^-11 apart."""
 KERNEL = {torch.float64: KERNEL_FLOAT64, torch.float32: KERNEL_FLOAT32, torch.bfloat16: KERNEL_BFLOAT16}
 
 LOGITS_RELATIVE = 1e-4

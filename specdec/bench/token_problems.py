@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -19,20 +20,18 @@ from specdec.bench.problems import (
     row_error,
     sample,
 )
-from specdec.kernels.linear.fp8 import Fp8, quantise
-from specdec.kernels.linear.matrix import Stored, widen
+from specdec.kernels.linear.matrix import Matrix, expert_of, widen
 from specdec.kernels.sampling.rules import Rules
-from specdec.kernels.table import Kernels
+from specdec.kernels.table import Kernels, on_gpu
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, FeedForward, MoE
+from specdec.models.formats import FORMATS, WHOLE
 from specdec.models.mixers import GatedDeltaNet, Mamba2, Mixer
 
-NARROW = 1
-"""Bytes of an 8-bit weight's entry; the scales, one to a block of 16,384, are not counted."""
 MOST_CHOSEN = 256
 """Tokens whose logits the loop holds at once."""
 WIDE = ("router", "head")
-"""Products whose weights stay as they are where the others take eight bits."""
+"""Products whose weights stay as they are where others take fewer bits; of heads, int8 is a format too."""
 PICK = "sample"
 CHECKED_VOCAB = 4096
 """The reference sorts and mixes in Python's own numbers: it is asked about this much of a vocabulary."""
@@ -41,13 +40,12 @@ CHECKED_VOCAB = 4096
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
     """List the problems of a shape at one load."""
     s, tokens, item = sizes.network, sizes.tokens, bench.dtype.itemsize
-    forms = (False, True) if item == 2 else (False,)
-    for (name, (out, inner)), fp8 in itertools.product(matrices(s).items(), forms):
-        if not fp8 or name not in WIDE:
-            size = out * inner * (NARROW if fp8 else item)
-            shown = f"{name} {out}x{inner}{' fp8' if fp8 else ''}"
-            needs = bench.sets(size) * size + 2 * out * inner * traffic.WIDE
-            yield sizes.plan("linear", shown, needs, partial(_linear, bench, tokens, out, inner, fp8=fp8))
+    for (name, (out, inner)), form in itertools.product(matrices(s).items(), formats(bench)):
+        if form is None or name not in WIDE or (name == "head" and form == "int8"):
+            size = _weight_bytes((out, inner), item, form)
+            shown = f"{name} {out}x{inner}{_named(form)}"
+            needs = bench.sets(size) * size + (4 if form in WHOLE else 2) * out * inner * traffic.WIDE
+            yield sizes.plan("linear", shown, needs, partial(_linear, bench, tokens, out, inner, form))
     for operation in ("rms_norm", "add_rms_norm"):
         build = partial(_norm, bench, operation, tokens, s.hidden, s.norm.eps)
         yield sizes.plan(operation, f"{s.hidden}", 0, build)
@@ -86,11 +84,36 @@ def _plan_feed_forward(bench: Bench, sizes: Sizes, ffn: FeedForward) -> Iterator
             build = partial(_route, bench, ffn, sizes.tokens)
             yield sizes.plan(f"route_{ffn.router}", detail, 0, build)
             item = bench.dtype.itemsize
-            needs = traffic.experts(ffn, inner, 0, ffn.experts, item, item)
-            for fp8 in (False, True) if item == 2 else (False,):
-                shown = f"{detail}, {inner}x{ffn.width}{' fp8' if fp8 else ''}"
-                build = partial(_experts, bench, ffn, inner, sizes.tokens, fp8=fp8)
-                yield sizes.plan("experts", shown, needs + (needs // 2 if fp8 else 0), build)
+            for form in formats(bench):
+                shown = f"{detail}, {inner}x{ffn.width}{_named(form)}"
+                build = partial(_experts, bench, ffn, inner, sizes.tokens, form)
+                needs = ffn.experts * _expert_bytes(ffn, inner, item, None)
+                needs += ffn.experts * _expert_bytes(ffn, inner, item, form) if form else 0
+                yield sizes.plan("experts", shown, needs * (2 if form in WHOLE else 1), build)
+
+
+def formats(bench: Bench) -> tuple[str | None, ...]:
+    """Name the formats of large matrices to be measured, None being the activations' own."""
+    if bench.dtype.itemsize > 2:
+        return (None,)
+    return (None, *FORMATS) if on_gpu(bench.kernels.name) else (None, "fp8")
+
+
+def _named(form: str | None) -> str:
+    return f" {form}" if form else ""
+
+
+def _weight_bytes(shape: tuple[int, ...], item: int, form: str | None) -> int:
+    return FORMATS[form].num_bytes(shape) if form else prod(shape) * item
+
+
+def _expert_bytes(moe: MoE, inner: int, item: int, form: str | None) -> int:
+    up = moe.width * (2 if moe.activation == "swiglu" else 1), inner
+    return _weight_bytes(up, item, form) + _weight_bytes((inner, moe.width), item, form)
+
+
+def _held(weight: Tensor, form: str | None) -> Matrix:
+    return FORMATS[form].quantise(weight) if form else weight
 
 
 def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
@@ -104,19 +127,17 @@ def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
     return found | {"head": (s.vocab, s.hidden)}
 
 
-def _linear(bench: Bench, tokens: int, out: int, inner: int, *, fp8: bool) -> Problem:
+def _linear(bench: Bench, tokens: int, out: int, inner: int, form: str | None) -> Problem:
     item = bench.dtype.itemsize
-    weight_item = NARROW if fp8 else item
+    weight_bytes = _weight_bytes((out, inner), item, form)
     x_TD, rows = bench.draw(tokens, inner, seed=99), sample(tokens)
     columns = torch.linspace(0, out - 1, min(out, SAMPLED)).long()
     packed: list[Any] = []
     checked: list[Tensor] = []
-    for i in range(bench.sets(out * inner * weight_item)):
-        weight_ND = bench.draw(out, inner, seed=i, scale=inner**-0.5)
-        held = quantise(weight_ND) if fp8 else weight_ND
+    for i in range(bench.sets(weight_bytes)):
+        held = _held(bench.draw(out, inner, seed=i, scale=inner**-0.5), form)
         if not checked:
-            exact_ND = widen(held) if isinstance(held, Fp8) else held
-            checked.append(exact_ND[columns.to(bench.device)].cpu())
+            checked.append(widen(held)[columns.to(bench.device)].cpu())
         packed.append(bench.kernels.pack(held))
 
     def error() -> float:
@@ -124,7 +145,7 @@ def _linear(bench: Bench, tokens: int, out: int, inner: int, *, fp8: bool) -> Pr
         reference = bench.reference
         return row_error(found_RN, reference.linear(x_TD[rows].cpu(), reference.pack(checked[0])))
 
-    size = traffic.linear(tokens, out, inner, item, weight_item)
+    size = traffic.linear(tokens, out, inner, item, weight_bytes)
     return Problem(size, [partial(bench.kernels.linear, x_TD, own) for own in packed], error)
 
 
@@ -196,12 +217,11 @@ def _route(bench: Bench, moe: MoE, tokens: int) -> Problem:
     return Problem(moved, [lambda: route(bench.kernels, logits_TE, bias_E)], error)
 
 
-def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, *, fp8: bool) -> Problem:
+def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, form: str | None) -> Problem:
     gated, item = moe.activation == "swiglu", bench.dtype.itemsize
-    weight_item = NARROW if fp8 else item
     rows = moe.width * (2 if gated else 1)
     up, down = (
-        quantise(weight_END) if fp8 else weight_END
+        _held(weight_END, form)
         for weight_END in (
             bench.draw(moe.experts, rows, inner, scale=inner**-0.5),
             bench.draw(moe.experts, inner, moe.width, seed=1, scale=moe.width**-0.5),
@@ -211,12 +231,13 @@ def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, *, fp8: bool) -> P
     x_TD = bench.draw(tokens, inner, seed=2)
     # Other experts each time: the same ones again would come out of the cache.
     chosen = min(moe.experts, tokens * moe.top_k)
-    sets = bench.sets(traffic.experts(moe, inner, 0, chosen, item, weight_item))
+    expert_bytes = _expert_bytes(moe, inner, item, form)
+    sets = bench.sets(traffic.experts(inner, 0, chosen, item, expert_bytes))
     scores_STE = torch.rand(sets, tokens, moe.experts, generator=torch.Generator().manual_seed(0))
     index_STA = scores_STE.topk(moe.top_k, dim=-1).indices.to(bench.device)
     distinct = sum(len(torch.unique(index_TA)) for index_TA in index_STA) // sets
     weight_TA = torch.softmax(bench.draw(tokens, moe.top_k, seed=3).float(), -1).to(bench.dtype)
-    size = traffic.experts(moe, inner, tokens, distinct, item, weight_item)
+    size = traffic.experts(inner, tokens, distinct, item, expert_bytes)
 
     def call(index_TA: Tensor) -> Tensor:
         return bench.kernels.experts(x_TD, up_EID, down_EDI, index_TA, weight_TA, gated=gated)
@@ -224,21 +245,16 @@ def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, *, fp8: bool) -> P
     def error() -> float:
         few = sample(tokens)
         held, index_RA = torch.unique(index_STA[0, few], return_inverse=True)
-        up_EID, down_EDI = (bench.reference.pack_experts(_some(weight, held).cpu()) for weight in (up, down))
+        up_EID, down_EDI = (
+            bench.reference.pack_experts(torch.stack([widen(expert_of(own, e)).cpu() for e in held.tolist()]))
+            for own in (up, down)
+        )
         expected = bench.reference.experts(
             x_TD[few].cpu(), up_EID, down_EDI, index_RA.cpu(), weight_TA[few].cpu(), gated=gated
         )
         return row_error(call(index_STA[0])[few], expected)
 
     return Problem(size, [partial(call, own) for own in index_STA], error)
-
-
-def _some(weight: Stored, held: Tensor) -> Tensor:
-    """Return some experts' matrices as ordinary ones."""
-    if isinstance(weight, Tensor):
-        return weight[held]
-    numbers_END = weight.weight_ND.view(torch.uint8)[held].view(weight.weight_ND.dtype)
-    return widen(weight._replace(weight_ND=numbers_END, scale_MK=weight.scale_MK[held]))
 
 
 def _gumbel(bench: Bench, tokens: int, vocab: int) -> Problem:

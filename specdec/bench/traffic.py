@@ -7,7 +7,6 @@ w its convolution's window. An activation has `item` bytes an entry; `wide` are 
 from dataclasses import dataclass
 from math import prod
 
-from specdec.models.feed_forward import MoE
 from specdec.models.mixers import Attention
 from specdec.state_slots.layout import StateShape
 
@@ -80,15 +79,14 @@ def move(mixer: Attention, rows: int, path: int, item: int) -> int:
     return 2 * rows * path * 2 * mixer.kv_heads * mixer.head_dim * item
 
 
-def linear(tokens: int, out: int, inner: int, item: int, weight_item: int) -> int:
-    """Count a product: the weight, the tokens, the result."""
-    return out * inner * weight_item + tokens * (out + inner) * item
+def linear(tokens: int, out: int, inner: int, item: int, weight: int) -> int:
+    """Count a product: the weight, of so many bytes, the tokens, the result."""
+    return weight + tokens * (out + inner) * item
 
 
-def experts(moe: MoE, inner: int, tokens: int, distinct: int, item: int, weight_item: int) -> int:
-    """Count the matrices of the distinct experts that were chosen, and the tokens in and out."""
-    matrices = (3 if moe.activation == "swiglu" else 2) * moe.width * inner
-    return distinct * matrices * weight_item + 2 * tokens * inner * item
+def experts(inner: int, tokens: int, distinct: int, item: int, expert: int) -> int:
+    """Count the distinct experts that were chosen, of so many bytes each, and the tokens in and out."""
+    return distinct * expert + 2 * tokens * inner * item
 
 
 def pointwise(*shapes: tuple[int, ...], item: int) -> int:

@@ -50,9 +50,9 @@ class EngineConfig(Settings):
     )
     quantize: Literal["fp8", "int8", "int4"] | None = Field(
         None,
-        title="round large matrices as they are loaded; on a CPU int8: with a scale for each output, int4: "
-        "with one for each 32 inputs, and the output matrix in int8; on a GPU fp8, as published ones are, "
-        "which a CPU widens again and saves nothing",
+        title="round large matrices as they are loaded; int8: with a scale for each output; int4: with one "
+        "for each 32 inputs, and the output matrix in int8; fp8: as published ones are, for a GPU: a CPU "
+        "widens it again and saves nothing",
         description="fp8, int8, int4 or None",
     )
     draft: Annotated[str, AfterValidator(known_drafter)] = Field(

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
+
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear.fp8 import BLOCK
 from specdec.kernels.linear.integers import INT4, INT8
@@ -28,6 +30,10 @@ class WeightFormat(Protocol):
         """Round a matrix, or one of each expert."""
         ...
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Matrix:
+        """Return room for a matrix, or one of each expert."""
+        ...
+
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Count the bytes of a matrix of this shape, scales included."""
         ...
@@ -36,7 +42,7 @@ class WeightFormat(Protocol):
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType({"fp8": fp8, "int8": INT8, "int4": INT4})
 """By the names that `quantize` knows."""
 WHOLE = ("int8", "int4")
-"""Those of whole numbers, which a CPU multiplies."""
+"""Those of whole numbers."""
 
 _FIELD = "quantization_config"
 

@@ -278,12 +278,7 @@ def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
 def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool) -> str | None:
     """Name the format that these kernels multiply, of what is wanted or stored; others are widened."""
     if quantize in WHOLE:
-        if on_gpu(kernels):
-            raise ConfigError(
-                f"quantize: {quantize} is a CPU's format, and kernels='{kernels}' are a GPU's; use 'fp8'.",
-                field="quantize",
-            )
-        return quantize if kernels in ("native", "reference") else None
+        return None if kernels == "cpu" else quantize
     wanted = quantize or ("fp8" if stored_narrow else None)
     return wanted if kernels == "reference" or on_gpu(kernels) else None
 

@@ -24,10 +24,11 @@ from specdec.config.sampling import SamplingParams
 from specdec.core.device.graphs import Graphs
 from specdec.core.engine_core import EngineCore
 from specdec.core.outputs import Delta
-from specdec.kernels.linear import fp8
+from specdec.kernels.linear import triton_integers
 from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.table import Kernels, load_kernels
 from specdec.models.families import network
+from specdec.models.formats import WeightFormat
 from specdec.models.weights import Scoped, Weights
 from specdec.setup import build
 from specdec.setup.build import Model, build_random
@@ -53,6 +54,11 @@ class Compiled:
     constants: Mapping[tuple[int, ...], Any]
     attributes: Mapping[tuple[int, ...], Any]
     options: Any
+
+    def knows(self, name: str) -> bool:
+        """Tell whether a constant is given."""
+        names = self.kernel.arg_names
+        return any(names[at] == name and value is not None for (at, *_), value in self.constants.items())
 
     def __str__(self) -> str:
         """Name the kernel and what it is compiled for."""
@@ -114,6 +120,7 @@ def install() -> Launches:
     torch.empty = _blank
     torch.empty_like = lambda x, **_: torch.zeros_like(x)
     build.RandomWeights = Blank
+    triton_integers.write_tiles = lambda matrix, number: None
     build.load_kernels = _steered
     return launches
 
@@ -168,7 +175,13 @@ class Blank:
     """Weights that are never written, and so take no memory."""
 
     def __init__(
-        self, seed: int, dtype: torch.dtype, device: torch.device, *, norm_offset: float, quantize: bool
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        norm_offset: float,
+        quantize: WeightFormat | None,
     ) -> None:
         self.dtype, self.device, self.quantize = dtype, device, quantize
 
@@ -176,10 +189,13 @@ class Blank:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> Matrix:
-        return fp8.empty(shape, self.dtype, self.device) if self.quantize else self.take(name, shape)
+        return (
+            self.quantize.empty(shape, self.dtype, self.device) if self.quantize else self.take(name, shape)
+        )
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
-        return weight_ND
+        form = self.quantize and self.quantize.output
+        return form.empty(weight_ND.shape, self.dtype, self.device) if form else weight_ND
 
     def has(self, name: str) -> bool:
         return True

@@ -43,6 +43,13 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     ),
     "float32": ({**SHAPES["0.8b"], **FEW}, {**CHAIN, "dtype": "float32"}),
 }
+WHOLE = {
+    "qwen3-next int4": (CASES["qwen3-next"][0], {**TREE, "quantize": "int4"}),
+    "nemotron-h int8": (CASES["nemotron-h"][0], {**CASES["nemotron-h"][1], "quantize": "int8"}),
+    "nemotron-h int4": (CASES["nemotron-h"][0], {**CASES["nemotron-h"][1], "quantize": "int4"}),
+    "float32 int8": (CASES["float32"][0], {**CASES["float32"][1], "quantize": "int8"}),
+}
+"""Cases of which only the products of whole numbers are compiled: other ones' kernels are those above."""
 PROMPTS = (1, 7, 16, 17, 33, 65, 100, 128, 2048)
 PATHS = range(1, 17)
 PARAMS = [
@@ -59,7 +66,10 @@ PARAMS = [
 
 
 def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
-    """Return registers, bytes of shared memory, and of the stack: that is where registers are spilled to."""
+    """Return registers, bytes of shared memory, and of the stack: that is where registers are spilled to.
+
+    `together`: four warps share a product's instruction.
+    """
     source = ASTSource(
         compiled.kernel, compiled.signature, dict(compiled.constants), dict(compiled.attributes)
     )
@@ -71,7 +81,13 @@ def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     needs = {key: int(number) for key, number in re.findall(r"(REG|STACK):(\d+)", usage)}
     shared = made.metadata.shared
-    return {"kernel": str(compiled), "registers": needs["REG"], "stack": needs["STACK"], "shared": shared}
+    return {
+        "kernel": str(compiled),
+        "registers": needs["REG"],
+        "stack": needs["STACK"],
+        "shared": shared,
+        "together": "wgmma" in made.asm["ptx"],
+    }
 
 
 def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compiled]:
@@ -79,7 +95,7 @@ def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compil
 
     Where it was not, drafts do not follow the clock: all that a case can launch is launched.
     """
-    shape, settings = CASES[case]
+    shape, settings = {**CASES, **WHOLE}[case]
     fixed = {"device": "cpu", "kernels": "triton", "graphs": True, "max_running": 6, "max_model_len": 4096}
     settings = settings if ready else {**settings, "adaptive": False}
     config = EngineConfig(**{"dtype": "bfloat16", "memory_bytes": 1 << 30, **fixed, **settings})
@@ -113,6 +129,8 @@ def main(cases: list[str], *, compiles: bool) -> None:
         print(json.dumps({"case": case, "late": list(map(str, late))}), flush=True)
     pack_for_flashinfer()
     for compiled in launches.compiled.values() if compiles else ():
+        if not WHOLE.keys().isdisjoint(cases) and not compiled.knows("BITS"):
+            continue
         print(json.dumps(compile_for_sm90(compiled)), flush=True)
 
 

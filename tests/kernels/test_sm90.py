@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 import specdec
+from tests.kernels.sm90 import WHOLE
 
 ROOT = Path(specdec.__file__).parents[1]
-WIDE = 128
+STACK = 128
 """Bytes of stack that float32 may take a thread, where heads of 128 and 256 outgrow the registers."""
 
 
@@ -29,9 +31,23 @@ def run(*words: str) -> list[dict[str, Any]]:
 def test_nothing_is_compiled_while_others_wait_and_nothing_spills(case: str) -> None:
     served, *compiled = run(case)
     assert served == {"case": case, "late": []}
-    allowed = WIDE if case == "float32" else 0
+    allowed = STACK if case == "float32" else 0
     assert len(compiled) > 40
     assert [own for own in compiled if own["stack"] > allowed or own["shared"] > 232_448] == []
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_numbers_are_multiplied_without_spills_and_alike_in_every_window(case: str) -> None:
+    """What four warps share may sum otherwise than what each of them has for itself."""
+    served, *compiled = run(case)
+    assert served == {"case": case, "late": []}
+    allowed = STACK if case.startswith("float32") else 0
+    assert [own for own in compiled if own["stack"] > allowed or own["shared"] > 232_448] == []
+    tall = {}
+    for own in compiled:
+        height = int(re.findall(r"BLOCK_T=(\d+)", own["kernel"])[0])
+        tall.setdefault(height, set()).add(own["together"])
+    assert tall == {16: {False}, 32: {False}, 64: {False}, 128: {True}}
 
 
 def test_an_engine_that_was_not_made_ready_compiles_while_it_serves() -> None:

@@ -26,3 +26,10 @@ def test_form_has_the_signature_of_the_protocol(form: str, operation: str) -> No
     assert shape_of(found) == shape_of(protocol.__call__)
     own, wanted = get_type_hints(found), get_type_hints(protocol.__call__)
     assert {name for name in wanted if wanted[name] is not Any and own[name] != wanted[name]} == set()
+
+
+def test_flashinfer_multiplies_as_triton_does() -> None:
+    pytest.importorskip("triton")
+    own, triton = load_kernels("flashinfer"), load_kernels("triton")
+    for name in ("pack", "linear", "pack_experts", "experts"):
+        assert getattr(own, name) is getattr(triton, name)

@@ -298,14 +298,10 @@ def test_weights_are_expected_to_take_what_they_are_counted_to(shape: str, quant
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize(("kernels", "kept"), [("native", True), ("reference", True), ("cpu", False)])
-def test_whole_numbers_are_kept_where_they_are_multiplied(kernels: str, quantize: str, kept: bool) -> None:
-    settled = settle(kernels=kernels, quantize=quantize)
-    assert (settled.quantize, settled.weights) == (quantize, quantize if kept else None)
-
-
-def test_whole_numbers_are_refused_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["native", "reference", "cpu", "triton"])
+def test_whole_numbers_are_kept_where_they_are_multiplied(
+    kernels: str, quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ConfigError, match=r"int8 is a CPU's format.*'fp8'") as caught:
-        settle(kernels="triton", quantize="int8")
-    assert caught.value.field == "quantize"
+    settled = settle(kernels=kernels, quantize=quantize)
+    assert (settled.quantize, settled.weights) == (quantize, None if kernels == "cpu" else quantize)

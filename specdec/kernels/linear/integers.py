@@ -1,7 +1,8 @@
 """Weights of whole numbers in 8 or 4 bits: with a scale for each output, or for 32 inputs of one.
 
-They are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of 32. The sum
-of a group is then exact in any order: a row's numbers need not depend on how many rows are read with it.
+On a CPU they are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of
+32. The sum of a group is then exact in any order: a row's numbers need not depend on how many rows are read
+with it. On a GPU activations are not rounded.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class Rounding:
 
     bits: int
     rounds_fp8: ClassVar[bool] = True
-    """A CPU multiplies whole numbers, and no FP8."""
+    """Who asks for whole numbers gets them: they take less, and no CPU multiplies FP8."""
 
     @property
     def output(self) -> "Rounding":
@@ -82,13 +83,19 @@ class Rounding:
             wide_ND = weight.float() if isinstance(weight, Tensor) else weight.wide()
             number_ND, scale = (_to_int8 if self.bits == 8 else _to_int4)(wide_ND)
             return Integers(number_ND, scale, self.bits, weight.dtype)
-        number_END = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        scales = []
-        for expert, to_ND in enumerate(number_END):
+        out = self.empty(weight.shape, weight.dtype, weight.device)
+        for expert in range(weight.shape[0]):
             own = self.quantise(weight[expert] if isinstance(weight, Tensor) else weight.expert(expert))
-            to_ND.copy_(own.number_ND)
-            scales.append(own.scale)
-        return Integers(number_END, torch.stack(scales), self.bits, weight.dtype)
+            out.number_ND[expert], out.scale[expert] = own.number_ND, own.scale
+        return out
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Integers:
+        """Return room for a matrix, or one of each expert."""
+        *outputs, inputs = shape
+        by_group = [-(-inputs // GROUP)] if self.bits == 4 else []
+        number_ND = torch.empty(tuple(shape), dtype=torch.int8, device=device)
+        scale = torch.empty((*outputs, *by_group), dtype=torch.float32, device=device)
+        return Integers(number_ND, scale, self.bits, dtype)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Count the bytes of a matrix of this shape, scales included."""

@@ -10,7 +10,7 @@ from specdec.kernels.linear.fp8 import Fp8
 from specdec.kernels.linear.integers import Integers
 
 Stored = Tensor | Fp8
-"""What checkpoints are read as, and a GPU multiplies."""
+"""What checkpoints are read as."""
 Matrix = Stored | Integers
 
 

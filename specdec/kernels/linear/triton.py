@@ -1,9 +1,9 @@
-"""y = x Wᵀ + b, where few tokens cost what reading the weight once costs, in 8 or 16 bits.
+"""y = x Wᵀ + b, where few tokens cost what reading the weight once costs, in 4, 8 or 16 bits.
 
 A program owns some rows of the weight, or a part of their columns, and multiplies them with all tokens of a
 narrow window at once. Which sums are made, and in which order, depends on the weight's shape alone, so a
-token's result is the same in every narrow window. Weights of eight bits become 16-bit in registers, which
-loses nothing; a block's scale multiplies what the block adds to the sum.
+token's result is the same in every narrow window. Narrower weights become 16-bit in registers, which loses
+nothing; a block's scale multiplies what the block adds to the sum.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.integers import Integers
-from specdec.kernels.linear.matrix import Matrix
+from specdec.kernels.linear.matrix import Matrix, Stored
+from specdec.kernels.linear.triton_integers import Tiles, lay_tiles, multiply_tiles
 
 NARROW_WINDOW = 16
 """Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""
@@ -27,8 +28,7 @@ LEAST_STEPS = 4
 
 
 class Part(NamedTuple):
-    weight_ND: Tensor
-    scale_MK: Tensor | None
+    weight: Stored | Tiles
     bias_N: Tensor | None
     first: int
     """The output column of its first row."""
@@ -40,37 +40,46 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
-    """Keep the weight as it is; of several that stand below one another, the outputs follow each other."""
+    """Lay a weight out; of several that stand below one another, the outputs follow each other."""
     parts: list[Part] = []
     rows = 0
     for matrix in weight if isinstance(weight, list) else [weight]:
-        assert not isinstance(matrix, Integers), "a GPU's products of whole numbers are not built"
         first, rows = rows, rows + matrix.shape[0]
-        bias = None if bias_N is None else bias_N[first:rows]
-        if isinstance(matrix, Fp8):
-            parts.append(Part(matrix.weight_ND.contiguous(), matrix.scale_MK.contiguous(), bias, first))
-        else:
-            parts.append(Part(matrix.contiguous(), None, bias, first))
+        parts.append(Part(lay(matrix), None if bias_N is None else bias_N[first:rows], first))
     return Packed(tuple(parts), rows)
+
+
+def lay(matrix: Matrix) -> Stored | Tiles:
+    """Lay a matrix out as programs read it, or one of each expert."""
+    if isinstance(matrix, Tensor):
+        return matrix.contiguous()
+    if isinstance(matrix, Integers):
+        return lay_tiles(matrix)
+    return matrix._replace(weight_ND=matrix.weight_ND.contiguous(), scale_MK=matrix.scale_MK.contiguous())
 
 
 def linear(x_TD: Tensor, packed: Packed) -> Tensor:
     """Multiply in x's dtype, sum in float32, and round once."""
-    if len(packed.parts) == 1 and _left_to_torch(x_TD, packed.parts[0]):
-        return F.linear(x_TD, packed.parts[0].weight_ND, packed.parts[0].bias_N)
+    alone = packed.parts[0]
+    if len(packed.parts) == 1 and (weight_ND := _for_torch(x_TD, alone)) is not None:
+        return F.linear(x_TD, weight_ND, alone.bias_N)
     x_TD = x_TD.contiguous()
     out_TN = torch.empty(len(x_TD), packed.rows, dtype=x_TD.dtype, device=x_TD.device)
     for part in packed.parts:
-        own_TN = out_TN[:, part.first : part.first + len(part.weight_ND)]
-        if _left_to_torch(x_TD, part):
-            own_TN.copy_(F.linear(x_TD, part.weight_ND, part.bias_N))
+        own_TN = out_TN[:, part.first : part.first + part.weight.shape[0]]
+        if (weight_ND := _for_torch(x_TD, part)) is not None:
+            own_TN.copy_(F.linear(x_TD, weight_ND, part.bias_N))
         else:
             _multiply(x_TD, part, own_TN)
     return out_TN
 
 
-def _left_to_torch(x_TD: Tensor, part: Part) -> bool:
-    return part.scale_MK is None and (len(x_TD) > NARROW_WINDOW or x_TD.itemsize > 2)
+def _for_torch(x_TD: Tensor, part: Part) -> Tensor | None:
+    """Return the weight if torch multiplies it."""
+    weight = part.weight
+    if isinstance(weight, Tensor) and (len(x_TD) > NARROW_WINDOW or x_TD.itemsize > 2):
+        return weight
+    return None
 
 
 class Tiling(NamedTuple):
@@ -94,38 +103,75 @@ def tiling(tokens: int, rows: int, columns: int) -> Tiling:
     if tokens > NARROW_WINDOW:
         return Tiling(triton.next_power_of_2(tokens), 64, 1, 4, 4)
     tile = 64 if rows >= 64 * PROGRAMS else 32
+    return Tiling(NARROW_WINDOW, tile, _split(rows, columns, tile), tile // 16, 5 if tile == 64 else 6)
+
+
+def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
+    """Choose it for whole numbers, where up to 64 tokens the order of sums depends on the weight alone.
+
+    Tiles of 32 rows are multiplied by one instruction (mma) at each height; those of 64 rows and four warps
+    would be by another one (wgmma).
+    """
+    tokens, columns = x_TD.shape
+    if tokens > 64:
+        return Tiling(128, 128, 1, 8, 3)
+    height = max(NARROW_WINDOW, triton.next_power_of_2(tokens))
+    stages = 6 if height == NARROW_WINDOW else 4
+    return Tiling(height, 32, _split(rows, columns, 32), whole_warps(height, x_TD.dtype), stages)
+
+
+def whole_warps(height: int, dtype: torch.dtype) -> int:
+    """Return how many warps have the registers that so many tokens need, and float32 for three products."""
+    return max(2, height // 16) if dtype.itemsize == 2 else 8
+
+
+def _split(rows: int, columns: int, tile: int) -> int:
     split, steps = 1, -(-columns // BLOCK)
     while split * -(-rows // tile) < PROGRAMS and steps >= 2 * split * LEAST_STEPS:
         split *= 2
-    return Tiling(NARROW_WINDOW, tile, split, tile // 16, 5 if tile == 64 else 6)
+    return split
 
 
 def _multiply(x_TD: Tensor, part: Part, out_TN: Tensor) -> None:
     """Write the product; a weight that is cut along its columns leaves float32 sums for a second kernel."""
-    tokens, (rows, columns) = len(x_TD), part.weight_ND.shape
-    own = tiling(tokens, rows, columns)
+    weight, (tokens, columns), rows = part.weight, x_TD.shape, part.weight.shape[0]
+    own = whole_tiling(x_TD, rows) if isinstance(weight, Tiles) else tiling(tokens, rows, columns)
     if own.split == 1:
         to, by_part, by_token, bias_N = out_TN, 0, out_TN.stride(0), part.bias_N
     else:
         to = torch.empty(own.split, tokens, rows, dtype=torch.float32, device=x_TD.device)
         by_part, by_token, bias_N = to.stride(0), to.stride(1), None
-    _linear[(triton.cdiv(rows, own.rows), own.split, triton.cdiv(tokens, own.tokens))](
-        x_TD,
-        part.weight_ND,
-        part.scale_MK,
-        bias_N,
-        to,
-        *(tokens, by_token, by_part),
-        N=rows,
-        D=columns,
-        SPLIT=own.split,
-        BLOCK_T=own.tokens,
-        BLOCK_N=own.rows,
-        BLOCK_D=depth(x_TD.dtype),
-        SIDE=BLOCK,
-        num_warps=own.warps,
-        num_stages=own.stages,
-    )
+    grid = (triton.cdiv(rows, own.rows), own.split, triton.cdiv(tokens, own.tokens))
+    if isinstance(weight, Tiles):
+        _linear_whole[grid](
+            *(x_TD, weight.number, weight.scale, bias_N, to),
+            *(tokens, by_token, by_part),
+            N=rows,
+            D=columns,
+            BITS=weight.bits,
+            SPLIT=own.split,
+            BLOCK_T=own.tokens,
+            BLOCK_N=own.rows,
+            num_warps=own.warps,
+            num_stages=own.stages,
+        )
+    else:
+        _linear[grid](
+            x_TD,
+            *((weight.weight_ND, weight.scale_MK) if isinstance(weight, Fp8) else (weight, None)),
+            bias_N,
+            to,
+            *(tokens, by_token, by_part),
+            N=rows,
+            D=columns,
+            SPLIT=own.split,
+            BLOCK_T=own.tokens,
+            BLOCK_N=own.rows,
+            BLOCK_D=depth(x_TD.dtype),
+            SIDE=BLOCK,
+            num_warps=own.warps,
+            num_stages=own.stages,
+        )
     if own.split > 1:
         _add_parts[(tokens, triton.cdiv(rows, 1024))](
             to, part.bias_N, out_TN, tokens, out_TN.stride(0), N=rows, SPLIT=own.split, BLOCK=1024
@@ -171,6 +217,26 @@ def _linear(
         sum_TN += tl.load(bias + row + at_N, mask=own_N, other=0.0).to(tl.float32)[None, :]
     out += tl.program_id(1).to(tl.int64) * out_by_part + at_T[:, None].to(tl.int64) * out_by_token
     tl.store(out + row + at_N[None, :], sum_TN.to(out.dtype.element_ty), mask=own_T[:, None] & own_N[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "out_by_part"])
+def _linear_whole(
+    x, number, scale, bias, out, tokens, out_by_token, out_by_part,
+    N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    own_N, own_T = row_N < N, at_T < tokens
+    part = tl.program_id(1)
+    x += at_T[None, :].to(tl.int64) * D
+    sum_NT = multiply_tiles(
+        x, own_T, number, scale, 0, row_N, own_N, part, N, D, BITS, SPLIT, BLOCK_T, BLOCK_N
+    )
+    if bias is not None:
+        sum_NT += tl.load(bias + row_N, mask=own_N, other=0.0).to(tl.float32)[:, None]
+    out += part.to(tl.int64) * out_by_part + at_T[None, :].to(tl.int64) * out_by_token
+    tl.store(out + row_N[:, None], sum_NT.to(out.dtype.element_ty), mask=own_N[:, None] & own_T[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])

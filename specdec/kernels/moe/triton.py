@@ -1,4 +1,4 @@
-"""Mixtures of experts: each chosen expert's weight is read once for all tokens, in 8 or 16 bits.
+"""Mixtures of experts: each chosen expert's weight is read once for all tokens, in 4, 8 or 16 bits.
 
 In a narrow window the first pair of a token and an expert multiplies the whole window for all pairs of that
 expert, since one row costs what 16 do; nothing is sorted. Wider windows list each expert's pairs, on the
@@ -14,26 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
-from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix, Stored
-from specdec.kernels.linear.triton import depth
+from specdec.kernels.linear.triton import depth, lay, whole_warps
+from specdec.kernels.linear.triton_integers import Tiles, multiply_tiles
 
 NARROW_WINDOW = 16
 """Tokens that one tile holds."""
 
 
-def pack_experts(weight_END: Matrix) -> Stored:
-    """Keep the weights of all experts as they are."""
-    assert not isinstance(weight_END, Integers), "a GPU's products of whole numbers are not built"
-    if isinstance(weight_END, Tensor):
-        return weight_END.contiguous()
-    return weight_END._replace(
-        weight_ND=weight_END.weight_ND.contiguous(), scale_MK=weight_END.scale_MK.contiguous()
-    )
+Packed = Stored | Tiles
+
+
+def pack_experts(weight_END: Matrix) -> Packed:
+    """Lay the weights of all experts out as programs read them."""
+    return lay(weight_END)
 
 
 def experts(
-    x_TD: Tensor, up_EID: Matrix, down_EDI: Matrix, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor, up_EID: Packed, down_EDI: Packed, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
 
@@ -88,20 +86,30 @@ def _height(pairs: int, num_experts: int) -> int:
 
 class Tiling(NamedTuple):
     rows: int
+    """Rows of the answer; a gated program has as many of the gate and of the other half."""
     warps: int
     stages: int
 
 
 def tiling(height: int, *, gated: bool) -> Tiling:
-    """Choose the tile of a program by the tokens in it; a gated one has two of them."""
+    """Choose the tile of a program by the tokens in it."""
     if height <= 32:
         return Tiling(32 if gated else 64, 4, 4)
     return Tiling(64, 4 if height == 64 else 8, 3)
 
 
+def whole_tiling(height: int, dtype: torch.dtype, *, gated: bool) -> Tiling:
+    """Choose it for whole numbers: up to 64 tokens all heights are multiplied by the same instructions."""
+    halves = 2 if gated else 1
+    if height > 64:
+        return Tiling(128 // halves, 8, 3)
+    rows = 64 if height <= 32 and dtype.itemsize == 2 else 32
+    return Tiling(rows // halves, whole_warps(height, dtype), 4)
+
+
 def _apply(
     x_RD: Tensor,
-    weight: Matrix,
+    weight: Packed,
     index_TA: Tensor,
     plan: Plan | None,
     out_PN: Tensor,
@@ -111,19 +119,23 @@ def _apply(
 ) -> None:
     """Write each pair's row: its expert's weight times row (pair // share) of x, activated."""
     tokens, top_k = index_TA.shape
-    weight_END, scale_EMK = (weight.weight_ND, weight.scale_MK) if isinstance(weight, Fp8) else (weight, None)
     rows, height = out_PN.shape[1], plan.height if plan else NARROW_WINDOW
-    own = tiling(height, gated=activation == "swiglu")
+    gated = activation == "swiglu"
+    own = (
+        whole_tiling(height, x_RD.dtype, gated=gated)
+        if isinstance(weight, Tiles)
+        else tiling(height, gated=gated)
+    )
     _experts[(triton.cdiv(rows, own.rows), len(plan.block_BF) if plan else len(out_PN))](
         x_RD,
-        weight_END,
-        scale_EMK,
+        *_arguments(weight),
         out_PN,
         index_TA,
         *((plan.pair_ET, plan.count_E, plan.block_BF) if plan else (None, None, None)),
         tokens,
         N=rows,
-        D=weight_END.shape[2],
+        D=x_RD.shape[1],
+        BITS=weight.bits if isinstance(weight, Tiles) else None,
         TOP_K=top_k,
         SHARE=share,
         ACTIVATION=activation,
@@ -135,6 +147,13 @@ def _apply(
         num_warps=own.warps,
         num_stages=own.stages,
     )
+
+
+def _arguments(weight: Packed) -> tuple[Tensor, Tensor | None]:
+    """Return a weight's numbers, and their scales if there are any."""
+    if isinstance(weight, Tiles):
+        return weight.number, weight.scale
+    return (weight.weight_ND, weight.scale_MK) if isinstance(weight, Fp8) else (weight, None)
 
 
 @triton.jit(do_not_specialize=["tokens", "pairs"])
@@ -166,39 +185,17 @@ def _cut(count_E, block_BF, experts, blocks, HEIGHT: tl.constexpr, BLOCK: tl.con
         tl.store(block_BF + 2 * at + 1, 0, mask=at < blocks)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _experts(
-    x, weight, scale, out, index, pair_ET, count_E, block_BF, tokens,
-    N: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SIDE: tl.constexpr,
+@triton.jit
+def _multiply(
+    x, own_T, weight, scale, expert, row, N: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    at_T = tl.arange(0, BLOCK_T)
-    if block_BF is None:
-        at_A = tl.arange(0, BLOCK_A)
-        pair = tl.program_id(1)
-        expert = tl.load(index + pair)
-        pair_TA = at_T[:, None] * TOP_K + at_A[None, :]
-        mask_TA = (at_T[:, None] < tokens) & (at_A[None, :] < TOP_K)
-        hit_TA = tl.load(index + pair_TA, mask=mask_TA, other=-1) == expert
-        if tl.sum(tl.sum((hit_TA & (pair_TA < pair)).to(tl.int32), 1), 0) > 0:
-            return  # an earlier pair's program writes this one's row
-        pair_T = tl.max(tl.where(hit_TA, pair_TA, -1), 1)
-        own_T = pair_T >= 0
-    else:
-        expert = tl.load(block_BF + 2 * tl.program_id(1))
-        if expert < 0:
-            return
-        place_T = tl.load(block_BF + 2 * tl.program_id(1) + 1) + at_T
-        own_T = place_T < tl.load(count_E + expert)
-        pair_T = tl.load(pair_ET + expert.to(tl.int64) * tokens + place_T, mask=own_T, other=0)
-    row = tl.program_id(0) * BLOCK_N
+    """Return tokens times an expert's rows, and times those of its other half where it is gated."""
     at_N, at_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     own_N = row + at_N < N
     rows: tl.constexpr = 2 * N if ACTIVATION == "swiglu" else N
     steps: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    pair_T = tl.where(own_T, pair_T, 0).to(tl.int64)
-    x += pair_T[:, None] // SHARE * D
+    x = x[:, None]
     weight += (expert.to(tl.int64) * rows + row) * D + at_N[:, None] * D
     blocks: tl.constexpr = (D + SIDE - 1) // SIDE
     if scale is not None:
@@ -233,6 +230,68 @@ def _experts(
                 else:
                     by = tl.load(own + (N + row) // SIDE * blocks)
                     up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3") * by
+    return sum_TN, up_TN
+
+
+@triton.jit
+def _multiply_whole(
+    x, own_T, number, scale, expert, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the same of whole numbers; both halves' rows are in one product."""
+    HALVES: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
+    at_N = tl.arange(0, HALVES * BLOCK_N)
+    row_N = row + at_N % BLOCK_N
+    sum_NT = multiply_tiles(
+        x[None, :], own_T, number, scale, expert, row_N + at_N // BLOCK_N * N, row_N < N, 0,
+        HALVES * N, D, BITS, 1, BLOCK_T, HALVES * BLOCK_N,
+    )  # fmt: skip
+    if HALVES == 1:
+        up_NT = sum_NT
+    else:
+        sum_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))
+    return tl.trans(sum_NT), tl.trans(up_NT)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _experts(
+    x, weight, scale, out, index, pair_ET, count_E, block_BF, tokens,
+    N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, TOP_K: tl.constexpr, SHARE: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    at_T = tl.arange(0, BLOCK_T)
+    if block_BF is None:
+        at_A = tl.arange(0, BLOCK_A)
+        pair = tl.program_id(1)
+        expert = tl.load(index + pair)
+        pair_TA = at_T[:, None] * TOP_K + at_A[None, :]
+        mask_TA = (at_T[:, None] < tokens) & (at_A[None, :] < TOP_K)
+        hit_TA = tl.load(index + pair_TA, mask=mask_TA, other=-1) == expert
+        if tl.sum(tl.sum((hit_TA & (pair_TA < pair)).to(tl.int32), 1), 0) > 0:
+            return  # an earlier pair's program writes this one's row
+        pair_T = tl.max(tl.where(hit_TA, pair_TA, -1), 1)
+        own_T = pair_T >= 0
+    else:
+        expert = tl.load(block_BF + 2 * tl.program_id(1))
+        if expert < 0:
+            return
+        place_T = tl.load(block_BF + 2 * tl.program_id(1) + 1) + at_T
+        own_T = place_T < tl.load(count_E + expert)
+        pair_T = tl.load(pair_ET + expert.to(tl.int64) * tokens + place_T, mask=own_T, other=0)
+    row = tl.program_id(0) * BLOCK_N
+    at_N = tl.arange(0, BLOCK_N)
+    own_N = row + at_N < N
+    pair_T = tl.where(own_T, pair_T, 0).to(tl.int64)
+    x += pair_T // SHARE * D
+    if BITS is None:
+        sum_TN, up_TN = _multiply(
+            x, own_T, weight, scale, expert, row, N, D, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_D, SIDE
+        )
+    else:
+        sum_TN, up_TN = _multiply_whole(
+            x, own_T, weight, scale, expert, row, N, D, BITS, ACTIVATION, BLOCK_T, BLOCK_N
+        )
     kind = out.dtype.element_ty
     if ACTIVATION != "none":
         sum_TN = sum_TN.to(kind).to(tl.float32)

@@ -11,6 +11,7 @@ import triton.language as tl
 from specdec import SamplingParams, SpecEngine
 from specdec.kernels.linear import fp8
 from specdec.kernels.linear import triton as linear
+from specdec.kernels.linear.integers import INT4
 from specdec.kernels.self_attention import triton as attention
 from tests.kernels.races import Race, watched
 from tests.kernels.test_attention_triton import make_layer
@@ -64,7 +65,7 @@ def test_what_is_cut_into_parts_is_put_together_by_one_program(monkeypatch: pyte
         torch.bfloat16, gated=True, norm=None, rotated=0, lengths=(400, 5), tree=(-1, 0, 0, 1), dim=32
     )
     with watched(monkeypatch) as races:
-        for weight in (weight_ND, fp8.quantise(weight_ND)):
+        for weight in (weight_ND, fp8.quantise(weight_ND), INT4.quantise(weight_ND)):
             linear.linear(x_TD, linear.pack(weight))
         attention.self_attention(*layer)
     kernels = ("linear.triton._add_parts", "attention.triton._merge")

@@ -37,6 +37,23 @@ def test_a_step_of_triton_kernels_says_what_torch_says(
     assert said["triton"] == said["cpu"]
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_whole_numbers_say_what_their_dequantised_weights_say(
+    quantize: str, family_folder: Callable[..., Path]
+) -> None:
+    """The reference drafts nothing, and multiplies by numbers times scales in float32."""
+    fields = {"dtype": "float32", "quantize": quantize, "adaptive": False, "max_model_len": 32}
+    drafts = {"draft": "mtp", **CASES["qwen3_5_moe"]}
+    said = {}
+    for kernels, own in (("reference", {"draft": "none"}), ("triton", drafts)):
+        folder = family_folder("qwen3_5_moe")
+        with SpecEngine(folder, kernels=kernels, graphs=kernels == "triton", **fields, **own) as engine:
+            assert engine.model.settings.weights == quantize
+            said[kernels] = [c.token_ids for c in engine.generate(PROMPTS, PARAMS)]
+            assert (engine.stats().drafted > 0) == (own is drafts)
+    assert said["triton"] == said["reference"]
+
+
 def test_an_eagle_head_that_looks_back_in_part_drafts_as_in_torch(
     family_folder: Callable[..., Path],
 ) -> None:

@@ -77,6 +77,14 @@ def test_a_captured_step_asks_the_host_for_nothing(
     assert {"_linear", "_experts", "_attend", "_window", "_part"} <= launched, launched
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_products_of_whole_numbers_ask_the_host_for_nothing(
+    quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(monkeypatch, SHAPES["qwen3-next"], **TREE, quantize=quantize)
+    assert {"_linear_whole", "_experts"} <= run(model, monkeypatch, sizes=(1, 3, 20))
+
+
 Mutant = Callable[[torch.Tensor], torch.Tensor]
 MUTANTS: dict[str, Mutant] = {
     "item": lambda count_B: count_B + int(count_B.max().item()),

@@ -1,0 +1,109 @@
+"""Weights of whole numbers as a GPU's programs read them; what they are multiplied with stays in 16 bits.
+
+A matrix is cut into tiles of 16 outputs by 64 inputs; those of the same outputs follow each other in memory.
+With 4 bits a byte holds the same place of two neighbouring groups: in its lower half the first one's number
+plus 8, in its upper half the second one's, which is sixteen times itself there; a mask takes either out where
+it is. Whole numbers times activations are summed in float32, and a scale multiplies what its group adds.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.linear.integers import GROUP, Integers
+
+PANEL = 16
+COLUMNS = 2 * GROUP
+
+
+class Tiles(NamedTuple):
+    """A matrix [N, D], or one of each expert [E, N, D]."""
+
+    number: Tensor
+    """Tiles of one output's inputs [N / 16, D / 64, 16, 64], or with 4 bits [N / 16, D / 64, 16, 32]."""
+    scale: Tensor
+    """With 8 bits [N] in float32, with 4 bits [N, D / 32] in float16."""
+    bits: int
+    shape: torch.Size
+
+
+def lay_tiles(matrix: Integers) -> Tiles:
+    """Lay a matrix out, or those of all experts, one by one: there is memory for a few copies of one."""
+    *experts, rows, columns = matrix.shape
+    panels, across = triton.cdiv(rows, PANEL), triton.cdiv(columns, COLUMNS)
+    size = (*experts, panels, across, PANEL, COLUMNS * matrix.bits // 8)
+    number = torch.empty(size, dtype=torch.int8, device=matrix.device)
+    write_tiles(matrix, number)
+    scale = matrix.scale.half() if matrix.bits == 4 else matrix.scale
+    return Tiles(number, scale.contiguous(), matrix.bits, matrix.shape)
+
+
+def write_tiles(matrix: Integers, number: Tensor) -> None:
+    """Fill the tiles; behind a matrix's last rows and columns they hold zeros."""
+    if len(matrix.shape) == 3:
+        for expert, own in enumerate(number):
+            write_tiles(matrix.expert(expert), own)
+        return
+    (rows, columns), (panels, across) = matrix.shape, number.shape[:2]
+    filled = matrix.number_ND.new_zeros(panels * PANEL, across * COLUMNS)
+    filled[:rows, :columns] = matrix.number_ND
+    if matrix.bits == 4:
+        low, high = filled.view(len(filled), across, 2, GROUP).unbind(2)
+        filled = low + 8 | high << 4
+    number.copy_(filled.view(panels, PANEL, across, -1).transpose(1, 2))
+
+
+@triton.jit
+def multiply_tiles(
+    x, own_T, number, scale, expert, row_N, own_N, part,
+    ROWS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return an expert's rows times the tokens that x points at [N, T], or what a part of the columns adds.
+
+    The order in which a token's products are summed depends on no other token, and not on the tile's sizes.
+    """
+    GROUPS: tl.constexpr = 8 // BITS  # that a tile's bytes hold beside each other
+    SPAN: tl.constexpr = 64 // GROUPS
+    AT_ONCE: tl.constexpr = 2 if BLOCK_T <= 64 else 1
+    across: tl.constexpr = (D + 63) // 64
+    steps: tl.constexpr = (across + AT_ONCE - 1) // AT_ONCE
+    share: tl.constexpr = (steps + SPLIT - 1) // SPLIT
+    at_D = tl.arange(0, SPAN)
+    kind = x.dtype.element_ty
+    panel_N = (row_N // 16).to(tl.int64) + expert * ((ROWS + 15) // 16)
+    number += panel_N[:, None] * (across * 16 * SPAN) + (row_N % 16)[:, None] * SPAN + at_D[None, :]
+    scale += (row_N.to(tl.int64) + expert * ROWS) * ((D + 31) // 32 if BITS == 4 else 1)
+    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for step in range(part * share, tl.minimum((part + 1) * share, steps)):
+        for second in tl.static_range(AT_ONCE):
+            tile = step * AT_ONCE + second
+            mask_N = own_N
+            if across % AT_ONCE:
+                mask_N &= tile < across
+            b_number = tl.load(number + tile * (16 * SPAN), mask=mask_N[:, None], other=0)
+            for group in tl.static_range(GROUPS):
+                column = tile * 64 + group * SPAN + at_D
+                mask_TD = own_T[None, :]
+                if D % (64 * AT_ONCE):
+                    mask_TD &= column[:, None] < D
+                b_x = tl.load(x + column[:, None], mask=mask_TD, other=0.0)
+                if BITS == 8:
+                    b_whole = b_number.to(tl.float32).to(kind)
+                    sum_NT = tl.dot(b_whole, b_x, sum_NT, input_precision="tf32x3")
+                else:
+                    if group == 0:
+                        b_whole = (b_number & 15).to(tl.float32).to(kind) - 8
+                    else:
+                        b_whole = (b_number & -16).to(tl.float32).to(kind)
+                    added_NT = tl.dot(b_whole, b_x, input_precision="tf32x3")
+                    if D % (64 * AT_ONCE):
+                        mask_N = own_N & (tile * 64 + group * SPAN < D)
+                    by_N = tl.load(scale + tile * 2 + group, mask=mask_N, other=0.0).to(tl.float32)
+                    sum_NT += added_NT * (by_N * (1.0 if group == 0 else 0.0625))[:, None]
+    if BITS == 8:
+        sum_NT *= tl.load(scale, mask=own_N, other=0.0)[:, None]
+    return sum_NT
