@@ -11,8 +11,9 @@ from specdec.core.request import Request
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Stateless, Want
 from specdec.draft.head import HeadDrafter
-from specdec.draft.policy import WIDTHS, Policy
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.widths import WIDTHS
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from specdec.core.loop import DecodeLoop
 from specdec.draft.costs import Costs
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
-from specdec.draft.policy import WIDTHS, Policy
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.widths import WIDTHS
 from specdec.draft.worth import Worth
 from specdec.setup import build as builder
 from specdec.setup.warmup import ROUNDS, _tried
