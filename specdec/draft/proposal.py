@@ -99,8 +99,8 @@ class Proposal:
         if count == len(self):
             return self
         if kept and kept[-1] == count - 1:  # as in every chain: its beginning
-            parts = (self.tokens, self.parents, self.scores, self.beliefs, self.shared)
-            return Proposal(*[part[:count] for part in parts])
+            tokens, parents, scores = self.tokens[:count], self.parents[:count], self.scores[:count]
+            return Proposal(tokens, parents, scores, self.beliefs[:count], self.shared[:count])
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         return Proposal(
             tokens=tuple(self.tokens[node] for node in kept),

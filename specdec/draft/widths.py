@@ -52,7 +52,7 @@ def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, 
     if not (longest := max(lengths)):
         return nothing
     # As long as the longest: further nodes bring nothing.
-    padded = [[*own, *own[-1:] * (longest - length)] for own, length in zip(sums, lengths, strict=True)]
+    padded = [[*own, *[own[-1]] * (longest - length)] for own, length in zip(sums, lengths, strict=True)]
     levels, pair = [*(nodes for nodes in WIDTHS if nodes < longest), longest], curve(2)
     at, chosen = 0, 0
     for i, level in enumerate(levels):

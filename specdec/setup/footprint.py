@@ -23,7 +23,6 @@ from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.resolve import open_model
 
-
 ARITHMETIC = 0.05
 """What a token takes beside reading its experts, of both: it is paid again for experts that others met."""
 
