@@ -86,24 +86,28 @@ class Costs:
         """Return `predict` by widths alone, as long as nothing new is observed."""
         if not self._lines:
             return lambda width: 0.0
-        few, many = bucket(rows), groups
-
-        def distance(key: tuple[int, int]) -> tuple[int, int]:
-            return abs(key[0] - few), abs(key[1] - many)
-
-        nearest = (few, many) if (few, many) in self._lines else min(self._lines, key=distance)
-        slope = self._lines[nearest].slope
+        key, scale = (bucket(rows), groups), self.pace
+        line = self._lines.get(key)
+        if line is None:
+            nearest = _nearest(self._lines, key)
+            line = self._lines[nearest]
+            scale *= (1 + GROUP) ** (groups - nearest[1])
+        slope = line.slope
         if slope is None:
-            sloped = [known for known, other in self._lines.items() if other.slope is not None]
-            slope = self._lines[min(sloped, key=distance)].slope if sloped else None
-        at, work, further = self._lines[nearest].at, self._work, slope or 0.0
-        scale = self.pace * (1 + GROUP) ** (many - nearest[1])
-        return lambda width: scale * at(work(width), further)
+            sloped = {own: other.slope for own, other in self._lines.items() if other.slope is not None}
+            slope = sloped[_nearest(sloped, key)] if sloped else 0.0
+        at, work = line.at, self._work
+        return lambda width: scale * at(work(width), slope)
 
     def knows(self, rows: int, width: int) -> bool:
         """Tell whether this very work was done often enough to trust what is known of it."""
         line = self._lines.get((bucket(rows), 1))
         return line is not None and line.settled(width) is not None
+
+
+def _nearest(known: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[int, int]:
+    """Return the key of about as many rows, and of these that of about as many groups."""
+    return min(known, key=lambda own: (abs(own[0] - key[0]), abs(own[1] - key[1])))
 
 
 class Line:

@@ -4,10 +4,11 @@ Rows of one width are one group of the window, and a further group costs somethi
 widths at most, beside those that verify nothing. Nodes are bought for all rows together, the best ones first.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from specdec.draft.proposal import Proposal
 
@@ -46,31 +47,32 @@ def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, 
     One width is tried after the other. Where rows may be `mixed`, they then choose between the best of these,
     a smaller and a larger one.
     """
-    rows, lengths = len(sums), [len(own) - 1 for own in sums]
-    alone, none = curve(1), (0,) * len(sums)
-    best = nothing = Cut(none, rate(rows, alone(0)), alone(0))
+    curve = functools.cache(curve)
+    none = _cut([0] * len(sums), float(len(sums)), curve)
+    lengths = [len(own) - 1 for own in sums]
     if not (longest := max(lengths)):
-        return nothing
-    # As long as the longest: further nodes bring nothing.
+        return none
+    # Further nodes than there are bring nothing.
     padded = [[*own, *[own[-1]] * (longest - length)] for own, length in zip(sums, lengths, strict=True)]
-    levels, pair = [*(nodes for nodes in WIDTHS if nodes < longest), longest], curve(2)
-    at, chosen = 0, 0
+    levels = [*(nodes for nodes in WIDTHS if nodes < longest), longest]
+    top, at, chosen = MARGIN * none.rate, 0, 0
     for i, level in enumerate(levels):
-        total = list(accumulate(sorted([own[level] for own in padded], reverse=True), initial=float(rows)))
-        for count in counts(rows):
-            took_s = (alone if count == rows else pair)(count * level)
-            if (own := rate(total[count], took_s)) > best.rate:
-                best, at, chosen = Cut(none, own, took_s), i, count
-    if best.rate <= MARGIN * nothing.rate:
-        return nothing
-    if mixed and rows > 1:
-        around = sorted({max(at - APART, 0), at, min(at + APART, len(levels) - 1)})
-        several = _spend(padded, lengths, [levels[i] for i in around], curve)
-        if several.rate > best.rate:
-            return several
+        own = sorted([own[level] for own in padded], reverse=True)
+        tokens = list(accumulate(own, initial=float(len(sums))))
+        for count in counts(len(sums)):
+            found = rate(tokens[count], curve(1 + (count < len(sums)))(count * level))
+            if found > top:
+                top, at, chosen = found, i, count
+    if not chosen:
+        return none
     kept = highest([own[levels[at]] for own in padded], chosen)
     widths = [min(levels[at], length) * (row in kept) for row, length in enumerate(lengths)]
-    return replace(best, widths=tuple(widths))
+    best = _cut(widths, len(sums) + sum(padded[row][levels[at]] for row in kept), curve)
+    if mixed and len(sums) > 1:
+        around = sorted({max(at - APART, 0), at, min(at + APART, len(levels) - 1)})
+        several = _spend(padded, lengths, [levels[i] for i in around], curve)
+        best = max(best, several, key=attrgetter("rate"))
+    return best
 
 
 def _spend(
@@ -98,23 +100,27 @@ def _spend(
         alike[width + more] += 1
         nodes, tokens = nodes + more, tokens + each * more
         totals.append((tokens, nodes, groups))
-    curves = {own: curve(own) for own in {own for _, _, own in totals}}
 
     def rate_of(count: int) -> tuple[float, int]:
         tokens, nodes, groups = totals[count - 1]
-        return rate(tokens, curves[groups](nodes)), count
+        return rate(tokens, curve(groups)(nodes)), count
 
-    found, count = max(map(rate_of, counts(len(pieces))))
+    best, count = max(map(rate_of, counts(len(pieces))))
     step = count // 2
     while step:
         near = [own for own in (count - step, count + step) if own <= len(pieces)]
-        found, count = max((found, count), *map(rate_of, near))
+        best, count = max((best, count), *map(rate_of, near))
         step //= 2
     widths = [0] * len(sums)
     for _, more, row in pieces[:count]:
         widths[row] += more
-    _, nodes, groups = totals[count - 1]
-    return Cut(tuple(widths), found, curves[groups](nodes))
+    return _cut(widths, totals[count - 1][0], curve)
+
+
+def _cut(widths: Sequence[int], tokens: float, curve: Callable[[int], Curve]) -> Cut:
+    """Say what rows of these widths give that bring so many tokens."""
+    took_s = curve(len(set(widths)))(sum(widths))
+    return Cut(tuple(widths), rate(tokens, took_s), took_s)
 
 
 def gains(proposal: Proposal) -> list[float]:
