@@ -57,8 +57,8 @@ def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, 
     levels = [*(nodes for nodes in WIDTHS if nodes < longest), longest]
     top, at, chosen = MARGIN * none.rate, 0, 0
     for i, level in enumerate(levels):
-        own = sorted([own[level] for own in padded], reverse=True)
-        tokens = list(accumulate(own, initial=float(len(sums))))
+        falling = sorted([own[level] for own in padded], reverse=True)
+        tokens = list(accumulate(falling, initial=float(len(sums))))
         for count in counts(len(sums)):
             found = rate(tokens[count], curve(1 + (count < len(sums)))(count * level))
             if found > top:
@@ -72,7 +72,7 @@ def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, 
         around = sorted({max(at - APART, 0), at, min(at + APART, len(levels) - 1)})
         several = _spend(padded, lengths, [levels[i] for i in around], curve)
         best = max(best, several, key=attrgetter("rate"))
-    return best
+    return best if best.rate > MARGIN * none.rate else none
 
 
 def _spend(

@@ -178,3 +178,37 @@ def test_what_groups_cost_is_learnt_from_steps() -> None:
 
 def test_widths_that_are_tried_have_neighbours_that_differ_by_a_factor() -> None:
     assert all(1 < high / low <= 2 for low, high in pairwise(WIDTHS[1:]))
+
+
+@pytest.mark.parametrize(
+    ("known", "gain", "least"),
+    [([(8, 8)], 1.1, 1.0), ([(8, 8), (8, 64)], 1.01, 0.95)],
+    ids=["beyond what was measured", "between two that were"],
+)
+def test_experts_that_tokens_meet_are_reckoned_with(
+    known: Sequence[tuple[int, int]], gain: float, least: float
+) -> None:
+    """Of 128 experts each token reads 8, which is most of a step: of one row all widths are known, of 8 few.
+
+    A straight line takes further tokens for too dear, or a few of them for too cheap, and then drafts lose.
+    """
+
+    def met(tokens: int) -> float:
+        return 16 * (1 - (15 / 16) ** tokens)
+
+    def time(tokens: int) -> float:
+        return 1.0 + 0.05 * tokens + 0.95 * met(tokens)
+
+    rates: dict[str, list[float]] = {"straight": [], "bent": []}
+    for seed in range(20):
+        drafted = chains(seed, 8)
+        for name, work in (("straight", float), ("bent", lambda n: 0.05 * n + 0.95 * met(n))):
+            policy = Policy(Shape(DEPTH, 1, DEPTH + 1), adaptive=True, work=work)
+            for rows, tokens in (*((1, n) for n in (1, 2, 3, 4, 6, 8)), *known):
+                policy.steps.observe(rows, tokens, time(tokens))
+            widths = [len(own) for own in policy.cut(Batch(8, 8), drafted)]
+            true = rate_of(widths, sums_of(drafted), lambda groups: lambda nodes: time(8 + nodes))
+            rates[name].append(true / (8 / time(8)))
+    assert min(rates["bent"]) >= 1.0
+    assert mean(rates["bent"]) > gain * mean(rates["straight"])
+    assert min(rates["straight"]) < least or least == 1.0
