@@ -73,7 +73,7 @@ class ScheduledRequest:
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[1:][:tokens], bonus)
 
     def count(self, counts: Counts, path: AcceptedPath, tokens: int, shared: Sequence[bool]) -> None:
-        """Note what came of the draft, of whose tokens the request took so many; which were `shared`."""
+        """Note what came of the draft, of whose tokens the request has taken so many; which were `shared`."""
         accepted = len(path.nodes) - 1
         deeper = self.slots is not None and path.nodes[-1] in self.tree.parents
         counts.note(
@@ -81,6 +81,7 @@ class ScheduledRequest:
             depth=min(accepted + deeper, tokens),
             accepted=min(accepted, tokens),
             tokens=tokens,
+            context=len(self.request.tokens) - tokens,
             from_outputs=sum(shared[: min(accepted, tokens)]),
         )
 

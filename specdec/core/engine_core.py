@@ -135,6 +135,7 @@ class EngineCore:
             acceptance_length=counts.acceptance_length,
             per_depth=counts.per_depth,
             histogram=dict(sorted(counts.histogram.copy().items())),
+            by_context=counts.by_context(),
             seconds=dict(counts.seconds),
             synthetic=loop.speculation.synthetic is not None,
             running=len(scheduler.running),

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from specdec.core.stats import Sums
 from specdec.draft.outlook import Outlook
 from specdec.errors import SpecdecError
 from specdec.state_slots.arena import ArenaUsage
@@ -57,6 +58,8 @@ class RequestStats:
     """The share accepted at each depth, of the drafts that reached it."""
     histogram: dict[int, int] = field(default_factory=dict)
     """Verify steps by the number of drafted tokens they accepted."""
+    by_context: dict[int, Sums] = field(default_factory=dict)
+    """The same sums by how long the text was from which a step went on: up to 1024 tokens, 2048, 4096 …"""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of its verify steps by phase: draft, verify, commit, rest; `whole` of those that the device
     ran from end to end. Requests share steps."""
@@ -109,6 +112,9 @@ class EngineStats:
     acceptance_length: float
     per_depth: tuple[float, ...]
     histogram: dict[int, int]
+    by_context: dict[int, Sums]
+    """`steps`, `tokens`, `drafted`, `accepted` and `acceptance_length` by how long the text was from which a
+    step went on: up to 1024 tokens, 2048, 4096 …"""
     seconds: dict[str, float]
     synthetic: bool
     running: int

@@ -247,6 +247,7 @@ class Request:
             accepted_from_outputs=self.counts.accepted_from_outputs,
             per_depth=self.counts.per_depth,
             histogram=dict(sorted(self.counts.histogram.items())),
+            by_context=self.counts.by_context(),
             seconds=dict(self.counts.seconds),
             preemptions=self.preemptions,
             synthetic=self.synthetic,

@@ -282,10 +282,11 @@ class Speculation:
         """Learn what a step with decoding rows has taken since it was drafted for."""
         if not self.learns or self.policy.is_idle:
             return
-        if decoding := sum(row.is_decode for row in rows):
+        widths = [row.num_tokens for row in rows if row.is_decode]
+        if widths:
             tokens = sum(row.num_tokens for row in rows)
-            took_s = self.clock() - self._mark_s
-            self.policy.observe_step(decoding, tokens, took_s, self._gained, self._took_s)
+            took_s, groups = self.clock() - self._mark_s, len(set(widths))
+            self.policy.observe_step(len(widths), tokens, took_s, self._gained, self._took_s, groups=groups)
 
     def forget_experience(self) -> None:
         """Forget what was accepted so far, and of whom."""

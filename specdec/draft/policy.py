@@ -1,30 +1,28 @@
 """Which shape of draft pays: decided anew each step from what steps cost and what drafts have earned.
 
 Twice a step. Before drafting, by what each request has accepted so far: is a draft worth its own cost, how
-deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom.
+deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom
+(`widths.py`).
 
 What both expect is checked by what steps then gave (`worth.py`). Where that is less than what plans, drafts
 and wider steps have cost, steps are planned only as often as a budget of a hundredth of the time allows.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.costs import STALE, Costs
+from specdec.draft.costs import STALE, Costs, Work
 from specdec.draft.outlook import Outlook
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.widths import MARGIN, Curve, Cut, best_cut, counts, gains, highest, rate
 from specdec.draft.worth import Budget, Worth
 
 PROBE_SHARE, LOOK_SHARE = 0.003, 0.004
 """Part of the time that may go into drafts that are not expected to pay, to learn whether they would; and
 into plans and look-ups, where these have not paid of late."""
-MARGIN = 1.02
-"""How much better than none a draft must look: an estimate that is off by less must not cost anything."""
-WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-"""Numbers of nodes that are tried: few, so that the cost of each is known soon."""
 
 REFRESH, TIMES = STALE + 50, 3
 """After so many steps with drafts, some without: what these cost must be known as it is now."""
@@ -46,16 +44,6 @@ class Batch:
     """Rows that decode."""
     tokens: int
     """One for each of them, and those of the rows that read a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How many rows verify, how many nodes each, the tokens a second that this gives, and what it takes."""
-
-    rows: int
-    width: int
-    rate: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +82,18 @@ class Policy:
     """Choose shapes within `bounds`; where it is not adaptive, always the bounds."""
 
     def __init__(
-        self, bounds: Shape, *, adaptive: bool, clock: Callable[[], float] = time.perf_counter
+        self,
+        bounds: Shape,
+        *,
+        adaptive: bool,
+        mixed: bool = True,
+        work: Work = float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.bounds, self.adaptive, self.clock = bounds, adaptive, clock
-        self.steps = Costs()
+        self.mixed = mixed
+        """Rows may verify drafts of several widths in one step."""
+        self.steps = Costs(work)
         """Verify steps, by tokens."""
         self.drafts = {topk: Costs() for topk in {1, bounds.topk}}
         """Drafts, by levels, at the pace of steps: chains, and trees that are as wide as the bounds."""
@@ -178,17 +174,24 @@ class Policy:
         plan.behind_s = 0.0 if shape else seconds - plan.draft_s
 
     def observe_step(
-        self, rows: int, tokens: int, seconds: float, gained: int = 0, drafting_s: float = 0.0
+        self,
+        rows: int,
+        tokens: int,
+        seconds: float,
+        gained: int = 0,
+        drafting_s: float = 0.0,
+        *,
+        groups: int = 1,
     ) -> None:
         """Note what a step took beside its drafting, which took `drafting_s` from its plan to its cut.
 
-        It gave `gained` tokens beside one for each row.
+        It gave `gained` tokens beside one for each row; its rows were of so many widths.
         """
         planned, self.current.batch = self.current.batch, None
         is_plain = planned is None or tokens == planned.tokens
         start_s = self.clock()
-        self.steps.observe(rows, tokens, seconds)
-        expected_s = self.steps.predict(rows, tokens)
+        self.steps.observe(rows, tokens, seconds, groups)
+        expected_s = self.steps.predict(rows, tokens, groups)
         seconds = min(seconds, HICCUP * expected_s)
         if planned:
             self._judge(self.current, planned, seconds, gained, drafting_s)
@@ -253,17 +256,15 @@ class Policy:
             purse.earn(passed)
         found = [[0.0]] * len(room)
         if look_up and (self.worth.awake or was_stirred or self.looks.is_open):
-            found = [_sums(proposal) for proposal in look_up()]
-        alone = self._widest(batch, found)
-        kept = [_gain(own, alone.width) for own in found]
-        given = _highest(kept, alone.rows)
+            found = [gains(proposal) for proposal in look_up()]
+        alone = self._best_cut(batch, found)
         drafting, plan.shape = set[int](), self.shapes[0]
         pick: Pick | None = None
         if grows and (self.worth.awake or self.probes.is_open):
-            sure = [gain if i in given else 0.0 for i, gain in enumerate(kept)]
-            pick = self._best(batch, rows, room, found, sure, alone)
+            pick = self._best(batch, rows, room, found, alone)
             drafting, plan.shape = (pick.rows if self.worth.awake else set()), pick.shape
-            self._probe(plan, drafting, rows, [0 if i in given else deep for i, deep in enumerate(room)])
+            free = [0 if width else deep for width, deep in zip(alone.widths, room, strict=True)]
+            self._probe(plan, drafting, rows, free)
         for i, row in enumerate(rows):
             if i in drafting:
                 row.planned = self._plans
@@ -290,19 +291,17 @@ class Policy:
             plan.probe, plan.probed_row = 1 / (1 + len(drafting)), probed if drafting else None
             drafting.add(probed)
 
-    def _look_out(self, batch: Batch, none_s: float, alone: "Cut", pick: "Pick | None") -> None:
+    def _look_out(self, batch: Batch, none_s: float, alone: Cut, pick: Pick | None) -> None:
         """Keep what this plan came to for statistics."""
-        awake = self.worth.awake
-        if pick and (pick.rows or not alone.rows):
+        awake, found = self.worth.awake, alone.nodes > 0
+        if pick and (pick.rows or not found):
             tokens = pick.tokens / batch.rows
             self.outlook = Outlook(
                 bool(pick.rows) and awake, pick.shape, tokens, pick.seconds / max(none_s, 1e-9), awake
             )
-        elif alone.rows or not self.outlook or not self.outlook.shape:
+        elif found or not self.outlook or not self.outlook.shape:
             tokens = alone.rate * alone.seconds / batch.rows
-            self.outlook = Outlook(
-                bool(alone.rows) and awake, None, tokens, alone.seconds / max(none_s, 1e-9), awake
-            )
+            self.outlook = Outlook(found and awake, None, tokens, alone.seconds / max(none_s, 1e-9), awake)
 
     def _best(
         self,
@@ -310,50 +309,49 @@ class Policy:
         rows: Sequence[TrackRecord],
         room: Sequence[int],
         found: Sequence[Sequence[float]],
-        sure: Sequence[float],
-        alone: "Cut",
-    ) -> "Pick":
+        alone: Cut,
+    ) -> Pick:
         """Say what the best drafts beside what was found give, for which rows and in what shape."""
-        tokens, worth = batch.tokens + alone.rows * alone.width, batch.rows + sum(sure)
+        sure = [own[min(width, len(own) - 1)] for own, width in zip(found, alone.widths, strict=True)]
+        tokens, worth = batch.tokens + alone.nodes, batch.rows + sum(sure)
+        some, every = (self.steps.curve(batch.rows, alone.groups + more) for more in (1, 0))
         best, chosen, top = 0.0, 0, Pick(set(), self.shapes[0], 0.0, 0.0)
         for candidate in self.shapes:
-            gains = sorted(_gains(candidate, rows, room, found, sure), reverse=True)
-            for count, gain in _prefixes(gains):
-                width = tokens + count * (candidate.num_draft_tokens - 1)
-                seconds = self.steps.predict(batch.rows, width) + self._drafting_s(candidate, count)
-                if (rate := _rate(worth + gain, seconds)) > best:
-                    best, chosen = rate, count
+            expected = list(accumulate(sorted(_gains(candidate, rows, room, found, sure), reverse=True)))
+            for count in counts(len(expected)):
+                width, gain = tokens + count * (candidate.num_draft_tokens - 1), expected[count - 1]
+                verify = every if count == len(expected) else some
+                seconds = verify(width) + self._drafting_s(candidate, count)
+                if (own := rate(worth + gain, seconds)) > best:
+                    best, chosen = own, count
                     top = Pick(set(), candidate, worth + gain, seconds)
         if best <= MARGIN * alone.rate:
             return top
-        return replace(top, rows=_highest(_gains(top.shape, rows, room, found, sure), chosen))
+        return replace(top, rows=highest(_gains(top.shape, rows, room, found, sure), chosen))
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Keep what is worth verifying: the same number of nodes for every row that keeps any."""
+        """Keep what is worth verifying: the best nodes of each row, in few widths."""
         if not self.adaptive or not any(map(len, proposals)):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
         plan = self.current
-        sums = [[0.0] if i == plan.probed_row else _sums(p) for i, p in enumerate(proposals)]
-        best = self._widest(batch, sums)
-        chosen, width = best.rows, best.width
-        if not chosen and (plan.probe or self.probes.is_open):
-            chosen, width, plan.tries = 1, min(max(map(len, proposals)), 3), True
-        self._drafted = self._drafted + 1 if chosen else 0
-        kept = _highest([_gain(own, width) for own in sums], chosen)
-        return [p.best(width) if i in kept else Proposal.EMPTY for i, p in enumerate(proposals)]
+        sums = [[0.0] if i == plan.probed_row else gains(p) for i, p in enumerate(proposals)]
+        widths = self._best_cut(batch, sums).widths
+        if not any(widths) and (plan.probe or self.probes.is_open):
+            most, plan.tries = min(max(map(len, proposals)), 3), True
+            (tried,) = highest([own[min(most, len(own) - 1)] for own in sums], 1)
+            widths = tuple(most * (i == tried) for i in range(len(sums)))
+        self._drafted = self._drafted + 1 if any(widths) else 0
+        return [own.best(width) for own, width in zip(proposals, widths, strict=True)]
 
-    def _widest(self, batch: Batch, sums: Sequence[Sequence[float]]) -> "Cut":
-        """Say how many rows should verify how many of their best nodes; `sums` by row, from 0 nodes on."""
-        none_s = self.steps.predict(batch.rows, batch.tokens)
-        best, widest = Cut(0, 0, MARGIN * _rate(batch.rows, none_s), none_s), max(map(len, sums)) - 1
-        for nodes in sorted({widest, *(n for n in WIDTHS if n < widest)} - {0}):
-            gains = sorted((_gain(own, nodes) for own in sums), reverse=True)
-            for count, gain in _prefixes(gains):
-                seconds = self.steps.predict(batch.rows, batch.tokens + count * nodes)
-                if (rate := _rate(batch.rows + gain, seconds)) > best.rate:
-                    best = Cut(count, nodes, rate, seconds)
-        return best if best.rows else replace(best, rate=best.rate / MARGIN)
+    def _best_cut(self, batch: Batch, sums: Sequence[Sequence[float]]) -> Cut:
+        """Say how many of its best nodes each row should verify."""
+
+        def curve(groups: int) -> Curve:
+            known = self.steps.curve(batch.rows, groups)
+            return lambda nodes: known(batch.tokens + nodes)
+
+        return best_cut(sums, curve, mixed=self.mixed)
 
     def _drafting_s(self, shape: Shape, rows: int) -> float:
         """Predict what drafting takes."""
@@ -365,15 +363,6 @@ def _within(shape: Shape, deep: int) -> Shape | None:
     if deep < 1:
         return None
     return shape if shape.num_steps <= deep else replace(shape, num_steps=deep)
-
-
-def _sums(proposal: Proposal) -> list[float]:
-    """Say how many tokens the best 0, 1, 2 … nodes are expected to bring."""
-    return list(accumulate(sorted(proposal.scores, reverse=True), initial=0.0))
-
-
-def _gain(sums: Sequence[float], nodes: int) -> float:
-    return sums[min(nodes, len(sums) - 1)]
 
 
 def _gains(
@@ -388,21 +377,3 @@ def _gains(
         max(row.expected(shape, min(shape.num_steps, deep)), own[-1]) - known if deep > 0 else 0.0
         for row, deep, own, known in zip(rows, room, found, sure, strict=True)
     ]
-
-
-def _prefixes(gains: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Yield the sums of the first 1, 2, 4 … gains, and of all."""
-    sums = list(accumulate(gains))
-    count = 1
-    while count < len(sums):
-        yield count, sums[count - 1]
-        count *= 2
-    yield len(sums), sums[-1]
-
-
-def _highest(gains: Sequence[float], count: int) -> set[int]:
-    return set(sorted(range(len(gains)), key=lambda i: -gains[i])[:count])
-
-
-def _rate(tokens: float, seconds: float) -> float:
-    return tokens / max(seconds, 1e-9)

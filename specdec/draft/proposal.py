@@ -85,10 +85,9 @@ class Proposal:
 
         A parent comes before its children and scores no less, so that it is kept wherever they are.
         """
-        if limit >= len(self):
-            return self
-        kept = sorted(self._by_score()[: max(limit, 0)])
-        return self._take(kept)
+        if limit <= 0:
+            return Proposal.EMPTY
+        return self._take(sorted(self._by_score()[:limit]))
 
     def above(self, depth: int) -> "Proposal":
         """Keep the nodes down to a depth."""
@@ -96,8 +95,12 @@ class Proposal:
 
     def _take(self, kept: Sequence[int]) -> "Proposal":
         """Keep nodes whose parents are kept."""
-        if len(kept) == len(self):
+        count = len(kept)
+        if count == len(self):
             return self
+        if kept and kept[-1] == count - 1:  # as in every chain: its beginning
+            tokens, parents, scores = self.tokens[:count], self.parents[:count], self.scores[:count]
+            return Proposal(tokens, parents, scores, self.beliefs[:count], self.shared[:count])
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         return Proposal(
             tokens=tuple(self.tokens[node] for node in kept),

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.costs import STALE, Samples, bucket
 from specdec.draft.outlook import Outlook
-from specdec.draft.policy import MARGIN
 from specdec.draft.proposal import Shape
+from specdec.draft.widths import MARGIN
 
 NEAR = 2
 """Buckets of rows that are near enough for one's costs to serve the other: a factor of 1.4."""

@@ -260,6 +260,10 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "accepted": stats.accepted,
         "acceptance_length": stats.acceptance_length,
         "acceptance_by_depth": list(stats.per_depth),
+        "acceptance_by_context": {
+            str(bound): {**asdict(own), "acceptance_length": own.acceptance_length}
+            for bound, own in stats.by_context.items()
+        },
         "running": stats.running,
         "waiting": stats.waiting,
         "preemptions": stats.preemptions,

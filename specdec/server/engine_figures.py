@@ -17,6 +17,13 @@ from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CONTEXT = {
+    "steps": "Verify steps by context length in tokens: up to 1024, 2048, 4096 and so on.",
+    "tokens": "Tokens that verify steps emitted, by context length.",
+    "drafted": "Drafted tokens by context length.",
+    "accepted": "Accepted draft tokens by context length.",
+}
+"""What is counted by context length; the longest context of a model bounds the number of labels."""
 OLDER = {
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
     "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
@@ -102,6 +109,11 @@ class EngineFigures(Collector):
             "position",
             {str(depth): count for depth, count in enumerate(counts.followed)},
         )
+
+        contexts = {str(bound): own for bound, own in counts.by_context().items()}
+        for name, says in CONTEXT.items():
+            found = {bound: getattr(own, name) for bound, own in contexts.items()}
+            yield self._by(f"specdec:context_{name}", says, "context", found)
 
     def _health(self, stats: EngineStats) -> Iterator[Metric]:
         failed = "Steps that failed; the requests that took part were told."

@@ -37,6 +37,7 @@ from specdec.models.network import Network
 from specdec.models.weights import CheckpointWeights, RandomWeights
 from specdec.models.work import ReadingWork
 from specdec.setup.drafters import DRAFTERS, Surroundings, find_heads, head_of
+from specdec.setup.footprint import token_work
 from specdec.setup.precompile import precompile
 from specdec.setup.resolve import open_model, resolve
 from specdec.setup.settings import Resolved
@@ -156,7 +157,13 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
     )
     # A step that waits for its processor costs no more by that; what a GPU does takes no thread's time.
     clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
-    policy = Policy(settings.bounds, adaptive=settings.config.adaptive, clock=clock)
+    policy = Policy(
+        settings.bounds,
+        adaptive=settings.config.adaptive,
+        mixed=not settings.graphs,  # their windows are padded to the widest
+        work=token_work(network.spec),
+        clock=clock,
+    )
     speculation = Speculation(
         policy,
         BACKINGS[settings.config.slots](arena),

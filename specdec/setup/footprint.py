@@ -1,7 +1,8 @@
 """What a model costs, told before anything is loaded: its parameters and the bytes that a step reads."""
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +23,9 @@ from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.resolve import open_model
 
+ARITHMETIC = 0.05
+"""What a token takes beside reading its experts, of both: it is paid again for experts that others met."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -35,8 +39,31 @@ class Parameter:
         """Count the bytes that a step over `tokens` tokens reads if each picks its experts at random."""
         if self.experts is None:
             return float(self.bytes)
-        chosen, total = self.experts
-        return self.bytes * (1 - (1 - chosen / total) ** tokens)
+        return self.bytes * _share_met(*self.experts, tokens)
+
+
+def token_work(network: spec.Network) -> Callable[[int], float]:
+    """Say what a step over so many tokens adds to one over none, in what one token adds.
+
+    With experts most of that is to read those that are met: many are new to the second token, few to the
+    fiftieth. Without any, it is the number of tokens.
+    """
+    layers = Counter((own.ffn.top_k, own.ffn.experts) for own in network.layers if isinstance(own.ffn, MoE))
+    if not layers:
+        return float
+    first = sum(count * chosen / total for (chosen, total), count in layers.items())
+
+    @functools.cache
+    def work(tokens: int) -> float:
+        met = sum(count * _share_met(*experts, tokens) for experts, count in layers.items())
+        return ARITHMETIC * tokens + (1 - ARITHMETIC) * met / first
+
+    return work
+
+
+def _share_met(chosen: int, total: int, tokens: int) -> float:
+    """Say which part of the experts so many tokens are expected to meet that choose at random."""
+    return 1.0 - (1 - chosen / total) ** tokens
 
 
 class ShapeWeights:

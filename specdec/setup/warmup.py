@@ -11,8 +11,9 @@ from specdec.core.request import Request
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Stateless, Want
 from specdec.draft.head import HeadDrafter
-from specdec.draft.policy import WIDTHS, Policy
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.widths import WIDTHS
 
 logger = logging.getLogger(__name__)
 
@@ -23,23 +24,26 @@ EVERY = 5
 ENOUGH, LONGEST_S = 10, 0.2
 """Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
 PROMPT = 8
+STRIDE = 7919
+"""A prime, so that multiples come round late in a vocabulary of any size."""
 
 Turn = tuple[list[Drafter], Shape | None]
 
 
 class Filler(Stateless):
-    """Draft as many tokens as are asked for, whatever they are."""
+    """Draft as many tokens as are asked for, each another: the same ones would share their experts."""
 
-    def __init__(self) -> None:
-        self.calibrator = Calibrator()
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.calibrator = vocab, Calibrator()
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Propose chains of the root's own token."""
+        """Propose chains of tokens that lie far apart."""
         return [self._chain(want) for want in wants]
 
     def _chain(self, want: Want) -> Proposal:
         count = want.shape.num_steps if want.shape else 0
-        return Proposal.chain([want.tokens[-1]] * count, [0.5] * count)
+        tokens = [(want.tokens[-1] + STRIDE * i) % self.vocab for i in range(1, count + 1)]
+        return Proposal.chain(tokens, [0.5] * count)
 
 
 def warm_up(core: EngineCore) -> None:
@@ -50,7 +54,7 @@ def warm_up(core: EngineCore) -> None:
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
     # A plain step behind a draft has that to fold in; those behind another plain one show what it takes.
     steps: list[Turn] = [([], None)] * 3
-    steps += [([Filler()], Shape(width - 1, 1, width)) for width in widths if width > 1]
+    steps += [([Filler(core.vocab)], Shape(width - 1, 1, width)) for width in widths if width > 1]
     drafts: list[Turn] = [(heads, shape) for shape in _tried(policy) if heads]
     # What no text has room for cannot be learnt.
     steps, drafts = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.core.stats import PHASES, Clock, Counts
+from specdec.core.stats import PHASES, Clock, Counts, Sums, context_bound
 
 steps = st.integers(0, 8).flatmap(
     lambda depth: st.tuples(st.just(depth), st.integers(0, depth), st.integers(depth, depth + 5))
@@ -31,21 +31,38 @@ def test_time_is_of_so_many_steps() -> None:
 def test_counts_by_hand() -> None:
     """A chain of 3 of which 1 is accepted, a tree that is followed to its end, a step without a draft."""
     counts = Counts()
-    counts.note(drafted=3, depth=2, accepted=1, tokens=2)
-    counts.note(drafted=7, depth=2, accepted=2, tokens=3)
-    counts.note(drafted=0, depth=0, accepted=0, tokens=1)
-    counts.note(drafted=4, depth=1, accepted=0, tokens=1)
+    counts.note(drafted=3, depth=2, accepted=1, tokens=2, context=1)
+    counts.note(drafted=7, depth=2, accepted=2, tokens=3, context=1024)
+    counts.note(drafted=0, depth=0, accepted=0, tokens=1, context=1025)
+    counts.note(drafted=4, depth=1, accepted=0, tokens=1, context=9000)
     assert (counts.steps, counts.tokens, counts.drafted, counts.accepted) == (4, 7, 14, 3)
     assert counts.acceptance_length == 7 / 4
     assert counts.per_depth == (2 / 3, 1 / 2)
     assert counts.histogram == Counter({0: 2, 1: 1, 2: 1})
+    own = counts.by_context()
+    assert own == {1024: Sums(2, 5, 10, 3), 2048: Sums(1, 1, 0, 0), 16384: Sums(1, 1, 4, 0)}
+    assert [each.acceptance_length for each in own.values()] == [2.5, 1.0, 1.0]
+
+
+def test_contexts_are_told_apart_by_doublings_above_the_shortest() -> None:
+    lengths = [1, 2, 1023, 1024, 1025, 2048, 2049, 4096, 4097, 262_144]
+    bounds = [1024] * 4 + [2048] * 2 + [4096] * 2 + [8192, 262_144]
+    assert [context_bound(length) for length in lengths] == bounds
+
+
+def test_what_is_told_by_context_stays_as_it_was() -> None:
+    counts = Counts()
+    counts.note(drafted=3, depth=2, accepted=1, tokens=2, context=5)
+    told = counts.by_context()
+    counts.note(drafted=3, depth=2, accepted=1, tokens=2, context=5)
+    assert told[1024].steps == 1 and counts.by_context()[1024].steps == 2
 
 
 @given(st.lists(steps, max_size=30))
 def test_sums_agree_with_each_other(drafts: list[tuple[int, int, int]]) -> None:
     counts = Counts()
     for depth, accepted, drafted in drafts:
-        counts.note(drafted=drafted, depth=depth, accepted=accepted, tokens=accepted + 1)
+        counts.note(drafted=drafted, depth=depth, accepted=accepted, tokens=accepted + 1, context=1)
     assert counts.steps == len(drafts) == counts.histogram.total()
     assert counts.accepted == sum(n * times for n, times in counts.histogram.items()) == sum(counts.followed)
     assert counts.tokens == counts.accepted + counts.steps
@@ -65,9 +82,11 @@ def test_the_engines_counts_are_the_sum_of_its_requests(
     whole, parts = Counts(), [Counts() for _ in range(requests)]
     for i, (depth, accepted, drafted) in enumerate(drafts):
         for counts in (whole, parts[i % requests]):
-            counts.note(drafted=drafted, depth=depth, accepted=accepted, tokens=accepted + 1)
+            own = {"drafted": drafted, "depth": depth, "accepted": accepted, "tokens": accepted + 1}
+            counts.note(**own, context=700 * (i + 1))
     for name in ("steps", "tokens", "drafted", "accepted"):
         assert getattr(whole, name) == sum(getattr(own, name) for own in parts)
+        assert getattr(whole, name) == sum(getattr(own, name) for own in whole.by_context().values())
     assert whole.histogram == sum((own.histogram for own in parts), Counter[int]())
     for i, reached in enumerate(whole.reached):
         assert reached == sum(own.reached[i] for own in parts if i < len(own.reached))

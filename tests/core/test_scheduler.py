@@ -295,7 +295,7 @@ def test_draft_slots_shrink_before_anyone_waits(backing: str) -> None:
         bench = Bench(slabs=24)
         slots = BACKINGS[backing](bench.arena)
         speculation = Speculation(Policy(shape, adaptive=False), slots, bench.scheduler, load_kernels("cpu"))
-        speculation.add_drafter(Filler())
+        speculation.add_drafter(Filler(10))
         rows = [bench.submit(number, prompt=4, max_tokens=40) for number in (1, 2)]
         bench.step()
         for request in rows:

@@ -82,6 +82,9 @@ def test_the_figures_of_a_request_agree_with_each_other(folder: Path, mode: str)
             assert stats.accepted <= stats.drafted and all(0 <= rate <= 1 for rate in stats.per_depth)
             assert stats.synthetic == (mode == "synthetic")
             assert (stats.drafted == 0) == (stats.per_depth == ())
+            (here,) = stats.by_context.values()
+            assert (here.steps, here.tokens) == (stats.steps, stats.verified_tokens)
+            assert (here.drafted, here.accepted) == (stats.drafted, stats.accepted)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -112,6 +115,26 @@ def test_shares_by_depth_are_of_the_drafts_that_got_there(folder: Path, mode: st
     assert found.per_depth == pytest.approx(ledger.per_depth)
     assert found.accepted == ledger.followed.total()
     assert len(found.per_depth) == 4 and min(found.per_depth) > 0
+
+
+def test_a_step_counts_where_its_context_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 30 tokens behind a prompt of 6, where up to 8 tokens are the shortest contexts."""
+    monkeypatch.setattr("specdec.core.stats.SHORTEST", 8)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    with SpecEngine(folder, dtype="float64", **MODES["mtp chain"]) as engine:
+        starts: Counter[int] = Counter()
+
+        def note(report: StepReport) -> None:
+            for row, taken in zip(report.result.rows, report.taken, strict=True):
+                if row.is_decode:
+                    length = len(row.request.tokens) - taken
+                    starts[next(bound for bound in (8, 16, 32, 64) if length <= bound)] += 1
+
+        engine.model.loop.observers.append(note)
+        own = engine.generate([[5, 3, 8, 1, 4, 2]], params)[0].stats
+        assert engine.stats().by_context == own.by_context
+    assert {bound: sums.steps for bound, sums in own.by_context.items()} == starts
+    assert set(starts) == {8, 16, 32, 64}
 
 
 def test_a_chain_of_one_request_by_hand(folder: Path) -> None:

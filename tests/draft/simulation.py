@@ -8,8 +8,9 @@ from random import Random
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.calibration import Calibrator
 from specdec.draft.grow import Grower
-from specdec.draft.policy import WIDTHS, Batch, Policy
+from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.widths import WIDTHS
 
 OTHER = 999
 """A token that is never drafted."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.costs import KEPT, KEPT_WIDTH, Costs, Samples, bucket
+from specdec.draft.costs import GROUP, KEPT, KEPT_WIDTH, Costs, Samples, bucket
 
 APART = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Widths that no two of are taken for one."""
@@ -146,6 +146,40 @@ def test_what_rows_cost_beyond_their_tokens_is_learnt_and_kept_apart_by_their_nu
     assert costs.predict(8, 32) == pytest.approx(14.0)
     assert costs.predict(32, 64) == pytest.approx(20.0)
     assert costs.predict(1, 32) == pytest.approx(10.0)
+
+
+def test_rows_of_several_widths_have_times_of_their_own() -> None:
+    """Until they were seen, a further group adds a little; then what it was found to add."""
+    costs = alone({1: 1.0, 8: 2.0})
+    costs.observe(8, 8, 4.0)
+    one = [costs.predict(8, tokens) for tokens in (8, 16, 32)]
+    guessed = [costs.predict(8, tokens, groups=3) for tokens in (8, 16, 32)]
+    assert guessed == pytest.approx([time * (1 + GROUP) ** 2 for time in one])
+    costs.observe(8, 16, 20.0, groups=3)
+    assert costs.predict(8, 16, groups=3) == 20.0 and costs.predict(8, 32, groups=3) > 20.0
+    assert costs.predict(8, 16, groups=4) == pytest.approx(20.0 * (1 + GROUP))
+    assert [costs.predict(8, tokens) for tokens in (8, 16, 32)] == one
+
+
+def test_where_nothing_was_measured_times_follow_the_work() -> None:
+    """A step that reads what its tokens meet of 64 experts: known at 1 and 8 tokens, and of 4 rows at 4."""
+
+    def met(tokens: int) -> float:
+        return 16 * (1 - (15 / 16) ** tokens)
+
+    def time(tokens: int) -> float:
+        return 3.0 + 2.0 * met(tokens)
+
+    straight, bent = Costs(), Costs(met)
+    for costs in (straight, bent):
+        for rows, tokens in ((1, 1), (1, 8), (4, 4)):
+            costs.observe(rows, tokens, time(tokens))
+    for rows, tokens in ((1, 4), (1, 24), (4, 16), (4, 32)):
+        assert bent.predict(rows, tokens) == pytest.approx(time(tokens))
+        assert abs(straight.predict(rows, tokens) / time(tokens) - 1) > 0.05
+    for costs in (straight, bent):  # what was measured is believed
+        costs.observe(4, 16, 50.0)
+        assert costs.predict(4, 16) == pytest.approx(50.0)
 
 
 def test_what_was_measured_is_believed_over_any_guess() -> None:

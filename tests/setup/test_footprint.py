@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec.config.engine import EngineConfig
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
-from specdec.setup.footprint import describe_model, measure
+from specdec.setup.footprint import ARITHMETIC, describe_model, measure, token_work
 
 MIXTURE = {
     **SHAPES["qwen3.5-35b-a3b"],
@@ -85,3 +85,15 @@ def test_description_keeps_to_what_the_engine_would_do(hybrid: Path) -> None:
     snapshot, plain = describe(64, slots="snapshot"), describe(64, draft="none")
     assert snapshot["draft_slot"] == "snapshot" and not {"record_bytes", "record_share"} & set(snapshot)
     assert plain["draft"] == "none" and not {"draft_slot", "record_bytes", "record_share"} & set(plain)
+
+
+def test_a_steps_work_grows_as_the_experts_that_its_tokens_meet() -> None:
+    """Beside the arithmetic of each token; without experts it is the number of tokens."""
+    spec = network(MIXTURE)
+    work, counted = token_work(spec), measure(spec, torch.float32)
+    read = [counted.step_bytes(tokens) - counted.step_bytes(0) for tokens in (1, 2, 9, 100)]
+    for tokens, own in zip((1, 2, 9, 100), read, strict=True):
+        expected = ARITHMETIC * tokens + (1 - ARITHMETIC) * own / read[0]
+        assert work(tokens) == pytest.approx(expected)
+    dense = token_work(network(SHAPES["tiny"]))
+    assert [dense(tokens) for tokens in (0, 1, 7, 300)] == [0, 1, 7, 300]

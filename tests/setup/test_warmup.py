@@ -17,11 +17,12 @@ from specdec.core.loop import DecodeLoop
 from specdec.draft.costs import Costs
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
-from specdec.draft.policy import WIDTHS, Policy
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.widths import WIDTHS
 from specdec.draft.worth import Worth
 from specdec.setup import build as builder
-from specdec.setup.warmup import ROUNDS, _tried
+from specdec.setup.warmup import ROUNDS, Filler, _tried
 from tests.lossless.cases import memory_for
 
 KNOWN = 4
@@ -50,9 +51,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """Count the steps that are measured, by rows and tokens."""
     counts, inner = Counter[tuple[int, int]](), Costs.observe
 
-    def observe(self: Costs, rows: int, tokens: int, seconds: float) -> None:
+    def observe(self: Costs, rows: int, tokens: int, seconds: float, groups: int = 1) -> None:
         counts[rows, tokens] += 1
-        inner(self, rows, tokens, seconds)
+        inner(self, rows, tokens, seconds, groups)
 
     monkeypatch.setattr(Costs, "observe", observe)
     return counts
@@ -71,6 +72,20 @@ def test_every_width_is_measured_several_times(
         for shape in policy.shapes if draft != "ngram" else ():
             assert policy.drafts[shape.topk].knows(1, shape.num_steps)
     assert {rows for rows, _ in seen} == {1}
+
+
+def test_what_is_timed_are_different_tokens(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same token again would meet the same experts, and make wide windows look cheap."""
+    drafted, inner = list[Proposal](), Filler.propose
+
+    def propose(self: Filler, wants: Sequence[Want]) -> list[Proposal]:
+        drafted.extend(own := inner(self, wants))
+        return own
+
+    monkeypatch.setattr(Filler, "propose", propose)
+    with engine("ngram", num_steps=9, num_draft_tokens=10):
+        assert max(map(len, drafted)) == 9
+        assert all(len(set(own.tokens)) == len(own) for own in drafted)
 
 
 def test_learning_ends_when_all_is_known(engine: Open, seen: Counter[tuple[int, int]]) -> None:

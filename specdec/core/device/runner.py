@@ -15,9 +15,9 @@ from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
-from specdec.draft.policy import WIDTHS
 from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
+from specdec.draft.widths import WIDTHS
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import AcceptedPath

@@ -1,0 +1,91 @@
+"""Rows that verify drafts of several widths in one step say what plain decoding says."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import SpecEngine
+from specdec.core.batch import StepReport
+from specdec.draft.costs import Costs
+from specdec.draft.policy import Policy
+from specdec.errors import SpecdecError
+from specdec.state_slots.integrity import IntegrityError
+from specdec.state_slots.window import Row, Window, build_window
+from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
+
+FAMILIES = ("qwen3_5", "nemotron_h")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def known(request: pytest.FixtureRequest, family_folder: Callable[..., Path]) -> tuple[Path, list[Case]]:
+    folder = family_folder(request.param)
+    return folder, plain_cases(folder)
+
+
+def fix_costs(policy: Policy) -> None:
+    """Let each row's token cost a sixth of a pass, whatever was measured: the policy then mixes widths."""
+    costs = Costs()
+    for rows in (1, 2, 4, 8, 16, 32):
+        for tokens in (rows, 16 * rows):
+            costs.observe(rows, tokens, 1 + tokens / rows / 6)
+    costs.observe = lambda *_: None  # type: ignore[method-assign]
+    policy.steps = costs
+
+
+def watch_widths(engine: SpecEngine) -> list[set[int]]:
+    """Note how many nodes rows verify in each step."""
+    seen: list[set[int]] = []
+
+    def note(report: StepReport) -> None:
+        seen.append({len(row.tree) for row in report.result.rows if row.is_drafted})
+
+    engine.model.loop.observers.append(note)
+    return seen
+
+
+def keeps_the_texts(known: tuple[Path, list[Case]], drafter: str, shape: str, backing: str) -> bool:
+    """Tell whether an adaptive engine says what a plain one does, in steps of several widths."""
+    folder, cases = known
+    fields: dict[str, Any] = {**SHAPES[shape], "slots": backing, "adaptive": True}
+    try:
+        with drafting_engine(folder, drafter, cases, **fields) as (engine, _):
+            policy = engine.model.loop.speculation.policy
+            fix_costs(policy)
+            seen = watch_widths(engine)
+            found = generate(engine, cases * 3)
+    except (SpecdecError, IntegrityError, AssertionError):
+        return False
+    several = sum(len(widths) > 1 for widths in seen)
+    print(f"{drafter} {shape} {backing}: {several} of {len(seen)} steps had several widths")
+    assert several >= 4
+    return not differences(cases * 3, found, within=1e-6)
+
+
+@pytest.mark.parametrize("backing", ["record", "snapshot"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("drafter", ["mtp", "suffix"])
+def test_texts_of_mixed_widths_are_those_of_plain_decoding(
+    known: tuple[Path, list[Case]], drafter: str, shape: str, backing: str
+) -> None:
+    assert keeps_the_texts(known, drafter, shape, backing)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_row_that_is_read_at_another_rows_width_is_noticed(
+    known: tuple[Path, list[Case]], shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: rows are found in the packed window as if each were as wide as the next one."""
+
+    def wrong(rows: Sequence[Row], *rest: Any) -> Window:
+        window = build_window(rows, *rest)
+        order = sorted(range(len(rows)), key=lambda i: window.first_B[i])
+        widths = [len(rows[i].tree) for i in (*order[1:], order[0])]
+        firsts = dict(zip(order, accumulate(widths[:-1], initial=0), strict=True))
+        return replace(window, first_B=tuple(firsts[i] for i in range(len(rows))))
+
+    monkeypatch.setattr("specdec.core.executor.build_window", wrong)
+    assert not keeps_the_texts(known, "mtp", shape, "record")
