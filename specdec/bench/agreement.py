@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.errors import EngineError
@@ -16,6 +17,9 @@ EXACT = (torch.float32, torch.float64)
 EXCUSED_GAP = 1e-4
 """How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
 implementations round differently, and a tie this close may fall to either."""
+CLEARLY_WRONG = 0.5
+"""The mean gap from which on tokens say that another model speaks, whatever rounds: of tokens at random it is
+about 1, for their logits lie around 0."""
 OWNER = "agreement"
 
 
@@ -30,6 +34,26 @@ def rounding(settings: Resolved, *, stored_narrow: bool = False) -> str:
     if settings.layout.kv_dtype is not None:
         found.append("8-bit keys and values")
     return " and ".join(found)
+
+
+def agreement(gap_BT: Tensor) -> dict[str, float]:
+    """Count the tokens that have the best logit, by how far those chosen lie under it."""
+    return {
+        "tokens": gap_BT.numel(),
+        "equal": int((gap_BT == 0).sum()),
+        "largest_gap": float(gap_BT.max()),
+    }
+
+
+def require_same_model(name: str, gap_BT: Tensor) -> None:
+    """Raise if a peer's tokens are those of another model."""
+    mean = float(gap_BT.mean())
+    if not mean < CLEARLY_WRONG:
+        raise EngineError(
+            f"{name}: its tokens lie {mean:.2g} of the largest logit under transformers' best ones, as those "
+            "of another model would; no figure is shown beside a model that is not the same",
+            field="peers",
+        )
 
 
 def require_rounding(
