@@ -138,7 +138,7 @@ def _entries(checkpoint: Checkpoint, network: Network, kind: FileType) -> Iterat
         yield Entry(name, shape, form, _reader(checkpoint, disk, bare, network, orders))
     if unknown:
         raise ConfigError(
-            f"--peers llama.cpp: {few(unknown)} of {checkpoint.folder} have no place in its file; leave it out",
+            f"--peers llama.cpp: its file has no place for {few(unknown)} of this model; leave it out",
             field="peers",
         )
 

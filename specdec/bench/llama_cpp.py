@@ -111,9 +111,13 @@ def settings_for(
     )
     if not drafting:
         return [plain]
-    reached = tuple(accumulate(own.synthetic or (), mul))
-    rates = (*reached, *(0.0 for _ in range(depth - len(reached)))) if reached else ()
-    return [plain, replace(plain, drafts=depth, rates=rates)]
+    return [plain, replace(plain, drafts=depth, rates=reached(own.synthetic or (), depth))]
+
+
+def reached(rates: Sequence[float], depth: int) -> tuple[float, ...]:
+    """Turn rates of each depth, given the one above, into the shares of steps that reach it."""
+    shares = tuple(accumulate(rates, mul))
+    return (*shares, *[0.0] * (depth - len(shares))) if shares else ()
 
 
 class LlamaCppPeer:
@@ -147,7 +151,7 @@ class LlamaCppPeer:
             raise
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
-        """Send all prompts in one request. A step's time is the mean of all: the server says the sum alone."""
+        """Send all prompts in one request. A step's time is the mean: the server says the sum alone."""
         body = {
             "prompt": [list(prompt) for prompt in prompts],
             "n_predict": 1 + new_tokens,
@@ -164,7 +168,7 @@ class LlamaCppPeer:
         written = [len(row["tokens"]) for row in rows]
         if read != [len(prompt) for prompt in prompts] or set(written) != {1 + new_tokens}:
             raise EngineError(
-                f"{self.name} read prompts of {read} tokens and wrote {written}, where each of {len(prompts)} "
+                f"{self.name} read {read} tokens and wrote {written}, where each of {len(prompts)} prompts "
                 f"had {len(prompts[0])} and {1 + new_tokens} were asked for; no figure is shown",
                 field="peers",
             )

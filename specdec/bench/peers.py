@@ -171,8 +171,8 @@ def refuse_unknown(names: Sequence[str]) -> None:
     for name in names:
         if name not in ("transformers", LLAMA_CPP) and not is_url(name):
             raise ConfigError(
-                f"--peers: {name!r} is neither 'transformers' nor '{LLAMA_CPP}' nor the URL of a server; give "
-                "one such as http://localhost:8000",
+                f"--peers: {name!r} is not 'transformers', '{LLAMA_CPP}' or the URL of a server; give one "
+                "such as http://localhost:8000",
                 field="peers",
             )
 
