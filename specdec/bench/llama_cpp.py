@@ -24,7 +24,8 @@ import torch
 
 from specdec.bench import llama_server
 from specdec.bench.gguf_model import FileType, cached_gguf
-from specdec.bench.peers import LLAMA_CPP, SERVER_TIMEOUT_S, Sample
+from specdec.bench.options import LLAMA_CPP
+from specdec.bench.peers import SERVER_TIMEOUT_S, Sample
 from specdec.errors import ConfigError, EngineError
 from specdec.setup.build import Model
 

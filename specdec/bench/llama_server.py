@@ -22,6 +22,7 @@ def arguments(wanted: Mapping[str, Any]) -> list[str]:
     given += ["--ctx-size", str(wanted["context"]), "--parallel", str(wanted["slots"]), "--no-kv-unified"]
     given += ["--batch-size", str(wanted["batch"]), "--fit", "off"]
     given += ["--ctx-checkpoints", "0", "--cache-ram", "0"]
+    given += ["--log-verbosity", "4"]  # the least that tells what it found of the processor
     given += ["--cache-type-k", wanted["cache"], "--cache-type-v", wanted["cache"]]
     if wanted["drafts"]:
         given += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(wanted["drafts"])]

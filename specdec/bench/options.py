@@ -7,6 +7,9 @@ from pydantic import Field
 
 from specdec.config.base import Settings
 
+LLAMA_CPP = "llama.cpp"
+"""The peer that is a program, or a package."""
+
 Counts = list[Annotated[int, Field(ge=1)]]
 
 

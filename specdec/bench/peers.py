@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from specdec.bench.client import DONE, ask_model, base_url, event_data, is_url, reason
+from specdec.bench.options import LLAMA_CPP
 from specdec.errors import ConfigError, EngineError
 
 FAST_PATHS = ("fla", "causal_conv1d", "mamba_ssm")
 """Packages that `transformers` runs recurrent layers with, where it can import them."""
-
-LLAMA_CPP = "llama.cpp"
-"""The peer that has a file of its own."""
 
 SERVER_TIMEOUT_S = 600.0
 

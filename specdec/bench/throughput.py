@@ -13,15 +13,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.agreement import EXCUSED_GAP, agreement, require_same_model, rounding
 from specdec.bench.llama_cpp import LlamaCppPeer, find_program, settings_for
-from specdec.bench.options import ThroughputOptions
-from specdec.bench.peers import (
-    LLAMA_CPP,
-    Contestant,
-    Sample,
-    TransformersPeer,
-    connect,
-    refuse_unknown,
-)
+from specdec.bench.options import LLAMA_CPP, ThroughputOptions
+from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import (
     Summary,
@@ -73,7 +66,8 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
 
 
 def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitStack) -> dict[str, Any]:
-    program = _refuse_peers(options)
+    refuse_unknown(options.peers)
+    program = find_program(options.llama_server) if LLAMA_CPP in options.peers else None
     folder = (
         Checkpoint(options.model).folder
         if options.model
@@ -125,18 +119,6 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
         "windows": windows,
         "cases": [_case_report(result, footprint, bandwidth.median) for result in results],
     }
-
-
-def _refuse_peers(options: ThroughputOptions) -> str | None:
-    """Refuse peers that cannot run; return the llama-server that does, if a program does."""
-    refuse_unknown(options.peers)
-    if LLAMA_CPP in options.peers:
-        return find_program(options.llama_server)
-    if options.llama_server is not None:
-        raise ConfigError(
-            f"llama_server: it belongs to --peers {LLAMA_CPP}; give it too", field="llama_server"
-        )
-    return None
 
 
 def run(options: ThroughputOptions, config: EngineConfig, out: Path | None) -> None:
