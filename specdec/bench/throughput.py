@@ -166,9 +166,9 @@ def _measure(
                     if repeat >= 0:
                         result.samples.setdefault(contestant.name, []).append(sample)
                     if repeat == 0 and sample.token_ids and contestant not in (engine, plain, oracle):
-                        gap_BT = oracle.judge(prompts, sample.token_ids)
-                        require_same_model(contestant.name, gap_BT)
-                        result.peers[contestant.name] = agreement(gap_BT)
+                        found = agreement(oracle.judge(prompts, sample.token_ids))
+                        require_same_model(contestant.name, found, result.agreement)
+                        result.peers[contestant.name] = found
                 progress.update()
             # After the runs, not between them: a pass leaves the caches full of its own bytes.
             bandwidths += [probe.bytes_per_second() for _ in range(options.repeats)]
@@ -307,8 +307,11 @@ def _shown(checked: Sequence[Mapping[str, float]]) -> str:
     """Say how many tokens of all cases agree, and how far the others lie off."""
     tokens, equal = (sum(case[key] for case in checked) for key in ("tokens", "equal"))
     worst = max(case["largest_gap"] for case in checked)
+    mean = sum(case["mean_gap"] * case["tokens"] for case in checked) / tokens
     return f"{equal} of {tokens} greedy tokens have the best of transformers' logits" + (
-        f"; the others lie at most {worst:.1g} of the largest under it" if equal < tokens else ""
+        f"; they lie at most {worst:.1g} of the largest under it, {mean:.1g} on average"
+        if equal < tokens
+        else ""
     )
 
 

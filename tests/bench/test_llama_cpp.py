@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec.bench import gguf_model, llama_cpp, llama_server, throughput
-from specdec.bench.agreement import CLEARLY_WRONG, require_same_model
+from specdec.bench.agreement import SAME_BITS, SAME_MODEL, agreement, require_same_model
 from specdec.bench.gguf_model import FileType, write_gguf
 from specdec.bench.llama_cpp import LlamaCppPeer, ServerSettings, find_program
 from specdec.bench.peers import TransformersPeer
@@ -30,6 +30,8 @@ PROMPTS = [[5, 6, 7, 100, 101, 102, 17, 18], [9, 9, 30, 31, 32, 33, 34, 35]]
 NEW_TOKENS = 12
 EXCUSED = 1e-3
 """How far under the best a token of llama.cpp may lie in float32, relative to the largest logit."""
+COMMAND = ["bench", "throughput", "tiny", "--peers", "llama.cpp", "--repeats", "2", "--warmup", "0"]
+COMMAND += ["--batch", "1,2", "--prompt-tokens", "9", "--new-tokens", "8"]
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 320,
@@ -96,20 +98,29 @@ def test_heads_in_another_order_are_another_model(
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
 def test_the_shipped_model_survives_fewer_bits(kind: FileType, tmp_path: Path) -> None:
     gap_BT = gaps(folder := find_folder("tiny"), settings(folder, tmp_path / f"model-{kind}-0.gguf", kind))
-    require_same_model("llama.cpp", gap_BT)
-    assert gap_BT.mean() < 0.05
+    assert gap_BT.mean() < SAME_MODEL
 
 
-def test_tokens_of_another_model_show_no_figure() -> None:
-    require_same_model("llama.cpp", torch.full((2, 3), 0.9 * CLEARLY_WRONG))
-    for gap in (1.1 * CLEARLY_WRONG, float("nan")):
+@pytest.mark.parametrize(("own", "most"), [(0.0, SAME_MODEL), (0.4, 0.4 * SAME_BITS)])
+def test_tokens_of_another_model_show_no_figure(own: float, most: float) -> None:
+    ours = agreement(torch.full((2, 3), own))
+    require_same_model("llama.cpp", agreement(torch.full((2, 3), 0.9 * most)), ours)
+    for gap in (1.1 * most, float("nan")):
         with pytest.raises(EngineError, match=r"^llama\.cpp: .* no figure"):
-            require_same_model("llama.cpp", torch.full((2, 3), gap))
+            require_same_model("llama.cpp", agreement(torch.full((2, 3), gap)), ours)
+
+
+def test_another_model_ends_the_benchmark(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_model, "_head_orders", lambda network: {})
+    assert main([*COMMAND, "--draft", "none"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "llama.cpp: its tokens lie" in captured.err
 
 
 def report_of(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[dict[str, Any], str]:
-    sizes = ["--batch", "1,2", "--prompt-tokens", "9", "--new-tokens", "8", "--repeats", "2", "--warmup", "0"]
-    assert main(["bench", "throughput", "tiny", *sizes, "--peers", "llama.cpp", *more]) == 0
+    assert main([*COMMAND, *more]) == 0
     out = capsys.readouterr().out
     return json.loads(out.splitlines()[-1]), out
 
