@@ -1,8 +1,9 @@
 """When tokens that differ are wrong: where numbers are exact. Elsewhere two right answers differ often."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.errors import EngineError
@@ -16,6 +17,11 @@ EXACT = (torch.float32, torch.float64)
 EXCUSED_GAP = 1e-4
 """How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
 implementations round differently, and a tie this close may fall to either."""
+SAME_MODEL = 0.05
+"""The mean gap of a peer's tokens, relative to the largest logit, that rounding explains anywhere."""
+SAME_BITS = 1.5
+"""And by how much it may exceed this engine's own in the same bits: 4-bit copies of random weights write
+tokens that lie half as far under the best as any token does."""
 OWNER = "agreement"
 
 
@@ -30,6 +36,27 @@ def rounding(settings: Resolved, *, stored_narrow: bool = False) -> str:
     if settings.layout.kv_dtype is not None:
         found.append("8-bit keys and values")
     return " and ".join(found)
+
+
+def agreement(gap_BT: Tensor) -> dict[str, float]:
+    """Count the tokens that have the best logit, by how far those chosen lie under it."""
+    return {
+        "tokens": gap_BT.numel(),
+        "equal": int((gap_BT == 0).sum()),
+        "largest_gap": float(gap_BT.max()),
+        "mean_gap": float(gap_BT.mean()),
+    }
+
+
+def require_same_model(name: str, peer: Mapping[str, float], own: Mapping[str, float]) -> None:
+    """Raise if a peer's tokens are those of another model, going by its agreement and by this engine's."""
+    most = max(SAME_MODEL, SAME_BITS * own["mean_gap"])
+    if not peer["mean_gap"] <= most:
+        raise EngineError(
+            f"{name}: its tokens lie {peer['mean_gap']:.2g} of the largest logit under transformers' best "
+            f"ones on average, and the same model in the same bits explains {most:.2g}; no figure is shown",
+            field="peers",
+        )
 
 
 def require_rounding(

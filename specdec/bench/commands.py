@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from specdec.bench.acceptance.prompts import choose
-from specdec.bench.options import KernelOptions, ModelOptions, ServeOptions, ThroughputOptions
+from specdec.bench.options import LLAMA_CPP, KernelOptions, ModelOptions, ServeOptions, ThroughputOptions
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_options, add_settings, options_from, settings_from
 from specdec.errors import ConfigError
@@ -33,6 +33,8 @@ def _throughput(args: argparse.Namespace) -> Run:
     options, config = options_from(args, ThroughputOptions), settings_from(args, EngineConfig)
     if options.profile and not options.random:
         raise ConfigError("profile: it belongs to --random; give it too", field="random")
+    if options.llama_server is not None and LLAMA_CPP not in options.peers:
+        raise ConfigError(f"llama_server: it belongs to --peers {LLAMA_CPP}; give it too", field="peers")
     if options.model is not None and "shape" in options.model_fields_set:
         raise ConfigError("shape: a model is named too; measure either of them", field="shape")
     if options.fp8:

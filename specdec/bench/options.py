@@ -7,6 +7,9 @@ from pydantic import Field
 
 from specdec.config.base import Settings
 
+LLAMA_CPP = "llama.cpp"
+"""The peer that is a program, or a package."""
+
 Counts = list[Annotated[int, Field(ge=1)]]
 
 
@@ -47,7 +50,12 @@ class ThroughputOptions(Settings):
     window: Counts = Field(
         [], title="also time windows of these widths, as in 4,8", description="widths from 1 on, with commas"
     )
-    peers: list[str] = names([], "transformers, URLs of servers, or both, with commas")
+    peers: list[str] = names([], "transformers, llama.cpp, URLs of servers, with commas")
+    llama_server: Path | None = Field(
+        None,
+        title="llama.cpp's server (default: that on PATH, else the package xllamacpp)",
+        description="a program",
+    )
     repeats: int = number(5, "counted runs")
     warmup: int = number(1, "uncounted runs", least=0)
     random: bool = switch("draw the weights of --shape on the device; nothing is written")

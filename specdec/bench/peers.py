@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.bench.client import DONE, ask_model, base_url, event_data, is_url, reason
+from specdec.bench.options import LLAMA_CPP
 from specdec.errors import ConfigError, EngineError
 
 FAST_PATHS = ("fla", "causal_conv1d", "mamba_ssm")
@@ -93,7 +94,8 @@ class TransformersPeer:
 
     def describe(self) -> dict[str, Any]:
         """Name the fast paths that `transformers` finds here."""
-        return {"fast_paths": [name for name in FAST_PATHS if importlib.util.find_spec(name)]}
+        found = [name for name in FAST_PATHS if importlib.util.find_spec(name)]
+        return {"fast_paths": found, "note": f"fast paths that it found: {', '.join(found) or 'none'}"}
 
 
 class ServerPeer:
@@ -163,16 +165,19 @@ class ServerPeer:
 
 
 def refuse_unknown(names: Sequence[str]) -> None:
-    """Refuse a peer that is neither `transformers` nor a URL, before anything is loaded."""
+    """Refuse a peer that is neither known by name nor a URL, before anything is loaded."""
     for name in names:
-        if name != "transformers" and not is_url(name):
+        if name not in ("transformers", LLAMA_CPP) and not is_url(name):
             raise ConfigError(
-                f"--peers: {name!r} is neither 'transformers' nor the URL of a server; give one such as "
-                "http://localhost:8000",
+                f"--peers: {name!r} is not 'transformers', '{LLAMA_CPP}' or the URL of a server; give one "
+                "such as http://localhost:8000",
                 field="peers",
             )
 
 
-def connect(names: Sequence[str], transformers: TransformersPeer) -> list[Contestant]:
-    """Turn `transformers` and URLs into contestants, in the order given."""
-    return [transformers if name == "transformers" else ServerPeer(name) for name in names]
+def connect(
+    names: Sequence[str], transformers: TransformersPeer, llama_cpp: Sequence[Contestant] = ()
+) -> list[Contestant]:
+    """Turn names and URLs into contestants, in the order given; llama.cpp may be several."""
+    known: dict[str, Sequence[Contestant]] = {transformers.name: [transformers], LLAMA_CPP: llama_cpp}
+    return [peer for name in names for peer in (known[name] if name in known else [ServerPeer(name)])]

@@ -70,18 +70,24 @@ def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
                 file=sys.stderr,
                 flush=True,
             )
-        # Written beside its place and moved there whole: an interrupted run leaves no half checkpoint.
-        draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{os.getpid()}-", dir=folder.parent))
         try:
-            with quiet_transformers():
+            with draft_folder(folder.parent) as draft, quiet_transformers():
                 write_random_checkpoint(draft, config, seed=seed)
-            os.replace(draft, folder)
+                os.replace(draft, folder)
         except (OSError, SafetensorError) as error:
             if not folder.exists():  # which another process may have written meanwhile
                 raise ConfigError(f"{folder} cannot be written ({error}); make room there") from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def draft_folder(parent: Path) -> Iterator[Path]:
+    """Make a folder to write in and to move what is whole out of: an interrupted run leaves nothing half."""
+    draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{os.getpid()}-", dir=parent))
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int:

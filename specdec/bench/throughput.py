@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.agreement import EXCUSED_GAP, rounding
-from specdec.bench.options import ThroughputOptions
+from specdec.bench.agreement import EXCUSED_GAP, agreement, require_same_model, rounding
+from specdec.bench.llama_cpp import LlamaCppPeer, find_program, settings_for
+from specdec.bench.options import LLAMA_CPP, ThroughputOptions
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import (
@@ -53,11 +55,19 @@ class CaseResult:
     case: Case
     agreement: Mapping[str, float]
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    peers: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """The same of each peer that reports its tokens."""
 
 
 def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
     """Check, measure, and return the report."""
+    with ExitStack() as servers:
+        return _benchmark(options, config, servers)
+
+
+def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitStack) -> dict[str, Any]:
     refuse_unknown(options.peers)
+    program = find_program(options.llama_server) if LLAMA_CPP in options.peers else None
     folder = (
         Checkpoint(options.model).folder
         if options.model
@@ -67,7 +77,12 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
     settings, spec = engine.model.settings, engine.model.network.spec
     oracle = TransformersPeer(folder, dtype=settings.dtype, device=settings.device)
     plain = engine.plain() if settings.drafters else engine
-    contestants: list[Contestant] = [engine, *connect(options.peers, oracle)]
+    llama_cpp: list[Contestant] = []
+    if LLAMA_CPP in options.peers:
+        largest = max(options.batch), max(options.prompt_tokens)
+        for wanted in settings_for(folder, engine.model, program, *largest, options.new_tokens):
+            llama_cpp.append(servers.enter_context(closing(LlamaCppPeer(wanted))))
+    contestants: list[Contestant] = [engine, *connect(options.peers, oracle, llama_cpp)]
     if plain is not engine:
         contestants.insert(1, plain)
     rounded = rounding(settings, stored_narrow=has_fp8_weights(Checkpoint(folder).config))
@@ -150,6 +165,10 @@ def _measure(
                     sample = contestant.run(prompts, options.new_tokens)
                     if repeat >= 0:
                         result.samples.setdefault(contestant.name, []).append(sample)
+                    if repeat == 0 and sample.token_ids and contestant not in (engine, plain, oracle):
+                        found = agreement(oracle.judge(prompts, sample.token_ids))
+                        require_same_model(contestant.name, found, result.agreement)
+                        result.peers[contestant.name] = found
                 progress.update()
             # After the runs, not between them: a pass leaves the caches full of its own bytes.
             bandwidths += [probe.bytes_per_second() for _ in range(options.repeats)]
@@ -201,11 +220,7 @@ def check(
     gap_BT = oracle.judge(prompts, outputs)
     if exact:
         _refuse(gap_BT)
-    return {
-        "tokens": gap_BT.numel(),
-        "equal": int((gap_BT == 0).sum()),
-        "largest_gap": float(gap_BT.max()),
-    }
+    return agreement(gap_BT)
 
 
 def _refuse(gap_BT: Tensor) -> None:
@@ -241,6 +256,7 @@ def _case_report(result: CaseResult, footprint: Footprint, bandwidth: float) -> 
         "batch": case.batch,
         "prompt_tokens": case.prompt_tokens,
         "agreement": result.agreement,
+        "peers": result.peers,
         "figures": figures,
     }
 
@@ -261,20 +277,18 @@ def _ratio(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sa
 def render(report: Mapping[str, Any]) -> str:
     """Lay the report out for people."""
     what = report["model"] or f"random weights of shape {report['shape']}"
-    checked = [case["agreement"] for case in report["cases"]]
-    tokens, equal = (sum(agreement[key] for agreement in checked) for key in ("tokens", "equal"))
-    worst = max(agreement["largest_gap"] for agreement in checked)
     lines = [
         f"{what}: {report['family']}, {report['parameters'] / 1e6:,.1f} M parameters, {report['dtype']}",
         setup_line(report),
         f"memory read at {report['read_bytes_per_s']['median'] / 1e9:.1f} GB/s, measured in this run",
-        f"checked: {equal} of {tokens} greedy tokens have the best of transformers' logits"
-        + (f"; the others lie at most {worst:.1g} of the largest under it" if equal < tokens else "")
+        f"checked: {_shown([case['agreement'] for case in report['cases']])}"
         + (f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""),
     ]
-    fast_paths = report["contestants"].get("transformers", {}).get("fast_paths")
-    if fast_paths is not None:
-        lines.append(f"fast paths that transformers found: {', '.join(fast_paths) or 'none'}")
+    for name, said in report["contestants"].items():
+        if note := said.get("note"):
+            lines.append(f"{name}: {note}")
+        if checked := [case["peers"][name] for case in report["cases"] if name in case["peers"]]:
+            lines.append(f"{name}: {_shown(checked)}")
     if (rates := report["contestants"][ENGINE]["synthetic_acceptance"]) is not None:
         shown = ", ".join(f"{rate:.2f}" for rate in rates)
         lines.append(
@@ -287,6 +301,18 @@ def render(report: Mapping[str, Any]) -> str:
         lines += ["", window_table(report["windows"])]
     lines += ["", *legend("x: time per token over specdec's", synthetic=rates is not None)]
     return "\n".join(lines)
+
+
+def _shown(checked: Sequence[Mapping[str, float]]) -> str:
+    """Say how many tokens of all cases agree, and how far the others lie off."""
+    tokens, equal = (sum(case[key] for case in checked) for key in ("tokens", "equal"))
+    worst = max(case["largest_gap"] for case in checked)
+    mean = sum(case["mean_gap"] * case["tokens"] for case in checked) / tokens
+    return f"{equal} of {tokens} greedy tokens have the best of transformers' logits" + (
+        f"; they lie at most {worst:.1g} of the largest under it, {mean:.1g} on average"
+        if equal < tokens
+        else ""
+    )
 
 
 def legend(ratio: str, *, synthetic: bool) -> list[str]:

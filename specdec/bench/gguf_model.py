@@ -1,0 +1,256 @@
+"""Write a checkpoint as llama.cpp reads it: one GGUF file, its matrices in the bits that are asked for.
+
+The file is for benchmarks, which send token ids: its vocabulary is numbers without an end of text, so that
+outputs go on to any length. Three things differ from what transformers stores: decays are -exp(A_log), the
+offset of one is added to norms, and value heads are ordered so that those of one key head lie apart.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.bench.random_model import draft_folder, refuse_what_does_not_fit
+from specdec.config.folders import random_models
+from specdec.errors import ConfigError
+from specdec.models.checkpoint import Checkpoint, few
+from specdec.models.families import layout, read_network
+from specdec.models.feed_forward import MLP
+from specdec.models.mixers.attention import Attention
+from specdec.models.mixers.gated_delta_net import GatedDeltaNet
+from specdec.models.spec import Network
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter, TensorNameMap
+
+FileType = Literal["F32", "F16", "BF16", "Q8_0", "Q4_0"]
+"""What matrices are stored in; norms, decays and convolutions stay in float32."""
+ARCHITECTURES: Mapping[str, str] = {"qwen3": "QWEN3", "qwen3_5": "QWEN35"}
+"""The families that are written, as the gguf package spells them."""
+REVISION = 1
+"""Of this module's files: those of another revision are written anew."""
+GROUP = 32
+"""Inputs that Q8_0 and Q4_0 round together."""
+GATES = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight")
+"""Matrices that this engine never rounds; they stay wide there too."""
+LOGITS = ("embed_tokens.weight", "lm_head.weight")
+"""What makes logits: this engine rounds it to 8 bits where others have 4."""
+HEAD: Mapping[str, str] = {
+    "fc.weight": "nextn.eh_proj.weight",
+    "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "norm.weight": "nextn.shared_head_norm.weight",
+}
+"""The multi-token head but for its layer. llama.cpp keeps all of it in one more block behind the body's."""
+
+
+def cached_gguf(folder: Path, kind: FileType) -> Path:
+    """Return a checkpoint's GGUF file from the user's cache, writing it there the first time."""
+    checkpoint = Checkpoint(folder)
+    name = checkpoint.folder.resolve().name
+    files = sorted(path for path in checkpoint.folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    sources = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    recipe = json.dumps([sources, kind, REVISION, metadata.version("gguf")])
+    path = random_models() / f"{name}-{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        refuse_what_does_not_fit(checkpoint.sizes()[0], path.parent)
+        with draft_folder(path.parent) as draft:
+            write_gguf(checkpoint, draft / path.name, kind)
+            os.replace(draft / path.name, path)
+    return path
+
+
+def write_gguf(checkpoint: Checkpoint, path: Path, kind: FileType) -> None:
+    """Write a checkpoint's file; one tensor at a time is in memory."""
+    import gguf
+
+    network = read_network(checkpoint)
+    refuse_unlike(network)
+    entries = list(_entries(checkpoint, network, kind))
+    architecture = gguf.MODEL_ARCH[ARCHITECTURES[network.family]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    _add_fields(writer, network)
+    for entry in entries:
+        size = gguf.quant_shape_to_byte_shape(entry.shape, entry.form)
+        writer.add_tensor_info(entry.name, size, np.dtype(np.uint8), int(np.prod(size)), raw_dtype=entry.form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for entry in tqdm(entries, desc=f"Writing {path.name}", leave=False, disable=None):
+        data = gguf.quants.quantize(entry.read().float().contiguous().numpy(), entry.form)
+        writer.write_tensor_data(data.view(np.uint8))
+    writer.close()
+
+
+def refuse_unlike(network: Network) -> None:
+    """Refuse a network that llama.cpp has another form of, or that is not written yet."""
+    odd = ""
+    if network.family not in ARCHITECTURES:
+        odd = f"the family {network.family} is not written for it yet, only {' and '.join(ARCHITECTURES)}"
+    elif any(not isinstance(layer.ffn, MLP) for layer in network.layers):
+        odd = "experts are not written for it yet"
+    elif any(isinstance(m, GatedDeltaNet) and m.key_dim != m.value_dim for m in network.mixers()):
+        odd = "it has one size for keys and values of a delta net, and here they differ"
+    if odd:
+        raise ConfigError(f"--peers llama.cpp: {odd}; leave it out", field="peers")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    form: "GGMLQuantizationType"
+    read: Callable[[], Tensor]
+
+
+def _entries(checkpoint: Checkpoint, network: Network, kind: FileType) -> Iterator[Entry]:
+    import gguf
+
+    blocks = len(network.layers) + len(network.mtp)
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[network.family]], blocks)
+    names = frozenset(checkpoint.names())
+    table = layout(network)
+    orders = _head_orders(network)
+    unknown = []
+    for disk in sorted(table.wanted(names, mtp=bool(network.mtp))):
+        bare = disk.removeprefix(table.prefix(names)).removeprefix("language_model.")
+        name = _name(bare, len(network.layers), known)
+        if name is None:
+            unknown.append(disk)
+            continue
+        shape = checkpoint.shape(disk)
+        if bare.endswith("conv1d.weight"):
+            shape = (shape[0], shape[-1])
+        form = gguf.GGMLQuantizationType[_form(bare, shape, kind, checkpoint.dtype(disk))]
+        yield Entry(name, shape, form, _reader(checkpoint, disk, bare, network, orders))
+    if unknown:
+        raise ConfigError(
+            f"--peers llama.cpp: its file has no place for {few(unknown)} of this model; leave it out",
+            field="peers",
+        )
+
+
+def _name(bare: str, layers: int, known: "TensorNameMap") -> str | None:
+    """Translate a tensor's name, given without the prefix of the body."""
+    if bare.startswith("mtp."):
+        bare = bare.removeprefix("mtp.")
+        if bare in HEAD:
+            return f"blk.{layers}.{HEAD[bare]}"
+        bare = re.sub(r"^layers\.(\d+)", lambda found: f"layers.{layers + int(found[1])}", bare)
+    full = bare if bare == "lm_head.weight" else f"model.{bare}".replace("dt_bias", "dt_proj.bias")
+    name: str | None = known.get_name(full, try_suffixes=(".weight", ".bias"))
+    return name
+
+
+def _form(bare: str, shape: tuple[int, ...], kind: FileType, stored: torch.dtype) -> str:
+    """Say how a tensor is stored: as this engine holds it, with the same things wide."""
+    if len(shape) < 2 or bare.endswith("conv1d.weight"):
+        return "F32"
+    if kind not in ("Q8_0", "Q4_0"):
+        return kind
+    if bare.endswith(GATES):
+        return "F32" if stored == torch.float32 else "BF16"
+    if shape[-1] % GROUP:
+        raise ConfigError(
+            f"--peers llama.cpp: {kind} rounds {GROUP} numbers together, and the rows of {bare} have "
+            f"{shape[-1]}; leave --quantize out, or choose another shape",
+            field="peers",
+        )
+    return "Q8_0" if bare in LOGITS else kind
+
+
+def _reader(
+    checkpoint: Checkpoint, disk: str, bare: str, network: Network, orders: Mapping[str, tuple[int, Tensor]]
+) -> Callable[[], Tensor]:
+    """Return what reads a tensor and makes of it what llama.cpp expects."""
+    _, of_delta_net, part = bare.rpartition("linear_attn.")
+    normed = bare.endswith("norm.weight") or ".pre_fc_norm" in bare
+    offset = network.norm.offset if normed and not of_delta_net else 0.0
+
+    def read() -> Tensor:
+        tensor = checkpoint.tensor(disk)
+        if part == "conv1d.weight":
+            tensor = tensor.squeeze(1)
+        if part in orders:
+            dim, order_N = orders[part]
+            tensor = tensor.index_select(dim, order_N)
+        if part == "A_log":
+            return -tensor.float().exp()
+        return tensor.float() + offset if offset else tensor
+
+    return read
+
+
+def _head_orders(network: Network) -> dict[str, tuple[int, Tensor]]:
+    """Say along which axis, and in which order, value heads lie in the tensors of a delta net.
+
+    transformers has the heads of a key head beside each other; llama.cpp repeats the key heads in turn.
+    """
+    net = next((mixer for mixer in network.mixers() if isinstance(mixer, GatedDeltaNet)), None)
+    if net is None:
+        return {}
+    heads_N = torch.arange(net.value_heads).view(net.key_heads, -1).T.reshape(-1)
+    values_N = torch.arange(net.value_heads * net.value_dim).view(net.value_heads, -1)[heads_N].reshape(-1)
+    keys = 2 * net.key_heads * net.key_dim
+    channels_N = torch.cat([torch.arange(keys), keys + values_N])
+    return {
+        "in_proj_qkv.weight": (0, channels_N),
+        "conv1d.weight": (0, channels_N),
+        "in_proj_z.weight": (0, values_N),
+        "out_proj.weight": (1, values_N),
+        "in_proj_a.weight": (0, heads_N),
+        "in_proj_b.weight": (0, heads_N),
+        "A_log": (0, heads_N),
+        "dt_bias": (0, heads_N),
+    }
+
+
+def _add_fields(writer: "GGUFWriter", network: Network) -> None:
+    """Describe the network, and a vocabulary that is numbers."""
+    layers = (*network.layers, *network.mtp)
+    mixers = [layer.mixers[0] for layer in layers]
+    full = next(mixer for mixer in mixers if isinstance(mixer, Attention))
+    ffn = network.layers[0].ffn
+    assert isinstance(ffn, MLP) and full.rope
+    writer.add_name("specdec benchmark")
+    writer.add_block_count(len(layers))
+    writer.add_context_length(network.max_length)
+    writer.add_embedding_length(network.hidden)
+    writer.add_feed_forward_length(ffn.width)
+    writer.add_head_count(full.heads)
+    writer.add_head_count_kv(full.kv_heads)
+    writer.add_key_length(full.head_dim)
+    writer.add_value_length(full.head_dim)
+    writer.add_layer_norm_rms_eps(network.norm.eps)
+    writer.add_rope_freq_base(full.rope.theta)
+    writer.add_rope_dimension_count(full.rope.dim)
+    if network.mtp:
+        writer.add_nextn_predict_layers(len(network.mtp))
+    recurrent = [isinstance(mixer, GatedDeltaNet) for mixer in mixers]
+    if net := next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)), None):
+        pairs = full.rope.dim // 2
+        # Of text, the three positions of a token are one: any sections that cover all pairs are right.
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+        writer.add_ssm_conv_kernel(net.conv)
+        writer.add_ssm_state_size(net.key_dim)
+        writer.add_ssm_group_count(net.key_heads)
+        writer.add_ssm_time_step_rank(net.value_heads)
+        writer.add_ssm_inner_size(net.value_heads * net.value_dim)
+        writer.add_full_attention_interval(recurrent.index(False) + 1)
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+    # Of the kinds that llama.cpp knows, this one demands no token but the end of a line.
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([r"\n", *(f"<{i}>" for i in range(1, network.vocab))])
