@@ -147,7 +147,7 @@ def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
     number_NGI = torch.empty(weight_NGI.shape, dtype=torch.int8, device=weight_ND.device)
     scale_NG = weight_ND.new_empty(weight_NGI.shape[:2])
     together = max(1, CACHED // weight_NGI[0].numel())
-    parts = (x.split(together) for x in (weight_NGI, number_NGI, scale_NG))
+    parts = [torch.split(x, together) for x in (weight_NGI, number_NGI, scale_NG)]
     for own_NGI, to_NGI, to_NG in zip(*parts, strict=True):
         fitted_NGI, fitted_NG = _fit_int4(own_NGI)
         to_NGI.copy_(fitted_NGI)
