@@ -11,9 +11,11 @@ from specdec.draft.drafter import Drafter
 from specdec.draft.head import Head, HeadDrafter, Straight
 from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
+from specdec.draft.rounded import RoundedDrafter
 from specdec.draft.suffix import SuffixDrafter
 from specdec.models import spec
 from specdec.models.heads import HeadSource, find_eagle, find_mtp
+from specdec.models.network import Network
 from specdec.models.unrolled import Unrolled
 from specdec.setup.refusal import Refusal
 from specdec.setup.settings import Resolved
@@ -26,6 +28,8 @@ class Surroundings:
 
     head: Head | None
     """Its own; None: it has no head."""
+    copy: Network | None
+    """The network that was rounded for it; None: it wants none."""
     arena: Arena
     speculation: Speculation
     settings: Resolved
@@ -40,6 +44,10 @@ class DrafterSpec:
     """Finds its head in a model's folder (None: weights are drawn); a drafter without a head has none."""
     missing: Refusal | None = None
     """Why it is refused where its head was not found."""
+    has_copy: bool = False
+    """Whether a rounded copy of the network drafts."""
+    host_only: Refusal | None = None
+    """Why it is refused where the device decides steps, if it is."""
     lacking: tuple[str, ...] = ()
     """Families whose checkpoints never hold its head."""
     runs_on_device: bool = False
@@ -51,6 +59,11 @@ class DrafterSpec:
     def has_head(self) -> bool:
         return self.find_head is not None
 
+    @property
+    def has_weights(self) -> bool:
+        """Tell whether it runs a network, and so always has something to offer."""
+        return self.has_head or self.has_copy
+
 
 NO_HEAD = Refusal(
     "draft",
@@ -61,6 +74,19 @@ NO_EAGLE = Refusal(
     "draft_model",
     "draft='eagle' needs the folder of a head, and the model's own folder holds none called eagle3 or eagle",
     "give draft_model=FOLDER, or use draft='auto'",
+)
+SELF_ON_DEVICE = Refusal(
+    "graphs",
+    "draft='self-int4' reads and writes states between the steps, which the device does not hand over",
+    "use graphs=False, or another drafter",
+)
+SELF_ON_GPU = Refusal(
+    "draft", "'self-int4' multiplies whole numbers, which these kernels do not", "use draft='auto', or a CPU"
+)
+SELF_IS_TARGET = Refusal(
+    "draft",
+    "'self-int4' would be the model itself, whose weights quantize='int4' has rounded already",
+    "use quantize='int8', or another drafter",
 )
 
 
@@ -79,11 +105,18 @@ def _head_drafter(beside: Surroundings) -> HeadDrafter:
     )
 
 
+def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
+    speculation = beside.speculation
+    assert beside.copy is not None
+    return RoundedDrafter(beside.copy, speculation.backing, speculation.ranker.rank, beside.settings.device)
+
+
 DRAFTERS: dict[str, DrafterSpec] = {
     "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=("qwen3",), runs_on_device=True),
     "eagle": DrafterSpec(_head_drafter, find_eagle, NO_EAGLE, runs_on_device=True),
     "ngram": DrafterSpec(lambda _: Lookup(NgramDrafter())),
     "suffix": DrafterSpec(lambda _: Lookup(SuffixDrafter()), in_auto=True),
+    "self-int4": DrafterSpec(_rounded_drafter, has_copy=True, host_only=SELF_ON_DEVICE),
 }
 """By the names that users know them by, in the order of `config/drafters.py`."""
 
@@ -111,6 +144,11 @@ def head_of(drafters: Collection[str], heads: Mapping[str, HeadSource]) -> HeadS
 def has_head(drafters: Collection[str]) -> bool:
     """Tell whether one of these drafters has a head."""
     return any(DRAFTERS[name].has_head for name in drafters)
+
+
+def has_copy(drafters: Collection[str]) -> bool:
+    """Tell whether a rounded copy of the network drafts."""
+    return any(DRAFTERS[name].has_copy for name in drafters)
 
 
 def quoted_heads() -> str:

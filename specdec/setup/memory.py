@@ -10,6 +10,7 @@ from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError
 from specdec.models import spec
 from specdec.models.formats import WeightFormat
+from specdec.models.rounded import COPIED_IN
 from specdec.setup.devices import free_memory
 from specdec.state_slots.layout import Layout
 
@@ -72,6 +73,21 @@ def weight_bytes(
         total += kept.output.num_bytes((network.vocab, network.hidden))
         total -= 0 if network.tied else table * dtype.itemsize
     return total
+
+
+def copy_bytes(
+    network: spec.Network,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    stored_bytes: int,
+    narrow_bytes: int,
+    *,
+    kept: WeightFormat | None,
+) -> int:
+    """Count what a rounded copy will take beside the network, whose embedding it shares."""
+    sizes = network, dtype, stored, stored_bytes, narrow_bytes
+    alone = weight_bytes(*sizes, quantize=COPIED_IN, kept=kept)
+    return alone - network.vocab * network.hidden * dtype.itemsize
 
 
 def longest_that_fits(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:

@@ -25,11 +25,20 @@ from specdec.models.formats import FORMATS, WHOLE
 from specdec.models.headers import check_headers
 from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
+from specdec.models.rounded import COPIED_IN
 from specdec.models.shortlist import commonest
 from specdec.setup.capabilities import resolve_drafters
 from specdec.setup.devices import pick_device
-from specdec.setup.drafters import find_heads, has_head, head_of, quoted_heads
-from specdec.setup.memory import arena_bytes, longest_that_fits, weight_bytes
+from specdec.setup.drafters import (
+    SELF_IS_TARGET,
+    SELF_ON_GPU,
+    find_heads,
+    has_copy,
+    has_head,
+    head_of,
+    quoted_heads,
+)
+from specdec.setup.memory import arena_bytes, copy_bytes, longest_that_fits, weight_bytes
 from specdec.setup.settings import Resolved
 from specdec.state_slots.layout import Layout
 from specdec.verify.synthetic import rates_for
@@ -94,21 +103,24 @@ def resolve(
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
     head = head_of(drafters, heads)
     _refuse_without_head(config, drafters)
+    if has_copy(drafters):
+        _refuse_copy(config, kernels)
     if drafters:
         _refuse_backing(config.slots, network)
     layout = _layout(config, network, head, dtype, kernels)
     bounds, longest = bounds_of(config), _longest(config, network)
+    sizes = network, dtype, stored, stored_bytes, narrow_bytes
+    held = weight_bytes(*sizes, quantize=config.quantize, kept=FORMATS[weights] if weights else None)
+    if has_copy(drafters):
+        rounded = _weights(COPIED_IN, kernels, stored_narrow=False)
+        held += copy_bytes(*sizes, kept=FORMATS[rounded] if rounded else None)
     memory_bytes = arena_bytes(
         config,
         layout,
         bounds if drafters else None,
         longest,
         device=device,
-        weights=weight_bytes(
-            *(network, dtype, stored, stored_bytes, narrow_bytes),
-            quantize=config.quantize,
-            kept=FORMATS[weights] if weights else None,
-        ),
+        weights=held,
     )
     longest = longest_that_fits(config, layout, memory_bytes, longest)
     settings = Resolved(
@@ -188,6 +200,16 @@ def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
                 f"leave it out, or choose draft={quoted_heads()}.",
                 field=field,
             )
+
+
+def _refuse_copy(config: EngineConfig, kernels: str) -> None:
+    """Refuse a rounded copy that these kernels do not multiply, and one of what is rounded alike."""
+    for refused, why in (
+        (on_gpu(kernels), SELF_ON_GPU),
+        (config.quantize == COPIED_IN, SELF_IS_TARGET),
+    ):
+        if refused:
+            raise ConfigError(str(why), field=why.field)
 
 
 def _refuse_backing(slots: str, network: spec.Network) -> None:
