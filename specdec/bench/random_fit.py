@@ -12,7 +12,7 @@ from specdec.core.device.extent import Extent
 from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.setup.devices import free_memory
-from specdec.setup.drafters import has_head
+from specdec.setup.drafters import has_copy, has_head
 from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
 
@@ -74,7 +74,8 @@ def fit(name: str, config: EngineConfig) -> Fit:
     stored_bytes = sum(p.count for p in (*count.target, *count.mtp)) * stored.itemsize
     roomy = EngineConfig.of(config, {"memory_bytes": ANYTHING})
     settings = resolve(roomy, network, stored, stored_bytes)
-    model = TimeModel(network, settings.dtype, quantize=settings.weight_format)
+    copied = has_copy(settings.drafters)
+    model = TimeModel(network, settings.dtype, quantize=settings.weight_format, copied=copied)
     weight_bytes = model.weight_bytes(mtp=has_head(settings.drafters))
     # While the last matrix is drawn it stands beside all others once more.
     largest = max(p.count for p in model.footprint.target) * settings.dtype.itemsize

@@ -58,7 +58,7 @@ class Speculation:
         self.head: HeadDrafter | None = None
         """The drafter that reads the target's hidden states, if there is one."""
         self.planned: HeadDrafter | RoundedDrafter | None = None
-        """The drafter that takes passes of a network, and is asked for what was planned; others look text up."""
+        """The drafter that runs a network, for what was planned; all others look text up."""
         self.synthetic = synthetic
         """Rates by depth at which drafts are accepted whatever they say."""
         self.clock = clock

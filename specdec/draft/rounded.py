@@ -1,9 +1,9 @@
 """Draft with a rounded copy of the target, which reads what a sequence has committed as the target does.
 
-A pass reads the draft so far as a window from its root on. Its nodes write keys, values and slots as nodes that
-are verified do; then the slots go back, and the target's own window writes over the keys and values. What is
-committed stays what it is. Only the pending path is folded into the state, as any window would: that reads
-records, and no rounded weights.
+A pass reads the draft so far as a window from its root on. Its nodes write keys, values and slots as those of
+any draft do; then the slots go back, and the target's own window writes over the keys and values. So what is
+committed stays what it is. The pending path is folded into the state, as by any window: that reads records,
+and no matrix.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class RoundedDrafter(Stateless):
         return [growth.grower.finish() if growth else Proposal.EMPTY for growth in grown]
 
     def _begin(self, want: Want) -> Scratch | None:
-        """Borrow a slot for each node that is read, those of all levels but the last; fewer levels if need be."""
+        """Borrow a slot for each node above the last level; grow fewer levels where there are too few."""
         shape = want.shape
         while shape:
             slots = self.backing.begin(want.key, 1 + shape.topk * (shape.num_steps - 1))

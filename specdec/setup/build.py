@@ -25,6 +25,7 @@ from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.draft.head import Head
 from specdec.draft.policy import Policy
+from specdec.draft.rounded import Copy
 from specdec.draft.uniform import UniformPolicy
 from specdec.errors import CapacityError
 from specdec.kernels.native.forms import describe_kernels
@@ -151,7 +152,7 @@ def _load(
 
 
 def assemble(
-    network: Network, head: Head | None, settings: Resolved, *, copy: Network | None = None
+    network: Network, head: Head | None, settings: Resolved, *, copy: Copy | None = None
 ) -> EngineCore:
     """Put the loop together around a loaded network, and let it learn what its steps cost.
 

@@ -11,11 +11,10 @@ from specdec.draft.drafter import Drafter
 from specdec.draft.head import Head, HeadDrafter, Straight
 from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.rounded import RoundedDrafter
+from specdec.draft.rounded import Copy, RoundedDrafter
 from specdec.draft.suffix import SuffixDrafter
 from specdec.models import spec
 from specdec.models.heads import HeadSource, find_eagle, find_mtp
-from specdec.models.network import Network
 from specdec.models.unrolled import Unrolled
 from specdec.setup.refusal import Refusal
 from specdec.setup.settings import Resolved
@@ -28,8 +27,8 @@ class Surroundings:
 
     head: Head | None
     """Its own; None: it has no head."""
-    copy: Network | None
-    """The network that was rounded for it; None: it wants none."""
+    copy: Copy | None
+    """The rounded network that drafts; None: it needs none."""
     arena: Arena
     speculation: Speculation
     settings: Resolved
@@ -144,6 +143,11 @@ def head_of(drafters: Collection[str], heads: Mapping[str, HeadSource]) -> HeadS
 def has_head(drafters: Collection[str]) -> bool:
     """Tell whether one of these drafters has a head."""
     return any(DRAFTERS[name].has_head for name in drafters)
+
+
+def has_weights(drafters: Collection[str]) -> bool:
+    """Tell whether one of these drafters runs a network."""
+    return any(DRAFTERS[name].has_weights for name in drafters)
 
 
 def has_copy(drafters: Collection[str]) -> bool:

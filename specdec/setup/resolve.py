@@ -30,6 +30,7 @@ from specdec.models.shortlist import commonest
 from specdec.setup.capabilities import resolve_drafters
 from specdec.setup.devices import pick_device
 from specdec.setup.drafters import (
+    DRAFTERS,
     SELF_IS_TARGET,
     SELF_ON_GPU,
     find_heads,
@@ -97,14 +98,14 @@ def resolve(
     device = pick_device(config.device)
     dtype = _dtype(config, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
+    if config.draft in DRAFTERS and has_copy([config.draft]):
+        _refuse_copy(config, kernels)
     weights = _weights(config.quantize, kernels, stored_narrow=narrow_bytes > 0)
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
     head = head_of(drafters, heads)
     _refuse_without_head(config, drafters)
-    if has_copy(drafters):
-        _refuse_copy(config, kernels)
     if drafters:
         _refuse_backing(config.slots, network)
     layout = _layout(config, network, head, dtype, kernels)
