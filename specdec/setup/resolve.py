@@ -115,6 +115,8 @@ def resolve(
     if has_copy(drafters):
         rounded = _weights(COPIED_IN, kernels, stored_narrow=False)
         held += copy_bytes(*sizes, kept=FORMATS[rounded] if rounded else None)
+        if rounded is None:
+            logger.warning("copy that drafts: widened to %s, which costs what the model does", dtype)
     memory_bytes = arena_bytes(
         config,
         layout,

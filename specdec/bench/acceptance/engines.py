@@ -47,10 +47,9 @@ class Engines:
         self.left_out: list[str] = []
         """Who cannot draft here, and why."""
         self._loaded: list[Loaded] = []
-        for own in sorted(
-            draftings, key=lambda d: NETWORKS.index(d.draft) if d.draft in NETWORKS else len(NETWORKS)
-        ):
-            if own.draft in NETWORKS and not self._donor(own):
+        running = [own for own in draftings if own.draft in NETWORKS]
+        for own in sorted(running, key=lambda own: NETWORKS.index(own.draft)):
+            if not self._donor(own):
                 self._load(folder, config, own, draftings)
         if not self._loaded:
             looked_up = next((d for d in draftings if d.draft not in NETWORKS), Drafting(NONE))
