@@ -49,6 +49,7 @@ class Fit:
             return own
         extent = Extent.of(1, bounds, looks=True)
         own += layout.blocks_for(extent.ahead + layout.block_tokens) * layout.block_bytes
+        own += layout.states_per_slab * layout.slab_bytes if has_copy(self.settings.drafters) else 0
         if slots == "snapshot":
             return own + extent.snapshots * layout.states_per_slab * layout.slab_bytes
         return own + extent.records * layout.record_bytes

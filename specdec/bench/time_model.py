@@ -81,7 +81,7 @@ class TimeModel:
     def _draft_bytes(self, work: Work) -> float:
         """Count the passes of the head that drafts: over what was accepted, then over topk tokens a level.
 
-        A copy reads all that was drafted so far in each pass, and writes a state once, which takes the path.
+        A copy begins with a copy of each state, and then decodes.
         """
         if self.footprint.copy:
             return self._copy_bytes(work)
@@ -99,15 +99,12 @@ class TimeModel:
         return total
 
     def _copy_bytes(self, work: Work) -> float:
-        layers, total = _attentions(self.network.layers), 0.0
-        for level in range(work.draft_steps):
-            tokens = 1 + level * work.topk
-            total += sum(read_bytes(p, work.rows * tokens) for p in self.footprint.copy)
-            if self.layout.states:
-                total += work.rows * (self.layout.state_bytes + tokens * self.layout.record_bytes)
-            if layers and self.layout.kv:
-                total += self._kv_bytes(layers, work.rows, work.context, tokens)
-        return total
+        layers = _attentions(self.network.layers)
+        step = sum(read_bytes(p, work.rows) for p in self.footprint.copy)
+        if layers and self.layout.kv:
+            step += self._kv_bytes(layers, work.rows, work.context, 1)
+        states = 2 * work.rows * self.layout.state_bytes if self.layout.states else 0
+        return states + work.draft_steps * (step + states)
 
     def _kv_bytes(self, layers: int, rows: int, context: int, window: float) -> float:
         """Count keys and values: what was committed is read once a row, what is new is written and read."""

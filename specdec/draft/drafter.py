@@ -13,11 +13,13 @@ from specdec.state_slots.backing import Committed
 
 
 class Memory(Protocol):
-    """What a sequence holds of the arena."""
+    """What a sequence holds of the arena: blocks, and what it has committed, if its model keeps states."""
 
-    table_N: Tensor
-    committed: Committed | None
-    """None: its model keeps no state."""
+    @property
+    def table_N(self) -> Tensor: ...
+
+    @property
+    def committed(self) -> Committed | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Want:
     sampler: object = None
     """By what its tokens will be chosen: for what ranks guesses to read, and for no drafter."""
     memory: Memory | None = None
-    """For a drafter that reads and writes what the target does."""
+    """For a drafter that reads what the target does."""
 
 
 class Drafter(Protocol):

@@ -86,10 +86,11 @@ class Unread:
 
 @dataclass(slots=True, kw_only=True)
 class HeadGrowth(Growth):
-    """A draft that a head grows, which reads what it wrote itself."""
+    """A draft that a head grows, which reads what it wrote itself: which nodes it has read."""
 
     root_D: Tensor
     """The hidden state that is read with the root token."""
+    ran: list[int] = field(default_factory=lambda: [ROOT])
 
 
 class HeadDrafter:
@@ -198,7 +199,7 @@ class HeadDrafter:
     def _begin(self, want: Want, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
         assert want.shape
         grower = Grower(want.shape, self.calibrator)
-        return HeadGrowth(want=want, grower=grower, after={ROOT: after_D}, ran=[ROOT], root_D=root_D)
+        return HeadGrowth(want=want, grower=grower, after={ROOT: after_D}, root_D=root_D)
 
     def _catch_up(self, wants: Sequence[Want], *, keep: int = 0) -> list[tuple[Tensor, Tensor] | None]:
         """Read each sequence up to its root; return the last hidden state read there and the head's own.
@@ -248,8 +249,14 @@ class HeadDrafter:
             grower, start = draft.grower, len(draft.want.tokens) - 2
             draft.ran += grower.frontier
             ran = draft.ran if draft.grower.shape.topk > 1 else draft.ran[-1:]
+            place = {node: i for i, node in enumerate(ran)}
+            root = draft.want.tokens[-1]
+            tree = TokenTree(
+                tuple(root if node == ROOT else grower.tokens[node] for node in ran),
+                tuple(-1 if i == 0 else place[grower.parents[node]] for i, node in enumerate(ran)),
+            )
             skipped = len(draft.ran) - len(ran)
-            rows.append(self._row(draft.tree(ran), start + skipped, draft.want))
+            rows.append(self._row(tree, start + skipped, draft.want))
             own = [draft.root_D if node == ROOT else draft.after[grower.parents[node]] for node in ran]
             inputs.append(torch.stack(own))
             nodes.append(ran)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from specdec.draft.drafter import Want
 from specdec.draft.grow import ROOT, Grower
-from specdec.state_slots.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +24,11 @@ Rank = Callable[[Tensor, Sequence[Place], int], Sequence[tuple[Sequence[int], Se
 
 @dataclass(slots=True, kw_only=True)
 class Growth:
-    """One row's draft while it grows: which nodes the network has read, and what it wrote after each."""
+    """One row's draft while it grows, and what the network wrote after each node that it has read."""
 
     want: Want
     grower: Grower
     after: dict[int, Tensor] = field(default_factory=dict)
-    ran: list[int] = field(default_factory=list)
 
     def path(self, node: int) -> tuple[int, ...]:
         tokens: list[int] = []
@@ -38,14 +36,6 @@ class Growth:
             tokens.append(self.grower.tokens[node])
             node = self.grower.parents[node]
         return tuple(reversed(tokens))
-
-    def tree(self, nodes: Sequence[int]) -> TokenTree:
-        """Make a tree of some nodes, of which the first is above all others."""
-        place, root = {node: i for i, node in enumerate(nodes)}, self.want.tokens[-1]
-        return TokenTree(
-            tuple(root if node == ROOT else self.grower.tokens[node] for node in nodes),
-            tuple(-1 if i == 0 else place[self.grower.parents[node]] for i, node in enumerate(nodes)),
-        )
 
 
 def expand(drafts: Sequence[Growth], logits: Callable[[Tensor], Tensor], rank: Rank) -> None:

@@ -76,7 +76,7 @@ NO_EAGLE = Refusal(
 )
 SELF_ON_DEVICE = Refusal(
     "graphs",
-    "draft='self-int4' reads and writes states between the steps, which the device does not hand over",
+    "draft='self-int4' drafts on the host, from states that are the device's there",
     "use graphs=False, or another drafter",
 )
 SELF_ON_GPU = Refusal(
@@ -105,9 +105,9 @@ def _head_drafter(beside: Surroundings) -> HeadDrafter:
 
 
 def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
-    speculation = beside.speculation
     assert beside.copy is not None
-    return RoundedDrafter(beside.copy, speculation.backing, speculation.ranker.rank, beside.settings.device)
+    rank, device = beside.speculation.ranker.rank, beside.settings.device
+    return RoundedDrafter(beside.copy, beside.arena, rank, device)
 
 
 DRAFTERS: dict[str, DrafterSpec] = {

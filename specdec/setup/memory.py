@@ -30,24 +30,30 @@ def arena_bytes(
     *,
     device: torch.device,
     weights: int,
+    copied: bool = False,
 ) -> int:
     """Return the arena's size: what is given, or what all sequences and drafts want, if so much is free."""
     if config.memory_bytes is not None:
         return config.memory_bytes
     # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.
     wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
-    wanted += draft_bytes(config, layout, bounds) if bounds else 0
+    wanted += draft_bytes(config, layout, bounds, copied=copied) if bounds else 0
     return min(wanted, int(AUTO_MEMORY_SHARE[device.type] * max(free_memory(device) - weights, 0)))
 
 
-def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
-    """Count what every running request may borrow for drafts and keep of them, in whole slabs."""
+def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape, *, copied: bool) -> int:
+    """Count what every running request may borrow for drafts and keep of them, in whole slabs.
+
+    Where a `copied` network drafts, it does so in a state of its own for each.
+    """
     extent = Extent.of(config.max_running, bounds, looks=True)
     blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
     slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
     slots = extent.records if config.slots == "record" else extent.snapshots
     per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
-    return (slabs + (-(-config.max_running * slots // per_slab) if per_slab else 0)) * layout.slab_bytes
+    slabs += -(-config.max_running * slots // per_slab) if per_slab else 0
+    slabs += config.max_running * layout.states_per_slab if copied else 0
+    return slabs * layout.slab_bytes
 
 
 def weight_bytes(

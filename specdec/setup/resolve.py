@@ -124,6 +124,7 @@ def resolve(
         longest,
         device=device,
         weights=held,
+        copied=has_copy(drafters),
     )
     longest = longest_that_fits(config, layout, memory_bytes, longest)
     settings = Resolved(

@@ -1,4 +1,4 @@
-"""A rounded copy reads what is committed, guesses behind each node's own path, and leaves no trace."""
+"""A rounded copy reads what is committed, guesses behind what it guessed, and leaves no trace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import SamplingParams, SpecdecError, SpecEngine
+from specdec import SamplingParams, SpecEngine
 from specdec.draft.drafter import Want
 from specdec.draft.levels import Place
 from specdec.draft.proposal import Proposal, Shape
-from specdec.draft.rounded import RoundedDrafter, Scratch
-from specdec.state_slots.backing import BACKINGS, Backing, Committed, RecordBacking
+from specdec.draft.rounded import Continuation, RoundedDrafter
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.backing import BACKINGS, Backing, Committed
 from specdec.state_slots.slots import Owner
 from specdec.state_slots.tree import TokenTree
-from specdec.state_slots.window import RecordSlot, Row, build_window, record_ids
-from tests.lossless.cases import differences, drafting_engine, generate, plain_cases
+from specdec.state_slots.window import Row, build_window, record_ids
+from tests.lossless.cases import SHAPES, differences, drafting_engine, generate, plain_cases
 from tests.models.runner import CPU, Runner, Sequence_
 
 FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
@@ -42,7 +43,7 @@ class Bench:
         self.runner = Runner(folder, torch.float64, copied=True, slabs=80)
         assert self.runner.copy is not None
         self.backing: Backing = BACKINGS[backing](self.runner.arena)
-        self.drafter = RoundedDrafter(self.runner.copy, self.backing, self.rank, CPU)
+        self.drafter = RoundedDrafter(self.runner.copy, self.runner.arena, self.rank, CPU)
         self.ranked: dict[tuple[object, tuple[int, ...]], Tensor] = {}
 
     def rank(
@@ -66,7 +67,7 @@ class Bench:
     def verify(self, own: Sequence_, want: Want, drafted: Sequence[int], accepted: int) -> Want:
         """Have the target verify a chain, of which so many nodes are kept, the root counted."""
         held, tokens = want.memory, [want.tokens[-1], *drafted]
-        assert held is not None
+        assert isinstance(held, Held)
         before = held.committed or Committed(0)
         row = Row(TokenTree.chain(tokens), own.length, own.table_N, before.state, before.path)
         slots = self.backing.begin(want.key, len(tokens))
@@ -88,7 +89,7 @@ class Bench:
 @pytest.mark.parametrize("backing", BACKINGS)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_node_is_guessed_behind_its_own_path(
+def test_each_token_is_guessed_behind_those_before_it(
     family_folder: Callable[..., Path], family: str, shape: Shape, backing: str
 ) -> None:
     """For sequences of different lengths and depths at once, one with records that are not folded yet."""
@@ -98,15 +99,15 @@ def test_each_node_is_guessed_behind_its_own_path(
     _, second = bench.begin(TEXT[5:12], chunk=3)
     wants = [replace(first, shape=shape), replace(second, shape=replace(shape, num_steps=2)), second]
     proposals = bench.drafter.propose(wants)
-    assert len(proposals[0]) == shape.num_draft_tokens - 1 and max(proposals[0].depths) == shape.num_steps
-    assert max(proposals[1].depths) == 2 and proposals[2] == Proposal.EMPTY
-    assert len(bench.ranked) == sum(1 + (steps - 1) * shape.topk for steps in (shape.num_steps, 2))
+    assert [len(own) for own in proposals] == [shape.num_steps, 2, 0]
+    assert [max(own.depths, default=0) for own in proposals] == [shape.num_steps, 2, 0]
+    assert len(bench.ranked) == shape.num_steps + 2
     for (key, path), logits_V in bench.ranked.items():
         want = first if key == first.key else second
         assert (logits_V - bench.behind(want.tokens, path)).abs().max() < EXACT
 
 
-def traces(bench: Bench, shape: Shape) -> set[str]:
+def traces(bench: Bench) -> set[str]:
     """Draft twice; name what is not as with a twin that drafts nothing."""
     arena, wrong = bench.runner.arena, set()
     states, logits = [], []
@@ -117,9 +118,9 @@ def traces(bench: Bench, shape: Shape) -> set[str]:
             held = want.memory
             assert held is not None
             if drafts:
-                pending, before = held.committed.path if held.committed else (), arena.held
-                bench.drafter.propose([replace(want, shape=shape)])
-                if before - arena.held != len(pending) or (held.committed and held.committed.path):
+                before, known = arena.held, held.committed
+                bench.drafter.propose([replace(want, shape=CHAIN)])
+                if (arena.held, held.committed) != (before, known):
                     wrong.add("slots")
         if held.committed:
             path, length_B = record_ids([held.committed.path], CPU)
@@ -127,113 +128,82 @@ def traces(bench: Bench, shape: Shape) -> set[str]:
             bench.runner.network.materialize(arena, torch.tensor([own.state]), path, length_B)
             states.append(arena.state_bytes_X(own.state).view(torch.float64).clone())
         logits.append(bench.runner.step([(own, [1, 2, 3])])[0])
-    if states and not torch.allclose(*states, rtol=0, atol=EXACT):
+    if states and not torch.equal(*states):
         wrong.add("state")
-    return wrong if torch.allclose(*logits, rtol=0, atol=EXACT) else {*wrong, "logits"}
+    return wrong if torch.equal(*logits) else {*wrong, "logits"}
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_that_is_committed_changes(
-    family_folder: Callable[..., Path], family: str, shape: Shape, backing: str
+    family_folder: Callable[..., Path], family: str, backing: str
 ) -> None:
-    assert traces(Bench(family_folder(family), backing), shape) == set()
+    assert traces(Bench(family_folder(family), backing)) == set()
 
 
-def certain(patch: pytest.MonkeyPatch) -> None:
-    """Write no slots: the state moves on over what was drafted."""
-    patch.setattr(RecordBacking, "dress", lambda self, row, slots: row)
+def in_place(patch: pytest.MonkeyPatch) -> None:
+    """Draft in the sequence's own state."""
+    inner = Continuation.row
+
+    def wrong(draft: Continuation) -> Row:
+        committed = draft.memory.committed
+        return replace(inner(draft), state=committed.state if committed else 0)
+
+    patch.setattr(Continuation, "row", wrong)
 
 
-def keeps(patch: pytest.MonkeyPatch) -> None:
-    """Keep the root's record: the target's window reads the root once more."""
-    inner = RecordBacking.promote
-    patch.setattr(
-        RecordBacking, "promote", lambda self, owner, before, slots, _: inner(self, owner, before, slots, [0])
-    )
+def a_token_early(patch: pytest.MonkeyPatch) -> None:
+    """Write keys and values over the last ones that are committed."""
+    inner = Continuation.row
+
+    def wrong(draft: Continuation) -> Row:
+        right = inner(draft)
+        return replace(right, length=right.length - 1)
+
+    patch.setattr(Continuation, "row", wrong)
 
 
-def folds_twice(patch: pytest.MonkeyPatch) -> None:
-    """Go on naming the path that the first pass has folded."""
-    patch.setattr(
-        RoundedDrafter,
-        "_take_back",
-        lambda self, draft: self.backing.arena.release_records(draft.want.key, draft.slots),
-    )
-
-
-def folds_in_each_pass(patch: pytest.MonkeyPatch) -> None:
-    """Name the path in every pass."""
-    inner = Scratch.row
-
-    def wrong(draft: Scratch, backing: Backing) -> Row:
-        return replace(inner(draft, backing), path=draft.before.path)
-
-    patch.setattr(Scratch, "row", wrong)
-
-
-@pytest.mark.parametrize("mutant", [certain, keeps, folds_twice, folds_in_each_pass])
+@pytest.mark.parametrize("mutant", [in_place, a_token_early])
 def test_a_trace_is_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    bench, propose = Bench(folder, "record"), RoundedDrafter.propose
-
-    def wrong(self: RoundedDrafter, wants: Sequence[Want]) -> list[Proposal]:
-        with monkeypatch.context() as patch:
-            mutant(patch)
-            return propose(self, wants)
-
-    monkeypatch.setattr(RoundedDrafter, "propose", wrong)
-    assert traces(bench, CHAIN) & {"state", "logits"}
-    fields = {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}
-    cases = plain_cases(folder)[:4]
-    with drafting_engine(folder, "self-int4", cases, **fields) as (engine, _):
-        try:
-            assert differences(cases, generate(engine, cases)) != []
-        except SpecdecError:
-            return
-
-
-class Short(RecordBacking):
-    """Has slots for so many nodes at once."""
-
-    most = 0
-
-    def begin(self, owner: Owner, nodes: int) -> Sequence[RecordSlot] | None:
-        return super().begin(owner, nodes) if nodes <= self.most else None
-
-
-@pytest.mark.parametrize(("slots", "depth"), [(7, 3), (6, 2), (4, 2), (3, 1), (1, 1), (0, 0)])
-def test_fewer_slots_are_fewer_levels(folder: Path, slots: int, depth: int) -> None:
     bench = Bench(folder, "record")
-    bench.drafter.backing = short = Short(bench.runner.arena)
-    short.most = slots
+    mutant(monkeypatch)
+    assert traces(bench) & {"state", "logits"}
+    cases = plain_cases(folder)
+    with drafting_engine(folder, "self-int4", cases, **SHAPES["chain"]) as (engine, _):
+        assert differences(cases, generate(engine, cases)) != []
+
+
+def test_without_a_state_to_spare_nothing_is_drafted(folder: Path) -> None:
+    bench = Bench(folder, "record")
     _, want = bench.begin(TEXT, chunk=4)
-    (proposal,) = bench.drafter.propose([replace(want, shape=TREE)])
-    assert max(proposal.depths, default=0) == depth
+    asked = [replace(want, shape=CHAIN)]
+    arena = bench.runner.arena
+    while arena.take_snapshots("others", 1):
+        pass
+    assert bench.drafter.propose(asked) == [Proposal.EMPTY]
+    arena.release_owner("others")
+    assert len(*bench.drafter.propose(asked)) == 4
 
 
-class Moving(RecordBacking):
-    """Moves a sequence's last block while it has none of the slots yet, as where blocks are compacted."""
-
-    held: Held
-
-    def begin(self, owner: Owner, nodes: int) -> Sequence[RecordSlot] | None:
-        *kept, last = self.held.table_N.tolist()
-        (new,) = self.arena.take_blocks(owner, 1) or (0,)
-        self.arena.block_bytes_X(new).copy_(self.arena.block_bytes_X(last))
-        self.arena.block_bytes_X(last).fill_(0xFF)
-        self.held.table_N = torch.tensor([*kept, new])
-        return super().begin(owner, nodes)
-
-
-def test_blocks_may_move_while_slots_are_borrowed(folder: Path) -> None:
+def test_blocks_may_move_while_states_are_borrowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(folder, "record")
-    bench.drafter.backing = moving = Moving(bench.runner.arena)
     own, want = bench.begin(TEXT, chunk=4)
-    moving.held = held = Held(want.table_N[:2], Committed(own.state))
+    held, inner = Held(want.table_N[:2], Committed(own.state)), Arena.take_snapshots
+
+    def take(arena: Arena, owner: Owner, count: int) -> list[int] | None:
+        before, *kept = held.table_N.tolist()
+        (new,) = arena.take_blocks(owner, 1) or (0,)
+        arena.block_bytes_X(new).copy_(arena.block_bytes_X(before))
+        arena.block_bytes_X(before).fill_(0xFF)
+        held.table_N = torch.tensor([new, *kept])
+        return inner(arena, owner, count)
+
+    monkeypatch.setattr(Arena, "take_snapshots", take)
     bench.drafter.propose([replace(want, memory=held, shape=CHAIN)])
+    monkeypatch.undo()
+    assert len(bench.ranked) == CHAIN.num_steps
     for (_, path), logits_V in bench.ranked.items():
         assert (logits_V - bench.behind(TEXT, path)).abs().max() < EXACT
 
