@@ -12,7 +12,7 @@ from specdec.core.device.extent import Extent
 from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.setup.devices import free_memory
-from specdec.setup.drafters import has_head
+from specdec.setup.drafters import has_copy, has_head
 from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
 
@@ -49,6 +49,7 @@ class Fit:
             return own
         extent = Extent.of(1, bounds, looks=True)
         own += layout.blocks_for(extent.ahead + layout.block_tokens) * layout.block_bytes
+        own += layout.states_per_slab * layout.slab_bytes if has_copy(self.settings.drafters) else 0
         if slots == "snapshot":
             return own + extent.snapshots * layout.states_per_slab * layout.slab_bytes
         return own + extent.records * layout.record_bytes
@@ -74,7 +75,8 @@ def fit(name: str, config: EngineConfig) -> Fit:
     stored_bytes = sum(p.count for p in (*count.target, *count.mtp)) * stored.itemsize
     roomy = EngineConfig.of(config, {"memory_bytes": ANYTHING})
     settings = resolve(roomy, network, stored, stored_bytes)
-    model = TimeModel(network, settings.dtype, quantize=settings.weight_format)
+    copied = has_copy(settings.drafters)
+    model = TimeModel(network, settings.dtype, quantize=settings.weight_format, copied=copied)
     weight_bytes = model.weight_bytes(mtp=has_head(settings.drafters))
     # While the last matrix is drawn it stands beside all others once more.
     largest = max(p.count for p in model.footprint.target) * settings.dtype.itemsize

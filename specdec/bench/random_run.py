@@ -21,7 +21,7 @@ from specdec.bench.windows import window_costs, window_table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.setup.build import build_random
-from specdec.setup.drafters import has_head
+from specdec.setup.drafters import has_weights
 from specdec.setup.resolve import DEFAULT_STEPS
 
 
@@ -188,7 +188,7 @@ def _figures(
         window=max(1, round(width)),
         context=round(case.prompt_tokens + len(own[0].step_s) * per_step.median / 2),
         accepted=per_step.median,
-        draft_steps=min(settings.bounds.num_steps, round(width) - 1) if has_head(settings.drafters) else 0,
+        draft_steps=min(settings.bounds.num_steps, round(width) - 1) if has_weights(settings.drafters) else 0,
         topk=settings.bounds.topk,
         slots=settings.config.slots,
     )

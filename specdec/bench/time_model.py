@@ -47,10 +47,11 @@ class TimeModel:
         dtype: torch.dtype = torch.bfloat16,
         *,
         quantize: WeightFormat | None = None,
+        copied: bool = False,
     ) -> None:
-        """Count large matrices in `quantize`, those of the head that drafts too."""
+        """Count large matrices in `quantize`, those of the head that drafts too; `copied`: a copy drafts."""
         self.network = network
-        self.footprint: Footprint = measure(network, dtype, quantize=quantize)
+        self.footprint: Footprint = measure(network, dtype, quantize=quantize, copied=copied)
         self.layout: Layout = memory_layout(network, dtype, head=network.mtp)
 
     def step(self, work: Work) -> dict[str, float]:
@@ -74,10 +75,16 @@ class TimeModel:
 
     def weight_bytes(self, *, mtp: bool) -> int:
         """Count the bytes of the weights in memory."""
-        return sum(p.bytes for p in (*self.footprint.target, *(self.footprint.mtp if mtp else ())))
+        head = self.footprint.mtp if mtp else ()
+        return sum(p.bytes for p in (*self.footprint.target, *self.footprint.copy, *head))
 
     def _draft_bytes(self, work: Work) -> float:
-        """Count the passes of the head that drafts: over what was accepted, then over topk tokens a level."""
+        """Count the passes of the head that drafts: over what was accepted, then over topk tokens a level.
+
+        A copy begins with a copy of each state, and then decodes.
+        """
+        if self.footprint.copy:
+            return self._copy_bytes(work)
         if not self.network.mtp:
             raise ConfigError(
                 "draft_steps: this shape has no multi-token head that could draft", field="draft_steps"
@@ -90,6 +97,14 @@ class TimeModel:
             total += sum(read_bytes(p, work.rows * tokens) for p in (*self.footprint.mtp, *read))
             total += self._kv_bytes(layers, work.rows, work.context, tokens)
         return total
+
+    def _copy_bytes(self, work: Work) -> float:
+        layers = _attentions(self.network.layers)
+        step = sum(read_bytes(p, work.rows) for p in self.footprint.copy)
+        if layers and self.layout.kv:
+            step += self._kv_bytes(layers, work.rows, work.context, 1)
+        states = 2 * work.rows * self.layout.state_bytes if self.layout.states else 0
+        return states + work.draft_steps * (step + states)
 
     def _kv_bytes(self, layers: int, rows: int, context: int, window: float) -> float:
         """Count keys and values: what was committed is read once a row, what is new is written and read."""

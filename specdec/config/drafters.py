@@ -17,6 +17,7 @@ DRAFTER_OPTIONS: dict[str, DrafterOption] = {
     "eagle": DrafterOption("an EAGLE head in a folder of its own", reads_folder=True),
     "ngram": DrafterOption("what followed the last few tokens before"),
     "suffix": DrafterOption("what most often followed the longest match, in finished outputs too"),
+    "self-int4": DrafterOption("the model itself with its large matrices in 4 bits, in chains, on a CPU"),
 }
 """By the names that `draft` takes beside `auto` and `none`."""
 

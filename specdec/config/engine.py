@@ -110,8 +110,8 @@ class EngineConfig(Settings):
     )
     draft_noise: bool = Field(
         True,
-        title="rank a head's guesses with the noise by which the target will choose; False: by its logits "
-        "alone, to measure what the noise is worth; it changes no text",
+        title="rank a head's or a copy's guesses with the noise by which the target will choose; False: by "
+        "its logits alone, to measure what the noise is worth; it changes no text",
         description="True or False",
     )
     slots: Literal["record", "snapshot"] = Field(

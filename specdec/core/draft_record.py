@@ -44,6 +44,7 @@ def want_of(request: Request, shape: Shape | None) -> Want:
         shape,
         request.tenant,
         request.chooser,
+        request,
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.drafter import Want
-from specdec.draft.head import Place
+from specdec.draft.levels import Place
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.verify.choose import Chooser, Node, places

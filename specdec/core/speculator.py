@@ -21,6 +21,7 @@ from specdec.draft.echo import Echo
 from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.rounded import RoundedDrafter
 from specdec.draft.worth import Worth
 from specdec.kernels.table import Kernels
 from specdec.state_slots.backing import Backing, Draft
@@ -56,6 +57,8 @@ class Speculation:
         self.drafters: list[Drafter] = []
         self.head: HeadDrafter | None = None
         """The drafter that reads the target's hidden states, if there is one."""
+        self.planned: HeadDrafter | RoundedDrafter | None = None
+        """The drafter that runs a network, for what was planned; all others look text up."""
         self.synthetic = synthetic
         """Rates by depth at which drafts are accepted whatever they say."""
         self.clock = clock
@@ -82,6 +85,8 @@ class Speculation:
             drafter.calibrator = Assumed(self.synthetic)
         if isinstance(drafter, HeadDrafter):
             self.head = drafter
+        if isinstance(drafter, HeadDrafter | RoundedDrafter):
+            self.planned = drafter
 
     def draft_by(self, drafters: Sequence[Drafter], policy: Policy) -> None:
         """Ask these alone from now on, in the shapes of this policy."""
@@ -90,7 +95,7 @@ class Speculation:
     @property
     def _looks(self) -> bool:
         """Whether a drafter looks text up."""
-        return any(drafter is not self.head for drafter in self.drafters)
+        return any(drafter is not self.planned for drafter in self.drafters)
 
     def flush(self, caller: str | None = None) -> None:
         """Forget the texts of requests that have ended: all, or one caller's."""
@@ -144,7 +149,7 @@ class Speculation:
             self._look_up(requests, rooms, answers)
             return [merged(own) for own in answers]
 
-        grows = self.head is not None
+        grows = self.planned is not None
         planned = self.policy.plan(batch, tracks, rooms, look_up if self._looks else None, grows=grows)
         if not any(planned) and not any(len(proposal) for own in answers for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
@@ -178,7 +183,7 @@ class Speculation:
             for request, depth in zip(requests, depths, strict=True)
         ]
         for drafter in self.drafters:
-            if drafter is not self.head:
+            if drafter is not self.planned:
                 for own, proposal in zip(answers, drafter.propose(wants), strict=True):
                     own.append((drafter, proposal))
 
@@ -196,7 +201,7 @@ class Speculation:
         lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
         behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
         self._told |= lengths
-        silent = [drafter for drafter in self.drafters if drafter is self.head or not any(answers)]
+        silent = [drafter for drafter in self.drafters if drafter is self.planned or not any(answers)]
         start_s, first_passes = self.clock(), self.backing.arena.first_passes
         for drafter in silent:
             for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
@@ -248,7 +253,7 @@ class Speculation:
         return fitting
 
     def _reserve(self, request: Request, shape: Shape) -> bool:
-        """Get KV blocks for the window and for all that a head reads while it drafts."""
+        """Get KV blocks for the window and for all that a network reads while it drafts."""
         positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
         return self.scheduler.reserve(request, request.num_computed_tokens + positions)
 

@@ -9,6 +9,17 @@ from torch import Tensor
 from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.backing import Committed
+
+
+class Memory(Protocol):
+    """What a sequence holds of the arena: blocks, and what it has committed, if its model keeps states."""
+
+    @property
+    def table_N(self) -> Tensor: ...
+
+    @property
+    def committed(self) -> Committed | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,8 @@ class Want:
     tenant: Tenant = SOLE
     sampler: object = None
     """By what its tokens will be chosen: for what ranks guesses to read, and for no drafter."""
+    memory: Memory | None = None
+    """For a drafter that reads what the target does."""
 
 
 class Drafter(Protocol):

@@ -15,6 +15,7 @@ from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
 from specdec.draft.grow import ROOT, Grower
+from specdec.draft.levels import Growth, Rank, expand
 from specdec.draft.proposal import Proposal
 from specdec.kernels.sampling.rules import Rules
 from specdec.state_slots.arena import Arena
@@ -42,18 +43,6 @@ class Head(Protocol):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits of the target's tokens; minus infinity for those that it cannot draft."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a token is to be guessed: for which sequence, after which drafted tokens."""
-
-    want: Want
-    path: tuple[int, ...]
-
-
-Rank = Callable[[Tensor, Sequence[Place], int], Sequence[tuple[Sequence[int], Sequence[float]]]]
-"""Given logits for some places and a number, the best tokens of each place and how sure they are."""
 
 
 class Unroll(Protocol):
@@ -95,23 +84,13 @@ class Unread:
         return whole_MD[:count]
 
 
-@dataclass(slots=True)
-class Growth:
-    """One row's draft while it grows: which nodes the head has read, and what it wrote after each."""
+@dataclass(slots=True, kw_only=True)
+class HeadGrowth(Growth):
+    """A draft that a head grows, which reads what it wrote itself: which nodes it has read."""
 
-    want: Want
-    grower: Grower
     root_D: Tensor
     """The hidden state that is read with the root token."""
-    after: dict[int, Tensor]
     ran: list[int] = field(default_factory=lambda: [ROOT])
-
-    def path(self, node: int) -> tuple[int, ...]:
-        tokens: list[int] = []
-        while node != ROOT:
-            tokens.append(self.grower.tokens[node])
-            node = self.grower.parents[node]
-        return tuple(reversed(tokens))
 
 
 class HeadDrafter:
@@ -204,7 +183,7 @@ class HeadDrafter:
         """Read what is new of each sequence, then grow all drafts: straight on or level by level."""
         last = self._catch_up(wants)
         grown = [
-            Growth(want, Grower(want.shape, self.calibrator), *at_root) if want.shape and at_root else None
+            self._begin(want, *at_root) if want.shape and at_root else None
             for want, at_root in zip(wants, last, strict=True)
         ]
         drafts = [growth for growth in grown if growth]
@@ -214,12 +193,15 @@ class HeadDrafter:
         while growing := [draft for draft in growing if draft.grower.frontier]:
             if growing[0].grower.depth > 0:
                 self._run(growing)
-            self._expand(growing)
+            expand(growing, self.head.logits, self.rank)
         return [growth.grower.finish() if growth else Proposal.EMPTY for growth in grown]
 
-    def _catch_up(
-        self, wants: Sequence[Want], *, keep: int = 0
-    ) -> list[tuple[Tensor, dict[int, Tensor]] | None]:
+    def _begin(self, want: Want, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
+        assert want.shape
+        grower = Grower(want.shape, self.calibrator)
+        return HeadGrowth(want=want, grower=grower, after={ROOT: after_D}, root_D=root_D)
+
+    def _catch_up(self, wants: Sequence[Want], *, keep: int = 0) -> list[tuple[Tensor, Tensor] | None]:
         """Read each sequence up to its root; return the last hidden state read there and the head's own.
 
         Those that are nearest come first; of one that is too far behind a part is read, and it gets None. So
@@ -239,11 +221,11 @@ class HeadDrafter:
                 reached[i] = len(rows) - 1
         outputs = self._forward(rows, inputs)
         return [
-            (inputs[reached[i]][-1], {ROOT: outputs[reached[i]][-1]}) if i in reached else None
+            (inputs[reached[i]][-1], outputs[reached[i]][-1]) if i in reached else None
             for i in range(len(wants))
         ]
 
-    def _go_straight(self, how: Straight, drafts: Sequence[Growth]) -> None:
+    def _go_straight(self, how: Straight, drafts: Sequence[HeadGrowth]) -> None:
         """Draft the chains of each depth in one pass, where logits and place alone choose their tokens."""
         chains = [own for own in drafts if own.grower.shape.topk == 1 and how.takes(own.want)]
         for levels in {chain.grower.shape.num_steps for chain in chains}:
@@ -260,7 +242,7 @@ class HeadDrafter:
                 for token, share in zip(*guessed, strict=True):
                     chain.grower.add(chain.grower.frontier[0], [token], [share])
 
-    def _run(self, drafts: Sequence[Growth]) -> None:
+    def _run(self, drafts: Sequence[HeadGrowth]) -> None:
         """Read each draft's frontier. A chain goes on where it ended; a tree is read again from its root."""
         rows, inputs, nodes = [], [], []
         for draft in drafts:
@@ -280,16 +262,6 @@ class HeadDrafter:
             nodes.append(ran)
         for draft, ran, out_MD in zip(drafts, nodes, self._forward(rows, inputs), strict=True):
             draft.after.update(zip(ran, out_MD, strict=True))
-
-    def _expand(self, drafts: Sequence[Growth]) -> None:
-        """Ask for the children of every frontier node at once."""
-        at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
-        logits_NV = self.head.logits(torch.stack([draft.after[node] for draft, node in at]))
-        logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        places = [Place(draft.want, draft.path(node)) for draft, node in at]
-        topk = max(draft.grower.shape.topk for draft in drafts)
-        for (draft, node), (tokens, shares) in zip(at, self.rank(logits_NV, places, topk), strict=True):
-            draft.grower.add(node, tokens, shares)
 
     def _row(self, tree: TokenTree, start: int, want: Want) -> Row:
         """Give the head tokens at a position, and the blocks that it may look back to."""

@@ -25,6 +25,7 @@ from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.draft.head import Head
 from specdec.draft.policy import Policy
+from specdec.draft.rounded import Copy
 from specdec.draft.uniform import UniformPolicy
 from specdec.errors import CapacityError
 from specdec.kernels.native.forms import describe_kernels
@@ -34,9 +35,10 @@ from specdec.models.families import has_fp8_weights, open_weights
 from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource, load_head
 from specdec.models.network import Network
+from specdec.models.rounded import CopiedWeights
 from specdec.models.weights import CheckpointWeights, RandomWeights
 from specdec.models.work import ReadingWork
-from specdec.setup.drafters import DRAFTERS, Surroundings, find_heads, head_of
+from specdec.setup.drafters import DRAFTERS, Surroundings, find_heads, has_copy, head_of
 from specdec.setup.footprint import token_work
 from specdec.setup.precompile import precompile
 from specdec.setup.resolve import open_model, resolve
@@ -123,10 +125,11 @@ def _load(
     source: HeadSource | None,
     shortlist_C: Tensor | None,
 ) -> Model:
-    """Fill the network and the head, and put the loop together."""
+    """Fill the network, and the head or the copy that drafts, and put the loop together."""
+    copied = CopiedWeights(weights) if has_copy(settings.drafters) else None
     network = Network(
         network_spec,
-        weights,
+        copied or weights,
         load_kernels(settings.kernels),
         max_length=settings.max_model_len,
         device=settings.device,
@@ -144,12 +147,18 @@ def _load(
             quantize=_format(settings),
         )
     weights.finish()
+    copy = copied.copy(network) if copied else None
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    return Model(assemble(network, head, settings), network, tokenizer, settings)
+    return Model(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
 
 
-def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineCore:
-    """Put the loop together around a loaded network, and let it learn what its steps cost."""
+def assemble(
+    network: Network, head: Head | None, settings: Resolved, *, copy: Copy | None = None
+) -> EngineCore:
+    """Put the loop together around a loaded network, and let it learn what its steps cost.
+
+    `head` and `copy` are what drafts beside it, if either does.
+    """
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     executor = LocalExecutor(network, arena, settings.device)
     scheduler = Scheduler(
@@ -175,7 +184,7 @@ def assemble(network: Network, head: Head | None, settings: Resolved) -> EngineC
         clock=clock,
     )
     for name in settings.drafters:
-        speculation.add_drafter(DRAFTERS[name].make(Surroundings(head, arena, speculation, settings)))
+        speculation.add_drafter(DRAFTERS[name].make(Surroundings(head, copy, arena, speculation, settings)))
     loop = DecodeLoop(executor, arena, scheduler, speculation)
     core = EngineCore(loop, vocab=network.spec.vocab, eos=network.spec.eos, max_length=settings.max_model_len)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":

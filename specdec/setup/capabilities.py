@@ -108,6 +108,11 @@ RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
         for family in own.lacking
         if own.missing
     ),
+    *(
+        ({"drafter": name, "steps": "device"}, own.host_only)
+        for name, own in DRAFTERS.items()
+        if own.host_only
+    ),
     ({"drafter": NONE, "shape": "tree"}, NO_DRAFT),
 )
 """Cells that have all of these values are refused."""
@@ -135,9 +140,11 @@ def resolve_drafters(
     if draft == NONE:
         return ()
     head, beside = auto_drafters(heads) if draft == AUTO else (draft, ())
-    if synthetic and not (head and DRAFTERS[head].has_head):
+    if synthetic and not (head and DRAFTERS[head].has_weights):
         raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
     refused = DRAFTERS[head].missing if head and head not in heads else None
+    if head and graphs:
+        refused = refused or DRAFTERS[head].host_only
     if refused:
         raise ConfigError(str(refused), field=refused.field)
     if head and (synthetic or graphs):

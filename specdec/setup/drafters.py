@@ -11,6 +11,7 @@ from specdec.draft.drafter import Drafter
 from specdec.draft.head import Head, HeadDrafter, Straight
 from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
+from specdec.draft.rounded import Copy, RoundedDrafter
 from specdec.draft.suffix import SuffixDrafter
 from specdec.models import spec
 from specdec.models.heads import HeadSource, find_eagle, find_mtp
@@ -26,6 +27,8 @@ class Surroundings:
 
     head: Head | None
     """Its own; None: it has no head."""
+    copy: Copy | None
+    """The rounded network that drafts; None: it needs none."""
     arena: Arena
     speculation: Speculation
     settings: Resolved
@@ -40,6 +43,10 @@ class DrafterSpec:
     """Finds its head in a model's folder (None: weights are drawn); a drafter without a head has none."""
     missing: Refusal | None = None
     """Why it is refused where its head was not found."""
+    has_copy: bool = False
+    """Whether a rounded copy of the network drafts."""
+    host_only: Refusal | None = None
+    """Why it is refused where the device decides steps, if it is."""
     lacking: tuple[str, ...] = ()
     """Families whose checkpoints never hold its head."""
     runs_on_device: bool = False
@@ -51,6 +58,11 @@ class DrafterSpec:
     def has_head(self) -> bool:
         return self.find_head is not None
 
+    @property
+    def has_weights(self) -> bool:
+        """Tell whether it runs a network, and so always has something to offer."""
+        return self.has_head or self.has_copy
+
 
 NO_HEAD = Refusal(
     "draft",
@@ -61,6 +73,19 @@ NO_EAGLE = Refusal(
     "draft_model",
     "draft='eagle' needs the folder of a head, and the model's own folder holds none called eagle3 or eagle",
     "give draft_model=FOLDER, or use draft='auto'",
+)
+SELF_ON_DEVICE = Refusal(
+    "graphs",
+    "draft='self-int4' drafts on the host, from states that are the device's there",
+    "use graphs=False, or another drafter",
+)
+SELF_ON_GPU = Refusal(
+    "draft", "'self-int4' multiplies whole numbers, which these kernels do not", "use draft='auto', or a CPU"
+)
+SELF_IS_TARGET = Refusal(
+    "draft",
+    "'self-int4' would be the model itself, whose weights quantize='int4' has rounded already",
+    "use quantize='int8', or another drafter",
 )
 
 
@@ -79,11 +104,18 @@ def _head_drafter(beside: Surroundings) -> HeadDrafter:
     )
 
 
+def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
+    assert beside.copy is not None
+    rank, device = beside.speculation.ranker.rank, beside.settings.device
+    return RoundedDrafter(beside.copy, beside.arena, rank, device)
+
+
 DRAFTERS: dict[str, DrafterSpec] = {
     "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=("qwen3",), runs_on_device=True),
     "eagle": DrafterSpec(_head_drafter, find_eagle, NO_EAGLE, runs_on_device=True),
     "ngram": DrafterSpec(lambda _: Lookup(NgramDrafter())),
     "suffix": DrafterSpec(lambda _: Lookup(SuffixDrafter()), in_auto=True),
+    "self-int4": DrafterSpec(_rounded_drafter, has_copy=True, host_only=SELF_ON_DEVICE),
 }
 """By the names that users know them by, in the order of `config/drafters.py`."""
 
@@ -111,6 +143,16 @@ def head_of(drafters: Collection[str], heads: Mapping[str, HeadSource]) -> HeadS
 def has_head(drafters: Collection[str]) -> bool:
     """Tell whether one of these drafters has a head."""
     return any(DRAFTERS[name].has_head for name in drafters)
+
+
+def has_weights(drafters: Collection[str]) -> bool:
+    """Tell whether one of these drafters runs a network."""
+    return any(DRAFTERS[name].has_weights for name in drafters)
+
+
+def has_copy(drafters: Collection[str]) -> bool:
+    """Tell whether a rounded copy of the network drafts."""
+    return any(DRAFTERS[name].has_copy for name in drafters)
 
 
 def quoted_heads() -> str:

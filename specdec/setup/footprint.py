@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.config.engine import EngineConfig
+from specdec.kernels.linear.integers import INT4
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
@@ -21,6 +22,7 @@ from specdec.models.formats import WeightFormat
 from specdec.models.heads import HeadSource
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Scoped, Weights
+from specdec.setup.drafters import has_copy
 from specdec.setup.resolve import open_model
 
 ARITHMETIC = 0.05
@@ -113,14 +115,31 @@ class ShapeWeights:
         return ffn.top_k, ffn.experts
 
 
+class CopyShapes(ShapeWeights):
+    """Keep the list of what a rounded copy holds of its own; it shares what is not rounded."""
+
+    def __init__(self, network: spec.Network, dtype: torch.dtype) -> None:
+        super().__init__(network, dtype, quantize=INT4)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Note nothing."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def output(self, name: str, weight_ND: Tensor) -> Tensor:
+        """Note the matrix that makes logits."""
+        return self._note(name, tuple(weight_ND.shape), self.dtype, INT4.output.num_bytes(weight_ND.shape))
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Sum up a network's weights; the head that drafts is counted apart."""
+    """Sum up a network's weights; what drafts beside it, a head or a copy, is counted apart."""
 
     network: spec.Network
     target: tuple[Parameter, ...]
     mtp: tuple[Parameter, ...]
     eagle: tuple[Parameter, ...] = ()
+    copy: tuple[Parameter, ...] = ()
+    """What a copy that drafts holds beside what it shares."""
 
     @property
     def parameters(self) -> int:
@@ -137,6 +156,10 @@ class Footprint:
     @property
     def weight_bytes(self) -> int:
         return sum(p.bytes for p in self.target)
+
+    @property
+    def copy_bytes(self) -> int:
+        return sum(p.bytes for p in self.copy)
 
     def step_bytes(self, tokens: int) -> float:
         """Count the bytes of weights that one step over `tokens` tokens must read.
@@ -161,8 +184,12 @@ def measure(
     *,
     quantize: WeightFormat | None = None,
     head: HeadSource | None = None,
+    copied: bool = False,
 ) -> Footprint:
-    """List every parameter of a network without holding any; large matrices are counted in `quantize`."""
+    """List every parameter of a network without holding any; large matrices are counted in `quantize`.
+
+    With `copied` a rounded copy is counted too, as it is where whole numbers are multiplied.
+    """
     weights = ShapeWeights(network, dtype, quantize=quantize)
     kernels = load_kernels("reference")
     target = Network(network, weights, kernels, max_length=1, device=torch.device("meta"))
@@ -172,8 +199,11 @@ def measure(
     own = ShapeWeights(network, dtype, quantize=quantize)
     if head and head.checkpoint:
         head.fill(target, own, max_length=1)
-    found = weights.parameters
-    return Footprint(network, tuple(found[:split]), tuple(found[split:]), tuple(own.parameters))
+    copy = CopyShapes(network, dtype)
+    if copied:
+        Network(network, copy, kernels, max_length=1, device=torch.device("meta"))
+    found, parts = weights.parameters, (own.parameters, copy.parameters)
+    return Footprint(network, tuple(found[:split]), tuple(found[split:]), *map(tuple, parts))
 
 
 def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:
@@ -185,12 +215,19 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings
     stored_bytes, narrow_bytes = opened.checkpoint.sizes()
-    footprint = measure(network, settings.dtype, quantize=settings.weight_format, head=opened.head)
+    footprint = measure(
+        *(network, settings.dtype),
+        quantize=settings.weight_format,
+        head=opened.head,
+        copied=has_copy(settings.drafters),
+    )
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)
     heads = [*(["mtp"] if network.mtp else []), *([f"eagle ({eagle.name})"] if eagle else [])]
     draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
+    if footprint.copy:
+        draft["copy_bytes"] = footprint.copy_bytes
     if settings.drafters:
         draft["draft_slot"] = settings.config.slots
         if settings.config.slots == "record":

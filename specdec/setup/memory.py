@@ -10,6 +10,7 @@ from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError
 from specdec.models import spec
 from specdec.models.formats import WeightFormat
+from specdec.models.rounded import COPIED_IN
 from specdec.setup.devices import free_memory
 from specdec.state_slots.layout import Layout
 
@@ -29,24 +30,30 @@ def arena_bytes(
     *,
     device: torch.device,
     weights: int,
+    copied: bool = False,
 ) -> int:
     """Return the arena's size: what is given, or what all sequences and drafts want, if so much is free."""
     if config.memory_bytes is not None:
         return config.memory_bytes
     # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.
     wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
-    wanted += draft_bytes(config, layout, bounds) if bounds else 0
+    wanted += draft_bytes(config, layout, bounds, copied=copied) if bounds else 0
     return min(wanted, int(AUTO_MEMORY_SHARE[device.type] * max(free_memory(device) - weights, 0)))
 
 
-def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape) -> int:
-    """Count what every running request may borrow for drafts and keep of them, in whole slabs."""
+def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape, *, copied: bool) -> int:
+    """Count what every running request may borrow for drafts and keep of them, in whole slabs.
+
+    Where a `copied` network drafts, it does so in a state of its own for each.
+    """
     extent = Extent.of(config.max_running, bounds, looks=True)
     blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
     slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
     slots = extent.records if config.slots == "record" else extent.snapshots
     per_slab = layout.records_per_slab if config.slots == "record" else layout.states_per_slab
-    return (slabs + (-(-config.max_running * slots // per_slab) if per_slab else 0)) * layout.slab_bytes
+    slabs += -(-config.max_running * slots // per_slab) if per_slab else 0
+    slabs += config.max_running * layout.states_per_slab if copied else 0
+    return slabs * layout.slab_bytes
 
 
 def weight_bytes(
@@ -72,6 +79,21 @@ def weight_bytes(
         total += kept.output.num_bytes((network.vocab, network.hidden))
         total -= 0 if network.tied else table * dtype.itemsize
     return total
+
+
+def copy_bytes(
+    network: spec.Network,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    stored_bytes: int,
+    narrow_bytes: int,
+    *,
+    kept: WeightFormat | None,
+) -> int:
+    """Count what a rounded copy will take beside the network, whose embedding it shares."""
+    sizes = network, dtype, stored, stored_bytes, narrow_bytes
+    alone = weight_bytes(*sizes, quantize=COPIED_IN, kept=kept)
+    return alone - network.vocab * network.hidden * dtype.itemsize
 
 
 def longest_that_fits(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:

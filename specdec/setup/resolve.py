@@ -25,11 +25,21 @@ from specdec.models.formats import FORMATS, WHOLE
 from specdec.models.headers import check_headers
 from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
+from specdec.models.rounded import COPIED_IN
 from specdec.models.shortlist import commonest
 from specdec.setup.capabilities import resolve_drafters
 from specdec.setup.devices import pick_device
-from specdec.setup.drafters import find_heads, has_head, head_of, quoted_heads
-from specdec.setup.memory import arena_bytes, longest_that_fits, weight_bytes
+from specdec.setup.drafters import (
+    DRAFTERS,
+    SELF_IS_TARGET,
+    SELF_ON_GPU,
+    find_heads,
+    has_copy,
+    has_head,
+    head_of,
+    quoted_heads,
+)
+from specdec.setup.memory import arena_bytes, copy_bytes, longest_that_fits, weight_bytes
 from specdec.setup.settings import Resolved
 from specdec.state_slots.layout import Layout
 from specdec.verify.synthetic import rates_for
@@ -88,6 +98,8 @@ def resolve(
     device = pick_device(config.device)
     dtype = _dtype(config, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
+    if config.draft in DRAFTERS and has_copy([config.draft]):
+        _refuse_copy(config, kernels)
     weights = _weights(config.quantize, kernels, stored_narrow=narrow_bytes > 0)
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
@@ -98,17 +110,21 @@ def resolve(
         _refuse_backing(config.slots, network)
     layout = _layout(config, network, head, dtype, kernels)
     bounds, longest = bounds_of(config), _longest(config, network)
+    sizes = network, dtype, stored, stored_bytes, narrow_bytes
+    held = weight_bytes(*sizes, quantize=config.quantize, kept=FORMATS[weights] if weights else None)
+    if has_copy(drafters):
+        rounded = _weights(COPIED_IN, kernels, stored_narrow=False)
+        held += copy_bytes(*sizes, kept=FORMATS[rounded] if rounded else None)
+        if rounded is None:
+            logger.warning("copy that drafts: widened to %s, which costs what the model does", dtype)
     memory_bytes = arena_bytes(
         config,
         layout,
         bounds if drafters else None,
         longest,
         device=device,
-        weights=weight_bytes(
-            *(network, dtype, stored, stored_bytes, narrow_bytes),
-            quantize=config.quantize,
-            kept=FORMATS[weights] if weights else None,
-        ),
+        weights=held,
+        copied=has_copy(drafters),
     )
     longest = longest_that_fits(config, layout, memory_bytes, longest)
     settings = Resolved(
@@ -188,6 +204,16 @@ def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
                 f"leave it out, or choose draft={quoted_heads()}.",
                 field=field,
             )
+
+
+def _refuse_copy(config: EngineConfig, kernels: str) -> None:
+    """Refuse a rounded copy that these kernels do not multiply, and one of what is rounded alike."""
+    for refused, why in (
+        (on_gpu(kernels), SELF_ON_GPU),
+        (config.quantize == COPIED_IN, SELF_IS_TARGET),
+    ):
+        if refused:
+            raise ConfigError(str(why), field=why.field)
 
 
 def _refuse_backing(slots: str, network: spec.Network) -> None:

@@ -10,7 +10,6 @@ from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Stateless, Want
-from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.widths import WIDTHS
@@ -50,12 +49,12 @@ def warm_up(core: EngineCore) -> None:
     """Teach the policy what steps and drafts cost, and leave nothing else behind."""
     speculation, policy = core.loop.speculation, core.loop.speculation.policy
     drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
-    heads: list[Drafter] = [speculation.head] if speculation.head else []
+    planned: list[Drafter] = [speculation.planned] if speculation.planned else []
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
     # A plain step behind a draft has that to fold in; those behind another plain one show what it takes.
     steps: list[Turn] = [([], None)] * 3
     steps += [([Filler(core.vocab)], Shape(width - 1, 1, width)) for width in widths if width > 1]
-    drafts: list[Turn] = [(heads, shape) for shape in _tried(policy) if heads]
+    drafts: list[Turn] = [(planned, shape) for shape in _tried(policy) if planned]
     # What no text has room for cannot be learnt.
     steps, drafts = (
         [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < core.max_length]
@@ -65,7 +64,7 @@ def warm_up(core: EngineCore) -> None:
     request = None
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         # Before a text can end: a made-up one is not to be kept.
-        speculation.draft_by(own, policy.of_shape(shape, drafts=own is heads))
+        speculation.draft_by(own, policy.of_shape(shape, drafts=own is planned))
         if request and (request.finish_reason or request.num_remaining_tokens <= _depth(shape)):
             _end(core, request)
             request = None
@@ -110,16 +109,16 @@ def _depth(shape: Shape | None) -> int:
 
 
 def _end(core: EngineCore, request: Request) -> None:
-    """End a request, if it still runs; the head may not have been among the drafters that heard of it."""
+    """End a request, if it still runs; its drafter may not have been among those that heard of it."""
     core.abort(request)
     core.run_until_idle()
-    if head := core.loop.speculation.head:
-        head.on_preempt(request.number)
+    if planned := core.loop.speculation.planned:
+        planned.on_preempt(request.number)
 
 
 def _is_known(turn: Turn, policy: Policy) -> bool:
     own, shape = turn
-    if shape and isinstance(own[0], HeadDrafter):
+    if shape and not isinstance(own[0], Filler):
         return policy.drafts[shape.topk].knows(1, shape.num_steps)
     return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
 

@@ -41,8 +41,9 @@ def report_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
     return out, json.loads(out.splitlines()[-1])
 
 
-def test_report_has_drafts_and_none_for_every_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGV, *LOAD, "--draft", "mtp", "--no-adaptive", "--num-steps", "2"]) == 0
+@pytest.mark.parametrize("draft", ["mtp", "self-int4"])
+def test_report_has_drafts_and_none_for_every_batch(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGV, *LOAD, "--draft", draft, "--no-adaptive", "--num-steps", "2"]) == 0
     out, report = report_of(capsys)
     assert [case["batch"] for case in report["cases"]] == [1, 3]
     for case in report["cases"]:
@@ -101,9 +102,10 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
         fitting(found, [1 << 40], 64)
 
 
-def test_rows_that_are_said_to_fit_do() -> None:
+@pytest.mark.parametrize("draft", ["mtp", "self-int4"])
+def test_rows_that_are_said_to_fit_do(draft: str) -> None:
     """As many rows as were counted run at once, none of them preempted."""
-    config = EngineConfig(device="cpu", max_model_len=40, draft="mtp", adaptive=False, dtype="float32")
+    config = EngineConfig(device="cpu", max_model_len=40, draft=draft, adaptive=False, dtype="float32")
     found = fit("small", config)
     for rows in (1, 7):
         memory = found.memory_for(rows, 40)

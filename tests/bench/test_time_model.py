@@ -1,6 +1,7 @@
 """The bytes of a step against figures that were counted by hand, and against each other."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,22 @@ def test_bytes_add_up_to_the_footprints() -> None:
         weights = sum(size for kind, size in moved.items() if kind not in of_memory)
         assert weights == pytest.approx(model.footprint.step_bytes(15))
         assert model.weight_bytes(mtp=False) == model.footprint.weight_bytes
+
+
+def test_a_copy_decodes_in_a_state_of_its_own() -> None:
+    """Each drafted token reads all of its weights and moves a state; the state is copied once before."""
+    shape = network(SHAPES["0.5b"])
+    plain, copied = TimeModel(shape), TimeModel(shape, copied=True)
+    work = Work(rows=2, window=4)
+    assert copied.step(work) == plain.step(work)
+    none, two, three = (
+        copied.step(replace(work, draft_steps=steps)).get("draft steps", 0.0) for steps in (0, 2, 3)
+    )
+    state = 2 * 2 * copied.layout.state_bytes
+    assert none == 0 and three - two > copied.footprint.copy_bytes + state
+    assert 3 * (three - two) + state == pytest.approx(three)
+    held = copied.weight_bytes(mtp=False) - plain.weight_bytes(mtp=False)
+    assert held == copied.footprint.copy_bytes > 0
 
 
 def test_fp8_halves_the_matrices_of_layers_alone() -> None:

@@ -27,6 +27,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "records": {"draft": "suffix", **TREES},
     "snapshots": {"draft": "suffix", "slots": "snapshot", "memory_bytes": "16MiB", **TREES},
     "on the device": {"draft": "suffix", "graphs": True, **TREES},
+    "states of drafts": {"draft": "self-int4", **TREES},
     "tapes": {"draft": "none", "dtype": "float32"},
     "prefixes": {"draft": "suffix", "prefix_cache": True, **TREES},
     "prefixes on the device": {"draft": "suffix", "prefix_cache": True, "graphs": True, **TREES},

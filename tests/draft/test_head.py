@@ -12,7 +12,8 @@ from torch import Tensor
 from specdec.config.tenant import SOLE
 from specdec.draft import head as heads
 from specdec.draft.drafter import Want
-from specdec.draft.head import HeadDrafter, Place
+from specdec.draft.head import HeadDrafter
+from specdec.draft.levels import Place
 from specdec.draft.proposal import Proposal, Shape
 from specdec.models.network import MTPHead
 from specdec.state_slots.arena import Arena

@@ -108,6 +108,18 @@ def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
         assert numbers(ask(engine, together=True)) == plain
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_copy_that_drafts_changes_no_number(folders: dict[str, Path], dtype: str) -> None:
+    """In 8 bits, of whose matrices it is another rounding."""
+    folder, fields = folders["qwen3_5"], settings(dtype, "int8")
+    with SpecEngine(folder, draft="none", **fields) as engine:
+        plain = numbers(ask(engine, together=False))
+    with SpecEngine(folder, draft="self-int4", num_steps=4, adaptive=False, **fields) as engine:
+        for together in (False, True):
+            assert numbers(ask(engine, together=together)) == plain
+        assert engine.model.loop.counts.accepted > TOKENS
+
+
 def test_a_recurrence_that_solves_a_window_at_once_is_seen(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

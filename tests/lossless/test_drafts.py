@@ -100,7 +100,7 @@ def test_deep_trees_and_full_acceptance(folder: Folder, family: str, backing: st
     assert min(outcomes[kind] for kind in ("none", "part", "all")) > 0
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "suffix", "auto"])
+@pytest.mark.parametrize("drafter", ["mtp", "suffix", "self-int4", "auto"])
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_a_shape_chosen_by_the_clock_changes_nothing(
     folder: Folder, family: str, drafter: str, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +173,7 @@ def test_a_text_ends_inside_an_accepted_path(folder: Folder, shape: str, end: st
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-@pytest.mark.parametrize("drafter", ["mtp", "oracle"])
+@pytest.mark.parametrize("drafter", ["mtp", "self-int4", "oracle"])
 def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str, backing: str) -> None:
     cases = plain(folder("qwen3_5"), 6)
     with drafting_engine(folder("qwen3_5"), drafter, cases, slots=backing, **SHAPES["tree"]) as (engine, _):

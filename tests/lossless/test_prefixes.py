@@ -22,6 +22,7 @@ DRAFTS: dict[str, Mapping[str, Any]] = {
     "none": {"draft": "none"},
     "mtp": {"draft": "mtp", **TREE},
     "suffix": {"draft": "suffix", **TREE},
+    "self-int4": {"draft": "self-int4", **TREE},
     "auto": {"draft": "auto"},
 }
 

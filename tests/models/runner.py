@@ -12,6 +12,7 @@ from specdec.models.eagle import read_head
 from specdec.models.eagle_head import EagleHead
 from specdec.models.families import open_weights, read_network
 from specdec.models.network import MTPHead, Network, memory_layout
+from specdec.models.rounded import CopiedWeights
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
@@ -29,6 +30,7 @@ class Runner:
         dtype: torch.dtype,
         *,
         mtp: bool = False,
+        copied: bool = False,
         eagle: Path | None = None,
         kernels: str = "cpu",
         slabs: int = 40,
@@ -37,7 +39,10 @@ class Runner:
         self.spec = read_network(checkpoint)
         weights = open_weights(checkpoint, self.spec, dtype=dtype, mtp=mtp, progress=False)
         table = load_kernels(kernels)
-        self.network = Network(self.spec, weights, table, max_length=MAX_LENGTH, device=CPU)
+        kept = CopiedWeights(weights)
+        read = kept if copied else weights
+        self.network = Network(self.spec, read, table, max_length=MAX_LENGTH, device=CPU)
+        self.copy = kept.copy(self.network) if copied else None
         self.head: MTPHead | EagleHead | None = MTPHead(self.network, weights) if mtp else None
         weights.finish()
         found = read_head(eagle, self.spec) if eagle else None
@@ -60,13 +65,19 @@ class Runner:
         return Sequence_(self, self._owners)
 
     @torch.inference_mode()
-    def step(self, parts: Sequence[tuple["Sequence_", Sequence[int]]]) -> list[Tensor]:
-        """Read each sequence's next tokens in one window; return the logits of each of them [M, V]."""
+    def step(
+        self, parts: Sequence[tuple["Sequence_", Sequence[int]]], *, by: Network | None = None
+    ) -> list[Tensor]:
+        """Read each sequence's next tokens in one window; return the logits of each of them [M, V].
+
+        `by` is another network over the same memory.
+        """
+        network = by or self.network
         rows = [Row(TokenTree.chain(tokens), own.length, own.table_N, own.state) for own, tokens in parts]
         window = build_window(rows, self.conv_width, CPU)
         aux_hidden_layers = self.head.aux_hidden_layers if self.head else ()
-        hidden_TD, aux = self.network.forward_with_aux(window, self.arena, aux_hidden_layers)
-        logits_TV = self.network.logits(hidden_TD)
+        hidden_TD, aux = network.forward_with_aux(window, self.arena, aux_hidden_layers)
+        logits_TV = network.logits(hidden_TD)
         hidden_TD = self.head.combine_hidden_states(hidden_TD, aux) if self.head else hidden_TD
         out = []
         for (own, tokens), first in zip(parts, window.first_B, strict=True):
@@ -88,7 +99,7 @@ class Sequence_:
     def __init__(self, runner: Runner, owner: int) -> None:
         blocks = runner.arena.take_blocks(owner, runner.layout.blocks_for(MAX_LENGTH))
         assert blocks is not None
-        self.table_N = torch.tensor(blocks, dtype=torch.int64)
+        self.owner, self.table_N = owner, torch.tensor(blocks, dtype=torch.int64)
         state = runner.arena.take_state(owner) if runner.layout.states else 0
         assert state is not None
         self.state = state

@@ -1,81 +1,111 @@
-"""What the model that ships loses by whole numbers, on text it was not trained on, and how they are read."""
+"""A copy that is rounded beside its network: as one that is read in 4 bits, and sharing all else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from specdec import EngineConfig, SamplingParams, SpecEngine
-from specdec.kernels.linear import fp8
-from specdec.kernels.linear.integers import INT4, INT8, Integers, Rounding
-from specdec.kernels.linear.matrix import widen
-from specdec.models.weights import RandomWeights
-from specdec.setup.footprint import describe_model
-from specdec.train.corpus import collect, split
+from specdec.config.engine import EngineConfig
+from specdec.draft.rounded import RoundedDrafter
+from specdec.kernels.linear.integers import INT4, Integers
+from specdec.models.network import Network
+from specdec.models.rounded import Nibbles
+from specdec.setup.build import Model, build
+from specdec.setup.footprint import measure
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row, build_window
 
-LOST = {None: 0.0, "int8": 0.001, "int4": 0.02}
-"""Loss a token above that of bfloat16, at most."""
-TOKENS, PIECE = 10_000, 500
-
-
-@pytest.fixture(scope="module")
-def pieces() -> list[list[int]]:
-    """Cut the first held-out files."""
-    _, held_out = split(collect())
-    with SpecEngine("tiny", draft="none") as engine:
-        assert engine.model.tokenizer is not None
-        found: list[list[int]] = []
-        for document in held_out:
-            ids = engine.model.tokenizer.encode(document.text)
-            found += [list(ids[at : at + PIECE]) for at in range(0, len(ids) - PIECE, 4 * PIECE)]
-            if sum(map(len, found)) > TOKENS:
-                break
-    return found
+FAMILIES = ("qwen3", "qwen3_next", "qwen3_5_moe", "nemotron_h")
+TEXT = [5, 17, 40, 3, 3, 28, 61, 9]
 
 
-def judge(pieces: Sequence[Sequence[int]], quantize: str | None) -> tuple[float, list[int]]:
-    """Return the loss a token, and the likeliest token at each place."""
-    with SpecEngine("tiny", draft="none", dtype="bfloat16", quantize=quantize, prefix_cache=False) as engine:
-        done = engine.generate(pieces, SamplingParams(max_tokens=0, prompt_logprobs=1))
-    entries = [entry for own in done for entry in (own.prompt_logprobs or ()) if entry is not None]
-    return -sum(own.logprob for own in entries) / len(entries), [own.top[0][0] for own in entries]
+@pytest.mark.parametrize("shape", [(3, 64), (1, 1), (5, 33), (2, 3, 65)])
+def test_two_numbers_lie_in_a_byte_and_come_out_as_they_were(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    matrix = INT4.quantise(torch.randn(shape, generator=generator, dtype=torch.bfloat16))
+    matrix.number_ND.view(-1)[:1] = -8
+    kept = Nibbles.of(matrix)
+    assert kept.pair_X.numel() == -(-matrix.number_ND.numel() // 2)
+    again = kept.unpack()
+    assert torch.equal(again.number_ND, matrix.number_ND) and torch.equal(again.scale, matrix.scale)
+    assert (again.bits, again.dtype) == (4, torch.bfloat16)
 
 
-def test_little_is_lost(pieces: list[list[int]]) -> None:
-    exact, plain = judge(pieces, None)
-    for quantize, most in LOST.items():
-        loss, best = judge(pieces, quantize)
-        share = sum(a == b for a, b in zip(best, plain, strict=True)) / len(plain)
-        print(f"{quantize}: loss {loss:.4f} ({loss - exact:+.4f}), the same likeliest token {share:.1%}")
-        assert loss - exact <= most
+def load(folder: Path, **fields: Any) -> tuple[Model, Network | None]:
+    model = build(folder, EngineConfig(max_model_len=64, memory_bytes=1 << 22, adaptive=False, **fields))
+    planned = model.loop.speculation.planned
+    copy = planned.copy if isinstance(planned, RoundedDrafter) else None
+    assert copy is None or isinstance(copy, Network)
+    return model, copy
 
 
-@pytest.mark.parametrize(("form", "bits"), [(INT8, 8), (INT4, 4)])
-def test_matrices_are_rounded_as_they_are_drawn_and_logits_to_eight_bits(form: Rounding, bits: int) -> None:
-    weights = RandomWeights(0, torch.bfloat16, quantize=form)
-    matrix = weights.matrix("layers.0.ffn.up.weight", (96, 64))
-    output = weights.output("head.weight", weights.take("head.weight", (50, 64)))
-    assert isinstance(matrix, Integers) and isinstance(output, Integers)
-    assert (matrix.bits, output.bits) == (bits, 8)
-    assert isinstance(weights.take("layers.0.ffn.router.weight", (8, 64)), torch.Tensor)
+@torch.inference_mode()
+def read(model: Model, network: Network) -> Tensor:
+    """Read a text with a network in a model's memory."""
+    arena = model.loop.arena
+    blocks, state = arena.take_blocks("text", 1), 0
+    assert blocks is not None
+    if arena.layout.states:
+        state = arena.take_state("text") or 0
+    row = Row(TokenTree.chain(TEXT), 0, torch.tensor(blocks), state)
+    window = build_window([row], arena.layout.conv_width, torch.device("cpu"))
+    return network.logits(network.forward(window, arena))
 
 
-@pytest.mark.parametrize("form", [INT8, INT4])
-@pytest.mark.parametrize("shape", [(130, 200), (3, 130, 200)])
-def test_what_is_stored_in_fp8_is_rounded_anew(form: Rounding, shape: tuple[int, ...]) -> None:
-    stored = fp8.quantise(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
-    again = form.quantise(widen(stored, torch.float32))
-    found = form.quantise(stored)
-    assert torch.equal(found.number_ND, again.number_ND) and torch.equal(found.scale, again.scale)
+@pytest.mark.parametrize(("dtype", "kernels"), [("bfloat16", "auto"), ("float32", "reference")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_copy_is_the_network_as_it_is_read_in_4_bits(
+    family_folder: Callable[..., Path], family: str, dtype: str, kernels: str
+) -> None:
+    """To the bit; and the network beside it is what it is without a copy."""
+    folder, given = family_folder(family), {"dtype": dtype, "kernels": kernels}
+    (rounded, _), (plain, _) = (
+        load(folder, draft="none", **given, **own) for own in ({"quantize": "int4"}, {})
+    )
+    both, copy = load(folder, draft="self-int4", **given)
+    assert copy is not None
+    assert torch.equal(read(both, copy), read(rounded, rounded.network))
+    both.loop.arena.forget()
+    wide_TV = read(both, both.network)
+    assert torch.equal(wide_TV, read(plain, plain.network))
+    assert not torch.equal(wide_TV, read(load(folder, draft="none", quantize="int4", **given)[0], copy))
 
 
-@pytest.mark.parametrize(("quantize", "most"), [("int8", 0.75), ("int4", 0.65)])
-def test_fewer_bytes_are_read_and_said(checkpoint: Callable[..., Path], quantize: str, most: float) -> None:
-    folder = checkpoint(hidden_size=256)
-    told: list[dict[str, Any]] = [
-        describe_model(folder, EngineConfig(dtype="bfloat16", device="cpu", quantize=own), [16])
-        for own in (None, quantize)
-    ]
-    assert told[1]["read_bytes_per_token"] < most * told[0]["read_bytes_per_token"]
+def test_the_copy_shares_what_is_not_rounded(folder: Path) -> None:
+    model, copy = load(folder, draft="self-int4")
+    assert copy is not None
+    assert copy.embed_VD is model.network.embed_VD and copy.rope is model.network.rope
+
+
+def test_the_copy_of_8_bits_is_rounded_from_them(folder: Path) -> None:
+    _, copy = load(folder, draft="self-int4", quantize="int8", kernels="reference")
+    _, wide = load(folder, draft="self-int4", kernels="reference")
+    assert copy and wide
+    own, exact = (network.blocks[0].ffn.down.packed.parts[0] for network in (copy, wide))  # type: ignore[union-attr]
+    assert isinstance(own, Integers) and isinstance(exact, Integers) and own.bits == exact.bits == 4
+    assert (own.number_ND == exact.number_ND).float().mean() > 0.9
+
+
+def test_what_the_copy_takes_is_counted_as_it_is_held(folder: Path) -> None:
+    """Numbers by the bits that they have once they are laid out, scales by what they are stored in."""
+    model, copy = load(folder, draft="self-int4", kernels="reference", dtype="bfloat16")
+    assert copy is not None
+    held = [own for own in packed(copy) if isinstance(own, Integers)]
+    counted = measure(model.network.spec, torch.bfloat16, copied=True)
+    assert counted.copy_bytes == sum(
+        (INT4 if own.bits == 4 else INT4.output).num_bytes(own.shape) for own in held
+    )
+    assert len({own.bits for own in held}) == 2
+    assert measure(model.network.spec, torch.bfloat16).copy_bytes == 0
+
+
+def packed(network: Network) -> list[Any]:
+    """List the parts of every product of a network."""
+    from specdec.models.linear import Linear
+
+    layers = [layer for block in network.blocks for layer in (*block.mixers, block.ffn) if layer]
+    products = [own for layer in layers for own in vars(layer).values() if isinstance(own, Linear)]
+    return [part for product in (*products, network.head) for part in product.packed.parts]

@@ -85,6 +85,8 @@ def test_description_keeps_to_what_the_engine_would_do(hybrid: Path) -> None:
     snapshot, plain = describe(64, slots="snapshot"), describe(64, draft="none")
     assert snapshot["draft_slot"] == "snapshot" and not {"record_bytes", "record_share"} & set(snapshot)
     assert plain["draft"] == "none" and not {"draft_slot", "record_bytes", "record_share"} & set(plain)
+    copied = describe(64, draft="self-int4", dtype="bfloat16")
+    assert 0 < copied["copy_bytes"] < copied["weight_bytes"] / 2 and "copy_bytes" not in described
 
 
 def test_a_steps_work_grows_as_the_experts_that_its_tokens_meet() -> None:

@@ -18,8 +18,9 @@ from specdec.models.heads import HeadSource, OwnHead
 from specdec.models.mixers import Attention
 from specdec.models.shapes import SHAPES
 from specdec.setup import memory
+from specdec.setup.drafters import SELF_IS_TARGET, SELF_ON_DEVICE, SELF_ON_GPU
 from specdec.setup.footprint import measure
-from specdec.setup.memory import weight_bytes
+from specdec.setup.memory import copy_bytes, weight_bytes
 from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
 from specdec.state_slots.layout import KVShape
@@ -152,6 +153,7 @@ def test_synthetic_acceptance_reaches_as_far_as_drafts_do(numbers: dict[str, int
         ("mtp", ("mtp",), None),
         ("ngram", ("ngram",), ("ngram",)),
         ("suffix", ("suffix",), ("suffix",)),
+        ("self-int4", ("self-int4",), ("self-int4",)),
         ("eagle", None, None),
     ],
 )
@@ -196,6 +198,47 @@ def test_memory_for_drafts_is_asked_for_where_anyone_drafts(slots: str) -> None:
     windows = 2 if slots == "record" else 1
     assert more >= windows * 4 * drafting.bounds.num_draft_tokens // per_slab * layout.slab_bytes
     assert more % layout.slab_bytes == 0
+
+
+def test_a_copy_that_drafts_is_counted_with_a_state_for_each_draft() -> None:
+    numbers = {"max_running": 4, "max_model_len": 64, "memory_bytes": None}
+    looked_up, copied = (settle(draft=name, **numbers) for name in ("suffix", "self-int4"))
+    assert copied.memory_bytes - looked_up.memory_bytes == 4 * copied.layout.slab_bytes
+
+
+@pytest.mark.parametrize("shape", ["0.5b", "nemotron-h-8b"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_is_expected_to_take_what_it_is_counted_to(shape: str, dtype: torch.dtype) -> None:
+    described = network(SHAPES[shape])
+    counted = measure(described, dtype, copied=True)
+    sizes = described, dtype, dtype, counted.weight_bytes, 0
+    assert copy_bytes(*sizes, kept=FORMATS["int4"]) == pytest.approx(counted.copy_bytes, rel=0.03)
+    table = described.vocab * described.hidden * dtype.itemsize
+    assert copy_bytes(*sizes, kept=None) == counted.weight_bytes - table
+
+
+def test_a_copy_leaves_less_for_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda _: 256 << 20)
+    held = []
+    for draft in ("suffix", "self-int4"):
+        config = EngineConfig.of(None, {"device": "cpu", "draft": draft, "kernels": "reference"})
+        held.append(resolve(config, WITH_HEAD, torch.float32, 40 << 20, heads={}).memory_bytes)
+    # Of 4 bytes a weight become 16 of numbers and 2 of a scale, for 32.
+    assert (held[0] - held[1]) / 0.4 == pytest.approx((40 << 20) * 18 / 128, rel=0.02)
+
+
+def test_a_copy_is_refused_by_name_where_it_cannot_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for fields, why in (
+        ({"kernels": "triton"}, SELF_ON_GPU),
+        ({"quantize": "int4"}, SELF_IS_TARGET),
+        ({"graphs": True}, SELF_ON_DEVICE),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            settle(draft="self-int4", **fields)
+        assert (caught.value.field, str(caught.value)) == (why.field, str(why))
+    assert settle(draft="self-int4", quantize="int8").drafters == ("self-int4",)
+    assert settle(draft="self-int4", synthetic_acceptance=2.5).synthetic
 
 
 def test_the_longest_sequence_is_what_the_arena_holds() -> None:

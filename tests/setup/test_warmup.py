@@ -115,7 +115,7 @@ def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: py
     assert found == {shape: shape.num_steps for shape in found} and len(found) == 5
 
 
-@pytest.mark.parametrize("draft", ["none", "auto", "mtp", "ngram", "suffix"])
+@pytest.mark.parametrize("draft", ["none", "auto", "mtp", "ngram", "suffix", "self-int4"])
 def test_nothing_is_held_or_counted(engine: Open, draft: str) -> None:
     with engine(draft) as warm:
         loop, stats = warm.model.loop, warm.stats()
@@ -142,7 +142,7 @@ def test_what_was_made_up_is_no_experience(engine: Open) -> None:
         lookup.end("own", (), None, SOLE)
 
 
-@pytest.mark.parametrize("draft", ["mtp", "auto"])
+@pytest.mark.parametrize("draft", ["mtp", "self-int4", "auto"])
 def test_a_warm_engine_says_what_a_cold_one_does(
     engine: Open, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

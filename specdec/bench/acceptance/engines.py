@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specdec.bench.acceptance.settings import HEADS, TRANSFORMERS, Drafting, widest
+from specdec.bench.acceptance.settings import NETWORKS, TRANSFORMERS, Drafting, widest
 from specdec.config.drafters import AUTO, NONE, drafters_of_folders
 from specdec.config.engine import EngineConfig
-from specdec.draft.head import Head
+from specdec.draft.head import Head, HeadDrafter
+from specdec.draft.rounded import Copy, RoundedDrafter
 from specdec.errors import ConfigError
 from specdec.models.network import Network
 from specdec.setup.build import Model, assemble, build
@@ -22,12 +23,13 @@ SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Weights, with a head or without, and settings that have room for every shape asked of them."""
+    """Weights, with what drafts beside them, and settings that have room for every shape asked of them."""
 
     draft: str
     vocab: int | None
     network: Network
     head: Head | None
+    copy: Copy | None
     tokenizer: Tokenizer | None
     settings: Resolved
 
@@ -45,11 +47,12 @@ class Engines:
         self.left_out: list[str] = []
         """Who cannot draft here, and why."""
         self._loaded: list[Loaded] = []
-        for own in sorted(draftings, key=lambda d: HEADS.index(d.draft) if d.draft in HEADS else len(HEADS)):
-            if own.draft in HEADS and not self._donor(own):
+        running = [own for own in draftings if own.draft in NETWORKS]
+        for own in sorted(running, key=lambda own: NETWORKS.index(own.draft)):
+            if not self._donor(own):
                 self._load(folder, config, own, draftings)
         if not self._loaded:
-            looked_up = next((d for d in draftings if d.draft not in HEADS), Drafting(NONE))
+            looked_up = next((d for d in draftings if d.draft not in NETWORKS), Drafting(NONE))
             self._load(folder, config, looked_up, draftings)
         self.draftings = [d for d in draftings if self._donor(d)]
         for idle in [d for d in self.draftings if d.window and not self._has_head(d)]:
@@ -89,9 +92,13 @@ class Engines:
             if draft == NONE or error.field not in missing:
                 raise
             return self._leave_out(f"{draft} of {asked.vocab} tokens: {error}" if asked.vocab else str(error))
-        head = model.loop.speculation.head
+        planned = model.loop.speculation.planned
         own = Loaded(
-            draft, asked.vocab, model.network, head.head if head else None, model.tokenizer, model.settings
+            *(draft, asked.vocab, model.network),
+            head=planned.head if isinstance(planned, HeadDrafter) else None,
+            copy=planned.copy if isinstance(planned, RoundedDrafter) else None,
+            tokenizer=model.tokenizer,
+            settings=model.settings,
         )
         self._loaded.append(own)
 
@@ -105,7 +112,7 @@ class Engines:
 
     def _donor(self, asked: Drafting) -> Loaded | None:
         """Return the weights for a drafter: those with its head; of one without any."""
-        if asked.draft not in HEADS:
+        if asked.draft not in NETWORKS:
             return self.first
         alike = (own for own in self._loaded if own.vocab == asked.vocab)
         return next((own for own in alike if asked.draft in (*own.settings.drafters, own.draft)), None)
@@ -126,6 +133,6 @@ class Engines:
                 }
             ),
         )
-        head = donor.head if drafting.draft in HEADS else None
-        core = assemble(donor.network, head, settings)
+        head, copy = (donor.head, donor.copy) if drafting.draft in NETWORKS else (None, None)
+        core = assemble(donor.network, head, settings, copy=copy)
         return Model(core, donor.network, donor.tokenizer, settings)

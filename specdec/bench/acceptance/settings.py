@@ -13,8 +13,8 @@ from specdec.setup.drafters import DRAFTERS
 from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_of
 
 TRANSFORMERS = "transformers"
-HEADS = (AUTO, *(name for name, own in DRAFTERS.items() if own.has_head))
-"""Who may draft with a head, and so rank guesses with the noise or without; `auto` may have another's."""
+NETWORKS = (AUTO, *(name for name, own in DRAFTERS.items() if own.has_weights))
+"""Who may run a network, and so rank guesses with the noise or without; `auto` may have another's."""
 DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 
@@ -152,8 +152,8 @@ class Sweep:
             if draft == NONE:
                 continue  # it is always there
             # Who looks text up ranks by no logits, and has no head to spare.
-            noises = [noise == "shared" for noise in self.noises] if draft in HEADS else [True]
-            spared = [*itertools.product(self.vocabs, self.windows)] if draft in HEADS else [(None, None)]
+            noises = [noise == "shared" for noise in self.noises] if draft in NETWORKS else [True]
+            spared = [*itertools.product(self.vocabs, self.windows)] if draft in NETWORKS else [(None, None)]
             for shape, noise, own in itertools.product(self.shapes, noises, spared):
                 yield Drafting(draft, shape, False, noise, *own)
             if self.chosen:

@@ -77,7 +77,7 @@ class Rounding:
         """Keep logits exact: most of what 4 bits lose would be owed to the matrix that makes them."""
         return INT8
 
-    def quantise(self, weight: Tensor | Fp8) -> Integers:
+    def quantise(self, weight: Tensor | Fp8 | Integers) -> Integers:
         """Round a matrix, or one of each expert, one by one: there is memory for a few copies of one."""
         if len(weight.shape) == 2:
             wide_ND = weight.float() if isinstance(weight, Tensor) else weight.wide()

@@ -18,6 +18,7 @@ from specdec.cli import main
 from specdec.config.engine import EngineConfig
 from specdec.core.speculator import Speculation
 from specdec.draft.proposal import Shape
+from specdec.draft.rounded import RoundedDrafter
 from specdec.setup.build import Model
 from tests.models.agreeing import VOCAB
 
@@ -256,6 +257,23 @@ def test_engines_share_weights_and_give_way(agreeing: Path) -> None:
     narrow = Engines(agreeing, config, [CHAIN, TREE], 1)
     first = narrow.open(CHAIN)
     assert narrow.most == 1 and narrow.open(TREE) is not first and narrow.open(CHAIN) is not first
+
+
+def test_a_copy_drafts_beside_the_model_that_it_was_rounded_from(
+    bench: Bench, agreeing: Path, capsys: Capture
+) -> None:
+    asked = [CHAIN, Drafting("self-int4", Shape(3, 1, 4)), Drafting("self-int4", Shape(2, 1, 3))]
+    engines = Engines(agreeing, EngineConfig(max_model_len=64, max_running=2), asked, None)
+    head, *copied = (engines.open(own) for own in engines.draftings)
+    assert head.network is not copied[0].network and copied[0].network is copied[1].network
+    drafters = [own.loop.speculation.planned for own in copied]
+    assert isinstance(drafters[0], RoundedDrafter) and isinstance(drafters[1], RoundedDrafter)
+    assert drafters[0].copy is drafters[1].copy is not copied[0].network
+    assert bench("--draft", "self-int4", "--shape", "3:1:4", "--draft-window", "0,16", "--limit", "1") == 0
+    report = report_of(capsys.readouterr().out)
+    assert {r["name"] for r in report["records"]} == {"none", "self-int4 3x1"}
+    (why,) = report["left_out"]
+    assert why.endswith("only a head has a use for a window")
 
 
 def test_economies_have_a_head_of_their_own(agreeing: Path, tmp_path: Path) -> None:

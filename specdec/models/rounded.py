@@ -1,0 +1,111 @@
+"""A copy of a network whose large matrices are rounded to 4 bits, and which shares all else with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear.integers import INT4, SMALLEST_OF_4, Integers
+from specdec.kernels.linear.matrix import Matrix
+from specdec.models.layouts import Shape
+from specdec.models.network import Network
+from specdec.models.weights import Scoped, Weights
+
+COPIED_IN = "int4"
+"""The format of copies, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nibbles:
+    """A matrix of whole numbers of 4 bits, two in a byte: for as long as it waits to be laid out."""
+
+    pair_X: Tensor
+    matrix: Integers
+    """What it was, but for its numbers; scales in float16, which holds them exactly."""
+
+    @classmethod
+    def of(cls, matrix: Integers) -> "Nibbles":
+        raised_X = (matrix.number_ND - SMALLEST_OF_4).view(torch.uint8).flatten()
+        odd_X = raised_X[1::2]
+        pair_X = raised_X[::2].clone()
+        pair_X[: len(odd_X)] |= odd_X << 4
+        shape_only_ND = matrix.number_ND.new_empty(()).expand(matrix.shape)
+        return cls(pair_X, matrix._replace(number_ND=shape_only_ND, scale=matrix.scale.half()))
+
+    def unpack(self) -> Integers:
+        """Return it as it was."""
+        raised_X = torch.stack([self.pair_X & 15, self.pair_X >> 4], dim=1).flatten().view(torch.int8)
+        shape = self.matrix.shape
+        number_ND = raised_X[: shape.numel()].view(shape) + SMALLEST_OF_4
+        return self.matrix._replace(number_ND=number_ND, scale=self.matrix.scale.float())
+
+
+class CopiedWeights:
+    """Hand out a network's weights, and keep a copy for a second network: large matrices rounded.
+
+    A matrix is rounded as it is handed out, so that nothing is read twice or held once more: what waits for
+    the copy takes as much as the copy will, and is given up matrix by matrix.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._shared: dict[str, Tensor] = {}
+        self._rounded: dict[str, Nibbles] = {}
+        self._outputs: dict[str, Integers] = {}
+
+    def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+        """Take a tensor, which the copy will share."""
+        self._shared[name] = tensor = self._weights.take(name, shape, dtype)
+        return tensor
+
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        """Take a matrix and keep it rounded."""
+        matrix = self._weights.matrix(name, shape)
+        self._rounded[name] = Nibbles.of(INT4.quantise(matrix))
+        return matrix
+
+    def output(self, name: str, weight_ND: Tensor) -> Matrix:
+        """Give the matrix that makes logits and keep it rounded."""
+        self._outputs[name] = INT4.output.quantise(weight_ND)
+        return self._weights.output(name, weight_ND)
+
+    def has(self, name: str) -> bool:
+        """Tell whether the tensor is there."""
+        return self._weights.has(name)
+
+    def within(self, prefix: str) -> Weights:
+        """See the tensors below a prefix."""
+        return Scoped(self, prefix)
+
+    def copy(self, target: Network) -> Network:
+        """Build the copy, once the target that read these weights is built."""
+        kept = _Kept(self._shared, self._rounded, self._outputs)
+        device = target.embed_VD.device
+        copy = Network(target.spec, kept, target.kernels, max_length=1, device=device)
+        copy.rope = target.rope
+        return copy
+
+
+class _Kept:
+    """Hand out what was kept, and let go of it."""
+
+    def __init__(
+        self, shared: Mapping[str, Tensor], rounded: dict[str, Nibbles], outputs: Mapping[str, Integers]
+    ) -> None:
+        self._shared, self._rounded, self._outputs = shared, rounded, outputs
+
+    def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+        return self._shared[name]
+
+    def matrix(self, name: str, shape: Shape) -> Matrix:
+        return self._rounded.pop(name).unpack()
+
+    def output(self, name: str, weight_ND: Tensor) -> Matrix:
+        return self._outputs[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._shared or name in self._rounded
+
+    def within(self, prefix: str) -> Weights:
+        return Scoped(self, prefix)
