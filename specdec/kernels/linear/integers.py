@@ -152,7 +152,7 @@ def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
         fitted_NGI, fitted_NG = _fit_int4(own_NGI)
         to_NGI.copy_(fitted_NGI)
         to_NG.copy_(fitted_NG)
-    return number_NGI.flatten(1)[:, : weight_ND.shape[1]], scale_NG
+    return number_NGI.flatten(1)[:, : weight_ND.shape[1]].contiguous(), scale_NG
 
 
 def _fit_int4(weight_NGI: Tensor) -> tuple[Tensor, Tensor]:
