@@ -234,6 +234,24 @@ def test_who_asks_is_told_how_every_setting_was_settled(live: Live) -> None:
     assert info["layout"] == asdict(settled.layout.describe())
 
 
+def test_acceptance_is_told_by_context_length(live: Live) -> None:
+    assert live.ask("/v1/completions", LONG | {"max_tokens": 9, "stream": False}).status == 200
+    info, found = live.ask("/server_info").json, live.metrics()
+    assert set(info["acceptance_by_context"]) >= {"1024"}
+    for name in ("steps", "tokens", "drafted", "accepted"):
+        shown = {bound: own[name] for bound, own in info["acceptance_by_context"].items()}
+        assert sum(shown.values()) == info[name]
+        for bound, count in shown.items():
+            own = [
+                value
+                for key, value in found.items()
+                if key.startswith(f"specdec:context_{name}_total{{") and f'context="{bound}"' in key
+            ]
+            assert own == [count]
+    for own in info["acceptance_by_context"].values():
+        assert own["acceptance_length"] == pytest.approx(own["tokens"] / own["steps"])
+
+
 def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
     assert live.ask("/v1/completions", LONG | {"max_tokens": 3, "stream": False}).status == 200
     found = live.metrics()
