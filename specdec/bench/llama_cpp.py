@@ -71,6 +71,7 @@ class ServerSettings:
 
     program: str | None
     model: str
+    kind: FileType
     threads: int
     slots: int
     context: int
@@ -104,6 +105,7 @@ def settings_for(
     plain = ServerSettings(
         program,
         str(cached_gguf(folder, kind)),
+        kind,
         threads=torch.get_num_threads(),
         slots=batch,
         context=batch * -(-each // 256) * 256,
@@ -119,6 +121,12 @@ def reached(rates: Sequence[float], depth: int) -> tuple[float, ...]:
     """Turn rates of each depth, given the one above, into the shares of steps that reach it."""
     shares = tuple(accumulate(rates, mul))
     return (*shares, *[0.0] * (depth - len(shares))) if shares else ()
+
+
+def features(said: str) -> list[str]:
+    """Read from what a server says which features of the processor its build uses."""
+    found = re.search(r"system_info: .*?CPU : (.*)", said)
+    return re.findall(r"(\w+) = 1\b", found[1]) if found else []
 
 
 class LlamaCppPeer:
@@ -185,19 +193,18 @@ class LlamaCppPeer:
 
     def describe(self) -> dict[str, Any]:
         """Say which build runs, what it found of the processor, and how."""
-        found = re.search(r"system_info: (.*)", self._said())
         build = self.settings.program or f"{PACKAGE} {metadata.version(PACKAGE)}"
-        kind = Path(self.settings.model).stem.rsplit("-", 2)[1]
-        features = re.findall(r"(\w+) = 1\b", found[1]) if found else []
+        kind, threads = self.settings.kind, self.settings.threads
+        found = features(self._said())
         return {
             "build": build,
             "version": self.props.get("build_info"),
-            "features": features,
+            "features": found,
             "file_type": kind,
-            "threads": self.settings.threads,
+            "threads": threads,
             "drafts": self.settings.drafts,
-            "note": f"{kind}{' with logits in Q8_0' if kind == 'Q4_0' else ''}, {self.settings.threads} "
-            f"threads, {build} ({', '.join(features)}); times are its own",
+            "note": f"{kind}{' with logits in Q8_0' if kind == 'Q4_0' else ''}, {threads} threads, {build} "
+            f"({', '.join(found)}); times are its own",
         }
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def settings(folder: Path, path: Path, kind: FileType, **changes: Any) -> ServerSettings:
     write_gguf(Checkpoint(folder), path, kind)
     given = {"threads": 1, "slots": 2, "context": 512, "batch": 512, "cache": "f16", **changes}
-    return ServerSettings(None, str(path), **given)
+    return ServerSettings(None, str(path), kind, **given)
 
 
 def gaps(folder: Path, wanted: ServerSettings) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_llama_cpp_says_what_transformers_says(
 ) -> None:
     folders = {"random": (HYBRID, SUITED), "qwen3": (QWEN3, {})}
     folder = find_folder("tiny") if model == "tiny" else checkpoint(folders[model][0], **folders[model][1])
-    gap_BT = gaps(folder, settings(folder, tmp_path / "model-F32-0.gguf", "F32", cache="f32"))
+    gap_BT = gaps(folder, settings(folder, tmp_path / "model.gguf", "F32", cache="f32"))
     assert gap_BT.shape == (2, 1 + NEW_TOKENS)
     assert gap_BT.max() <= EXCUSED
 
@@ -91,13 +91,13 @@ def test_heads_in_another_order_are_another_model(
 ) -> None:
     monkeypatch.setattr(gguf_model, "_head_orders", lambda network: {})
     folder = checkpoint(HYBRID, **SUITED)
-    gap_BT = gaps(folder, settings(folder, tmp_path / "model-F32-0.gguf", "F32", cache="f32"))
+    gap_BT = gaps(folder, settings(folder, tmp_path / "model.gguf", "F32", cache="f32"))
     assert gap_BT.max() > 10 * EXCUSED
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
 def test_the_shipped_model_survives_fewer_bits(kind: FileType, tmp_path: Path) -> None:
-    gap_BT = gaps(folder := find_folder("tiny"), settings(folder, tmp_path / f"model-{kind}-0.gguf", kind))
+    gap_BT = gaps(folder := find_folder("tiny"), settings(folder, tmp_path / "model.gguf", kind))
     assert gap_BT.mean() < SAME_MODEL
 
 
@@ -156,6 +156,14 @@ def test_its_drafts_are_accepted_at_the_same_rates(capsys: pytest.CaptureFixture
         assert set(case["peers"]) == {"llama.cpp"}
 
 
+def test_features_are_those_of_the_processor() -> None:
+    line = (
+        "0.1 I system_info: n_threads = 1 (n_threads_batch = 1) / 2 | CPU : AVX2 = 1 | AMX = 0 | FMA = 1 | "
+    )
+    assert llama_cpp.features(f"before\n{line}\nafter = 1") == ["AVX2", "FMA"]
+    assert llama_cpp.features("nothing") == []
+
+
 def test_rates_of_a_depth_become_those_of_reaching_it(hybrid: Path) -> None:
     assert llama_cpp.reached((0.5, 0.5), 3) == (0.5, 0.25, 0.0)
     assert llama_cpp.reached((), 3) == ()
@@ -205,7 +213,7 @@ def test_a_program_is_checked_and_belongs_to_the_peer(
 def test_a_program_that_ends_is_quoted(tmp_path: Path) -> None:
     program = script(tmp_path, "echo cannot read the model >&2; exit 3")
     with pytest.raises(EngineError, match=r"did not start with m\.gguf; it said: …cannot read the model"):
-        LlamaCppPeer(ServerSettings(program, "m.gguf", 1, 1, 256, 256, "f16"))
+        LlamaCppPeer(ServerSettings(program, "m.gguf", "BF16", 1, 1, 256, 256, "f16"))
 
 
 def script(folder: Path, line: str) -> str:
