@@ -6,6 +6,7 @@ import torch
 
 from specdec.config.sampling import SamplingParams
 from specdec.errors import EngineError
+from specdec.models.formats import Announced
 from specdec.setup.build import Model
 from specdec.setup.settings import Resolved
 from specdec.state_slots.tree import TokenTree
@@ -17,16 +18,17 @@ EXCUSED_GAP = 1e-4
 """How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
 implementations round differently, and a tie this close may fall to either."""
 OWNER = "agreement"
+_WIDTHS = {"fp8": "8-bit", "int8": "8-bit", "int4": "4-bit"}
 
 
-def rounding(settings: Resolved, *, stored_narrow: bool = False) -> str:
+def rounding(settings: Resolved, stored: Announced | None = None) -> str:
     """Name what rounds so coarsely that a difference is shown and not refused; empty where nothing does.
 
-    `stored_narrow` says that the checkpoint was published in eight bits: others multiply them differently.
+    `stored` is how the checkpoint was published, if in fewer bits: others multiply them differently.
     """
     found = [] if settings.dtype in EXACT else [str(settings.dtype).removeprefix("torch.")]
-    if settings.quantize or stored_narrow:
-        found.append(f"{'4' if settings.quantize == 'int4' else '8'}-bit weights")
+    if form := settings.quantize or (stored and stored.name):
+        found.append(f"{_WIDTHS.get(form, form)} weights")
     if settings.layout.kv_dtype is not None:
         found.append("8-bit keys and values")
     return " and ".join(found)

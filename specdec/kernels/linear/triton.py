@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.integers import Integers
-from specdec.kernels.linear.matrix import Matrix
+from specdec.kernels.linear.matrix import Matrix, widen
 
 NARROW_WINDOW = 16
 """Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""
@@ -40,11 +40,15 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
-    """Keep the weight as it is; of several that stand below one another, the outputs follow each other."""
+    """Keep the weight as it is; of several that stand below one another, the outputs follow each other.
+
+    Whole numbers are widened: a GPU's products of them are not built.
+    """
     parts: list[Part] = []
     rows = 0
     for matrix in weight if isinstance(weight, list) else [weight]:
-        assert not isinstance(matrix, Integers), "a GPU's products of whole numbers are not built"
+        if isinstance(matrix, Integers):
+            matrix = widen(matrix)
         first, rows = rows, rows + matrix.shape[0]
         bias = None if bias_N is None else bias_N[first:rows]
         if isinstance(matrix, Fp8):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.integers import Integers
-from specdec.kernels.linear.matrix import Matrix, Stored
+from specdec.kernels.linear.matrix import Matrix, Stored, widen
 from specdec.kernels.linear.triton import depth
 
 NARROW_WINDOW = 16
@@ -23,8 +23,9 @@ NARROW_WINDOW = 16
 
 
 def pack_experts(weight_END: Matrix) -> Stored:
-    """Keep the weights of all experts as they are."""
-    assert not isinstance(weight_END, Integers), "a GPU's products of whole numbers are not built"
+    """Keep the weights of all experts as they are, but widen whole numbers."""
+    if isinstance(weight_END, Integers):
+        return widen(weight_END)
     if isinstance(weight_END, Tensor):
         return weight_END.contiguous()
     return weight_END._replace(
