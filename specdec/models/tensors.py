@@ -114,6 +114,6 @@ class Tensors:
             return {}
         matrix = self._packed[name]
         return {
-            f"{matrix.name}.{suffix}": (part.shape, part.dtypes)
+            f"{matrix.name}.{suffix}": part
             for suffix, part in matrix.parts(shape).items()
         }

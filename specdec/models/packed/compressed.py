@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from specdec.models.checkpoint import Checkpoint
@@ -92,8 +93,8 @@ class PlainInts(PackedMatrix):
         return found | ({} if self.numbers.symmetric else {"weight_zero_point": Part(by_group, ("I8",))})
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
-        number_ND, most = tensors["weight"], 1 << self.numbers.bits - 1
-        if bool((number_ND < -most).any()) or bool((number_ND >= most).any()):
+        number_ND, unused = tensors["weight"], 8 - self.numbers.bits
+        if not torch.equal(number_ND << unused >> unused, number_ND):
             raise Unfit(f"{self.name}.weight holds numbers of more than {self.numbers.bits} bits")
         return Raw(number_ND, tensors["weight_scale"], tensors.get("weight_zero_point"))
 
