@@ -113,7 +113,4 @@ class Tensors:
         if len(shape) != 2:
             return {}
         matrix = self._packed[name]
-        return {
-            f"{matrix.name}.{suffix}": part
-            for suffix, part in matrix.parts(shape).items()
-        }
+        return {f"{matrix.name}.{suffix}": part for suffix, part in matrix.parts(shape).items()}

@@ -28,7 +28,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix [N, K]: unsigned numbers, and for each output and group a scale and a number that stands for 0."""
+    """A matrix [N, K]: numbers from 0, and for each group of an output a scale and what stands for 0."""
 
     number_NK: Ints
     scale_NG: Tensor
@@ -67,7 +67,7 @@ class Layout:
 
 
 def rounded(weight: Tensor, *, bits: int, group: int | None, symmetric: bool, scale: torch.dtype) -> Rounded:
-    """Round group by group, to numbers whose range is that of the entries or, symmetric, twice the largest."""
+    """Round group by group, to the range of the entries or, if it is symmetric, of twice the largest."""
     outputs, inputs = weight.shape
     group = group or inputs
     count, last, middle = -(-inputs // group), (1 << bits) - 1, 1 << bits - 1
@@ -226,7 +226,10 @@ LAYOUTS: dict[str, Layout] = {
         left_out=r".*self_attn",
     ),
     "packed": Layout(
-        pack_quantized, compressed_config("pack-quantized", group_0=compressed_group(4, 32)), group=32, **_BF16
+        pack_quantized,
+        compressed_config("pack-quantized", group_0=compressed_group(4, 32)),
+        group=32,
+        **_BF16,
     ),
     "packed, asymmetric": Layout(
         pack_quantized,

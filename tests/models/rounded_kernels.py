@@ -1,6 +1,5 @@
-"""Kernels of plain torch that multiply by whole numbers as these are specified: by rows that are rounded too."""
+"""Kernels of plain torch that multiply by whole numbers as specified: by rows that are rounded too."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,7 +27,8 @@ def experts(
     x_TD: Tensor, up_EID: Matrix, down_EDI: Matrix, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
 ) -> Tensor:
     up, down = (
-        lambda expert, x_PD, all_=all_: _multiply(x_PD, expert_of(all_, expert)) for all_ in (up_EID, down_EDI)
+        lambda expert, x_PD, all_=all_: _multiply(x_PD, expert_of(all_, expert))
+        for all_ in (up_EID, down_EDI)
     )
     return cpu.mix(x_TD, up, down, index_TA, weight_TA, gated=gated)
 

@@ -20,7 +20,6 @@ from specdec.models.packed.base import (
     read_group,
     unpack_words,
 )
-from specdec.models.packed.gptq import zeros_as_announced
 
 NAME = "awq"
 PLACE_IN_WORD = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -49,7 +48,7 @@ class AwqMatrix(PackedMatrix):
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
         number_ND, zero_NG = (self._unpack(tensors[suffix], shape[0]) for suffix in ("qweight", "qzeros"))
-        return Raw(number_ND, tensors["scales"].T, zeros_as_announced(self, "qzeros", zero_NG))
+        return Raw(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
 
     def _unpack(self, words: Tensor, outputs: int) -> Tensor:
         in_words = unpack_words(words, self.numbers.bits).view(len(words), -1, len(PLACE_IN_WORD))

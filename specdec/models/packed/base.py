@@ -132,6 +132,16 @@ class PackedMatrix(ABC):
             zero_NG = zero_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
         return Integers(number_ND, scale_NG, bits, dtype, zero_NG)
 
+    def zeros_as_announced(self, suffix: str, zero_NG: Tensor) -> Tensor | None:
+        """Leave zero points out that the config announces to be the middle of the range."""
+        if not self.numbers.symmetric:
+            return zero_NG
+        if bool(zero_NG.any()):
+            raise Unfit(
+                f"{self.name}.{suffix} holds zero points, and config.json announces symmetric numbers"
+            )
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:

@@ -27,7 +27,7 @@ from specdec.models.packed.base import (
 
 NAME = "compressed-tensors"
 PACKED, PLAIN, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
-INPUTS = "input_activations"
+INPUTS, ZEROS = "input_activations", "weight_zero_point"
 _LINEAR = "Linear"
 
 
@@ -40,7 +40,7 @@ class PackedInts(PackedMatrix):
         "weight_packed",
         "weight_scale",
         "weight_shape",
-        "weight_zero_point",
+        ZEROS,
     )
 
     @property
@@ -55,8 +55,8 @@ class PackedInts(PackedMatrix):
             "weight_scale": Part((outputs, own.groups(inputs)), FLOATS),
             "weight_shape": Part((2,), ("I32", "I64")),
         }
-        if not own.symmetric:
-            found["weight_zero_point"] = Part((own.words(outputs), own.groups(inputs)), ("I32",))
+        if not own.symmetric or ZEROS in self.held:
+            found[ZEROS] = Part((own.words(outputs), own.groups(inputs)), ("I32",))
         return found
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
@@ -64,8 +64,8 @@ class PackedInts(PackedMatrix):
         if (told := tensors["weight_shape"].tolist()) != list(shape):
             raise Unfit(f"{self.name}.weight_shape is {told}, config.json makes it {list(shape)}")
         zero_NG = None
-        if "weight_zero_point" in tensors:
-            zero_NG = unpack_words(tensors["weight_zero_point"].T, bits).T[:outputs]
+        if ZEROS in tensors:
+            zero_NG = self.zeros_as_announced(ZEROS, unpack_words(tensors[ZEROS].T, bits).T[:outputs])
         number_ND = unpack_words(tensors["weight_packed"], bits)[:, :inputs].contiguous()
         return Raw(number_ND, tensors["weight_scale"], zero_NG)
 
@@ -75,7 +75,7 @@ class PlainInts(PackedMatrix):
     """weight [N, K] and weight_zero_point [N, G] in int8, weight_scale [N, G]."""
 
     marker: ClassVar[str] = "weight_scale"
-    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_zero_point")
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", ZEROS)
 
     @classmethod
     def is_at(cls, checkpoint: Checkpoint, name: str) -> bool:
@@ -90,13 +90,16 @@ class PlainInts(PackedMatrix):
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         by_group = shape[0], self.numbers.groups(shape[1])
         found = {"weight": Part(shape, ("I8",)), "weight_scale": Part(by_group, FLOATS)}
-        return found | ({} if self.numbers.symmetric else {"weight_zero_point": Part(by_group, ("I8",))})
+        if not self.numbers.symmetric or ZEROS in self.held:
+            found[ZEROS] = Part(by_group, ("I8",))
+        return found
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
         number_ND, unused = tensors["weight"], 8 - self.numbers.bits
         if not torch.equal(number_ND << unused >> unused, number_ND):
             raise Unfit(f"{self.name}.weight holds numbers of more than {self.numbers.bits} bits")
-        return Raw(number_ND, tensors["weight_scale"], tensors.get("weight_zero_point"))
+        zero_NG = self.zeros_as_announced(ZEROS, tensors[ZEROS]) if ZEROS in tensors else None
+        return Raw(number_ND, tensors["weight_scale"], zero_NG)
 
 
 def read_format(fields: Fields) -> PackedFormat:

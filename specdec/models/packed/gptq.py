@@ -63,7 +63,7 @@ class GptqMatrix(PackedMatrix):
                     "0 to others; specdec needs it in checkpoint_format 'gptq_v2'"
                 )
             zero_NG = zero_NG + self.less
-        return Raw(number_ND, tensors["scales"].T, zeros_as_announced(self, "qzeros", zero_NG))
+        return Raw(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
 
     def _refuse_order(self, g_idx: Tensor | None, inputs: int) -> None:
         group = self.numbers.group or inputs
@@ -77,17 +77,6 @@ class GptqMatrix(PackedMatrix):
 @dataclass(frozen=True, slots=True)
 class GptqMatrixV1(GptqMatrix):
     less: ClassVar[int] = 1
-
-
-def zeros_as_announced(matrix: PackedMatrix, suffix: str, zero_NG: Tensor) -> Tensor | None:
-    """Leave out zero points that a config announces to be the middle of the range."""
-    if not matrix.numbers.symmetric:
-        return zero_NG
-    if bool(zero_NG.any()):
-        raise Unfit(
-            f"{matrix.name}.{suffix} holds other zero points than a symmetric format, as announced, has"
-        )
-    return None
 
 
 def read_format(fields: Fields) -> PackedFormat:
