@@ -220,7 +220,7 @@ LAYOUTS: dict[str, Layout] = {
             "group_size": 128,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": ["self_attn"],
+            "modules_to_not_convert": ["self_attn", "gate"],
         },
         symmetric=False,
         left_out=r".*self_attn",

@@ -363,7 +363,7 @@ WRONG: list[tuple[str, Change, str, str]] = [
     ("awq", of(bits=8), "quantization_config.bits", "4 bits"),
     ("awq", of(backend="llm-awq"), "quantization_config.backend", "'autoawq'"),
     ("awq", of(zero_point=False), f"{MLP}.qzeros", "announces symmetric"),
-    ("awq", of(modules_to_not_convert=["mlp"]), f"{MLP}.qweight", "leaves it out"),
+    ("awq", of(modules_to_not_convert=["gate", "mlp.gate_proj"]), f"{MLP}.qweight", "leaves it out"),
     ("awq", change("qweight", lambda v: v[:, 1:]), f"{MLP}.qweight", "is [256, 47]"),
     (
         "packed",

@@ -70,6 +70,7 @@ def read_format(fields: Fields) -> PackedFormat:
     left_out = fields.strings("modules_to_not_convert") or ()
 
     def numbers_of(name: str) -> Numbers | None:
-        return None if any(part in name for part in left_out) else numbers
+        # A router is named "gate", which is no part of "gate_proj".
+        return None if any(f".{own}." in f".{name}." for own in left_out) else numbers
 
     return PackedFormat(NAME, (AwqMatrix,), numbers_of)
