@@ -154,7 +154,7 @@ def test_products_of_published_numbers_are_exact_sums_alike_in_every_window(
 
 @in_c
 def test_symmetric_numbers_are_multiplied_in_the_plain_form() -> None:
-    """Scales in bfloat16 that float16 holds need no other; smaller ones give the same numbers, but smaller."""
+    """Scales in bfloat16 that float16 holds need no other; smaller ones give the same numbers in small."""
     own = published(4, 32, False, torch.float16, torch.float32, (33, 96))
     own = own._replace(scale=own.scale.clamp(1e-2, 1).bfloat16())
     tiny = own._replace(scale=own.scale * 2**-20)

@@ -276,23 +276,42 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+_SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 384,
+    "initializer_range": 0.08,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+_MAMBA: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+}
+
+
 def sample(family: str, *, mtp: bool = False) -> Sample:
-    """Describe a small model."""
-    if family != "qwen3":
+    """Describe a small model, whose matrices have rows of whole groups of 32."""
+    if family == "qwen3":
+        config = transformers.Qwen3Config(**_SMALL, num_hidden_layers=2)
+    elif family == "nemotron_h":
+        config = transformers.NemotronHConfig(**_SMALL, **_MAMBA)
+    else:
         return fp8_checkpoints.sample(family, mtp=mtp)
-    config = transformers.Qwen3Config(
-        vocab_size=96,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        initializer_range=0.08,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-    )
     return Sample(family, 0, config, mtp=False, fused=False, sharded=False, multimodal=False)
 
 

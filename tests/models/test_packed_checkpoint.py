@@ -34,7 +34,11 @@ HEADS = ("gptq", "awq")
 """Layouts in which the matrix that makes logits is packed too."""
 FAMILIES = ("qwen3", "qwen3_5", "qwen3_5_moe")
 SOME = ("gptq v2, asymmetric", "awq", "packed", "int8, mixed")
-CASES = [("qwen3_next", layout) for layout in LAYOUTS] + [(f, layout) for f in FAMILIES for layout in SOME]
+CASES = [
+    *(("qwen3_next", layout) for layout in LAYOUTS),
+    *((family, layout) for family in FAMILIES for layout in SOME),
+    *(("nemotron_h", layout) for layout in ("packed", "int8, mixed")),
+]
 in_c = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 Pair = tuple[Path, Path]
 Pairs = Callable[[str, str], Pair]
@@ -89,9 +93,8 @@ def test_rounded_rows_change_logits_little(family: str, layout: str, pairs: Pair
     assert distance(logits(narrow, "native"), logits(wide, "cpu")) < 0.06
 
 
-@pytest.mark.parametrize("layout", ["awq", "packed"])
-def test_a_gpus_kernels_widen(layout: str, pairs: Pairs) -> None:
-    narrow, wide = pairs("qwen3_next", layout)
+def test_a_gpus_kernels_widen(pairs: Pairs) -> None:
+    narrow, wide = pairs("qwen3_next", "awq")
     assert distance(logits(narrow, "triton"), logits(wide, "cpu")) < WIDENED_LOGITS
 
 
@@ -377,6 +380,7 @@ WRONG: list[tuple[str, Change, str, str]] = [
     ("packed", of(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format", "dense"),
     ("packed", of(transform_config={"config_groups": {"u": {}}}), "transform_config", "without transforms"),
     ("packed", of(config_groups={}), "quantization_config.config_groups", "groups of layers"),
+    ("packed", of(ignore=["re:*"]), "quantization_config.ignore", "re:"),
     ("packed", of(ignore=[MLP]), f"{MLP}.weight_packed", "leaves it out"),
     ("packed", of(ignore=["re:.*mlp"]), f"{MLP}.weight_packed", "leaves it out"),
     ("packed", weights_of(num_bits=2), "group_0.weights.num_bits", "4 or 8 bits"),

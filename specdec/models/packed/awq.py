@@ -1,5 +1,6 @@
 """AWQ in its "gemm" layout: words along the outputs, in which the even ones of eight come before the odd."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -67,10 +68,12 @@ def read_format(fields: Fields) -> PackedFormat:
         read_group(fields, "group_size", "q_group_size"),
         symmetric=not fields.flag("zero_point", default=True),
     )
-    left_out = fields.strings("modules_to_not_convert") or ()
+    left_out = frozenset(fields.strings("modules_to_not_convert") or ())
 
     def numbers_of(name: str) -> Numbers | None:
-        # A router is named "gate", which is no part of "gate_proj".
-        return None if any(f".{own}." in f".{name}." for own in left_out) else numbers
+        # By whole parts of a name: a router is named "gate", which is no part of "gate_proj".
+        parts = name.split(".")
+        spans = itertools.combinations(range(len(parts) + 1), 2)
+        return None if any(".".join(parts[a:b]) in left_out for a, b in spans) else numbers
 
     return PackedFormat(NAME, (AwqMatrix,), numbers_of)

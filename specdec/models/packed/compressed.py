@@ -102,6 +102,24 @@ class PlainInts(PackedMatrix):
         return Raw(number_ND, tensors["weight_scale"], zero_NG)
 
 
+class _Layers:
+    """Layers by their names, by expressions that begin with re:, or all of them."""
+
+    def __init__(self, fields: Fields, field: str) -> None:
+        listed = fields.strings(field) or ()
+        expressions = [own.removeprefix("re:") for own in listed if own.startswith("re:")]
+        try:
+            self.patterns = [re.compile(own) for own in expressions]
+        except re.error:
+            fields.refuse(field, "names, regular expressions that begin with re:, or 'Linear'")
+        self.names = frozenset(listed) - {_LINEAR}
+        self.all = _LINEAR in listed
+
+    def match(self, name: str) -> bool:
+        """Tell whether an expression describes a layer."""
+        return any(pattern.match(name) for pattern in self.patterns)
+
+
 def read_format(fields: Fields) -> PackedFormat:
     """Read a config's announcement."""
     forms = f"{PACKED!r} or {PLAIN!r}, or the checkpoint that was not quantised"
@@ -113,46 +131,28 @@ def read_format(fields: Fields) -> PackedFormat:
         sparse.refuse("format", "dense weights (null)")
     if fields.get("transform_config"):
         fields.refuse("transform_config", "weights without transforms (null)")
-    ignored = fields.strings("ignore") or ()
-    groups = fields.within("config_groups")
-    rules: list[tuple[str, Numbers]] = []
+    ignored, groups = _Layers(fields, "ignore"), fields.within("config_groups")
+    rules: list[tuple[_Layers, Numbers]] = []
     note = ""
     for name in groups.names():
         group = groups.within(name)
         if group.get("format") not in (None, PACKED, PLAIN):
             group.refuse("format", forms)
-        numbers = _numbers(group)
+        rules.append((_Layers(group, "targets"), _numbers(group)))
         if INPUTS in group:
             note = "inputs are rounded to 8 bits in groups of 32, finer than config.json announces"
-        rules += [(target, numbers) for target in _targets(group)]
     if not rules:
         fields.refuse("config_groups", "groups of layers with their targets and weights")
-    # A layer's own name says more than an expression, and this more than a class.
-    rules.sort(key=lambda rule: 2 if rule[0] == _LINEAR else int(rule[0].startswith("re:")))
 
     def numbers_of(name: str) -> Numbers | None:
-        if any(_matches(pattern, name) for pattern in ignored if pattern != _LINEAR):
+        if name in ignored.names or ignored.match(name):
             return None
-        return next((own for target, own in rules if _matches(target, name)), None)
+        # A layer's own name says more than an expression, and this more than a class.
+        found = [numbers for layers, numbers in rules if name in layers.names]
+        found += [numbers for layers, numbers in rules if layers.match(name)]
+        return next(iter(found + [numbers for layers, numbers in rules if layers.all]), None)
 
     return PackedFormat(NAME, (PackedInts, PlainInts), numbers_of, note)
-
-
-def _matches(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
-    return target in (_LINEAR, name)
-
-
-def _targets(group: Fields) -> tuple[str, ...]:
-    """Read the layers of a group: their names, expressions, or the class of all of them."""
-    targets = group.strings("targets") or ()
-    for target in targets:
-        try:
-            re.compile(target.removeprefix("re:"))
-        except re.error:
-            group.refuse("targets", "names, regular expressions that begin with re:, or 'Linear'")
-    return targets
 
 
 def _numbers(group: Fields) -> Numbers:
