@@ -22,8 +22,8 @@ WIDEST = 32
 """Tokens of a pass that is recorded: beyond it arithmetic outweighs calls."""
 MOST_FORMS = 256
 """Forms that are remembered, recorded or not."""
-MOST_BYTES = 64 << 20
-"""What all tapes of one pass over one arena may keep: large models gain nothing by them."""
+MOST_BYTES = 128 << 20
+"""What all tapes of one pass over one arena may keep: large models gain little by them."""
 SHARE = 8
 """One tape may keep this part of it: large ones that come in turn would drive each other out."""
 BLOCKS = 16

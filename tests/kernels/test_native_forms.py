@@ -88,12 +88,12 @@ def test_matrix_units_are_left_out_where_the_library_may_not_use_them(
     [
         (None, "no C forms; torch for "),
         (
-            forms.Forms("native", "AVX-512", True, "", 40, False),
+            forms.Forms("native", "AVX-512", True, "", False),
             "AVX-512 with bfloat16 units (-march=native)",
         ),
-        (forms.Forms("native", "AVX-512", True, "", 40, True), "AVX-512 with bfloat16 and matrix units"),
+        (forms.Forms("native", "AVX-512", True, "", True), "AVX-512 with bfloat16 and matrix units"),
         (
-            forms.Forms("x86-64-v3", "AVX2", False, "", 40, False),
+            forms.Forms("x86-64-v3", "AVX2", False, "", False),
             "AVX2 without bfloat16 units (-march=x86-64-v3)",
         ),
     ],

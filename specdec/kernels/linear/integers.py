@@ -19,7 +19,13 @@ GROUP = 32
 """Inputs that are rounded together; the last ones of a row may be fewer."""
 LARGEST = 127
 """Number of 8 bits; none is smaller than its opposite."""
+SMALLEST = 1e-36
+"""Groups of activations without a larger number count as 0."""
 SMALLEST_OF_4 = -8
+LARGEST_OF_4 = (-8.0, -7.5, -7.0, -8.5, -9.0, -6.5, 7.5)
+"""What a group's largest entry is tried to become, in 4 bits; -9 cuts it off, for the others' sake."""
+CACHED = 1 << 17
+"""Entries of a matrix that are rounded together."""
 
 
 class Integers(NamedTuple):
@@ -168,6 +174,7 @@ def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_TGI = _grouped(x_TD.float())
     largest_TG = x_TGI.abs().amax(-1)
+    largest_TG = torch.where(largest_TG < SMALLEST, 0.0, largest_TG)
     factor_TG = torch.where(largest_TG > 0, 127 / largest_TG, 0.0)
     number_TGI = (x_TGI * factor_TG[..., None]).nan_to_num(0).clamp(-127, 127).round()
     return number_TGI, largest_TG / 127 + (x_TGI * 0).sum(-1)
@@ -198,12 +205,33 @@ def _to_int8(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the largest entry of each group -8, whatever its sign; then fit the scale to the numbers."""
+    """Round group by group, a few rows at a time: what is tried stays in the cache."""
     weight_NGI = _grouped(weight_ND)
+    number_NGI = torch.empty(weight_NGI.shape, dtype=torch.int8, device=weight_ND.device)
+    scale_NG = weight_ND.new_empty(weight_NGI.shape[:2], dtype=torch.float16)
+    together = max(1, CACHED // weight_NGI[0].numel())
+    parts = (torch.split(x, together) for x in (weight_NGI, number_NGI, scale_NG))
+    for own_NGI, to_NGI, to_NG in zip(*parts, strict=True):
+        fitted_NGI, fitted_NG = _fit_int4(own_NGI)
+        to_NGI.copy_(fitted_NGI)
+        to_NG.copy_(fitted_NG)
+    return number_NGI.flatten(1)[:, : weight_ND.shape[1]], scale_NG
+
+
+def _fit_int4(weight_NGI: Tensor) -> tuple[Tensor, Tensor]:
+    """Try what the largest entry of a group becomes; keep the numbers that lie nearest, and their scale."""
     largest_NG1 = weight_NGI.gather(2, weight_NGI.abs().argmax(2, keepdim=True))
-    scale_NG1 = torch.where(largest_NG1 != 0, largest_NG1 / SMALLEST_OF_4, 1.0)
-    number_NGI = (weight_NGI / scale_NG1).round().clamp(SMALLEST_OF_4, -SMALLEST_OF_4 - 1)
-    length_NG = number_NGI.square().sum(2)
-    fitted_NG = (weight_NGI * number_NGI).sum(2) / length_NG.clamp(min=1)
-    scale_NG = torch.where(length_NG > 0, fitted_NG, 1.0).half()
-    return number_NGI.flatten(1)[:, : weight_ND.shape[1]].to(torch.int8), scale_NG
+    inverse_NG1 = torch.where(largest_NG1 != 0, 1 / largest_NG1, 0.0)
+    best_NG = weight_NGI.new_full(weight_NGI.shape[:2], -1.0)
+    number_NGI, tried_NGI = torch.zeros_like(weight_NGI), torch.empty_like(weight_NGI)
+    for largest in LARGEST_OF_4:
+        torch.mul(weight_NGI, inverse_NG1 * largest, out=tried_NGI)
+        tried_NGI.round_().clamp_(SMALLEST_OF_4, -SMALLEST_OF_4 - 1)
+        found_NG = torch.linalg.vecdot(weight_NGI, tried_NGI).square_()
+        found_NG /= torch.linalg.vecdot(tried_NGI, tried_NGI).clamp_(min=1)
+        better_NG = found_NG > best_NG
+        best_NG = torch.where(better_NG, found_NG, best_NG)
+        torch.where(better_NG[..., None], tried_NGI, number_NGI, out=number_NGI)
+    length_NG = torch.linalg.vecdot(number_NGI, number_NGI)
+    scale_NG = torch.linalg.vecdot(weight_NGI, number_NGI) / length_NG.clamp(min=1)
+    return number_NGI, torch.where(length_NG > 0, scale_NG, 1.0).half()

@@ -1,6 +1,5 @@
 """Attention over a narrow window, read from the pages as they lie."""
 
-import torch
 from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
@@ -9,9 +8,6 @@ from specdec.kernels.native.call import function, pointer, room, serves
 from specdec.kernels.native.pointwise import rms_norm, rotate
 from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
-
-STRIP = 16
-"""Queries that a thread takes at once, as in narrow.c."""
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
@@ -57,9 +53,6 @@ def self_attention(
     assert projected_TN.is_contiguous()
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
     out_TN = projected_TN.new_empty((tokens, heads * dim))
-    scratch = projected_TN.new_empty(tokens * (heads + kv_heads) * dim)
-    threads = torch.get_num_threads()
-    scores = torch.empty(threads * STRIP * longest, dtype=torch.float32)
     cos_TR, sin_TR = rotation or (None, None)
     function("self_attention", projected_TN.dtype)(
         projected_TN.data_ptr(),
@@ -84,9 +77,6 @@ def self_attention(
         pointer(group.ancestors_BMM),
         layer.scale,
         longest,
-        threads,
-        scratch.data_ptr(),
-        scores.data_ptr(),
         out_TN.data_ptr(),
     )
     return out_TN

@@ -16,7 +16,7 @@ from specdec.kernels.native.signatures import replayer
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("narrow.c", "vectors.inc", "narrow.inc", "matrix.inc", "integer.inc", "sampling.inc")
+SOURCES = ("narrow.c", "vectors.inc", "narrow.inc", "matrix.inc", "integer.inc", "sampling.inc", "pool.inc")
 MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 RANKED = 64

@@ -26,8 +26,6 @@ class Forms:
     for numbers below 2^-126, which the units take for 0."""
     integers: str
     """What whole numbers are multiplied by."""
-    row_group_bytes: int
-    """What 32 numbers of a row take, rounded to 8 bits."""
     tiles: bool
     """Whether there are matrix units, with which oneDNN multiplies large matrices in bfloat16."""
 
@@ -44,7 +42,6 @@ def forms() -> Forms | None:
         vectors=loaded.vectors().decode(),
         pairs=bool(loaded.multiplies_pairs()),
         integers=loaded.integers().decode(),
-        row_group_bytes=loaded.group_bytes(),
         tiles=bool(loaded.multiplies_tiles()) and torch.cpu._is_amx_tile_supported() and may_use_tiles(),
     )
 

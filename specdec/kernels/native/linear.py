@@ -29,8 +29,6 @@ class Panels(NamedTuple):
     """[N / 16, K, 16], or in bfloat16 [N / 16, K / 2, 16, 2]; outputs filled up with zeros."""
     bias_N: Tensor | None
     outputs: int
-    widens: bool
-    """Whether rows are multiplied in float32 that come in bfloat16."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,8 +45,6 @@ class WholePanels(NamedTuple):
     bits: int
     zeros: int
     """Whether a group's scales come with zero points: 0, or in half precision 1, in bfloat16 2."""
-    row_bytes: int
-    """What a row takes once it is rounded."""
     dtype: torch.dtype
 
 
@@ -97,13 +93,11 @@ def _lay(weight_ND: Tensor, bias_N: Tensor | None, found: Forms) -> Panels:
     filled = weight_ND.new_zeros(panels * PANEL, inputs)
     filled[:outputs] = weight_ND
     laid = filled.view(panels, PANEL, inputs // together, together).transpose(1, 2).contiguous()
-    return Panels(laid, bias_N, outputs, weight_ND.dtype == torch.bfloat16 and not found.pairs)
+    return Panels(laid, bias_N, outputs)
 
 
 def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
     """Put four inputs of 16 outputs beside each other, and with 4 bits two such pieces of a group in one."""
-    found = forms()
-    assert found is not None
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
     filled = matrix.number_ND.new_zeros(panels * PANEL, groups * GROUP)
@@ -114,16 +108,7 @@ def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
         low, high = laid.chunk(2, dim=2)
         laid = low | high << 4
     scale, zeros = _lay_scales(matrix, panels)
-    return WholePanels(
-        laid.contiguous(),
-        scale,
-        bias_N,
-        outputs,
-        bits,
-        zeros,
-        groups * found.row_group_bytes,
-        matrix.dtype,
-    )
+    return WholePanels(laid.contiguous(), scale, bias_N, outputs, bits, zeros, matrix.dtype)
 
 
 def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
@@ -136,9 +121,9 @@ def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
     assert scale_NG is not None, "checkpoints are read with scales of 16 bits"
     beside = [scale_NG]
     if matrix.zero_NG is not None:
-        beside.append((matrix.zero_NG.short() + RAISED[matrix.bits]).to(scale_NG.dtype))
+        beside.append((matrix.zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))
     elif matrix.bits == 8 or scale_NG.dtype != torch.float16:
-        beside.append(torch.full_like(scale_NG, RAISED[matrix.bits]))
+        beside.append(torch.zeros_like(scale_NG))
     filled = scale_NG.new_zeros(panels * PANEL, len(beside), scale_NG.shape[1])
     filled[: len(scale_NG)] = torch.stack(beside, 1)
     laid = filled.view(panels, PANEL, len(beside), -1).permute(0, 3, 2, 1).contiguous()
@@ -165,18 +150,16 @@ def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> 
 def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
     """Write the outputs to an address, rows so many entries apart."""
     tokens, inputs = x_TD.shape
-    wide_TD = torch.empty((tokens, inputs), dtype=torch.float32) if packed.widens else None
     function("linear", packed.dtype)(
         *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs),
-        *(packed.weight.data_ptr(), pointer(packed.bias_N), pointer(wide_TD), to, by_row, packed.outputs),
+        *(packed.weight.data_ptr(), pointer(packed.bias_N), to, by_row, packed.outputs),
     )
 
 
 def _multiply_whole(x_TD: Tensor, packed: WholePanels, to: int, by_row: int) -> None:
     tokens, inputs = x_TD.shape
-    room = torch.empty((tokens + 1) * packed.row_bytes, dtype=torch.uint8)
     function("linear_integer", packed.dtype)(
         *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs, packed.bits, packed.zeros),
-        *(packed.weight.data_ptr(), packed.scale.data_ptr(), pointer(packed.bias_N), room.data_ptr()),
+        *(packed.weight.data_ptr(), packed.scale.data_ptr(), pointer(packed.bias_N)),
         *(to, by_row, packed.outputs),
     )

@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -10,38 +11,28 @@
 
 typedef long ix;
 
-#ifdef _OPENMP
-int omp_get_max_threads(void);
-int omp_get_thread_num(void);
-#define THREAD omp_get_thread_num()
+#include "pool.inc"
 
-static double now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1e9 + t.tv_nsec;
-}
+// Room that a thread keeps for what is between two steps of an operation; the next operation has it anew.
+typedef struct { size_t bytes; char at[] __attribute__((aligned(64))); } roomy;
+static pthread_key_t kept_room;
+static pthread_once_t room_asked = PTHREAD_ONCE_INIT;
 
-// Whether work of so many nanoseconds is worth sharing with torch's threads. Waking them takes 2 us, or 50 where
-// another thread of this process has called threads of its own, for then all sleep at once: so it is timed now and then.
-static int pays(double work_ns) {
-    static __thread double wake_ns;
-    static __thread unsigned asked;
-    if (omp_get_max_threads() < 2) return 0;
-    if (asked++ % 4096 == 0) {
-        double from_ns = 0;
-        for (int i = 0; i < 4; i++) {  // the first wakes those that slept since the last step
-            if (i == 1) from_ns = now_ns();
-            #pragma omp parallel
-            __asm__ volatile("" ::: "memory");
-        }
-        wake_ns = (now_ns() - from_ns) / 3;
+static void make_room_key(void) { pthread_key_create(&kept_room, free); }
+
+static void *workspace(size_t bytes) {
+    pthread_once(&room_asked, make_room_key);
+    roomy *own = pthread_getspecific(kept_room);
+    if (!own || own->bytes < bytes) {
+        size_t wanted = (sizeof *own + 2 * bytes + 63) / 64 * 64;
+        free(own);
+        own = aligned_alloc(64, wanted);
+        if (!own) abort();
+        own->bytes = wanted - sizeof *own;
+        pthread_setspecific(kept_room, own);
     }
-    return work_ns > 3 * wake_ns;
+    return own->at;
 }
-#else
-#define THREAD 0
-static int pays(double work_ns) { return 0 * work_ns; }
-#endif
 
 static inline float exp_(float x) {
     x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
@@ -81,31 +72,75 @@ static inline uint16_t to_bf16(float x) {  // round to nearest, ties to even
     return nan ? nan : (uint16_t)((u.i + 0x7fffu + ((u.i >> 16) & 1u)) >> 16);
 }
 
-// Columns of a state that are worked on at once, in a copy that the first-level cache holds.
+// Columns of a state that are worked on at once, in a copy that the first-level cache holds, and those of one sweep.
 #define COLUMNS 32
-#define PIECES (COLUMNS / LANES)
+#define SWEPT (2 * LANES)
 
-// y <- a x + k uᵀ, the state after one token more. x and y [K, COLUMNS] may be one.
-static void add_token(const float *x, float *y, ix K, float a, const float *k, const float *u) {
-    vec own[PIECES];
-    for (ix p = 0; p < PIECES; p++) own[p] = load(u + p * LANES);
-    for (ix i = 0; i < K; i++)
-        for (ix p = 0; p < PIECES; p++) {
-            vec kept = all_lanes(a) * load(x + i * COLUMNS + p * LANES);
-            store(y + i * COLUMNS + p * LANES, multiply_add(all_lanes(k[i]), own[p], kept));
-        }
+// S [K, COLUMNS] as it is read from `from`, after n tokens more: S <- a S + k uᵀ. It is left at `to`, and `also` there,
+// unless these are null; y <- x S for as many readers x. Rows lie so far apart. What is read next is named ahead.
+static inline __attribute__((always_inline)) void sweep(const float *from, ix by_from, float *to, ix by_to, float *also,
+                                                       ix K, ix n, const float *a, const float *const *k,
+                                                       const float *const *u, int readers, const float *const *x,
+                                                       float (*y)[COLUMNS]) {
+    for (ix c = 0; c < COLUMNS; c += SWEPT) {
+        vec sum[2][2][2] = {0};  // of even and odd keys: neither waits for the other
+        for (ix first = 0; first < K; first += 2)
+            #pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++) {
+                ix i = first + odd;
+                if (i == K) break;
+                #pragma GCC unroll 2
+                for (int v = 0; v < 2; v++) {
+                    ix at = c + v * LANES;
+                    vec s = load(from + i * by_from + at);
+                    for (ix t = 0; t < n; t++)
+                        s = multiply_add(all_lanes(k[t][i]), load(u[t] + at), all_lanes(a[t]) * s);
+                    if (to) store(to + i * by_to + at, s);
+                    if (also) store(also + i * by_from + at, s);
+                    #pragma GCC unroll 2
+                    for (int r = 0; r < readers; r++)
+                        sum[r][odd][v] = multiply_add(all_lanes(x[r][i]), s, sum[r][odd][v]);
+                }
+            }
+        for (int r = 0; r < readers; r++)
+            for (int v = 0; v < 2; v++) store(y[r] + c + v * LANES, sum[r][0][v] + sum[r][1][v]);
+    }
 }
 
-// y <- x S for two readers x, or for the first alone; S [K, COLUMNS].
-static inline __attribute__((always_inline)) void read_state(const float *S, ix K, int readers,
-                                                            const float *const *x, float (*y)[COLUMNS]) {
-    vec sum[2][2][PIECES] = {0};  // of even and odd keys: neither waits for the other
-    for (ix i = 0; i < K; i++)
-        for (ix p = 0; p < PIECES; p++)
-            for (int r = 0; r < readers; r++)
-                sum[r][i & 1][p] = multiply_add(all_lanes(x[r][i]), load(S + i * COLUMNS + p * LANES), sum[r][i & 1][p]);
-    for (int r = 0; r < readers; r++)
-        for (ix p = 0; p < PIECES; p++) store(y[r] + p * LANES, sum[r][0][p] + sum[r][1][p]);
+// A token's way from one block to another, or in place.
+static void add_token(const float *from, float *to, ix K, float a, const float *k, const float *u) {
+    sweep(from, COLUMNS, to, COLUMNS, 0, K, 1, &a, &k, &u, 0, 0, 0);
+}
+
+// The same in place, on the way of the readers.
+static void add_and_read(float *S, ix K, float a, const float *k, const float *u, int readers, const float *const *x,
+                         float (*y)[COLUMNS]) {
+    if (readers == 2)
+        sweep(S, COLUMNS, S, COLUMNS, 0, K, 1, &a, &k, &u, 2, x, y);
+    else
+        sweep(S, COLUMNS, S, COLUMNS, 0, K, 1, &a, &k, &u, 1, x, y);
+}
+
+static void read_state(const float *S, ix K, int readers, const float *const *x, float (*y)[COLUMNS]) {
+    if (readers == 2)
+        sweep(S, COLUMNS, 0, 0, 0, K, 0, 0, 0, 0, 2, x, y);
+    else
+        sweep(S, COLUMNS, 0, 0, 0, K, 0, 0, 0, 0, 1, x, y);
+}
+
+// Bring a state up to date with its path, in place, and copy it for its first readers.
+static void open_state(float *S, ix by_row, float *to, ix K, ix n, const float *a, const float *const *k,
+                       const float *const *u, int readers, const float *const *x, float (*y)[COLUMNS]) {
+    if (n == 0 && readers == 2)
+        sweep(S, by_row, to, COLUMNS, 0, K, 0, 0, 0, 0, 2, x, y);
+    else if (n == 1 && readers == 2)
+        sweep(S, by_row, to, COLUMNS, S, K, 1, a, k, u, 2, x, y);
+    else if (readers == 2)
+        sweep(S, by_row, to, COLUMNS, S, K, n, a, k, u, 2, x, y);
+    else if (n == 0)
+        sweep(S, by_row, to, COLUMNS, 0, K, 0, 0, 0, 0, 1, x, y);
+    else
+        sweep(S, by_row, to, COLUMNS, S, K, n, a, k, u, 1, x, y);
 }
 
 // MOST, the longest path and the widest window, is defined on the compiler's command line.
@@ -153,67 +188,107 @@ static inline void give_columns(float *to, const float *from, ix rows, ix to_row
     for (ix i = 0; i < rows; i++) memcpy(to + i * to_row, from + i * COLUMNS, count * sizeof *to);
 }
 
+typedef struct {
+    const float *q, *k, *v, *decay, *beta;
+    float *out;
+    ix M, G, H, K, W;
+    float *state;
+    ix state_stride;
+    const ix *slot;
+    const records *r;
+    const float *keys;
+    const ix *path_slab, *path_place, *path_length;
+    ix P;
+    const ix *slab, *place, *snapshot;
+    const uint8_t *above;
+} scanning;
+
+// One head of one row.
+static void scan_head(const void *work, ix chunk, ix thread) {
+    const scanning s = *(const scanning *)work;
+    const records *r = s.r;
+    ix M = s.M, G = s.G, H = s.H, K = s.K, W = s.W, P = s.P, b = chunk / H, h = chunk % H;
+    ix g = h / (H / G), first = b * M, pending = s.path_length ? s.path_length[b] : 0, readers = s.beta ? 2 : 1;
+    ix parent[M + 1], from[M + 1], to[M + 1];
+    ix blocks = place_states(M, s.above ? s.above + first * M : 0, !s.place, parent, from, to), late[blocks];
+    float held[blocks][K * COLUMNS] __attribute__((aligned(64))), u[M + 1][COLUMNS], path_u[MOST][COLUMNS];
+    float kept[M + 1], self[M + 1], path_kept[MOST], found[2][COLUMNS];
+    const float *path_k[MOST], *path_own[MOST];
+    for (ix n = 0; n < pending; n++) {
+        path_kept[n] = expf(r->decay[s.path_slab[b * P + n] * r->decay_slab +
+                                     s.path_place[b * P + n] * r->decay_place + h]);
+        path_k[n] = s.keys + ((b * P + n) * G + g) * K, path_own[n] = path_u[n];
+    }
+    for (ix m = 0; m < M; m++) {
+        ix t = first + m;
+        kept[m] = expf(s.decay[t * H + h]);
+        self[m] = dot(s.q + (t * G + g) * K, s.k + (t * G + g) * K, K);
+        if (s.place) r->decay[s.slab[t] * r->decay_slab + s.place[t] * r->decay_place + h] = s.decay[t * H + h];
+    }
+    for (ix c = 0; c < W; c += COLUMNS) {
+        ix count = W - c < COLUMNS ? W - c : COLUMNS;
+        float *S = s.state + s.slot[b] * s.state_stride + h * K * W + c;
+        // Before this window's records, which may take the places of those that end here.
+        for (ix n = 0; n < pending; n++)
+            take_columns(path_u[n], r->update + s.path_slab[b * P + n] * r->update_slab +
+                                        s.path_place[b * P + n] * r->update_place + h * W + c, 1, 0, count);
+        for (ix i = 0; i < blocks; i++) late[i] = -1;  // the token that a block lacks
+        if (M == 0 || count < COLUMNS) {
+            take_columns(held[0], S, K, W, count);
+            for (ix n = 0; n < pending; n++) add_token(held[0], held[0], K, path_kept[n], path_k[n], path_u[n]);
+            if (pending) give_columns(S, held[0], K, W, count);
+        }
+        for (ix m = 0; m < M; m++) {
+            ix t = first + m, block = from[m];
+            const float *key = s.k + (t * G + g) * K, *x[2] = {s.q + (t * G + g) * K, key};
+            float *above_it = held[block], a = kept[m], own = s.beta ? s.beta[t * H + h] : 0;
+            if (m == 0 && count == COLUMNS)
+                open_state(S, W, above_it, K, pending, path_kept, path_k, path_own, readers, x, found);
+            else if (late[block] >= 0)
+                add_and_read(above_it, K, kept[late[block]], s.k + ((first + late[block]) * G + g) * K, u[late[block]],
+                             readers, x, found);
+            else
+                read_state(above_it, K, readers, x, found);
+            late[block] = -1;
+            take_columns(u[m], s.v + (t * H + h) * W + c, 1, 0, count);
+            if (s.beta)
+                for (ix w = 0; w < COLUMNS; w++) u[m][w] = own * (u[m][w] - a * found[1][w]);
+            for (ix w = 0; w < COLUMNS; w++) found[0][w] = a * found[0][w] + self[m] * u[m][w];
+            give_columns(s.out + (t * H + h) * W + c, found[0], 1, 0, count);
+            if (s.place)
+                give_columns(r->update + s.slab[t] * r->update_slab + s.place[t] * r->update_place + h * W + c, u[m], 1,
+                             0, count);
+            if (to[m] == block && !s.snapshot)
+                late[block] = m;  // on the way of its reader
+            else if (to[m] >= 0)
+                add_token(above_it, held[to[m]], K, a, key, u[m]);
+            if (s.snapshot)
+                give_columns(s.state + s.snapshot[t] * s.state_stride + h * K * W + c, held[to[m]], K, W, count);
+        }
+        if (M == 0 || s.place || s.snapshot) continue;
+        const float *key = s.k + ((first + M - 1) * G + g) * K, *own = u[M - 1];
+        if (count == COLUMNS) {
+            sweep(held[0], COLUMNS, S, W, 0, K, 1, &kept[M - 1], &key, &own, 0, 0, 0);
+            continue;
+        }
+        add_token(held[0], held[0], K, kept[M - 1], key, own);
+        give_columns(S, held[0], K, W, count);
+    }
+}
+
 // The gated delta rule (beta given) or Mamba-2 (beta null) over a window of M tokens of each of B rows, token by
 // token, so that what a token reads is the same in every window: S <- a S + k uᵀ with u = beta (v - a k S), o = q S.
 // q, k [B*M, G, K], v and out [B*M, H, W], decay (a's logarithm) and beta [B*M, H], keys [B, P, G, K] of the pending
 // path, which is added first. place and snapshot null: the tokens are certain and the states move on. Otherwise each
 // leaves a record, or the state after it in a slot of its own; above[b, i, j] says whether j is above i or i itself.
-// Heads are independent: they are shared out between torch's own threads where there is enough to do.
+// Heads are independent, and shared between threads.
 void scan_window(const float *q, const float *k, const float *v, const float *decay, const float *beta, float *out, ix B,
            ix M, ix G, ix H, ix K, ix W, float *state, ix state_stride, const ix *slot, const records *r,
            const float *keys, const ix *path_slab, const ix *path_place, const ix *path_length, ix P,
            const ix *slab, const ix *place, const ix *snapshot, const uint8_t *above) {
-    #pragma omp parallel for collapse(2) schedule(static) if (pays(0.2 * B * (M + P) * H * K * W))
-    for (ix b = 0; b < B; b++)
-        for (ix h = 0; h < H; h++) {
-            ix g = h / (H / G), first = b * M, pending = path_length ? path_length[b] : 0;
-            ix parent[M + 1], from[M + 1], to[M + 1];
-            ix blocks = place_states(M, above ? above + first * M : 0, !place, parent, from, to);
-            float held[blocks][K * COLUMNS] __attribute__((aligned(64)));
-            float kept[M + 1], self[M + 1], path_kept[MOST];
-            for (ix n = 0; n < pending; n++)
-                path_kept[n] = expf(r->decay[path_slab[b * P + n] * r->decay_slab +
-                                             path_place[b * P + n] * r->decay_place + h]);
-            for (ix m = 0; m < M; m++) {
-                ix t = first + m;
-                kept[m] = expf(decay[t * H + h]);
-                self[m] = dot(q + (t * G + g) * K, k + (t * G + g) * K, K);
-                if (place) r->decay[slab[t] * r->decay_slab + place[t] * r->decay_place + h] = decay[t * H + h];
-            }
-            for (ix c = 0; c < W; c += COLUMNS) {
-                ix count = W - c < COLUMNS ? W - c : COLUMNS;
-                float *S = state + slot[b] * state_stride + h * K * W + c, u[COLUMNS], found[2][COLUMNS];
-                take_columns(held[0], S, K, W, count);
-                // Before this window's records, which may take the places of those that end here.
-                for (ix n = 0; n < pending; n++) {
-                    take_columns(u, r->update + path_slab[b * P + n] * r->update_slab +
-                                        path_place[b * P + n] * r->update_place + h * W + c, 1, 0, count);
-                    add_token(held[0], held[0], K, path_kept[n], keys + ((b * P + n) * G + g) * K, u);
-                }
-                if (pending) give_columns(S, held[0], K, W, count);
-                for (ix m = 0; m < M; m++) {
-                    ix t = first + m;
-                    const float *x[2] = {q + (t * G + g) * K, k + (t * G + g) * K}, *above_it = held[from[m]];
-                    float a = kept[m], own = beta ? beta[t * H + h] : 0;
-                    take_columns(u, v + (t * H + h) * W + c, 1, 0, count);
-                    if (beta) {
-                        read_state(above_it, K, 2, x, found);
-                        for (ix w = 0; w < COLUMNS; w++) u[w] = own * (u[w] - a * found[1][w]);
-                    } else {
-                        read_state(above_it, K, 1, x, found);
-                    }
-                    for (ix w = 0; w < COLUMNS; w++) found[0][w] = a * found[0][w] + self[m] * u[w];
-                    give_columns(out + (t * H + h) * W + c, found[0], 1, 0, count);
-                    if (place)
-                        give_columns(r->update + slab[t] * r->update_slab + place[t] * r->update_place + h * W + c, u, 1,
-                                     0, count);
-                    if (to[m] >= 0) add_token(above_it, held[to[m]], K, a, x[1], u);
-                    if (snapshot)
-                        give_columns(state + snapshot[t] * state_stride + h * K * W + c, held[to[m]], K, W, count);
-                }
-                if (!place && !snapshot) give_columns(S, held[0], K, W, count);
-            }
-        }
+    scanning work = {q, k, v, decay, beta, out, M, G, H, K, W, state, state_stride, slot, r, keys, path_slab, path_place,
+                     path_length, P, slab, place, snapshot, above};
+    share(scan_head, &work, B * H, B * H * K * W * (0.2 + 0.07 * (M + P)));
 }
 
 // to's rows <- from's rows, chosen by ids where there are any; distances in bytes.
@@ -269,6 +344,9 @@ static void meet_rows(ix rows, const float *query, float *sum, const float *wide
         meet(1, query, sum, wide, count, width, score, by_row, values);
 }
 
+// What an entry takes that passes an activation, a norm or a convolution.
+#define POINTWISE_NS 0.7
+
 #include "sampling.inc"
 
 // Of products: outputs that are laid out together, and panels that a thread takes at once.
@@ -285,11 +363,11 @@ static void meet_rows(ix rows, const float *query, float *sum, const float *wide
 #define BESIDE(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
 #endif
 // How long a thread takes to read a byte of weights, and to multiply one with a row.
-#define READ_NS 0.01
+#define READ_NS 0.03
 #define MULTIPLY_NS (PAIRED ? 0.0105 : 0.34 / LANES)
 #define INTEGER_NS 0.006
 // To round a number to 8 bits.
-#define ROUND_NS 0.3
+#define ROUND_NS 0.1
 
 #include "integer.inc"
 

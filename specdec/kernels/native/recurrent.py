@@ -27,7 +27,6 @@ def causal_conv(
         return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
-    scratch = torch.empty((path_width(group) + taps - 1 + group.width) * channels, dtype=x_TC.dtype)
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     function("causal_conv", x_TC.dtype)(
         x_TC.data_ptr(),
@@ -39,7 +38,6 @@ def causal_conv(
         weight_KC.data_ptr(),
         pointer(bias_C),
         *_conv_memory(memory, group),
-        scratch.data_ptr(),
         out_TC.data_ptr(),
     )
     return out_TC
@@ -63,7 +61,6 @@ def path_conv(
     (taps, width), (rows, longest) = weight_KC.shape, path.slab_BN.shape
     first, end, _ = channels.indices(width)
     path = RecordIds(*(x.contiguous() for x in path))
-    scratch = torch.empty((longest + taps - 1) * (end - first), dtype=record.dtype)
     out_BPC = torch.empty((rows, longest, end - first), dtype=record.dtype)
     function("path_conv", record.dtype)(
         *(rows, width, taps, first, end - first),
@@ -72,7 +69,6 @@ def path_conv(
         *_inputs_of(memory, slot_B),
         *map(pointer, (*path, length_B)),
         longest,
-        scratch.data_ptr(),
         out_BPC.data_ptr(),
     )
     return out_BPC
@@ -162,13 +158,8 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     tokens = projected_TN.shape[0]
     weight_KC = layer.conv_CK.t()
     assert projected_TN.is_contiguous() and weight_KC.is_contiguous() and weight_KC.dtype == torch.float32
-    taps, channels = weight_KC.shape
-    paths = group.rows * path_width(group)
-    known = path_width(group) + taps - 1 + group.width
-    scratch = projected_TN.new_empty((known + max(tokens, paths)) * channels)
+    taps = weight_KC.shape[0]
     groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
-    sizes = [tokens * n for n in (groups * key, groups * key, heads * value, heads, heads, heads * value)]
-    inputs = torch.empty(sum(sizes) + paths * groups * key, dtype=torch.float32)
     out_TV = projected_TN.new_empty((tokens, heads * value))
     records = records_of(memory)
     function("delta_net", projected_TN.dtype)(
@@ -184,8 +175,6 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         layer.A_log_H.data_ptr(),
         layer.dt_bias_H.data_ptr(),
         *_conv_memory(memory, group),
-        scratch.data_ptr(),
-        inputs.data_ptr(),
         memory.state_SHKW.data_ptr(),
         memory.state_SHKW.stride(0),
         records,

@@ -9,8 +9,8 @@ SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 ARGUMENTS = {
-    "linear": "p nnn ppp p nn",
-    "linear_integer": "p nnn ii ppp p p nn",
+    "linear": "p nnn pp p nn",
+    "linear_integer": "p nnn ii ppp p nn",
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
     "topk": "p nnn pp",
@@ -22,15 +22,15 @@ ARGUMENTS = {
     "gated_norm": "pp nnn n p n f i p",
     "swiglu": "p nn n p",
     "rotate": "p nnnn nn pp p",
-    "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p p",
+    "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p",
     "l2_normalise": "p nnn n f p",
     "mamba_step": "p nn n p ff p",
     "sigmoid": "p nn n p",
-    "path_conv": "nnn nn pp p n p p nn ppp n p p",
+    "path_conv": "nnn nn pp p n p p nn ppp n p",
     "append": "pp nnn nn p nn n p n p",
     "scan_window": "ppppp p nnnnnn p n p p p ppp n ppp p",
-    "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p p p n p p p f p",
-    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f nn pp p",
+    "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p n p p p f p",
+    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f n p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
