@@ -18,6 +18,12 @@ LOGITS_RELATIVE = 1e-4
 FP8_LOGITS = 1e-5
 """Of float32 logits with 8-bit weights against those weights widened beforehand, as a norm."""
 
+WIDENED_LOGITS = 1e-5
+"""The same of weights of whole numbers that are widened as they are read."""
+PACKED_LOGITS = 5e-3
+"""Of float32 logits by whole numbers against plain torch that rounds the same rows, as a norm. Where an entry
+lies between two whole numbers, sums in another order may take the other one; most seen: 1e-3."""
+
 BFLOAT16_UNIT = 2**-8
 """How far two bfloat16 readings may lie apart where the reference's own two coincide, relative to a token's
 logits: one step of their 8 bits. transformers' logits are themselves rounded by up to half of it."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.errors import EngineError
+from specdec.models.formats import Announced
 from specdec.setup.build import Model
 from specdec.setup.settings import Resolved
 from specdec.state_slots.tree import TokenTree
@@ -23,16 +24,17 @@ SAME_BITS = 1.5
 """And by how much it may exceed this engine's own in the same bits: 4-bit copies of random weights write
 tokens that lie half as far under the best as any token does."""
 OWNER = "agreement"
+_WIDTHS = {"fp8": "8-bit", "int8": "8-bit", "int4": "4-bit"}
 
 
-def rounding(settings: Resolved, *, stored_narrow: bool = False) -> str:
+def rounding(settings: Resolved, stored: Announced | None = None) -> str:
     """Name what rounds so coarsely that a difference is shown and not refused; empty where nothing does.
 
-    `stored_narrow` says that the checkpoint was published in eight bits: others multiply them differently.
+    `stored` is how the checkpoint was published, if in fewer bits: others multiply them differently.
     """
     found = [] if settings.dtype in EXACT else [str(settings.dtype).removeprefix("torch.")]
-    if settings.quantize or stored_narrow:
-        found.append(f"{'4' if settings.quantize == 'int4' else '8'}-bit weights")
+    if form := settings.quantize or (stored and stored.name):
+        found.append(f"{_WIDTHS.get(form, form)} weights")
     if settings.layout.kv_dtype is not None:
         found.append("8-bit keys and values")
     return " and ".join(found)

@@ -24,7 +24,7 @@ from specdec.bench.random_model import draft_folder, refuse_what_does_not_fit
 from specdec.config.folders import random_models
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import Checkpoint, few
-from specdec.models.families import layout, read_network
+from specdec.models.families import layout, open_tensors, read_network
 from specdec.models.feed_forward import MLP
 from specdec.models.mixers.attention import Attention
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
@@ -64,7 +64,7 @@ def cached_gguf(folder: Path, kind: FileType) -> Path:
     path = random_models() / f"{name}-{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        refuse_what_does_not_fit(checkpoint.sizes()[0], path.parent)
+        refuse_what_does_not_fit(open_tensors(checkpoint).sizes().stored, path.parent)
         with draft_folder(path.parent) as draft:
             write_gguf(checkpoint, draft / path.name, kind)
             os.replace(draft / path.name, path)

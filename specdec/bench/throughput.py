@@ -31,8 +31,8 @@ from specdec.bench.windows import PROMPT, window_costs, window_table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import has_fp8_weights
-from specdec.setup.footprint import Footprint, measure
+from specdec.models.families import stored_format
+from specdec.setup.footprint import Footprint, measure_stored
 
 WINDOW_ROUNDS = 30
 
@@ -85,9 +85,10 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
     contestants: list[Contestant] = [engine, *connect(options.peers, oracle, llama_cpp)]
     if plain is not engine:
         contestants.insert(1, plain)
-    rounded = rounding(settings, stored_narrow=has_fp8_weights(Checkpoint(folder).config))
+    checkpoint = Checkpoint(folder)
+    rounded = rounding(settings, stored_format(checkpoint.config))
     results, bandwidth = _measure(options, engine, plain, oracle, contestants, exact=not rounded)
-    footprint = measure(spec, settings.dtype, quantize=settings.weight_format)
+    footprint = measure_stored(checkpoint, spec, settings)
     windows: list[dict[str, Any]] = []
     interrupted = len(results) < len(_cases(options))
     # The window steps come last, on their own: they have no counterpart to take turns with.

@@ -3,7 +3,7 @@
 from specdec.errors import CheckpointError
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
-from specdec.models.formats import stores_fp8
+from specdec.models.formats import announced
 from specdec.models.mixers import Attention, GatedDeltaNet
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -20,7 +20,7 @@ _LEGACY_KINDS = {"attention": FULL, "mamba": LINEAR}
 
 def refuse_unsupported(fields: Fields) -> None:
     """Refuse what no family here implements."""
-    stores_fp8(fields)
+    announced(fields)
     fields.absent("compression_config", "weights that are not compressed: use the original checkpoint")
     fields.absent("use_sliding_window", "full attention (false)")
 

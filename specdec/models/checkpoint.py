@@ -167,11 +167,6 @@ class Checkpoint:
             self._infos[name] = TensorInfo(tuple(entry.get_shape()), entry.get_dtype())
         return self._infos[name]
 
-    def sizes(self) -> tuple[int, int]:
-        """Count the bytes of all tensors, and those of 8-bit floats among them."""
-        infos = [self.info(name) for name in self.names()]
-        return sum(i.bytes for i in infos), sum(i.bytes for i in infos if i.dtype.startswith("F8_"))
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
         return self.info(name).shape

@@ -23,7 +23,7 @@ from specdec.models.blocks import attention, refuse_unsupported, swiglu
 from specdec.models.checkpoint import Checkpoint, few
 from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
-from specdec.models.formats import WeightFormat, stores_fp8
+from specdec.models.formats import WeightFormat, announced
 from specdec.models.layouts import Layout, Rule
 from specdec.models.network import Network
 from specdec.models.norm import Norm
@@ -71,7 +71,7 @@ class EagleFolder:
             dtype=dtype,
             device=device,
             mtp=True,
-            fp8_weights=stores_fp8(Fields(self.checkpoint.config)),
+            announced=announced(Fields(self.checkpoint.config)),
             quantize=quantize,
             headers_only=headers_only,
             progress=progress,

@@ -1,6 +1,6 @@
 """The families specdec knows, and the way from a checkpoint to a network and its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,8 +11,10 @@ from specdec.models import nemotron_h, qwen3, qwen3_5, qwen3_next, spec
 from specdec.models.blocks import model_type, text_fields
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.fields import Fields
-from specdec.models.formats import WeightFormat, stores_fp8
-from specdec.models.layouts import Layout
+from specdec.models.formats import Announced, WeightFormat, announced
+from specdec.models.layouts import Layout, numbered
+from specdec.models.packed.base import Numbers
+from specdec.models.tensors import Tensors
 from specdec.models.weights import CheckpointWeights
 
 
@@ -74,13 +76,16 @@ def read_network(checkpoint: Checkpoint) -> spec.Network:
 
 
 def _own_head(checkpoint: Checkpoint, network: spec.Network) -> bool:
-    table, names = layout(network), frozenset(checkpoint.names())
+    tensors = open_tensors(checkpoint)
+    table, names = layout(network), tensors.names
     embed, head = (
         next((s.disk[0] for s in table.sources(ours, table.prefix(names)) if s.present(names, 1)), None)
         for ours in ("embed.weight", "head.weight")
     )
     if embed is None or head is None:
         return False
+    if tensors.numbers(embed) or tensors.numbers(head):
+        return True
     return not torch.equal(checkpoint.tensor(embed), checkpoint.tensor(head))
 
 
@@ -106,17 +111,35 @@ def open_weights(
         dtype=dtype,
         device=device,
         mtp=mtp,
-        fp8_weights=has_fp8_weights(checkpoint.config),
+        announced=stored_format(checkpoint.config),
         quantize=quantize,
         headers_only=headers_only,
         progress=progress,
     )
 
 
-def has_fp8_weights(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config says that large matrices are stored in eight bits."""
+def stored_format(config: Mapping[str, Any]) -> Announced | None:
+    """Tell how a config says that large matrices are stored; None: in the model's dtype."""
     outer = Fields(config)
-    return stores_fp8(outer, text_fields(outer))
+    return announced(outer, text_fields(outer))
+
+
+def open_tensors(checkpoint: Checkpoint) -> Tensors:
+    """Name a checkpoint's tensors as if none were packed."""
+    return Tensors(checkpoint, stored_format(checkpoint.config))
+
+
+def stored_numbers(checkpoint: Checkpoint, network: spec.Network) -> Callable[[str], Numbers | None]:
+    """Return a function that tells how whole numbers are stored of a matrix, by our name, if any are."""
+    table, tensors = layout(network), open_tensors(checkpoint)
+    prefix = table.prefix(tensors.names)
+
+    def numbers(name: str) -> Numbers | None:
+        sources = table.sources(name, prefix)
+        found = next((source for source in sources if source.present(tensors.names, 1)), None)
+        return tensors.numbers(numbered(found.disk[0], 0)) if found else None
+
+    return numbers
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -33,6 +33,10 @@ class Fields:
         found = f"is {reprlib.repr(self._values[name])}" if name in self._values else "is missing"
         raise CheckpointError(f"{self._file}: {where} {found}; specdec needs {supported}", field=where)
 
+    def names(self) -> tuple[str, ...]:
+        """Name the fields that are there, in the file's order."""
+        return tuple(name for name in self._values if name in self)
+
     def _spelling(self, names: tuple[str, ...]) -> str:
         return next((name for name in names if name in self), names[0])
 

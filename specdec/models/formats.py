@@ -1,6 +1,7 @@
 """The formats of weights beside the model's own dtype, and what a config says of them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from specdec.kernels.linear.fp8 import BLOCK
 from specdec.kernels.linear.integers import INT4, INT8
 from specdec.kernels.linear.matrix import Matrix, Stored
 from specdec.models.fields import Fields
+from specdec.models.packed import awq, compressed, gptq
+from specdec.models.packed.base import PackedFormat
 
 
 class WeightFormat(Protocol):
@@ -45,25 +48,39 @@ WHOLE = ("int8", "int4")
 """Those of whole numbers."""
 
 _FIELD = "quantization_config"
+_PACKED = MappingProxyType(
+    {gptq.NAME: gptq.read_format, awq.NAME: awq.read_format, compressed.NAME: compressed.read_format}
+)
 
 
-def stores_fp8(*levels: Fields) -> bool:
-    """Tell whether a config, on any of its levels, announces 8-bit weights; refuse other quantised ones.
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What a config says of how its large matrices are stored."""
 
-    How activations were to be rounded is not asked: they stay in the model's dtype, which is more exact.
+    name: str
+    packed: PackedFormat | None = None
+    """None: 8-bit floats in blocks."""
+
+
+def announced(*levels: Fields) -> Announced | None:
+    """Tell how a config, on any of its levels, says that matrices are stored; refuse what cannot be read.
+
+    How FP8 would round activations is not asked: they stay in the model's dtype, which is more exact.
     """
-    return any([_announces(fields) for fields in levels])
+    found = [_read(fields.within(_FIELD)) for fields in levels if fields.get(_FIELD)]
+    return found[0] if found else None
 
 
-def _announces(fields: Fields) -> bool:
-    if not fields.get(_FIELD):
-        return False
-    announced = fields.within(_FIELD)
+def _read(fields: Fields) -> Announced:
+    method = fields.get("quant_method")
+    if method in _PACKED:
+        return Announced(method, _PACKED[method](fields))
     needed = f"(8-bit floats in blocks of {BLOCK} by {BLOCK}), or the checkpoint that was not quantised"
-    if announced.get("quant_method") != "fp8":
-        announced.refuse("quant_method", f"'fp8' {needed}")
-    if announced.get("fmt") not in (None, "e4m3"):
-        announced.refuse("fmt", f"'e4m3' {needed}")
-    if announced.get("weight_block_size") != [BLOCK, BLOCK]:
-        announced.refuse("weight_block_size", f"[{BLOCK}, {BLOCK}] {needed}")
-    return True
+    if method != "fp8":
+        others = ", ".join(map(repr, _PACKED))
+        fields.refuse("quant_method", f"{others}, or 'fp8' {needed}")
+    if fields.get("fmt") not in (None, "e4m3"):
+        fields.refuse("fmt", f"'e4m3' {needed}")
+    if fields.get("weight_block_size") != [BLOCK, BLOCK]:
+        fields.refuse("weight_block_size", f"[{BLOCK}, {BLOCK}] {needed}")
+    return Announced("fp8")

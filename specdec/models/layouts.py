@@ -12,13 +12,14 @@ from typing import Protocol
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8, choose_rows
-from specdec.kernels.linear.matrix import Stored
+from specdec.kernels.linear.integers import Integers
+from specdec.kernels.linear.matrix import Matrix
 
 Shape = tuple[int, ...]
 
 
 class Reader(Protocol):
-    """What a recipe works with: tensors on the engine's device, and in its dtype unless they stay FP8."""
+    """What a recipe works with: tensors on the engine's device, in its dtype unless they stay narrower."""
 
     @property
     def count(self) -> int:
@@ -30,28 +31,28 @@ class Reader(Protocol):
         """Tell whether what the recipe makes is not used: it only names what it would read."""
         ...
 
-    def read(self, disk: str, shape: Shape) -> Stored: ...
+    def read(self, disk: str, shape: Shape) -> Matrix: ...
 
-    def widen(self, matrix: Stored, disk: str) -> Tensor:
-        """Give up on the blocks of an FP8 matrix, and note its name."""
+    def widen(self, matrix: Matrix, disk: str) -> Tensor:
+        """Give up on the fewer bits of a matrix, and note its name."""
         ...
 
-    def empty(self, shape: Shape, like: Stored) -> Stored: ...
+    def empty(self, shape: Shape, like: Matrix) -> Matrix: ...
 
     def unlike(self, disk: str) -> None:
         """Note that an expert is not stored as those before it are."""
         ...
 
 
-Recipe = Callable[[Reader, tuple[str, ...], Shape], Stored]
+Recipe = Callable[[Reader, tuple[str, ...], Shape], Matrix]
 
 
-def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
+def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Take the tensor as it is."""
     return reader.read(disk[0], shape)
 
 
-def squeeze_conv(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
+def squeeze_conv(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Drop the axis of size one from a depthwise convolution's weight [C, 1, K]."""
     channels, width = shape
     weight_C1K = reader.read(disk[0], (channels, 1, width))
@@ -64,11 +65,13 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
     The order is listed once the files are known to have so many rows.
     """
 
-    def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
+    def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         weight = reader.read(disk[0], (total, *shape[1:]))
         if reader.unused:
             return weight
         index_N = order()
+        if isinstance(weight, Integers):
+            return weight.choose_rows(index_N)
         if isinstance(weight, Fp8):
             if (chosen := choose_rows(weight, index_N)) is not None:
                 return chosen
@@ -78,7 +81,7 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
     return choose
 
 
-def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
+def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Gather experts stored one by one, the parts of each (gate, up) below one another.
 
     FP8 parts stay so where they end with a block. More experts than there are tensors are not looked for:
@@ -86,14 +89,14 @@ def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
     """
     experts, height = shape[0], shape[1] // len(disk)
     whole = len(disk) == 1 or height % BLOCK == 0
-    out_END: Stored | None = None
+    out_END: Matrix | None = None
     for expert in range(min(experts, reader.count + 1)):
         for part, template in enumerate(disk):
-            name = _numbered(template, expert)
+            name = numbered(template, expert)
             weight_ND = reader.read(name, (height, *shape[2:]))
             if reader.unused:
                 continue
-            if not whole:
+            if isinstance(weight_ND, Fp8) and not whole:
                 weight_ND = reader.widen(weight_ND, name)
             if out_END is None:
                 out_END = reader.empty(shape, like=weight_ND)
@@ -101,7 +104,7 @@ def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Stored:
     return weight_ND if out_END is None else out_END
 
 
-def _place(reader: Reader, weight_ND: Stored, out_END: Stored, expert: int, first: int, disk: str) -> None:
+def _place(reader: Reader, weight_ND: Matrix, out_END: Matrix, expert: int, first: int, disk: str) -> None:
     """Write one part of an expert's matrix, whose first row is given, into that of all."""
     last = first + weight_ND.shape[0]
     if isinstance(out_END, Fp8) and isinstance(weight_ND, Fp8):
@@ -109,11 +112,13 @@ def _place(reader: Reader, weight_ND: Stored, out_END: Stored, expert: int, firs
         out_END.scale_MK[expert, first // BLOCK : -(-last // BLOCK)] = weight_ND.scale_MK
     elif isinstance(out_END, Tensor) and isinstance(weight_ND, Tensor):
         out_END[expert, first:last] = weight_ND
+    elif isinstance(out_END, Integers) and isinstance(weight_ND, Integers) and out_END.is_like(weight_ND):
+        out_END.place(weight_ND, expert, first)
     else:
         reader.unlike(disk)
 
 
-def _numbered(template: str, expert: int) -> str:
+def numbered(template: str, expert: int) -> str:
     return template.replace("{e}", str(expert))
 
 
@@ -141,7 +146,7 @@ class Source:
     def present(self, names: Collection[str], experts: int) -> bool:
         """Tell whether any of the source's tensors is there."""
         spread = range(min(experts, len(names))) if "{e}" in self.disk[0] else range(1)
-        return any(_numbered(template, e) in names for template in self.disk for e in spread)
+        return any(numbered(template, e) in names for template in self.disk for e in spread)
 
 
 @dataclass(frozen=True, slots=True)

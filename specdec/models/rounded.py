@@ -22,7 +22,7 @@ class Nibbles:
 
     pair_X: Tensor
     matrix: Integers
-    """What it was, but for its numbers; scales in float16, which holds them exactly."""
+    """What it was, but for its numbers."""
 
     @classmethod
     def of(cls, matrix: Integers) -> "Nibbles":
@@ -31,14 +31,14 @@ class Nibbles:
         pair_X = raised_X[::2].clone()
         pair_X[: len(odd_X)] |= odd_X << 4
         shape_only_ND = matrix.number_ND.new_empty(()).expand(matrix.shape)
-        return cls(pair_X, matrix._replace(number_ND=shape_only_ND, scale=matrix.scale.half()))
+        return cls(pair_X, matrix._replace(number_ND=shape_only_ND))
 
     def unpack(self) -> Integers:
         """Return it as it was."""
         raised_X = torch.stack([self.pair_X & 15, self.pair_X >> 4], dim=1).flatten().view(torch.int8)
         shape = self.matrix.shape
         number_ND = raised_X[: shape.numel()].view(shape) + SMALLEST_OF_4
-        return self.matrix._replace(number_ND=number_ND, scale=self.matrix.scale.float())
+        return self.matrix._replace(number_ND=number_ND)
 
 
 class CopiedWeights:

@@ -31,7 +31,7 @@ from specdec.errors import CapacityError
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
-from specdec.models.families import has_fp8_weights, open_weights
+from specdec.models.families import open_weights, stored_format
 from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource, load_head
 from specdec.models.network import Network
@@ -84,9 +84,12 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         mtp=opened.head is not None and opened.head.checkpoint is None,
         quantize=_format(settings),
     )
-    if narrower := settings.quantize or ("fp8" if has_fp8_weights(checkpoint.config) else None):
+    stored = stored_format(checkpoint.config)
+    if stored and stored.packed and stored.packed.note:
+        logger.info("%s: %s", stored.name, stored.packed.note)
+    if narrower := settings.quantize or (stored and stored.name):
         kept = settings.weights is not None
-        form = "kept" if kept else f"widened to {settings.dtype}, as these kernels need them"
+        form = "kept" if kept else f"widened to {settings.dtype} where these kernels need them so"
         logger.log(logging.INFO if kept else logging.WARNING, "%s weights: %s", narrower, form)
     return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
 

@@ -82,6 +82,11 @@ SELF_ON_DEVICE = Refusal(
 SELF_ON_GPU = Refusal(
     "draft", "'self-int4' multiplies whole numbers, which these kernels do not", "use draft='auto', or a CPU"
 )
+SELF_IS_PACKED = Refusal(
+    "draft",
+    "'self-int4' would be the model itself, whose weights are published in 4 bits",
+    "use another drafter",
+)
 SELF_IS_TARGET = Refusal(
     "draft",
     "'self-int4' would be the model itself, whose weights quantize='int4' has rounded already",

@@ -16,14 +16,18 @@ from specdec.kernels.linear.integers import INT4
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
+from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import find_head
+from specdec.models.families import open_tensors, stored_numbers
 from specdec.models.feed_forward import MoE
 from specdec.models.formats import WeightFormat
 from specdec.models.heads import HeadSource
 from specdec.models.network import MTPHead, Network
+from specdec.models.packed.base import Numbers
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.drafters import has_copy
 from specdec.setup.resolve import open_model
+from specdec.setup.settings import Resolved
 
 ARITHMETIC = 0.05
 """What a token takes beside reading its experts, of both: it is paid again for experts that others met."""
@@ -71,8 +75,16 @@ def _share_met(chosen: int, total: int, tokens: int) -> float:
 class ShapeWeights:
     """Answer a network with tensors that have a shape and no memory, and keep the list."""
 
-    def __init__(self, network: spec.Network, dtype: torch.dtype, *, quantize: WeightFormat | None) -> None:
-        self.network, self.dtype, self.quantize = network, dtype, quantize
+    def __init__(
+        self,
+        network: spec.Network,
+        dtype: torch.dtype,
+        *,
+        quantize: WeightFormat | None,
+        numbers: Callable[[str], Numbers | None] = lambda name: None,
+    ) -> None:
+        """Count large matrices in `quantize`, but those stored in whole numbers as `numbers` says."""
+        self.network, self.dtype, self.quantize, self.numbers = network, dtype, quantize, numbers
         self.parameters: list[Parameter] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -82,13 +94,13 @@ class ShapeWeights:
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Note one large matrix, which may be quantised."""
-        if not self.quantize:
-            return self.take(name, shape)
-        return self._note(name, shape, self.dtype, self.quantize.num_bytes(shape))
+        if form := self.numbers(name) or self.quantize:
+            return self._note(name, shape, self.dtype, form.num_bytes(shape))
+        return self.take(name, shape)
 
     def output(self, name: str, weight_ND: Tensor) -> Tensor:
         """Note how the matrix that makes logits is held, where that is not how it was taken."""
-        if form := self.quantize and self.quantize.output:
+        if form := self.numbers(name) or (self.quantize and self.quantize.output):
             count = sum(own.count for own in self.parameters if own.name == name)
             self.parameters = [own for own in self.parameters if own.name != name]
             self.parameters.append(Parameter(name, count, form.num_bytes(weight_ND.shape), None))
@@ -185,12 +197,14 @@ def measure(
     quantize: WeightFormat | None = None,
     head: HeadSource | None = None,
     copied: bool = False,
+    numbers: Callable[[str], Numbers | None] = lambda name: None,
 ) -> Footprint:
     """List every parameter of a network without holding any; large matrices are counted in `quantize`.
 
-    With `copied` a rounded copy is counted too, as it is where whole numbers are multiplied.
+    Those that a checkpoint stores in whole numbers are counted as `numbers` says. With `copied` a rounded
+    copy is counted too, as it is where whole numbers are multiplied.
     """
-    weights = ShapeWeights(network, dtype, quantize=quantize)
+    weights = ShapeWeights(network, dtype, quantize=quantize, numbers=numbers)
     kernels = load_kernels("reference")
     target = Network(network, weights, kernels, max_length=1, device=torch.device("meta"))
     split = len(weights.parameters)
@@ -206,6 +220,20 @@ def measure(
     return Footprint(network, tuple(found[:split]), tuple(found[split:]), *map(tuple, parts))
 
 
+def measure_stored(
+    checkpoint: Checkpoint, network: spec.Network, settings: Resolved, head: HeadSource | None = None
+) -> Footprint:
+    """List every parameter of a checkpoint's network as an engine with these settings keeps it."""
+    whole = stored_numbers(checkpoint, network) if settings.weights else lambda name: None
+    return measure(
+        *(network, settings.dtype),
+        quantize=settings.weight_format,
+        head=head,
+        copied=has_copy(settings.drafters),
+        numbers=whole,
+    )
+
+
 def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:
     """Say what a checkpoint is made of and what an engine with this configuration would need for it.
 
@@ -214,13 +242,9 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     """
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings
-    stored_bytes, narrow_bytes = opened.checkpoint.sizes()
-    footprint = measure(
-        *(network, settings.dtype),
-        quantize=settings.weight_format,
-        head=opened.head,
-        copied=has_copy(settings.drafters),
-    )
+    stored = open_tensors(opened.checkpoint).sizes()
+    whole_bytes = stored.packed.bytes_by_bits if stored.packed else {4: 0, 8: 0}
+    footprint = measure_stored(opened.checkpoint, network, settings, opened.head)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)
@@ -241,8 +265,9 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "mtp_parameters": footprint.mtp_parameters,
         "eagle_parameters": footprint.eagle_parameters,
         "heads": ", ".join(heads) or "none",
-        "stored_bytes": stored_bytes,
-        "stored_8bit_bytes": narrow_bytes,
+        "stored_bytes": stored.stored,
+        "stored_8bit_bytes": stored.float8 + whole_bytes[8],
+        "stored_4bit_bytes": whole_bytes[4],
         "weight_bytes": footprint.weight_bytes,
         "read_bytes_per_token": round(footprint.step_bytes(1)),
         "kv_dtype": str(layout.page_dtype).removeprefix("torch."),

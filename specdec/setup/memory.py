@@ -11,6 +11,7 @@ from specdec.errors import CapacityError
 from specdec.models import spec
 from specdec.models.formats import WeightFormat
 from specdec.models.rounded import COPIED_IN
+from specdec.models.tensors import PackedSizes
 from specdec.setup.devices import free_memory
 from specdec.state_slots.layout import Layout
 
@@ -65,8 +66,16 @@ def weight_bytes(
     *,
     quantize: str | None,
     kept: WeightFormat | None,
+    packed: PackedSizes | None = None,
+    multiplied: bool = False,
 ) -> int:
-    """Count what the weights will take, from what a checkpoint stores of them, `narrow_bytes` in 8 bits."""
+    """Count what the weights will take, from what a checkpoint stores of them.
+
+    `narrow_bytes` are those of 8-bit floats. Whole numbers, `packed`, are `multiplied` or widened.
+    """
+    if packed:
+        whole = packed.multiplied if multiplied else packed.numbers * dtype.itemsize
+        return whole + (stored_bytes - packed.stored) // stored.itemsize * dtype.itemsize
     wide, narrow, table = (stored_bytes - narrow_bytes) // stored.itemsize, narrow_bytes, 0
     if quantize:
         table = network.vocab * network.hidden

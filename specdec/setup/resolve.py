@@ -20,17 +20,19 @@ from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import read_network, stored_dtype
+from specdec.models.families import open_tensors, read_network, stored_dtype
 from specdec.models.formats import FORMATS, WHOLE
 from specdec.models.headers import check_headers
 from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
 from specdec.models.rounded import COPIED_IN
 from specdec.models.shortlist import commonest
+from specdec.models.tensors import PackedSizes
 from specdec.setup.capabilities import resolve_drafters
 from specdec.setup.devices import pick_device
 from specdec.setup.drafters import (
     DRAFTERS,
+    SELF_IS_PACKED,
     SELF_IS_TARGET,
     SELF_ON_GPU,
     find_heads,
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights stay in the cache, and are faster in float32 where no C form multiplies them."""
+WHOLE_KERNELS = ("native", "reference")
+"""Those that keep whole numbers; all others widen them."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
 
@@ -73,8 +77,16 @@ def open_model(folder: str | Path, config: EngineConfig) -> Opened:
     head = head_of(drafters, heads)
     check_headers(checkpoint, network, head)
     held = [checkpoint, *([head.checkpoint] if head and head.checkpoint else [])]
-    sizes = map(sum, zip(*(own.sizes() for own in held), strict=True))
-    settings = resolve(config, network, stored_dtype(checkpoint.config), *sizes, heads=heads)
+    sizes = [open_tensors(own).sizes() for own in held]
+    settings = resolve(
+        config,
+        network,
+        stored_dtype(checkpoint.config),
+        sum(own.stored for own in sizes),
+        sum(own.float8 for own in sizes),
+        packed=sizes[0].packed,
+        heads=heads,
+    )
     count = settings.config.draft_vocab
     shortlist_C = commonest(checkpoint.folder, count, network.vocab) if count else None
     return Opened(checkpoint, network, head, settings, shortlist_C)
@@ -87,10 +99,12 @@ def resolve(
     stored_bytes: int,
     narrow_bytes: int = 0,
     *,
+    packed: PackedSizes | None = None,
     heads: Mapping[str, HeadSource] | None = None,
 ) -> Resolved:
-    """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is 8-bit.
+    """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is narrower.
 
+    `narrow_bytes` are those of 8-bit floats, `packed` what is stored in whole numbers.
     `heads` are those that were found, by their drafters' names; None: what a network of drawn weights has.
     """
     heads = find_heads(None, network, config) if heads is None else heads
@@ -99,8 +113,10 @@ def resolve(
     dtype = _dtype(config, device, stored, stored_bytes)
     kernels = _kernels(config.kernels, device, dtype)
     if config.draft in DRAFTERS and has_copy([config.draft]):
-        _refuse_copy(config, kernels)
-    weights = _weights(config.quantize, kernels, stored_narrow=narrow_bytes > 0)
+        _refuse_copy(config, kernels, packed)
+    weights = _weights(
+        config.quantize, kernels, stored_narrow=narrow_bytes > 0, packed=packed.format if packed else None
+    )
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
@@ -111,9 +127,15 @@ def resolve(
     layout = _layout(config, network, head, dtype, kernels)
     bounds, longest = bounds_of(config), _longest(config, network)
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
-    held = weight_bytes(*sizes, quantize=config.quantize, kept=FORMATS[weights] if weights else None)
+    held = weight_bytes(
+        *sizes,
+        quantize=config.quantize,
+        kept=FORMATS.get(weights) if weights else None,
+        packed=packed,
+        multiplied=weights is not None,
+    )
     if has_copy(drafters):
-        rounded = _weights(COPIED_IN, kernels, stored_narrow=False)
+        rounded = _weights(COPIED_IN, kernels, stored_narrow=False, packed=None)
         held += copy_bytes(*sizes, kept=FORMATS[rounded] if rounded else None)
         if rounded is None:
             logger.warning("copy that drafts: widened to %s, which costs what the model does", dtype)
@@ -206,11 +228,12 @@ def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
             )
 
 
-def _refuse_copy(config: EngineConfig, kernels: str) -> None:
+def _refuse_copy(config: EngineConfig, kernels: str, packed: PackedSizes | None) -> None:
     """Refuse a rounded copy that these kernels do not multiply, and one of what is rounded alike."""
     for refused, why in (
         (on_gpu(kernels), SELF_ON_GPU),
         (config.quantize == COPIED_IN, SELF_IS_TARGET),
+        (packed is not None and packed.bytes_by_bits[4] > 0, SELF_IS_PACKED),
     ):
         if refused:
             raise ConfigError(str(why), field=why.field)
@@ -301,8 +324,16 @@ def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return preferred if serves else "cpu"
 
 
-def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool) -> str | None:
+def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed: str | None) -> str | None:
     """Name the format that these kernels multiply, of what is wanted or stored; others are widened."""
+    if packed:
+        if quantize:
+            raise ConfigError(
+                f"quantize: the checkpoint's matrices are whole numbers already ({packed}), and are not "
+                f"rounded to {quantize} again; leave it out, or take the checkpoint that was not quantised.",
+                field="quantize",
+            )
+        return packed if kernels in WHOLE_KERNELS else None
     if quantize in WHOLE:
         return None if kernels == "cpu" else quantize
     wanted = quantize or ("fp8" if stored_narrow else None)

@@ -46,7 +46,8 @@ class Resolved:
 
     @property
     def weight_format(self) -> WeightFormat | None:
-        return FORMATS[self.weights] if self.weights else None
+        """Return what large matrices are rounded to, or stored in as 8-bit floats."""
+        return FORMATS.get(self.weights) if self.weights else None
 
     def named(self) -> dict[str, Any]:
         """Return every setting by its name."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.linear import integers
-from specdec.kernels.linear.integers import GROUP, INT4, INT8, Rounding
+from specdec.kernels.linear.integers import GROUP, INT4, INT8, Integers, Rounding
 from specdec.kernels.linear.matrix import expert_of, join, widen
 from specdec.kernels.native import compiled, linear
 from tests.tolerances import KERNEL
@@ -99,3 +99,88 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(form: Rounding) -> 
     x_TD[1, 40], x_TD[3, 0] = torch.nan, torch.inf
     found = linear.linear(x_TD, packed)
     assert found[[1, 3]].isnan().all() and torch.equal(found[[0, 2]], right[[0, 2]])
+
+
+PUBLISHED = [
+    (bits, group, zeros, scales)
+    for bits in (4, 8)
+    for group in (32, 64, 128, None)
+    for zeros in (False, True)
+    for scales in (torch.float16, torch.bfloat16)
+]
+
+
+def published(
+    bits: int, group: int | None, zeros: bool, scales: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]
+) -> Integers:
+    """Draw a matrix as others rounded it; scales in bfloat16 are smaller than float16 can hold."""
+    generator = torch.Generator().manual_seed(bits)
+    middle, columns = 1 << bits - 1, -(-shape[1] // GROUP)
+    number_ND = torch.randint(-middle, middle, shape, generator=generator).to(torch.int8)
+    small = 1.0 if scales == torch.float16 else 1e-7
+    scale_NG = (draw(shape[0], columns).abs() * small).to(scales)
+    zero_NG = torch.randint(-middle, middle, scale_NG.shape, generator=generator).to(torch.int8)
+    each = (group or columns * GROUP) // GROUP
+    scale_NG, zero_NG = (
+        own[:, ::each].repeat_interleave(each, 1)[:, :columns] for own in (scale_NG, zero_NG)
+    )
+    return Integers(number_ND, scale_NG, bits, dtype, zero_NG if zeros else None)
+
+
+@in_c
+@TYPES
+@pytest.mark.parametrize(("bits", "group", "zeros", "scales"), PUBLISHED)
+def test_products_of_published_numbers_are_exact_sums_alike_in_every_window(
+    bits: int, group: int | None, zeros: bool, scales: torch.dtype, dtype: torch.dtype
+) -> None:
+    """As wide as 127 times the largest numbers and zero points, which float32 must still hold exactly."""
+    matrix, bias_N = published(bits, group, zeros, scales, dtype, (70, 200)), draw(70, seed=1).to(dtype)
+    x_TD = draw(19, 200, seed=2).to(dtype)
+    x_TD[0], x_TD[1] = 1.0, -1.0
+    packed = linear.pack(matrix)
+    whole = linear.linear(x_TD, packed)
+    wanted = integers.multiply(x_TD, matrix)
+    size = float(wanted.abs().max())
+    torch.testing.assert_close(
+        whole.double(), wanted, rtol=KERNEL[dtype], atol=KERNEL[dtype] * size, check_dtype=False
+    )
+    for width in range(1, 10):
+        assert torch.equal(torch.cat([linear.linear(part, packed) for part in x_TD.split(width)]), whole)
+    beside = linear.linear(x_TD, linear.pack(matrix, bias_N)).double()
+    torch.testing.assert_close(
+        beside, wanted + bias_N.double(), rtol=KERNEL[dtype], atol=KERNEL[dtype] * size
+    )
+
+
+@in_c
+def test_symmetric_numbers_are_multiplied_in_the_plain_form() -> None:
+    """Scales in bfloat16 that float16 holds need no other; smaller ones give the same numbers in small."""
+    own = published(4, 32, False, torch.float16, torch.float32, (33, 96))
+    own = own._replace(scale=own.scale.clamp(1e-2, 1).bfloat16())
+    tiny = own._replace(scale=own.scale * 2**-20)
+    x_TD = draw(5, 96)
+    plain, small = linear.pack(own), linear.pack(tiny)
+    assert isinstance(plain, linear.WholePanels) and isinstance(small, linear.WholePanels)
+    assert (plain.zeros, small.zeros) == (0, 2)
+    assert torch.equal(linear.linear(x_TD, plain) * 2**-20, linear.linear(x_TD, small))
+
+
+@in_c
+def test_zero_points_of_another_group_are_seen() -> None:
+    own = published(4, 32, True, torch.float16, torch.float32, (33, 96))
+    assert own.zero_NG is not None
+    x_TD, moved = draw(5, 96), own._replace(zero_NG=own.zero_NG.roll(1, 1))
+    wrong = linear.linear(x_TD, linear.pack(moved)).double() - integers.multiply(x_TD, own)
+    assert wrong.norm() > 0.1 * integers.multiply(x_TD, own).norm()
+
+
+@pytest.mark.parametrize(("bits", "group", "zeros", "scales"), PUBLISHED)
+def test_published_parts_are_joined_chosen_and_counted(
+    bits: int, group: int | None, zeros: bool, scales: torch.dtype
+) -> None:
+    own = published(bits, group, zeros, scales, torch.float32, (5, 96))
+    joined = join([own, own])
+    assert len(joined) == 1 and torch.equal(widen(joined[0]), torch.cat([widen(own)] * 2))
+    order = torch.tensor([4, 0, 0, 3])
+    assert torch.equal(widen(own.choose_rows(order)), widen(own)[order])
+    assert len(join([own, own._replace(zero_NG=None if zeros else own.scale.to(torch.int8))])) == 2

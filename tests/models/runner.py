@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec.kernels.table import load_kernels
+from specdec.kernels.table import Kernels, load_kernels
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import read_head
 from specdec.models.eagle_head import EagleHead
@@ -32,13 +32,13 @@ class Runner:
         mtp: bool = False,
         copied: bool = False,
         eagle: Path | None = None,
-        kernels: str = "cpu",
+        kernels: str | Kernels = "cpu",
         slabs: int = 40,
     ) -> None:
         checkpoint = Checkpoint(folder)
         self.spec = read_network(checkpoint)
         weights = open_weights(checkpoint, self.spec, dtype=dtype, mtp=mtp, progress=False)
-        table = load_kernels(kernels)
+        table = load_kernels(kernels) if isinstance(kernels, str) else kernels
         kept = CopiedWeights(weights)
         read = kept if copied else weights
         self.network = Network(self.spec, read, table, max_length=MAX_LENGTH, device=CPU)

@@ -273,7 +273,7 @@ WRONG: list[tuple[Change, str, str]] = [
     (lambda f: edit(f, {GATE: torch.ones(256, 256)}), GATE, "not stored as the experts before it"),
     (lambda f: edit(f, {QKVZ: torch.ones(1536, 256)}), f"{QKVZ}_scale_inv", "unexpected"),
     (lambda f: edit_config(f, quantization_config=None), QKVZ, "no quantization_config"),
-    (lambda f: announce(f, quant_method="gptq"), "quantization_config.quant_method", "not quantised"),
+    (lambda f: announce(f, quant_method="bitsandbytes"), "quantization_config.quant_method", "not quantised"),
     (lambda f: announce(f, fmt="e5m2"), "quantization_config.fmt", "'e4m3'"),
     (
         lambda f: announce(f, weight_block_size=[1, 128]),

@@ -36,7 +36,7 @@ from specdec.config.engine import EngineConfig
 from specdec.core.records import Experience
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import has_fp8_weights, read_network
+from specdec.models.families import read_network, stored_format
 from specdec.text.chat_template import render as render_chat
 from specdec.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -110,7 +110,7 @@ class Run:
             group: options.sweep.settings(group, self.engines.draftings) for group in options.sweep.groups()
         }
         resolved = self.engines.first.settings
-        self.rounded = rounding(resolved, stored_narrow=has_fp8_weights(checkpoint.config))
+        self.rounded = rounding(resolved, stored_format(checkpoint.config))
         self.peer = (
             TransformersPeer(checkpoint.folder, dtype=resolved.dtype, device=resolved.device)
             if options.sweep.transformers

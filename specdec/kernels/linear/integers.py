@@ -1,11 +1,12 @@
 """Weights of whole numbers in 8 or 4 bits: with a scale for each output, or for 32 inputs of one.
 
+What is rounded here is symmetric; what others rounded and published may have zero points beside its scales.
 On a CPU they are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of
 32. The sum of a group is then exact in any order: a row's numbers need not depend on how many rows are read
 with it. On a GPU activations are not rounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -29,15 +30,17 @@ CACHED = 1 << 17
 
 
 class Integers(NamedTuple):
-    """A matrix [N, D], or one of each expert [E, N, D]."""
+    """A matrix [N, D], or one of each expert [E, N, D]: (numbers - zero points) * scales."""
 
     number_ND: Tensor
     """In int8, those of 4 bits too: they are packed where they are laid out."""
     scale: Tensor
-    """With 8 bits [N], with 4 bits [N, D / 32] and exact in float16."""
+    """In float32 [N], with 8 bits and no zero points; else in 16 bits [N, D / 32]."""
     bits: int
     dtype: torch.dtype = torch.bfloat16
     """What the matrix stands for: the model's dtype."""
+    zero_NG: Tensor | None = None
+    """In int8, of each group the number that stands for 0; None: 0 does."""
 
     @property
     def shape(self) -> torch.Size:
@@ -47,21 +50,72 @@ class Integers(NamedTuple):
     def device(self) -> torch.device:
         return self.number_ND.device
 
+    @property
+    def by_group(self) -> bool:
+        """Tell whether there is a scale for each 32 inputs."""
+        return self.scale.dim() == self.number_ND.dim()
+
     def expert(self, expert: int) -> "Integers":
-        return self._replace(number_ND=self.number_ND[expert], scale=self.scale[expert])
+        return self._each(lambda own: own[expert])
+
+    def choose_rows(self, index_N: Tensor) -> "Integers":
+        """Choose outputs in the order given."""
+        index_N = index_N.to(self.device)
+        return self._each(lambda own: own[index_N])
+
+    def is_like(self, other: "Integers") -> bool:
+        """Tell whether two matrices may be parts of one."""
+        return self._kind() == other._kind()
 
     def above(self, below: "Integers") -> "Integers | None":
         """Put a matrix below this one; None: they are not alike."""
-        if (self.bits, self.dtype) != (below.bits, below.dtype):
+        if not self.is_like(below):
             return None
-        number_ND = torch.cat([self.number_ND, below.number_ND])
-        return self._replace(number_ND=number_ND, scale=torch.cat([self.scale, below.scale]))
+        zeros = None if self.zero_NG is None or below.zero_NG is None else [self.zero_NG, below.zero_NG]
+        return self._replace(
+            number_ND=torch.cat([self.number_ND, below.number_ND]),
+            scale=torch.cat([self.scale, below.scale]),
+            zero_NG=torch.cat(zeros) if zeros else None,
+        )
+
+    def empty(self, shape: Sequence[int]) -> "Integers":
+        """Return room for a matrix, or one of each expert, of this kind."""
+        groups = (-(-shape[-1] // GROUP),) if self.by_group else ()
+        return Integers(
+            self.number_ND.new_empty(tuple(shape)),
+            self.scale.new_empty((*shape[:-1], *groups)),
+            self.bits,
+            self.dtype,
+            None if self.zero_NG is None else self.zero_NG.new_empty((*shape[:-1], *groups)),
+        )
+
+    def place(self, part: "Integers", expert: int, first: int) -> None:
+        """Write a part of an expert's matrix, of the same kind, from a row on."""
+        at = expert, slice(first, first + part.shape[0])
+        self.number_ND[at] = part.number_ND
+        self.scale[at] = part.scale
+        if self.zero_NG is not None and part.zero_NG is not None:
+            self.zero_NG[at] = part.zero_NG
 
     def wide(self) -> Tensor:
         """Return numbers times scales in float32."""
-        if self.bits == 8:
+        if not self.by_group:
             return self.number_ND * self.scale[:, None]
-        return self.number_ND * self.scale.repeat_interleave(GROUP, 1)[:, : self.shape[1]]
+        scale_ND = self._spread(self.scale.float())
+        if self.zero_NG is None:
+            return self.number_ND * scale_ND
+        return (self.number_ND.short() - self._spread(self.zero_NG)) * scale_ND
+
+    def _spread(self, own_NG: Tensor) -> Tensor:
+        """Return what belongs to each entry."""
+        return own_NG.repeat_interleave(GROUP, 1)[:, : self.shape[1]]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Integers":
+        zero_NG = None if self.zero_NG is None else change(self.zero_NG)
+        return self._replace(number_ND=change(self.number_ND), scale=change(self.scale), zero_NG=zero_NG)
+
+    def _kind(self) -> tuple[object, ...]:
+        return self.bits, self.dtype, self.scale.dtype, self.zero_NG is None
 
 
 @dataclass(frozen=True)
@@ -99,12 +153,25 @@ class Rounding:
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Count the bytes of a matrix of this shape, scales included."""
-        outputs, groups = prod(shape[:-1]), -(-shape[-1] // GROUP)
-        return outputs * (groups * GROUP + 4 if self.bits == 8 else groups * (GROUP // 2 + 2))
+        return num_bytes(shape, self.bits, by_group=self.bits == 4)
 
 
 INT8 = Rounding(8)
 INT4 = Rounding(4)
+
+
+def num_bytes(shape: Sequence[int], bits: int, *, by_group: bool, zeros: bool = False) -> int:
+    """Count the bytes of matrices as they are multiplied, with scales and zero points."""
+    outputs, groups = prod(shape[:-1]), -(-shape[-1] // GROUP)
+    return outputs * (groups * (GROUP * bits // 8 + (2 * by_group + 2 * zeros)) + (0 if by_group else 4))
+
+
+def sixteen_bits(scale: Tensor) -> Tensor | None:
+    """Return scales in float16, or else bfloat16, if either holds them as they are."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal((narrow := scale.to(dtype)).float(), scale.float()):
+            return narrow
+    return None
 
 
 def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,8 +190,11 @@ def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
     """Multiply rounded activations in float64, where every sum of whole numbers is exact."""
     number_TGI, scale_TG = round_rows(x_TD)
-    whole_TGN = torch.einsum("tgi,ngi->tgn", number_TGI.double(), _grouped(matrix.number_ND.double()))
-    scale = matrix.scale[:, None] if matrix.bits == 8 else matrix.scale
+    number_NGI = _grouped(matrix.number_ND.double())
+    if matrix.zero_NG is not None:
+        number_NGI = number_NGI - matrix.zero_NG[..., None]
+    whole_TGN = torch.einsum("tgi,ngi->tgn", number_TGI.double(), number_NGI)
+    scale = matrix.scale if matrix.by_group else matrix.scale[:, None]
     return (whole_TGN * scale_TG[..., None].double() * scale.T.double()).sum(1)
 
 
@@ -145,7 +215,7 @@ def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Round group by group, a few rows at a time: what is tried stays in the cache."""
     weight_NGI = _grouped(weight_ND)
     number_NGI = torch.empty(weight_NGI.shape, dtype=torch.int8, device=weight_ND.device)
-    scale_NG = weight_ND.new_empty(weight_NGI.shape[:2])
+    scale_NG = weight_ND.new_empty(weight_NGI.shape[:2], dtype=torch.float16)
     together = max(1, CACHED // weight_NGI[0].numel())
     parts = [torch.split(x, together) for x in (weight_NGI, number_NGI, scale_NG)]
     for own_NGI, to_NGI, to_NG in zip(*parts, strict=True):
@@ -171,4 +241,4 @@ def _fit_int4(weight_NGI: Tensor) -> tuple[Tensor, Tensor]:
         torch.where(better_NG[..., None], tried_NGI, number_NGI, out=number_NGI)
     length_NG = torch.linalg.vecdot(number_NGI, number_NGI)
     scale_NG = torch.linalg.vecdot(weight_NGI, number_NGI) / length_NG.clamp(min=1)
-    return number_NGI, torch.where(length_NG > 0, scale_NG, 1.0).half().float()
+    return number_NGI, torch.where(length_NG > 0, scale_NG, 1.0).half()

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.integers import Integers
-from specdec.kernels.linear.matrix import Matrix, Stored
-from specdec.kernels.linear.triton_integers import Tiles, lay_tiles, multiply_tiles
+from specdec.kernels.linear.matrix import Matrix, Stored, widen
+from specdec.kernels.linear.triton_integers import Tiles, fits_tiles, lay_tiles, multiply_tiles
 
 NARROW_WINDOW = 16
 """Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""
@@ -50,11 +50,13 @@ def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
 
 
 def lay(matrix: Matrix) -> Stored | Tiles:
-    """Lay a matrix out as programs read it, or one of each expert."""
+    """Lay a matrix out as programs read it, or one of each expert; what tiles cannot hold is widened."""
+    if isinstance(matrix, Integers):
+        if fits_tiles(matrix):
+            return lay_tiles(matrix)
+        matrix = widen(matrix)
     if isinstance(matrix, Tensor):
         return matrix.contiguous()
-    if isinstance(matrix, Integers):
-        return lay_tiles(matrix)
     return matrix._replace(weight_ND=matrix.weight_ND.contiguous(), scale_MK=matrix.scale_MK.contiguous())
 
 

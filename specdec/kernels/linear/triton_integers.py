@@ -30,6 +30,12 @@ class Tiles(NamedTuple):
     shape: torch.Size
 
 
+def fits_tiles(matrix: Integers) -> bool:
+    """Tell whether a matrix is of a kind that is rounded here; published ones may be of others."""
+    by_group = matrix.bits == 4 and matrix.scale.dtype == torch.float16
+    return matrix.zero_NG is None and (by_group if matrix.by_group else matrix.bits == 8)
+
+
 def lay_tiles(matrix: Integers) -> Tiles:
     """Lay a matrix out, or those of all experts, one by one: there is memory for a few copies of one."""
     *experts, rows, columns = matrix.shape
@@ -37,8 +43,7 @@ def lay_tiles(matrix: Integers) -> Tiles:
     size = (*experts, panels, across, PANEL, COLUMNS * matrix.bits // 8)
     number = torch.empty(size, dtype=torch.int8, device=matrix.device)
     write_tiles(matrix, number)
-    scale = matrix.scale.half() if matrix.bits == 4 else matrix.scale
-    return Tiles(number, scale.contiguous(), matrix.bits, matrix.shape)
+    return Tiles(number, matrix.scale.contiguous(), matrix.bits, matrix.shape)
 
 
 def write_tiles(matrix: Integers, number: Tensor) -> None:

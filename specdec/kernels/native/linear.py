@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.linear import cpu
-from specdec.kernels.linear.integers import GROUP, Integers
+from specdec.kernels.linear.integers import GROUP, Integers, sixteen_bits
 from specdec.kernels.linear.matrix import Matrix, join, widen
 from specdec.kernels.native.call import function, pointer
 from specdec.kernels.native.forms import Forms, forms
@@ -43,6 +43,8 @@ class WholePanels(NamedTuple):
     bias_N: Tensor | None
     outputs: int
     bits: int
+    zeros: int
+    """Whether a group's scales come with zero points: 0, or in half precision 1, in bfloat16 2."""
     dtype: torch.dtype
 
 
@@ -102,13 +104,30 @@ def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
     filled[:outputs, :inputs] = matrix.number_ND
     raised = (filled.to(torch.int16) + RAISED[bits]).to(torch.uint8)
     laid = raised.view(panels, PANEL, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    scale = matrix.scale.new_zeros(panels * PANEL, *matrix.scale.shape[1:])
-    scale[:outputs] = matrix.scale
     if bits == 4:
         low, high = laid.chunk(2, dim=2)
         laid = low | high << 4
-        scale = scale.half().view(panels, PANEL, groups).transpose(1, 2)
-    return WholePanels(laid.contiguous(), scale.contiguous(), bias_N, outputs, bits, matrix.dtype)
+    scale, zeros = _lay_scales(matrix, panels)
+    return WholePanels(laid.contiguous(), scale, bias_N, outputs, bits, zeros, matrix.dtype)
+
+
+def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
+    """Lay scales out, beside zero points where there are any or the forms without have no such scales."""
+    if not matrix.by_group:
+        filled_N = matrix.scale.new_zeros(panels * PANEL)
+        filled_N[: len(matrix.scale)] = matrix.scale
+        return filled_N, 0
+    scale_NG = sixteen_bits(matrix.scale)
+    assert scale_NG is not None, "checkpoints are read with scales of 16 bits"
+    beside = [scale_NG]
+    if matrix.zero_NG is not None:
+        beside.append((matrix.zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))
+    elif matrix.bits == 8 or scale_NG.dtype != torch.float16:
+        beside.append(torch.zeros_like(scale_NG))
+    filled = scale_NG.new_zeros(panels * PANEL, len(beside), scale_NG.shape[1])
+    filled[: len(scale_NG)] = torch.stack(beside, 1)
+    laid = filled.view(panels, PANEL, len(beside), -1).permute(0, 3, 2, 1).contiguous()
+    return laid, 0 if len(beside) == 1 else 1 if scale_NG.dtype == torch.float16 else 2
 
 
 def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> Tensor:
@@ -140,7 +159,7 @@ def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
 def _multiply_whole(x_TD: Tensor, packed: WholePanels, to: int, by_row: int) -> None:
     tokens, inputs = x_TD.shape
     function("linear_integer", packed.dtype)(
-        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs, packed.bits),
+        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs, packed.bits, packed.zeros),
         *(packed.weight.data_ptr(), packed.scale.data_ptr(), pointer(packed.bias_N)),
         *(to, by_row, packed.outputs),
     )

@@ -10,7 +10,7 @@ Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, cty
 
 ARGUMENTS = {
     "linear": "p nnn pp p nn",
-    "linear_integer": "p nnn i ppp p nn",
+    "linear_integer": "p nnn ii ppp p nn",
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
     "topk": "p nnn pp",

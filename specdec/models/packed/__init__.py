@@ -1,0 +1,1 @@
+"""Folders of whole numbers as they are published: GPTQ, AWQ and compressed-tensors, one file each."""

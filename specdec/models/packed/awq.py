@@ -1,0 +1,79 @@
+"""AWQ in its "gemm" layout: words along the outputs, in which the even ones of eight come before the odd."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from specdec.models.fields import Fields
+from specdec.models.layouts import Shape
+from specdec.models.packed.base import (
+    FLOATS,
+    WORD,
+    Numbers,
+    PackedFormat,
+    PackedMatrix,
+    Part,
+    Raw,
+    read_bits,
+    read_group,
+    unpack_words,
+)
+
+NAME = "awq"
+PLACE_IN_WORD = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where a word has each of its eight outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwqMatrix(PackedMatrix):
+    """qweight [K, N / 8], qzeros [G, N / 8], scales [G, N]."""
+
+    marker: ClassVar[str] = "qweight"
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+
+    @property
+    def shape(self) -> Shape:
+        inputs, words = self.held["qweight"]
+        return words * WORD // self.numbers.bits, inputs
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        (outputs, inputs), own = shape, self.numbers
+        return {
+            "qweight": Part((inputs, own.words(outputs)), ("I32",)),
+            "qzeros": Part((own.groups(inputs), own.words(outputs)), ("I32",)),
+            "scales": Part((own.groups(inputs), outputs), FLOATS),
+        }
+
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+        number_ND, zero_NG = (self._unpack(tensors[suffix], shape[0]) for suffix in ("qweight", "qzeros"))
+        return Raw(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
+
+    def _unpack(self, words: Tensor, outputs: int) -> Tensor:
+        in_words = unpack_words(words, self.numbers.bits).view(len(words), -1, len(PLACE_IN_WORD))
+        number_KN: Tensor = in_words[..., PLACE_IN_WORD].flatten(1)[:, :outputs]
+        return number_KN.T.contiguous()
+
+
+def read_format(fields: Fields) -> PackedFormat:
+    """Read a config's announcement."""
+    for name in ("version", "format"):
+        if str(fields.get(name) or "gemm").lower() != "gemm":
+            fields.refuse(name, "the layout 'gemm'")
+    fields.only("backend", "auto", "autoawq", "legacy_awq", "gemm", "marlin")
+    numbers = Numbers(
+        read_bits(fields, "bits", "w_bit", supported=(4,)),
+        read_group(fields, "group_size", "q_group_size"),
+        symmetric=not fields.flag("zero_point", default=True),
+    )
+    left_out = frozenset(fields.strings("modules_to_not_convert") or ())
+
+    def numbers_of(name: str) -> Numbers | None:
+        # By whole parts of a name: a router is named "gate", which is no part of "gate_proj".
+        parts = name.split(".")
+        spans = itertools.combinations(range(len(parts) + 1), 2)
+        return None if any(".".join(parts[a:b]) in left_out for a, b in spans) else numbers
+
+    return PackedFormat(NAME, (AwqMatrix,), numbers_of)

@@ -1,0 +1,205 @@
+"""What published formats of whole numbers share: the tensors of a matrix, and how words are unpacked.
+
+A layer's matrix `NAME.weight` lies in several tensors, such as `NAME.qweight` and `NAME.scales`. Here it goes
+by the name that it had before it was quantised, so that the families' names and recipes serve as they are.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear import integers
+from specdec.kernels.linear.integers import GROUP, Integers
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.fields import Fields
+from specdec.models.layouts import Shape
+
+WORD = 32
+"""Bits of the words that numbers are packed in, the first one lowest."""
+FLOATS = ("F16", "BF16", "F32")
+"""What scales may be stored as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How the numbers of a matrix were rounded."""
+
+    bits: int
+    group: int | None
+    """Inputs that share a scale, a multiple of 32; None: all of an output's."""
+    symmetric: bool
+    """The middle of the range stands for 0, and there are no other zero points."""
+
+    @property
+    def by_group(self) -> bool:
+        """Tell whether scales are kept by group; one of an output may be, for only 8 bits need no group's."""
+        return self.bits == 4 or self.group is not None or not self.symmetric
+
+    def groups(self, inputs: int) -> int:
+        """Count an output's scales."""
+        return -(-inputs // self.group) if self.group else 1
+
+    def words(self, count: int) -> int:
+        """Count the words that so many numbers are packed in."""
+        return -(-count * self.bits // WORD)
+
+    def num_bytes(self, shape: Shape) -> int:
+        """Count the bytes of matrices of this shape as they are multiplied."""
+        zeros = self.by_group and not (self.symmetric and self.bits == 4)
+        return integers.num_bytes(shape, self.bits, by_group=self.by_group, zeros=zeros)
+
+
+class Part(NamedTuple):
+    """What one of a matrix's tensors must be."""
+
+    shape: Shape
+    dtypes: tuple[str, ...]
+
+
+class Raw(NamedTuple):
+    """A matrix out of its words; numbers and zero points in int8, less the middle of their range."""
+
+    number_ND: Tensor
+    scale_NG: Tensor
+    zero_NG: Tensor | None = None
+
+
+class Unfit(Exception):
+    """Say of a tensor, named first, what is wrong with the numbers in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix(ABC):
+    """One matrix of a checkpoint, and the tensors that it lies in."""
+
+    name: str
+    """Without `.weight`."""
+    held: Mapping[str, Shape]
+    """Its tensors that are there, by their suffixes."""
+    numbers: Numbers
+
+    marker: ClassVar[str]
+    """The suffix that tells that a matrix is stored so."""
+    suffixes: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def is_at(cls, checkpoint: Checkpoint, name: str) -> bool:
+        """Tell whether a tensor with the marker stands for a matrix of this kind."""
+        return True
+
+    @property
+    def disk(self) -> tuple[str, ...]:
+        """Name its tensors."""
+        return tuple(f"{self.name}.{suffix}" for suffix in self.held)
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """Tell the matrix's size by those of its tensors, which were checked."""
+
+    @abstractmethod
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        """Say, by their suffixes, what its tensors must be for a matrix of this size."""
+
+    @abstractmethod
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+        """Take the numbers out of their words."""
+
+    def read(self, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Integers:
+        """Make the matrix of its tensors, as it is multiplied; nothing is rounded."""
+        number_ND, scale_NG, zero_NG = self.unpack(shape, tensors)
+        bits, columns = self.numbers.bits, -(-shape[1] // GROUP)
+        scales = next(suffix for suffix in self.suffixes if "scale" in suffix)
+        if not bool(scale_NG.isfinite().all()):
+            raise Unfit(f"{self.name}.{scales} holds scales that are no finite numbers")
+        if not self.numbers.by_group:
+            return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
+        if scale_NG.dtype == torch.float32:
+            narrow_NG = scale_NG.half()
+            if not torch.equal(narrow_NG.float(), scale_NG):
+                raise Unfit(
+                    f"{self.name}.{scales} holds float32 scales of groups, which float16 would round; "
+                    "specdec needs them in 16 bits"
+                )
+            scale_NG = narrow_NG
+        repeat = (self.numbers.group or columns * GROUP) // GROUP
+        scale_NG = scale_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
+        if zero_NG is not None:
+            zero_NG = zero_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
+        return Integers(number_ND, scale_NG, bits, dtype, zero_NG)
+
+    def zeros_as_announced(self, suffix: str, zero_NG: Tensor) -> Tensor | None:
+        """Leave zero points out that the config announces to be the middle of the range."""
+        if not self.numbers.symmetric:
+            return zero_NG
+        if bool(zero_NG.any()):
+            raise Unfit(
+                f"{self.name}.{suffix} holds zero points, and config.json announces symmetric numbers"
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """The format of a folder, as its config announces it."""
+
+    name: str
+    kinds: tuple[type[PackedMatrix], ...]
+    numbers_of: Callable[[str], Numbers | None]
+    """How a layer of a name was rounded; None: it is left out."""
+    note: str = ""
+    """What is done otherwise than the config announces."""
+
+    def find(self, checkpoint: Checkpoint) -> tuple[dict[str, PackedMatrix], list[str]]:
+        """List the matrices stored in whole numbers, by the names that they had before.
+
+        Also name those that are stored so and that the config leaves out.
+        """
+        found: dict[str, PackedMatrix] = {}
+        left_out: list[str] = []
+        for disk in checkpoint.names():
+            name, _, suffix = disk.rpartition(".")
+            for kind in self.kinds:
+                if suffix != kind.marker or not kind.is_at(checkpoint, name):
+                    continue
+                if numbers := self.numbers_of(name):
+                    disks = {own: f"{name}.{own}" for own in kind.suffixes}
+                    held = {own: checkpoint.shape(at) for own, at in disks.items() if at in checkpoint}
+                    found[f"{name}.weight"] = kind(name, held, numbers)
+                else:
+                    left_out.append(disk)
+        return found, left_out
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Return the numbers [..., 32 W / bits] of words [..., W] in int8, less the middle of their range."""
+    bytes_ = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return (bytes_ ^ 128).view(torch.int8)
+    return torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2).view(torch.int8) - 8
+
+
+def read_bits(fields: Fields, *names: str, supported: tuple[int, ...]) -> int:
+    """Read how many bits a number has."""
+    bits = fields.integer(*names)
+    if bits not in supported:
+        name = next((own for own in names if own in fields), names[0])
+        fields.refuse(
+            name, f"{' or '.join(map(str, supported))} bits, or the checkpoint that was not quantised"
+        )
+    return bits
+
+
+def read_group(fields: Fields, *names: str) -> int | None:
+    """Read how many inputs share a scale; None: all of them."""
+    group = fields.integer(*names, least=-1)
+    if group == -1:
+        return None
+    if group == 0 or group % GROUP:
+        name = next((own for own in names if own in fields), names[0])
+        fields.refuse(name, f"groups of a multiple of {GROUP} inputs, or -1 for one scale of each output")
+    return group

@@ -1,0 +1,181 @@
+"""compressed-tensors: whole numbers packed in words along the inputs, or as they are in int8."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.fields import Fields
+from specdec.models.layouts import Shape
+from specdec.models.packed.base import (
+    FLOATS,
+    WORD,
+    Numbers,
+    PackedFormat,
+    PackedMatrix,
+    Part,
+    Raw,
+    Unfit,
+    read_bits,
+    read_group,
+    unpack_words,
+)
+
+NAME = "compressed-tensors"
+PACKED, PLAIN, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+INPUTS, ZEROS = "input_activations", "weight_zero_point"
+_LINEAR = "Linear"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInts(PackedMatrix):
+    """weight_packed [N, K / 8], weight_scale [N, G], weight_shape [2], and weight_zero_point [N / 8, G]."""
+
+    marker: ClassVar[str] = "weight_packed"
+    suffixes: ClassVar[tuple[str, ...]] = (
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+        ZEROS,
+    )
+
+    @property
+    def shape(self) -> Shape:
+        outputs, words = self.held["weight_packed"]
+        return outputs, words * WORD // self.numbers.bits
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        (outputs, inputs), own = shape, self.numbers
+        found = {
+            "weight_packed": Part((outputs, own.words(inputs)), ("I32",)),
+            "weight_scale": Part((outputs, own.groups(inputs)), FLOATS),
+            "weight_shape": Part((2,), ("I32", "I64")),
+        }
+        if not own.symmetric or ZEROS in self.held:
+            found[ZEROS] = Part((own.words(outputs), own.groups(inputs)), ("I32",))
+        return found
+
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+        (outputs, inputs), bits = shape, self.numbers.bits
+        if (told := tensors["weight_shape"].tolist()) != list(shape):
+            raise Unfit(f"{self.name}.weight_shape is {told}, config.json makes it {list(shape)}")
+        zero_NG = None
+        if ZEROS in tensors:
+            zero_NG = self.zeros_as_announced(ZEROS, unpack_words(tensors[ZEROS].T, bits).T[:outputs])
+        number_ND = unpack_words(tensors["weight_packed"], bits)[:, :inputs].contiguous()
+        return Raw(number_ND, tensors["weight_scale"], zero_NG)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainInts(PackedMatrix):
+    """weight [N, K] and weight_zero_point [N, G] in int8, weight_scale [N, G]."""
+
+    marker: ClassVar[str] = "weight_scale"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", ZEROS)
+
+    @classmethod
+    def is_at(cls, checkpoint: Checkpoint, name: str) -> bool:
+        """Leave those that are packed, or stored in FP8."""
+        weight = f"{name}.weight"
+        return weight in checkpoint and checkpoint.info(weight).dtype == "I8"
+
+    @property
+    def shape(self) -> Shape:
+        return self.held["weight"]
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        by_group = shape[0], self.numbers.groups(shape[1])
+        found = {"weight": Part(shape, ("I8",)), "weight_scale": Part(by_group, FLOATS)}
+        if not self.numbers.symmetric or ZEROS in self.held:
+            found[ZEROS] = Part(by_group, ("I8",))
+        return found
+
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+        number_ND, unused = tensors["weight"], 8 - self.numbers.bits
+        if not torch.equal(number_ND << unused >> unused, number_ND):
+            raise Unfit(f"{self.name}.weight holds numbers of more than {self.numbers.bits} bits")
+        zero_NG = self.zeros_as_announced(ZEROS, tensors[ZEROS]) if ZEROS in tensors else None
+        return Raw(number_ND, tensors["weight_scale"], zero_NG)
+
+
+class _Layers:
+    """Layers by their names, by expressions that begin with re:, or all of them."""
+
+    def __init__(self, fields: Fields, field: str) -> None:
+        listed = fields.strings(field) or ()
+        expressions = [own.removeprefix("re:") for own in listed if own.startswith("re:")]
+        try:
+            self.patterns = [re.compile(own) for own in expressions]
+        except re.error:
+            fields.refuse(field, "names, regular expressions that begin with re:, or 'Linear'")
+        self.names = frozenset(listed) - {_LINEAR}
+        self.all = _LINEAR in listed
+
+    def match(self, name: str) -> bool:
+        """Tell whether an expression describes a layer."""
+        return any(pattern.match(name) for pattern in self.patterns)
+
+
+def read_format(fields: Fields) -> PackedFormat:
+    """Read a config's announcement."""
+    forms = f"{PACKED!r} or {PLAIN!r}, or the checkpoint that was not quantised"
+    if fields.get("format") not in (PACKED, PLAIN, MIXED):
+        fields.refuse("format", forms)
+    fields.absent("kv_cache_scheme", "keys and values without scales of their own (null)")
+    sparse = fields.within("sparsity_config")
+    if sparse.get("format") not in (None, "dense"):
+        sparse.refuse("format", "dense weights (null)")
+    if fields.get("transform_config"):
+        fields.refuse("transform_config", "weights without transforms (null)")
+    ignored, groups = _Layers(fields, "ignore"), fields.within("config_groups")
+    rules: list[tuple[_Layers, Numbers]] = []
+    note = ""
+    for name in groups.names():
+        group = groups.within(name)
+        if group.get("format") not in (None, PACKED, PLAIN):
+            group.refuse("format", forms)
+        rules.append((_Layers(group, "targets"), _numbers(group)))
+        if INPUTS in group:
+            note = "inputs are rounded to 8 bits in groups of 32, finer than config.json announces"
+    if not rules:
+        fields.refuse("config_groups", "groups of layers with their targets and weights")
+
+    def numbers_of(name: str) -> Numbers | None:
+        if name in ignored.names or ignored.match(name):
+            return None
+        # A layer's own name says more than an expression, and this more than a class.
+        found = [numbers for layers, numbers in rules if name in layers.names]
+        found += [numbers for layers, numbers in rules if layers.match(name)]
+        return next(iter(found + [numbers for layers, numbers in rules if layers.all]), None)
+
+    return PackedFormat(NAME, (PackedInts, PlainInts), numbers_of, note)
+
+
+def _numbers(group: Fields) -> Numbers:
+    """Read how a group's layers were rounded, and refuse what their products would need beside."""
+    weights = group.within("weights")
+    bits = read_bits(weights, "num_bits", supported=(4, 8))
+    weights.only("type", "int")
+    weights.absent("dynamic", "scales that are stored (false)")
+    weights.only("actorder", False, "weight", "static")
+    size = read_group(weights, "group_size") if "group_size" in weights else None
+    if (strategy := weights.get("strategy")) is None:
+        strategy = "tensor" if "group_size" not in weights else "group" if size else "channel"
+    if strategy not in ("channel", "group") or (strategy == "group") != (size is not None):
+        weights.refuse("strategy", "'channel', or 'group' with a group_size")
+    group.absent("output_activations", "outputs that are not rounded (null)")
+    if INPUTS in group:
+        _check_inputs(group.within(INPUTS))
+    return Numbers(bits, size, weights.flag("symmetric", default=True))
+
+
+def _check_inputs(inputs: Fields) -> None:
+    """Take 8 bits that are rounded as they come: ours are, in groups of 32, which loses less."""
+    inputs.only("type", "int")
+    read_bits(inputs, "num_bits", supported=(8,))
+    if inputs.get("dynamic") is not True:
+        inputs.refuse("dynamic", "inputs that are rounded as they come (true)")

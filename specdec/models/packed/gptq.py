@@ -1,0 +1,118 @@
+"""GPTQ: words along the inputs, scales and zero points by group; the first version stores these less one."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.models.fields import Fields
+from specdec.models.layouts import Shape
+from specdec.models.packed.base import (
+    FLOATS,
+    WORD,
+    Numbers,
+    PackedFormat,
+    PackedMatrix,
+    Part,
+    Raw,
+    Unfit,
+    read_bits,
+    read_group,
+    unpack_words,
+)
+
+NAME = "gptq"
+
+
+@dataclass(frozen=True, slots=True)
+class GptqMatrix(PackedMatrix):
+    """qweight [K / 8, N], qzeros [G, N / 8], scales [G, N], and g_idx [K], the group of each input."""
+
+    marker: ClassVar[str] = "qweight"
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
+    less: ClassVar[int] = 0
+    """What was subtracted from zero points before they were packed."""
+
+    @property
+    def shape(self) -> Shape:
+        rows, outputs = self.held["qweight"]
+        return outputs, rows * WORD // self.numbers.bits
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        (outputs, inputs), own = shape, self.numbers
+        found = {
+            "qweight": Part((own.words(inputs), outputs), ("I32",)),
+            "qzeros": Part((own.groups(inputs), own.words(outputs)), ("I32",)),
+            "scales": Part((own.groups(inputs), outputs), FLOATS),
+        }
+        return found | ({"g_idx": Part((inputs,), ("I32", "I64"))} if "g_idx" in self.held else {})
+
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+        (outputs, inputs), own = shape, self.numbers
+        self._refuse_order(tensors.get("g_idx"), inputs)
+        number_ND = unpack_words(tensors["qweight"].T, own.bits)[:, :inputs].contiguous()
+        zero_NG = unpack_words(tensors["qzeros"], own.bits)[:, :outputs].T
+        if self.less:
+            last = (1 << own.bits) - 1
+            if bool((zero_NG == last - (1 << own.bits - 1)).any()):
+                raise Unfit(
+                    f"{self.name}.qzeros holds {last}, one more than which is {last + 1} to some readers and "
+                    "0 to others; specdec needs it in checkpoint_format 'gptq_v2'"
+                )
+            zero_NG = zero_NG + self.less
+        return Raw(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
+
+    def _refuse_order(self, g_idx: Tensor | None, inputs: int) -> None:
+        group = self.numbers.group or inputs
+        if g_idx is not None and not torch.equal(g_idx.long().cpu(), torch.arange(inputs) // group):
+            raise Unfit(
+                f"{self.name}.g_idx puts inputs into groups out of their order (desc_act); specdec needs a "
+                "checkpoint that was quantised with desc_act false"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GptqMatrixV1(GptqMatrix):
+    less: ClassVar[int] = 1
+
+
+def read_format(fields: Fields) -> PackedFormat:
+    """Read a config's announcement."""
+    for name in ("checkpoint_format", "format"):
+        fields.only(name, "gptq", "gptq_v2")
+    fields.only("pack_dtype", "int32", "torch.int32")
+    fields.absent("is_marlin_format", "weights in the order of GPTQ (false)")
+    default = _numbers(fields)
+    rules = _dynamic(fields, default)
+
+    def numbers_of(name: str) -> Numbers | None:
+        return next((own for pattern, own in rules if pattern.match(name)), default)
+
+    kind = GptqMatrix if fields.get("checkpoint_format", "format") == "gptq_v2" else GptqMatrixV1
+    return PackedFormat(NAME, (kind,), numbers_of)
+
+
+def _numbers(fields: Fields, default: Numbers | None = None) -> Numbers:
+    """Read how layers were rounded; what is not said is as in the default."""
+    if default is None:
+        bits = read_bits(fields, "bits", supported=(4, 8))
+        return Numbers(bits, read_group(fields, "group_size"), fields.flag("sym", default=True))
+    bits = read_bits(fields, "bits", supported=(4, 8)) if "bits" in fields else default.bits
+    group = read_group(fields, "group_size") if "group_size" in fields else default.group
+    return Numbers(bits, group, fields.flag("sym", default=default.symmetric))
+
+
+def _dynamic(fields: Fields, default: Numbers) -> list[tuple[re.Pattern[str], Numbers | None]]:
+    """Read the layers that are rounded in another way, or not at all: these come first."""
+    dynamic = fields.within("dynamic")
+    found: list[tuple[re.Pattern[str], Numbers | None]] = []
+    for rule in dynamic.names():
+        try:
+            pattern = re.compile(rule.removeprefix("-:").removeprefix("+:"))
+        except re.error:
+            dynamic.refuse(rule, "a regular expression of layers' names")
+        found.append((pattern, None if rule.startswith("-:") else _numbers(dynamic.within(rule), default)))
+    return sorted(found, key=lambda own: own[1] is not None)

@@ -1,0 +1,43 @@
+"""Kernels of plain torch that multiply by whole numbers as specified: by rows that are rounded too."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear import integers, reference
+from specdec.kernels.linear.integers import Integers
+from specdec.kernels.linear.matrix import Matrix, expert_of
+from specdec.kernels.moe import cpu
+from specdec.kernels.table import Kernels, load_kernels
+
+
+def _multiply(x_TD: Tensor, matrix: Matrix) -> Tensor:
+    if isinstance(matrix, Integers):
+        return integers.multiply(x_TD, matrix).to(x_TD.dtype)
+    return reference.linear(x_TD, reference.pack(matrix))
+
+
+def linear(x_TD: Tensor, packed: reference.Packed) -> Tensor:
+    y_TN = torch.cat([_multiply(x_TD, part) for part in packed.parts], 1)
+    return y_TN if packed.bias_N is None else y_TN + packed.bias_N
+
+
+def experts(
+    x_TD: Tensor, up_EID: Matrix, down_EDI: Matrix, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+) -> Tensor:
+    up, down = (
+        lambda expert, x_PD, all_=all_: _multiply(x_PD, expert_of(all_, expert))
+        for all_ in (up_EID, down_EDI)
+    )
+    return cpu.mix(x_TD, up, down, index_TA, weight_TA, gated=gated)
+
+
+def keep(weight: Matrix) -> Matrix:
+    return weight
+
+
+def rounded_kernels() -> Kernels:
+    return replace(
+        load_kernels("cpu"), pack=reference.pack, linear=linear, pack_experts=keep, experts=experts
+    )
