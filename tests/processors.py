@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
+
+from specdec.kernels.native.targets import VARIABLE, features, named
 
 KERNELS = ("native", "native_forms", "native_products", "native_prompts", "tape", "ffn", "moe", "norm")
 FILES = (
@@ -19,45 +20,32 @@ FILES = (
 )
 """Whose outcome rests on which forms run: they compare their bits, or what engines do with them."""
 
-WITHOUT: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
-    "AVX-512 without units for bfloat16": (
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}),
-        {"SPECDEC_MARCH": "x86-64-v4", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-    ),
-    "AVX2": (
-        frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"}),
-        {
-            "SPECDEC_MARCH": "x86-64-v3",
-            "ONEDNN_MAX_CPU_ISA": "AVX2",
-            "ATEN_CPU_CAPABILITY": "avx2",
-            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        },
-    ),
+WITHOUT: Mapping[str, Mapping[str, str]] = {
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "avx2-vnni": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
 }
-"""By name: what the processor must have for it, as Linux names it, and the switches."""
+"""What the C forms are compiled for, and the switches of torch's libraries."""
 
 
 def main(options: list[str]) -> int:
     """Run the files in each way that this processor has; the first that fails ends it."""
-    for name, (needed, switches) in WITHOUT.items():
-        if missing := needed - _features():
+    for name, others in WITHOUT.items():
+        if missing := set(named(name).needs) - features():
             print(f"not run, {name}: this processor has no {', '.join(sorted(missing))}", flush=True)
             continue
-        print(f"{name}: {' '.join('='.join(pair) for pair in switches.items())}", flush=True)
+        switches = {VARIABLE: name, **others}
+        print(" ".join("=".join(pair) for pair in switches.items()), flush=True)
         ended = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *FILES], env={**os.environ, **switches}
         )
         if ended.returncode:
             return ended.returncode
     return 0
-
-
-def _features() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # no Linux
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 if __name__ == "__main__":
