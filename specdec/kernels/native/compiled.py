@@ -49,7 +49,7 @@ class Loaded:
 def compiled() -> ctypes.CDLL | None:
     """Return the C forms, or None where they cannot be had."""
     found = loaded()
-    return found and found.library
+    return found.library if found else None
 
 
 @functools.cache
