@@ -1,7 +1,7 @@
 """A token's numbers do not depend on the window it is read in, where the C forms multiply.
 
-Log-probabilities with drafts are those without, to the bit: in float32, in whole numbers, and in bfloat16 but for
-large weights that a processor's matrix units multiply.
+Log-probabilities with drafts are those without, to the bit: in float32, in whole numbers, and in bfloat16,
+but for large weights that a processor's matrix units multiply.
 """
 
 from collections.abc import Sequence

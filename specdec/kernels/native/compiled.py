@@ -123,14 +123,18 @@ def file_name(target: Target, flags: Sequence[str], compiler: str = "") -> str:
     return f"{target.name}-{hashlib.sha256(recipe + text).hexdigest()[:DIGEST]}.so"
 
 
+def source() -> str:
+    """Write what is compiled: the forms, and the function that calls them from a list."""
+    return f'#include "{Path(__file__).parent / SOURCES[0]}"\n{replayer()}'
+
+
 def compile_(compiler: str, flags: Sequence[str], place: Path) -> Path:
     """Compile for OpenMP, but link none: what is missing is found in the one that torch brought along."""
-    forms = Path(__file__).parent / SOURCES[0]
     with tempfile.TemporaryDirectory(dir=place.parent, prefix="making-") as folder:
         # Made beside its place and moved there whole, so that processes starting together see no half of it.
-        source, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
-        Path(source).write_text(f'#include "{forms}"\n{replayer()}')
-        steps = ([*flags, "-c", source, "-o", part], ["-shared", part, "-o", whole, "-lm"])
+        text, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
+        Path(text).write_text(source())
+        steps = ([*flags, "-c", text, "-o", part], ["-shared", part, "-o", whole, "-lm"])
         for step in steps:
             command = [*compiler.split(), *step]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
