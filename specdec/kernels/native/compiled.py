@@ -66,7 +66,9 @@ def loaded() -> Loaded | None:
             else:
                 if place and library:
                     left = f", without use for {', '.join(unused(target))}" if unused(target) else ""
-                    logger.info("narrow windows run in C for %s (%s)%s", target.name, place, left)
+                    logger.info(
+                        "narrow windows run in C for %s (%s, %s)%s", target.name, place, threads, left
+                    )
                     return Loaded(library, target)
         if failure:
             logger.info("the C forms are not had for %s: %s", target.name, explain(failure))
