@@ -10,38 +10,37 @@ from collections.abc import Mapping
 
 from specdec.kernels.native.targets import VARIABLE, features, named
 
-KERNELS = ("native", "native_forms", "native_products", "native_prompts", "tape", "ffn", "moe", "norm")
-FILES = (
-    *(f"tests/kernels/test_{name}.py" for name in (*KERNELS, "quantised_kv", "snapshots")),
+_NAMES = ("native", "native_products", "native_prompts", "integers", "tape", "ffn", "moe", "norm")
+KERNELS = tuple(f"tests/kernels/test_{name}.py" for name in (*_NAMES, "quantised_kv", "snapshots"))
+"""Whose outcome rests on which forms run, for they compare their bits."""
+ENGINES = (
     *(f"tests/models/test_{name}.py" for name in ("bfloat16", "network", "replay", "shipped", "taking_back")),
     "tests/draft/test_unrolled.py",
     "tests/engine/test_threads.py",
     "tests/lossless/test_drafts.py",
 )
-"""Whose outcome rests on which forms run: they compare their bits, or what engines do with them."""
+"""What engines do with them, which is the same wherever there are no units for bfloat16."""
+FILES = (*KERNELS, *ENGINES)
 
-WITHOUT: Mapping[str, Mapping[str, str]] = {
-    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-    "avx2-vnni": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    },
-    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+_TORCH = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+WITHOUT: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+    "avx512": (KERNELS, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
+    "avx2-vnni": (KERNELS, {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", **_TORCH}),
+    "avx2": (FILES, {"ONEDNN_MAX_CPU_ISA": "AVX2", **_TORCH}),
 }
-"""What the C forms are compiled for, and the switches of torch's libraries."""
+"""By what the C forms are compiled for: the files, and the switches of torch's libraries."""
 
 
 def main(options: list[str]) -> int:
     """Run the files in each way that this processor has; the first that fails ends it."""
-    for name, others in WITHOUT.items():
+    for name, (files, others) in WITHOUT.items():
         if missing := set(named(name).needs) - features():
             print(f"not run, {name}: this processor has no {', '.join(sorted(missing))}", flush=True)
             continue
         switches = {VARIABLE: name, **others}
         print(" ".join("=".join(pair) for pair in switches.items()), flush=True)
         ended = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *FILES], env={**os.environ, **switches}
+            [sys.executable, "-m", "pytest", *options, *files], env={**os.environ, **switches}
         )
         if ended.returncode:
             return ended.returncode
