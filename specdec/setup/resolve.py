@@ -49,7 +49,7 @@ from specdec.verify.synthetic import rates_for
 logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
-"""Smaller bfloat16 weights stay in the cache, and are faster in float32 where no C form multiplies them."""
+"""Smaller bfloat16 weights stay in the cache, and are faster in float32 where torch multiplies them."""
 WHOLE_KERNELS = ("native", "reference")
 """Those that keep whole numbers; all others widen them."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
@@ -346,7 +346,9 @@ def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stor
         return dtype
     if device.type != "cpu" or stored.itemsize != 2:
         return stored
-    if stored == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if stored == torch.float16:
         return torch.float32
-    in_c = config.kernels in ("auto", "native") and compiled() is not None
-    return stored if in_c or stored_bytes > CACHED_WEIGHTS else torch.float32
+    if config.kernels in ("auto", "native") and compiled() is not None:
+        return stored
+    in_library = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return stored if in_library and stored_bytes > CACHED_WEIGHTS else torch.float32

@@ -270,12 +270,13 @@ def test_without_a_working_compiler_plain_torch_runs_and_says_so(
     break_it: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "BUILT", tmp_path)
     if break_it == "missing":
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         monkeypatch.setenv("CC", "false")
-    uncached: Callable[[], object] = compiled.compiled.__wrapped__
+    uncached: Callable[[], object] = compiled.loaded.__wrapped__
     assert uncached() is None
     assert "plain torch" in caplog.text
 
@@ -284,9 +285,10 @@ def test_without_openmp_one_thread_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "BUILT", tmp_path)
     monkeypatch.setattr(compiled, "THREADS", ("-fno-such-flag", compiled.THREADS[1]))
     caplog.set_level("INFO")
-    uncached: Callable[[], object] = compiled.compiled.__wrapped__
+    uncached: Callable[[], object] = compiled.loaded.__wrapped__
     assert uncached() is not None
     assert compiled.THREADS[1] in caplog.text
 

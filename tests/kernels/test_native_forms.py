@@ -1,46 +1,159 @@
 """What the C forms are compiled for can be chosen, and is told."""
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from specdec import EngineConfig
-from specdec.kernels.native import compiled, forms
+from specdec.kernels.native import build, compiled, forms, targets
 from specdec.setup.resolve import CACHED_WEIGHTS, _dtype
 from tests import processors
 
+HASWELL = "fpu sse sse2 avx fma movbe f16c bmi1 avx2 bmi2"
+CASCADE_LAKE = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"
 
-def test_each_target_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines that share a cache may be told to share one."""
-    made: dict[str, Path] = {}
 
-    def compile_(compiler: str, flags: Sequence[str], target: Path) -> Path:
-        (machine,) = (flag for flag in flags if flag.startswith("-march="))
-        made[machine] = target
-        return target
+needs_c = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
+uncached: Callable[[], compiled.Loaded | None] = compiled.loaded.__wrapped__
 
-    monkeypatch.setattr(compiled, "_compile", compile_)
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no library made beforehand."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for target in ("", "x86-64-v3", "x86-64-v4"):
-        monkeypatch.setenv(compiled.TARGET, target)
-        compiled._compiled("cc", compiled._flags("-fopenmp"))
-    assert list(made) == ["-march=native", "-march=x86-64-v3", "-march=x86-64-v4"]
-    assert len(set(made.values())) == 3
+    monkeypatch.setattr(compiled, "BUILT", tmp_path / "built")
+    return tmp_path / "specdec" / "native"
 
 
-@pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
-def test_a_target_that_the_compiler_does_not_know_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("machine", "flags", "wanted"),
+    [
+        ("x86_64", CASCADE_LAKE, "avx512-vnni"),
+        ("x86_64", f"{CASCADE_LAKE} avx512_bf16", "avx512-bf16"),
+        ("x86_64", f"{CASCADE_LAKE} avx512_bf16 amx_tile amx_bf16 amx_int8 avx_vnni", "amx"),
+        ("x86_64", CASCADE_LAKE.replace("avx512_vnni", ""), "avx512"),
+        ("x86_64", HASWELL, "avx2"),
+        ("x86_64", f"{HASWELL} avx_vnni", "avx2-vnni"),
+        ("x86_64", "fpu sse sse2 ssse3 avx", "x86-64"),
+        ("aarch64", "fp asimd evtstrm aes", "neon"),
+        ("aarch64", "fp asimd asimdhp asimddp", "neon-dot"),
+        ("aarch64", "fp asimd asimdhp asimddp sve i8mm bf16", "neon-bf16"),
+        ("riscv64", "", "native"),
+        ("arm64", "", "native"),
+    ],
+)
+def test_the_best_target_that_a_processor_meets_is_taken(
+    machine: str, flags: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(compiled.TARGET, "no-such-processor")
-    uncached: Callable[[], object] = compiled.compiled.__wrapped__
+    monkeypatch.delenv(targets.VARIABLE, raising=False)
+    monkeypatch.setattr(targets, "features", lambda: frozenset(flags.split()))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    first, *others = targets.candidates()
+    assert first.name == wanted
+    assert all(own.machine in (None, machine) for own in others) and targets.NATIVE in (first, *others)
+
+
+def test_what_a_target_leaves_unused_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    have = frozenset(f"{CASCADE_LAKE} avx512_bf16 avx512_fp16 avx_vnni aes".split())
+    monkeypatch.setattr(targets, "features", lambda: have)
+    assert targets.unused(targets.named("avx512-bf16")) == ["avx512_fp16"]
+    assert targets.unused(targets.named("avx512-vnni")) == ["avx512_bf16", "avx512_fp16"]
+    assert {"avx512f", "avx_vnni"} <= set(targets.unused(targets.named("avx2")))
+    assert not targets.unused(targets.NATIVE) and not targets.unused(targets.named("x86-64-v3"))
+
+
+def test_each_target_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines may share a cache: all but `native` are the same on each of them."""
+
+    def names(features: str) -> dict[str, str]:
+        monkeypatch.setattr(compiled, "features", lambda: frozenset(features.split()))
+        return {
+            own.name: compiled.file_name(own, compiled.flags_for(own, "-fopenmp"), "cc")
+            for own in targets.TARGETS
+        }
+
+    here, there = names(CASCADE_LAKE), names(HASWELL)
+    assert len(set(here.values())) == len(targets.TARGETS)
+    assert {name for name in here if here[name] != there[name]} == {"native"}
+
+
+@needs_c
+def test_a_target_that_the_compiler_does_not_know_is_passed_over(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = replace(targets.NATIVE, name="newer", flags=("-mno-such-unit",))
+    monkeypatch.setattr(compiled, "candidates", lambda: (newer, targets.NATIVE))
+    with caplog.at_level(logging.INFO):
+        found = uncached()
+    assert found is not None and found.target == targets.NATIVE
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2 and "newer" in said[0] and "no-such-unit" in said[0]
+    assert "native" in said[1] and [own.name.split("-")[0] for own in cache.iterdir()] == ["native"]
+
+
+@needs_c
+def test_a_name_that_the_compiler_does_not_know_is_said(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(targets.VARIABLE, "no-such-processor")
     with caplog.at_level(logging.WARNING):
         assert uncached() is None
     assert "no-such-processor" in caplog.text and "plain torch" in caplog.text
+
+
+def test_a_target_that_cannot_run_here_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(targets, "features", lambda: frozenset(HASWELL.split()))
+    monkeypatch.setenv(targets.VARIABLE, "avx2-vnni")
+    with caplog.at_level(logging.WARNING):
+        assert uncached() is None
+    assert "avx_vnni" in caplog.text and "plain torch" in caplog.text
+
+
+@needs_c
+def test_a_process_without_a_compiler_runs_what_was_made_beforehand(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In C, in a process that finds no program at all; and in torch without the library."""
+    found = compiled.loaded()
+    assert found is not None
+    name = found.target.name
+    if name not in build.PORTABLE:
+        pytest.skip(f"{name} is not made beforehand")
+    place = compiled.BUILT / f"{name}-{'0' * compiled.DIGEST}.so"
+    place.parent.mkdir()
+    place.touch()
+    assert build.main([name]) == 0
+    made = Path(capsys.readouterr().out.strip())
+    assert list(compiled.BUILT.iterdir()) == [made]
+    script = (
+        "import pathlib, torch; from specdec.kernels.native import compiled, linear\n"
+        f"compiled.BUILT = pathlib.Path({str(compiled.BUILT)!r})\n"
+        "print(compiled.find_compiler(), compiled.compiled() and compiled.compiled()._name)\n"
+        "y = linear.linear(torch.ones(2, 4), linear.pack(torch.ones(3, 4)))\n"
+        "assert torch.equal(y, torch.full((2, 3), 4.0))"
+    )
+    alone = {"PATH": "", "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(__file__).parents[2])}
+    alone |= {key: value for key, value in os.environ.items() if key == targets.VARIABLE}
+    for wanted in (f"None {made}", "None None"):
+        ended = subprocess.run([sys.executable, "-c", script], env=alone, capture_output=True, text=True)
+        assert ended.stdout.strip() == wanted, ended.stderr
+        made.unlink(missing_ok=True)
+
+
+def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build.main(["avx2", "native"])
+    assert "no target native" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -74,7 +187,7 @@ def test_matrix_units_are_left_out_where_the_library_may_not_use_them(
             setattr(self, name, answer)
             return answer
 
-    monkeypatch.setattr(forms, "compiled", Compiled)
+    monkeypatch.setattr(forms, "loaded", lambda: SimpleNamespace(library=Compiled(), target=targets.NATIVE))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.delenv(forms.LIBRARY, raising=False)
     if limit is not None:
@@ -88,18 +201,24 @@ def test_matrix_units_are_left_out_where_the_library_may_not_use_them(
     [
         (None, "no C forms; torch for "),
         (
-            forms.Forms("native", "AVX-512", True, "", False),
-            "AVX-512 with bfloat16 units (-march=native)",
+            forms.Forms(targets.named("avx512-bf16"), "AVX-512", True, "VNNI", False),
+            "C forms for avx512-bf16: AVX-512 with bfloat16 units, whole numbers by VNNI, "
+            "without use for avx512_fp16; torch",
         ),
-        (forms.Forms("native", "AVX-512", True, "", True), "AVX-512 with bfloat16 and matrix units"),
         (
-            forms.Forms("x86-64-v3", "AVX2", False, "", False),
-            "AVX2 without bfloat16 units (-march=x86-64-v3)",
+            forms.Forms(targets.NATIVE, "AVX-512", True, "VNNI", True),
+            "C forms for native: AVX-512 with bfloat16 and matrix units, whole numbers by VNNI; torch",
+        ),
+        (
+            forms.Forms(targets.named("x86-64-v3"), "AVX2", False, "16 bits", False),
+            "C forms for x86-64-v3: AVX2 without bfloat16 units, whole numbers by 16 bits; torch",
         ),
     ],
 )
 def test_what_runs_is_told(found: forms.Forms | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "forms", lambda: found)
+    have = frozenset(f"{CASCADE_LAKE} avx512_bf16 avx512_fp16".split())
+    monkeypatch.setattr(targets, "features", lambda: have)
     monkeypatch.setenv(forms.LIBRARY, "AVX2")
     told = forms.describe()
     assert words in told and "oneDNN up to AVX2" in told
@@ -111,13 +230,13 @@ def test_what_runs_is_told(found: forms.Forms | None, words: str, monkeypatch: p
 def test_bfloat16_stays_where_something_multiplies_it_well(
     in_c: bool, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The C forms need no units for it; torch's attention to a prompt needs the library."""
+    """The C forms need no units for it; in torch it is the library's units that make it fast."""
     monkeypatch.setattr("specdec.setup.resolve.compiled", lambda: object() if in_c else None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: library)
     cpu, config = torch.device("cpu"), EngineConfig()
     small, large = (_dtype(config, cpu, torch.bfloat16, CACHED_WEIGHTS + more) for more in (0, 1))
-    assert small == (torch.bfloat16 if in_c and library else torch.float32)
-    assert large == (torch.bfloat16 if library else torch.float32)
+    assert small == (torch.bfloat16 if in_c else torch.float32)
+    assert large == (torch.bfloat16 if in_c or library else torch.float32)
     assert _dtype(config, cpu, torch.float16, 1) == torch.float32
 
 

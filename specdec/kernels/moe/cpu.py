@@ -12,6 +12,7 @@ from specdec.kernels.linear.matrix import Matrix, widen
 
 Multiply = Callable[[int, Tensor], Tensor]
 """Multiplies tokens by the weight of the expert of this number."""
+Activate = Callable[[Tensor], Tensor]
 WIDE = 64
 """Tokens of one expert from which its weight is worth laying out anew."""
 
@@ -80,11 +81,11 @@ def experts(
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up]."""
     up, down = (partial(multiply, weight_END) for weight_END in (up_EID, down_EDI))
-    return mix(x_TD, up, down, index_TA, weight_TA, gated=gated)
+    return mix(x_TD, up, swiglu if gated else relu2, down, index_TA, weight_TA)
 
 
 def mix(
-    x_TD: Tensor, up: Multiply, down: Multiply, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor, up: Multiply, activate: Activate, down: Multiply, index_TA: Tensor, weight_TA: Tensor
 ) -> Tensor:
     """Let each expert answer all of its tokens at once.
 
@@ -93,7 +94,6 @@ def mix(
     P counts pairs of a token and an expert.
     """
     num_tokens, top_k = index_TA.shape
-    activate = swiglu if gated else relu2
     if num_tokens == 1:
         chosen, counts, order_P = index_TA[0].tolist(), [1] * top_k, None
         inputs = (x_TD,) * top_k

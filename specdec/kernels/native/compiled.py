@@ -1,18 +1,19 @@
-"""Compile the C sources for this processor, once, and keep the result in the user's cache."""
+"""Load the C forms for this processor: made beforehand, or compiled once and kept in the user's cache."""
 
 import ctypes
 import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.kernels.native.signatures import replayer
+from specdec.kernels.native.targets import NATIVE, Target, candidates, features, unused
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,8 @@ MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 RANKED = 64
 """The longest ranking that is kept in order by insertion."""
-TARGET = "SPECDEC_MARCH"
-"""The environment variable that names another processor than this one to compile for, as for -march."""
+BUILT = Path(__file__).parent / "built"
+"""Where libraries lie that were made beforehand, by build.py; a wheel may carry them."""
 FLAGS = (
     *("-O3", "-fPIC", "-std=gnu11"),
     *(f"-DMOST={MOST}", f"-DRANKED={RANKED}"),
@@ -30,80 +31,119 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
 COMPILE_SECONDS = 120
-
+DIGEST = 16
+"""Digits of a library's name that tell of its sources."""
 
 THREADS = ("-fopenmp", "-fopenmp-simd")
 """With torch's threads, or where they cannot be reached, with the caller's alone."""
 
 
-@functools.cache
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The C forms, and what they were compiled for."""
+
+    library: ctypes.CDLL
+    target: Target
+
+
 def compiled() -> ctypes.CDLL | None:
-    """Return the compiled operations, or None where they cannot be had; what was chosen is logged once."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        logger.warning("no C compiler was found: narrow windows run in plain torch, which is slower")
-        return None
-    for threads in THREADS:
-        try:
-            loaded = ctypes.CDLL(str(_compiled(compiler, _flags(threads))))
-        except (OSError, subprocess.SubprocessError) as error:
-            failure = error
-        else:
-            logger.info("narrow windows run in C (%s, %s)", compiler, threads)
-            return loaded
-    said = getattr(failure, "stderr", None) or b""
+    """Return the C forms, or None where they cannot be had."""
+    found = loaded()
+    return found.library if found else None
+
+
+@functools.cache
+def loaded() -> Loaded | None:
+    """Load the best that can be had for this processor; what was chosen, and passed over, is logged once."""
+    compiler, failure = find_compiler(), None
+    for target in candidates():
+        for threads in THREADS:
+            try:
+                place = _place(compiler, target, threads)
+                library = place and ctypes.CDLL(str(place))
+            except (OSError, subprocess.SubprocessError) as error:
+                failure = error
+            else:
+                if place and library:
+                    left = f", without use for {', '.join(unused(target))}" if unused(target) else ""
+                    logger.info(
+                        "narrow windows run in C for %s (%s, %s)%s", target.name, place, threads, left
+                    )
+                    return Loaded(library, target)
+        if failure:
+            logger.info("the C forms are not had for %s: %s", target.name, explain(failure))
     logger.warning(
-        "the C forms could not be made (%s%s): narrow windows run in plain torch, which is slower",
-        failure,
-        f"; {said.decode(errors='replace').strip()}" if said else "",
+        "%s: narrow windows run in plain torch, which is slower",
+        f"the C forms could not be made ({explain(failure)})" if failure else "no C compiler was found",
     )
     return None
 
 
-def _flags(threads: str) -> tuple[str, ...]:
-    return (*FLAGS, threads, f"-march={os.environ.get(TARGET) or 'native'}")
+def find_compiler() -> str | None:
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
-def _compiled(compiler: str, flags: Sequence[str]) -> Path:
-    """Find the library in the user's cache or make it there; without one, in a folder of this process."""
-    folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in SOURCES) + replayer().encode()
-    recipe = "\n".join((compiler, *flags, platform.machine(), _processor())).encode()
-    name = f"{hashlib.sha256(recipe + text).hexdigest()[:20]}.so"
+def explain(failure: Exception) -> str:
+    """Add to an error what the compiler said."""
+    said: bytes = getattr(failure, "stderr", None) or b""
+    return f"{failure}; {said.decode(errors='replace').strip()}" if said else str(failure)
+
+
+def _place(compiler: str | None, target: Target, threads: str) -> Path | None:
+    """Find the library that was made beforehand, or in the user's cache, or make it there.
+
+    Without a cache it is made in a folder of this process. None: there is no compiler to make it.
+    """
+    flags = flags_for(target, threads)
+    beforehand = BUILT / file_name(target, flags)
+    if beforehand.exists() or compiler is None:
+        return beforehand if beforehand.exists() else None
+    name = file_name(target, flags, compiler)
     try:
-        target = _cache_folder() / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() or os.access(target.parent, os.W_OK):
-            return target if target.exists() else _compile(compiler, flags, target)
+        place = _cache_folder() / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists() or os.access(place.parent, os.W_OK):
+            return place if place.exists() else compile_(compiler, flags, place)
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
         logger.info("the C forms cannot be kept for the next start: %s", error)
-    return _compile(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name)
+    return compile_(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name)
 
 
-def _compile(compiler: str, flags: Sequence[str], target: Path) -> Path:
+def flags_for(target: Target, threads: str) -> tuple[str, ...]:
+    return (*FLAGS, threads, *target.flags)
+
+
+def file_name(target: Target, flags: Sequence[str], compiler: str = "") -> str:
+    """Name a library by its target, its sources and how it is compiled.
+
+    Machines that differ may share a cache: `native` is another processor on each of them.
+    """
+    folder = Path(__file__).parent
+    text = b"".join((folder / name).read_bytes() for name in SOURCES) + replayer().encode()
+    processor = " ".join(sorted(features())) if target.flags == NATIVE.flags else ""
+    recipe = "\n".join((compiler, *flags, processor)).encode()
+    return f"{target.name}-{hashlib.sha256(recipe + text).hexdigest()[:DIGEST]}.so"
+
+
+def source() -> str:
+    """Write what is compiled: the forms, and the function that calls them from a list."""
+    return f'#include "{Path(__file__).parent / SOURCES[0]}"\n{replayer()}'
+
+
+def compile_(compiler: str, flags: Sequence[str], place: Path) -> Path:
     """Compile for OpenMP, but link none: what is missing is found in the one that torch brought along."""
-    forms = Path(__file__).parent / SOURCES[0]
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as folder:
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix="making-") as folder:
         # Made beside its place and moved there whole, so that processes starting together see no half of it.
-        source, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
-        Path(source).write_text(f'#include "{forms}"\n{replayer()}')
-        steps = ([*flags, "-c", source, "-o", part], ["-shared", part, "-o", whole, "-lm"])
+        text, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
+        Path(text).write_text(source())
+        steps = ([*flags, "-c", text, "-o", part], ["-shared", part, "-o", whole, "-lm"])
         for step in steps:
             command = [*compiler.split(), *step]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-        os.replace(whole, target)
-    return target
+        os.replace(whole, place)
+    return place
 
 
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "specdec" / "native"
-
-
-def _processor() -> str:
-    """Name the processor's abilities: a cache may be shared by machines that differ in them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

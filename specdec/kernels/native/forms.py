@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.kernels.native.compiled import TARGET, compiled
+from specdec.kernels.native.compiled import loaded
+from specdec.kernels.native.targets import Target, unused
 
 LIBRARY = "ONEDNN_MAX_CPU_ISA"
 """oneDNN's own variable for what it may use of a processor."""
@@ -18,8 +19,8 @@ LIBRARY = "ONEDNN_MAX_CPU_ISA"
 class Forms:
     """What the C forms multiply with."""
 
-    target: str
-    """What the compiler was told to compile for."""
+    target: Target
+    """What they were compiled for."""
     vectors: str
     pairs: bool
     """Whether units multiply pairs of bfloat16; without, they are multiplied in float32, to the same bits but
@@ -33,16 +34,17 @@ class Forms:
 @functools.cache
 def forms() -> Forms | None:
     """Ask the C forms what they were compiled for; None where there are none."""
-    loaded = compiled()
-    if loaded is None:
+    found = loaded()
+    if found is None:
         return None
-    loaded.vectors.restype = loaded.integers.restype = ctypes.c_char_p
+    library = found.library
+    library.vectors.restype = library.integers.restype = ctypes.c_char_p
     return Forms(
-        target=os.environ.get(TARGET) or "native",
-        vectors=loaded.vectors().decode(),
-        pairs=bool(loaded.multiplies_pairs()),
-        integers=loaded.integers().decode(),
-        tiles=bool(loaded.multiplies_tiles()) and torch.cpu._is_amx_tile_supported() and may_use_tiles(),
+        target=found.target,
+        vectors=library.vectors().decode(),
+        pairs=bool(library.multiplies_pairs()),
+        integers=library.integers().decode(),
+        tiles=bool(library.multiplies_tiles()) and torch.cpu._is_amx_tile_supported() and may_use_tiles(),
     )
 
 
@@ -61,7 +63,11 @@ def describe() -> str:
     if found:
         units = " and matrix" if found.tiles else ""
         bfloat16 = f"with bfloat16{units} units" if found.pairs else "without bfloat16 units"
-        in_c = f"C forms for {found.vectors} {bfloat16} (-march={found.target})"
+        left = f", without use for {', '.join(unused(found.target))}" if unused(found.target) else ""
+        in_c = (
+            f"C forms for {found.target.name}: {found.vectors} {bfloat16}, "
+            f"whole numbers by {found.integers}{left}"
+        )
     library = "with" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "without"
     limit = os.environ.get(LIBRARY)
     at_most = f" up to {limit}" if limit else ""

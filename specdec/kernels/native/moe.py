@@ -1,20 +1,18 @@
-"""Mixtures of experts that are chosen, and multiplied by whole numbers, alike in every window.
-
-Other weights are multiplied as in moe/cpu.py.
-"""
-
-from functools import partial
+"""Mixtures of experts in C: a token's numbers do not depend on the window it is read in."""
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear.integers import Integers
-from specdec.kernels.linear.matrix import Matrix
+from specdec.kernels.ffn.cpu import relu2
+from specdec.kernels.linear import cpu as linear_cpu
+from specdec.kernels.linear.matrix import Matrix, expert_of
 from specdec.kernels.moe import cpu
-from specdec.kernels.native.linear import WholePanels, lay_whole, linear
-from specdec.kernels.native.pointwise import sigmoid
+from specdec.kernels.native.call import TOKENS
+from specdec.kernels.native.linear import Beside, Panels, WholePanels, linear, pack
+from specdec.kernels.native.pointwise import sigmoid, swiglu
 
-Packed = Tensor | tuple[WholePanels, ...]
+Packed = tuple[Panels | WholePanels | Beside | linear_cpu.Packed, ...]
+"""Of each expert its weight, laid out as that of any other product."""
 
 
 def route_sigmoid(
@@ -35,21 +33,25 @@ def route_sigmoid(
 
 
 def pack_experts(weight_END: Matrix) -> Packed:
-    """Lay each expert's weight of whole numbers out in panels."""
-    if not isinstance(weight_END, Integers):
-        return cpu.pack_experts(weight_END)
-    return tuple(lay_whole(weight_END.expert(expert)) for expert in range(weight_END.shape[0]))
+    """Lay out one expert after another: of what is packed no second copy is kept."""
+    return tuple(pack(expert_of(weight_END, expert)) for expert in range(weight_END.shape[0]))
 
 
 def experts(
     x_TD: Tensor, up_EID: Packed, down_EDI: Packed, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights."""
-    up, down = _multiplier(up_EID), _multiplier(down_EDI)
-    return cpu.mix(x_TD, up, down, index_TA, weight_TA, gated=gated)
+
+    def up(expert: int, x_PD: Tensor) -> Tensor:
+        return linear(x_PD, up_EID[expert])
+
+    def down(expert: int, x_PI: Tensor) -> Tensor:
+        return linear(x_PI, down_EDI[expert])
+
+    return cpu.mix(x_TD, up, _swiglu if gated else relu2, down, index_TA, weight_TA)
 
 
-def _multiplier(packed: Packed) -> cpu.Multiply:
-    if isinstance(packed, Tensor):
-        return partial(cpu.multiply, packed)
-    return lambda expert, x_PD: linear(x_PD, packed[expert])
+def _swiglu(gate_up_PI: Tensor) -> Tensor:
+    """Compute in C however many pairs of a token and an expert there are: torch rounds otherwise."""
+    parts = torch.split(gate_up_PI, TOKENS)
+    return swiglu(parts[0]) if len(parts) == 1 else torch.cat([swiglu(part) for part in parts])

@@ -1,0 +1,56 @@
+"""Make the C forms beforehand, for machines without a C compiler.
+
+    python -m specdec.kernels.native.build [TARGET ...]
+
+They are written beside the package, where they are found before a compiler is looked for; a wheel that is
+built afterwards carries them. $CC may be a compiler for another architecture.
+"""
+
+import argparse
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.kernels.native import compiled
+from specdec.kernels.native.targets import NATIVE, TARGETS, Target
+
+PORTABLE = {target.name: target for target in TARGETS if target is not NATIVE}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the targets that are named, or all of this machine's architecture; a named one must succeed."""
+    parser = argparse.ArgumentParser(prog="python -m specdec.kernels.native.build", description=__doc__)
+    parser.add_argument("target", nargs="*", metavar="TARGET", help=f"any of {', '.join(PORTABLE)}")
+    names = parser.parse_args(arguments).target
+    if unknown := [name for name in names if name not in PORTABLE]:
+        parser.error(f"there is no target {unknown[0]}; use any of {', '.join(PORTABLE)}")
+    compiler = compiled.find_compiler()
+    if compiler is None:
+        parser.error("there is no C compiler; install cc, gcc or clang, or set CC")
+    here = [target.name for target in PORTABLE.values() if target.machine == platform.machine()]
+    failed = 0
+    for name in names or here:
+        try:
+            print(build(compiler, PORTABLE[name]))
+        except subprocess.SubprocessError as error:
+            print(f"{name}: {compiled.explain(error)}", file=sys.stderr)
+            failed += 1
+    return 1 if failed and (names or failed == len(here)) else 0
+
+
+def build(compiler: str, target: Target) -> Path:
+    """Compile for a target, and take the place of what older sources left."""
+    flags = compiled.flags_for(target, compiled.THREADS[0])
+    place = compiled.BUILT / compiled.file_name(target, flags)
+    place.parent.mkdir(exist_ok=True)
+    compiled.compile_(compiler, flags, place)
+    for older in place.parent.glob(f"{target.name}-{'[0-9a-f]' * compiled.DIGEST}.so"):
+        if older != place:
+            older.unlink()
+    return place
+
+
+if __name__ == "__main__":
+    sys.exit(main())

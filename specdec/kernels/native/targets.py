@@ -1,0 +1,110 @@
+"""The processors that the C forms are compiled for, and which of them this one is."""
+
+import logging
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SPECDEC_MARCH"
+"""The environment variable that names a target of the table, or whatever else the compiler's -march takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    title: str
+    """What people call it."""
+    machine: str | None
+    """The architecture, as `platform.machine` has it; None: any."""
+    needs: tuple[str, ...]
+    """Features of the processor, as Linux names them."""
+    flags: tuple[str, ...]
+    """What the compiler is told."""
+
+
+_QUICK = "-O2"
+"""Where whole numbers are multiplied without units: -O3 takes a compiler up to 37 s there, and this 7."""
+
+
+def _x86(name: str, title: str, needs: tuple[str, ...], *flags: str) -> Target:
+    """Tell the compiler of the features one by one: older ones know no name for all of them together."""
+    features = (f"-m{feature.replace('amx_', 'amx-').replace('_', '')}" for feature in needs)
+    return Target(name, title, "x86_64", needs, (*features, *flags))
+
+
+_AVX2 = ("sse2", "avx2", "fma", "f16c", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_VNNI = (*_AVX512, "avx512_vnni")
+_BF16 = (*_VNNI, "avx512_bf16")
+_AMX = (*_BF16, "amx_tile", "amx_int8", "amx_bf16")
+
+NATIVE = Target("native", "whatever the compiler takes this processor for", None, (), ("-march=native",))
+TARGETS = (
+    _x86("amx", "AVX-512 with bfloat16 and matrix units", _AMX),
+    _x86("avx512-bf16", "AVX-512 with bfloat16 units", _BF16),
+    _x86("avx512-vnni", "AVX-512 with VNNI", _VNNI),
+    _x86("avx512", "AVX-512", _AVX512),
+    _x86("avx2-vnni", "AVX2 with VNNI", (*_AVX2, "avx_vnni")),
+    _x86("avx2", "AVX2", _AVX2),
+    _x86("x86-64", "any x86-64", ("sse2",), _QUICK),
+    Target(
+        *("neon-bf16", "NEON with dot products and bfloat16", "aarch64", ("asimd", "asimddp", "bf16")),
+        ("-march=armv8.2-a+dotprod+bf16",),
+    ),
+    Target(
+        *("neon-dot", "NEON with dot products", "aarch64", ("asimd", "asimddp")),
+        ("-march=armv8.2-a+dotprod",),
+    ),
+    Target("neon", "NEON", "aarch64", ("asimd",), ("-march=armv8-a", _QUICK)),
+    NATIVE,
+)
+"""Best first: the first that the processor meets and the compiler can build is taken.
+
+The last is for processors that are not in the table, and where a system does not say what it runs on.
+"""
+BEYOND = frozenset(
+    {"avx512_fp16", "amx_fp16", "avx_vnni_int8", "avx_ne_convert", "i8mm", "sve", "sve2", "svebf16", "sme"}
+)
+"""Features that products could gain by and that no target uses."""
+
+
+def candidates() -> tuple[Target, ...]:
+    """Return what may be compiled for, best first: the one that the user names, or all that can run here."""
+    if asked := os.environ.get(VARIABLE):
+        target = named(asked)
+        if missing := set(target.needs) - features() if target.needs else ():
+            logger.warning(
+                "%s=%s needs %s, which this processor lacks", VARIABLE, asked, ", ".join(sorted(missing))
+            )
+            return ()
+        return (target,)
+    found, machine = features(), platform.machine()
+    return tuple(own for own in TARGETS if own.machine in (None, machine) and found.issuperset(own.needs))
+
+
+def named(name: str) -> Target:
+    """Find a target by its name; another name is the compiler's business."""
+    other = Target(name, f"-march={name}", None, (), (f"-march={name}",))
+    return next((own for own in TARGETS if own.name == name), other)
+
+
+def unused(target: Target) -> list[str]:
+    """List what this processor has for products and the target, of the table, does not use."""
+    better = TARGETS[: TARGETS.index(target)] if target in TARGETS and target.needs else None
+    if better is None:
+        return []
+    known = BEYOND.union(*(own.needs for own in better))
+    return sorted(known & features() - set(target.needs))
+
+
+def features() -> frozenset[str]:
+    """Return the processor's features; none where the system does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(found.partition(":")[2].split())

@@ -1,0 +1,280 @@
+"""Forms compiled for other processors against those that run here: ARM's under an emulator.
+
+The same calls are made on the same memory, in this process and in a small program (replay.c).
+"""
+
+import ctypes
+import functools
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear.integers import INT4, INT8, Rounding
+from specdec.kernels.native import linear
+from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, source
+from specdec.kernels.native.forms import forms
+from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
+from specdec.kernels.native.targets import Target, features, named
+from tests.tolerances import KERNEL
+
+DRIVER = Path(__file__).with_name("replay.c")
+CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+WIDEST_GROUP = 136
+"""Bytes of a group of 32 numbers of a rounded row, where it takes most."""
+EXPECTED = {
+    "x86-64": ("128-bit vectors", "32 bits", False),
+    "neon": ("NEON", "32 bits", False),
+    "neon-dot": ("NEON", "dot products", False),
+    "neon-bf16": ("NEON", "dot products", True),
+}
+
+pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
+
+
+@dataclass(slots=True)
+class Calls:
+    """Calls of C forms whose tensors all lie in one image of memory."""
+
+    image: bytearray = field(default_factory=bytearray)
+    words: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    results: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def put(self, x: Tensor) -> int:
+        """Copy a tensor into the image, and return where."""
+        at = len(self.image)
+        data = x.contiguous().view(torch.uint8).numpy().tobytes()
+        self.image += data + bytes(-len(data) % 64)
+        return at
+
+    def call(self, name: str, *arguments: Tensor | float | None, results: tuple[int, ...]) -> None:
+        """Add a call; of its arguments those of these numbers are compared afterwards."""
+        self.words.append(NUMBERS[name])
+        for number, (kind, value) in enumerate(zip(FORMS[name], arguments, strict=True)):
+            if isinstance(value, Tensor):
+                self.addresses.append(len(self.words))
+                at = self.put(value)
+                if number in results:
+                    self.results.append((at, value))
+                self.words.append(at)
+            elif kind == "f":
+                self.words.append(ctypes.c_uint32.from_buffer(ctypes.c_float(value or 0.0)).value)
+            else:
+                self.words.append(int(value or 0))
+
+    def found(self, image: Tensor) -> list[Tensor]:
+        """View the results in an image."""
+        return [
+            image[at : at + like.nbytes].clone().view(like.dtype).view(like.shape)
+            for at, like in self.results
+        ]
+
+    def here(self) -> list[Tensor]:
+        """Make the calls with the forms of this process."""
+        library = compiled()
+        assert library is not None
+        image = torch.frombuffer(self.image, dtype=torch.uint8).clone()
+        words = torch.tensor(self.words)
+        words[self.addresses] += image.data_ptr()
+        end = ctypes.c_void_p(words.data_ptr() + words.nbytes)
+        library.replay(ctypes.c_void_p(words.data_ptr()), end)
+        return self.found(image)
+
+    def there(self, command: list[str], folder: Path) -> tuple[list[Tensor], str]:
+        """Make them in a program of its own, which says what it was compiled for."""
+        counts = np.array([len(self.image), len(self.words), len(self.addresses)])
+        numbers = (np.array(part, dtype=np.int64).tobytes() for part in (self.words, self.addresses))
+        (folder / "calls").write_bytes(counts.tobytes() + bytes(self.image) + b"".join(numbers))
+        command = [*command, str(folder / "calls"), str(folder / "image")]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+        image = torch.from_numpy(np.fromfile(folder / "image", dtype=np.uint8))
+        return self.found(image), said.strip()
+
+
+@functools.cache
+def program(target: Target, folder: Path) -> list[str]:
+    """Compile the forms and the driver; return the command that runs them."""
+    foreign = target.machine == "aarch64" != platform.machine()
+    if foreign and not (shutil.which(CROSS) and shutil.which(EMULATOR)):
+        pytest.skip(f"needs {CROSS} and {EMULATOR}")
+    if not foreign and (target.machine != platform.machine() or not features().issuperset(target.needs)):
+        pytest.skip(f"this processor does not run {target.name}")
+    compiler = CROSS if foreign else find_compiler()
+    assert compiler is not None
+    text, place = folder / f"{target.name}.c", folder / target.name
+    text.write_text(f'{source()}#include "{DRIVER}"\n')
+    flags = flags_for(target, "-fopenmp-simd")
+    # Whole, with its library: an emulator need not know where a foreign one lies.
+    command = [
+        *compiler.split(),
+        *flags,
+        *(["-static"] if foreign else []),
+        str(text),
+        "-o",
+        str(place),
+        "-lm",
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return [*([EMULATOR, "-cpu", "max"] if foreign else []), str(place)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("targets")
+
+
+targets = pytest.mark.parametrize("target", [named(name) for name in EXPECTED], ids=list(EXPECTED))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, 77, dtype=dtype)
+
+
+def products(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, pairs: bool, turned: bool = False
+) -> Calls:
+    """Multiply with units for pairs of bfloat16 or without; turned: each pair's second entry comes first.
+
+    In bfloat16 large products at both ends cancel out: what their sum rounds away tells of the order.
+    """
+    x_TD, weight_ND = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
+    if dtype == torch.bfloat16:
+        x_TD[:, 0] = weight_ND[:, 0] = weight_ND[:, -1] = 4096
+        x_TD[:, -1] = -4096
+    if turned:
+        x_TD, weight_ND = (x.unflatten(1, (-1, 2)).flip(2).flatten(1) for x in (x_TD, weight_ND))
+    packed = linear.pack(weight_ND, draw(outputs, dtype=dtype, seed=2))
+    assert isinstance(packed, linear.Panels)
+    calls = Calls()
+    calls.call(
+        f"linear_{SUFFIX[dtype]}",
+        *(x_TD, rows, inputs, inputs, packed.weight, packed.bias_N),
+        poisoned(rows, inputs) if dtype == torch.bfloat16 and not pairs else None,
+        *(poisoned(rows, outputs, dtype=dtype), outputs, outputs),
+        results=(7,),
+    )
+    return calls
+
+
+def whole_products(form: Rounding, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Calls:
+    calls = Calls()
+    packed = linear.lay_whole(form.quantise(draw(outputs, inputs, dtype=dtype, seed=1)))
+    room = torch.empty((rows + 1) * -(-inputs // 32) * WIDEST_GROUP, dtype=torch.uint8)
+    calls.call(
+        f"linear_integer_{SUFFIX[dtype]}",
+        *(
+            draw(rows, inputs, dtype=dtype),
+            rows,
+            inputs,
+            inputs,
+            form.bits,
+            packed.weight,
+            packed.scale,
+            None,
+        ),
+        *(room, poisoned(rows, outputs, dtype=dtype), outputs, outputs),
+        results=(9,),
+    )
+    return calls
+
+
+SIZES = [(1, 33, 64), (3, 70, 96), (6, 16, 40), (9, 130, 200)]
+
+
+@targets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder: Path) -> None:
+    """Those in float32 where sums are fused, as on all but the oldest processors."""
+    command, found = program(target, folder), forms()
+    vectors, integers, pairs = EXPECTED[target.name]
+    assert found is not None
+    for sizes in SIZES:
+        (there,), said = products(dtype, *sizes, pairs=pairs).there(command, folder)
+        assert said == f"{vectors}, {integers}, bfloat16 units {pairs:d}"
+        (here,) = products(dtype, *sizes, pairs=found.pairs).here()
+        if dtype == torch.bfloat16 or target.name != "x86-64":
+            assert torch.equal(there, here)
+            (other,) = products(dtype, *sizes, pairs=found.pairs, turned=True).here()
+            assert not torch.equal(there, other), "the order of sums leaves no trace"
+        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+
+
+@targets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+def test_products_of_whole_numbers_have_the_same_bits(
+    target: Target, form: Rounding, dtype: torch.dtype, folder: Path
+) -> None:
+    command = program(target, folder)
+    for sizes in SIZES:
+        calls = whole_products(form, dtype, *sizes)
+        (there,), (here,) = calls.there(command, folder)[0], calls.here()
+        if target.name != "x86-64":
+            assert torch.equal(there, here)
+        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+
+
+@targets
+@pytest.mark.parametrize("with_beta", [True, False])
+def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path) -> None:
+    """Of a window of certain tokens, and of two drafted branches that keep states of their own."""
+    command = program(target, folder)
+    rows, width, groups, heads, key, value = 2, 3, 2, 4, 24, 40
+    tokens = rows * width
+    calls = Calls()
+    above = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8).repeat(rows, 1, 1)
+    for branches, slots in ((None, None), (above, torch.arange(2, 2 + tokens))):
+        states = draw(2 + tokens, heads, key, value, seed=6)
+        calls.call(
+            "scan_window",
+            *(key**-0.5 * draw(tokens, groups, key, seed=seed) for seed in (0, 1)),
+            *(draw(tokens, heads, value, seed=2), -draw(tokens, heads, seed=3).abs()),
+            draw(tokens, heads, seed=4).sigmoid() if with_beta else None,
+            *(poisoned(tokens, heads, value), rows, width, groups, heads, key, value),
+            *(states, states.stride(0), torch.tensor([1, 0]), torch.zeros(8, dtype=torch.int64)),
+            *(None, None, None, None, 0, None, None, slots, branches),
+            results=(5, 12),
+        )
+    for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
+        torch.testing.assert_close(there, here, rtol=KERNEL[torch.float32], atol=KERNEL[torch.float32])
+
+
+@targets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_and_activations_are_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
+    command, suffix = program(target, folder), SUFFIX[dtype]
+    calls = Calls()
+    x, out = draw(5, 70, dtype=dtype), poisoned(5, 70, dtype=dtype)
+    calls.call(f"rms_norm_{suffix}", x, 5, 1, 70, 70, 0, draw(70, seed=1), 0, 1e-6, out, results=(9,))
+    calls.call(f"swiglu_{suffix}", x, 5, 35, 70, poisoned(5, 35, dtype=dtype), results=(4,))
+    calls.call(f"sigmoid_{suffix}", x, 5, 70, 70, out, results=(4,))
+    calls.call(f"l2_normalise_{suffix}", x, 5, 2, 35, 70, 0.5, poisoned(5, 70), results=(6,))
+    for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
+        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+
+
+@targets
+def test_noise_and_ranking_are_the_same(target: Target, folder: Path) -> None:
+    command, calls = program(target, folder), Calls()
+    seeds, positions = torch.tensor([0, -3, 2**62]), torch.tensor([0, 5, 1 << 40])
+    calls.call("gumbel", seeds, positions, 3, 515, poisoned(3, 515), results=(4,))
+    tokens, shares = poisoned(3, 4, dtype=torch.int64), poisoned(3, 4)
+    calls.call("topk", draw(3, 515).round(), 3, 515, 4, tokens, shares, results=(4, 5))
+    (noise, best, share), (noise_here, best_here, share_here) = (
+        calls.there(command, folder)[0],
+        calls.here(),
+    )
+    torch.testing.assert_close(noise, noise_here, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(share, share_here, rtol=2e-6, atol=1e-7)
+    assert torch.equal(best, best_here)
