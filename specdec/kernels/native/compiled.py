@@ -35,7 +35,7 @@ DIGEST = 16
 """Digits of a library's name that tell of its sources."""
 
 THREADS = ("-fopenmp", "-fopenmp-simd")
-"""With torch's threads, or where they cannot be reached, with the caller's alone."""
+"""As many threads as torch's OpenMP allows, or where that cannot be asked, the caller's alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The helpers that OpenMP keeps for every thread that has shared work: torch's, and those of the C forms."""
+"""The helpers that OpenMP keeps for every thread in which torch has shared work; the C forms have their own."""
 
 import ctypes
 import functools
