@@ -11,6 +11,7 @@ from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.core.request import Request
 from specdec.errors import ConfigError
+from specdec.kernels.native.forms import describe_kernels
 from specdec.setup.build import Model, assemble, build
 
 ENGINE = "specdec"
@@ -80,7 +81,7 @@ class EngineRunner:
         """Say which kernels ran and who drafted."""
         settings = self.model.settings
         return {
-            "kernels": self.model.network.kernels.name,
+            "kernels": describe_kernels(self.model.network.kernels.name),
             "drafters": list(settings.drafters),
             "slots": settings.config.slots,
             "synthetic_acceptance": settings.synthetic,
