@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -214,7 +215,7 @@ class LlamaCppPeer:
         try:
             self._server.wait(2 * llama_server.PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self._server.kill()
+            os.killpg(self._server.pid, signal.SIGKILL)  # the program that it runs too
             self._server.wait()
         self._log.close()
 
@@ -224,7 +225,7 @@ class LlamaCppPeer:
             try:
                 with self._http.open(f"{self.url}/health", timeout=SERVER_TIMEOUT_S):
                     return
-            except (urllib.error.URLError, ConnectionError):  # not there yet, or still loading
+            except OSError:  # not there yet, or still loading
                 time.sleep(POLL_S)
         raise EngineError(
             f"{self.name} did not start with {self.settings.model}; it said: …{self._said()[-LOG_TAIL:]}",

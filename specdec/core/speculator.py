@@ -199,7 +199,10 @@ class Speculation:
             return
         wants = [want_of(requests[i], shapes[i]) for i in wanted]
         lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
-        behind = max(length - self._told.get(number, 0) for number, length in lengths.items())
+        caught_up = self.planned is not self.head  # what drafts from the sequence's own memory always is
+        behind = (
+            0 if caught_up else max(length - self._told.get(number, 0) for number, length in lengths.items())
+        )
         self._told |= lengths
         silent = [drafter for drafter in self.drafters if drafter is self.planned or not any(answers)]
         start_s, first_passes = self.clock(), self.backing.arena.first_passes

@@ -1,7 +1,8 @@
 """How many drafted nodes each row verifies: chosen by what nodes are expected to bring, and what steps cost.
 
-Rows of one width are one group of the window, and a further group costs something. So rows have one of three
-widths at most, beside those that verify nothing. Nodes are bought for all rows together, the best ones first.
+Rows of one width are one group of the window, and a further group costs something. So rows are cut to one of
+three widths at most, beside those that verify nothing; a draft that is shorter keeps its own. Nodes are
+bought for all rows together, the best ones first.
 """
 
 import functools

@@ -73,7 +73,7 @@ def announced(*levels: Fields) -> Announced | None:
 
 def _read(fields: Fields) -> Announced:
     method = fields.get("quant_method")
-    if method in _PACKED:
+    if isinstance(method, str) and method in _PACKED:
         return Announced(method, _PACKED[method](fields))
     needed = f"(8-bit floats in blocks of {BLOCK} by {BLOCK}), or the checkpoint that was not quantised"
     if method != "fp8":

@@ -24,7 +24,11 @@ class PackedSizes:
     numbers: int
     """How many there are."""
     multiplied: int
-    """Bytes of them as they are multiplied."""
+    """Bytes of them as a CPU multiplies them."""
+    tiled: int
+    """Bytes of those that a GPU multiplies, in tiles."""
+    untiled: int
+    """How many numbers a GPU widens."""
 
     @property
     def stored(self) -> int:
@@ -107,7 +111,10 @@ class Tensors:
             bits[matrix.numbers.bits] += self.bytes(name)
         numbers = sum(prod(matrix.shape) for _, matrix in matrices)
         multiplied = sum(matrix.numbers.num_bytes(matrix.shape) for _, matrix in matrices)
-        return Sizes(stored, float8, PackedSizes(self._format, bits, numbers, multiplied))
+        fitting = [matrix for _, matrix in matrices if matrix.numbers.fits_tiles]
+        tiled = sum(matrix.numbers.num_bytes(matrix.shape) for matrix in fitting)
+        untiled = numbers - sum(prod(matrix.shape) for matrix in fitting)
+        return Sizes(stored, float8, PackedSizes(self._format, bits, numbers, multiplied, tiled, untiled))
 
     def _parts(self, name: str, shape: Shape) -> dict[str, Part]:
         if len(shape) != 2:

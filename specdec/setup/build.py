@@ -85,11 +85,12 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         quantize=_format(settings),
     )
     stored = stored_format(checkpoint.config)
-    if stored and stored.packed and stored.packed.note:
+    if stored and stored.packed and stored.packed.note and settings.weights:
         logger.info("%s: %s", stored.name, stored.packed.note)
     if narrower := settings.quantize or (stored and stored.name):
         kept = settings.weights is not None
-        form = "kept" if kept else f"widened to {settings.dtype} where these kernels need them so"
+        form = "kept, but for what these kernels widen" if on_gpu(settings.kernels) else "kept"
+        form = form if kept else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if kept else logging.WARNING, "%s weights: %s", narrower, form)
     return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
 

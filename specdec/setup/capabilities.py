@@ -79,7 +79,7 @@ NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a draf
 SYNTHETIC_LOOKUP = Refusal(
     "synthetic_acceptance",
     "look-ups draft only where the text repeats itself, so no length can be promised of them",
-    f"use draft={quoted_heads()}, with a model that has such a head",
+    f"use draft={quoted_heads()}, with a model that has such a head, or draft='self-int4'",
 )
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",

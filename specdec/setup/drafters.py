@@ -80,7 +80,9 @@ SELF_ON_DEVICE = Refusal(
     "use graphs=False, or another drafter",
 )
 SELF_ON_GPU = Refusal(
-    "draft", "'self-int4' multiplies whole numbers, which these kernels do not", "use draft='auto', or a CPU"
+    "draft",
+    "'self-int4' is built and tested for a CPU's kernels alone",
+    "use draft='auto', or a CPU",
 )
 SELF_IS_PACKED = Refusal(
     "draft",

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.config.engine import EngineConfig
 from specdec.kernels.linear.integers import INT4
 from specdec.kernels.native.forms import describe_kernels
-from specdec.kernels.table import load_kernels
+from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import find_head
@@ -224,7 +224,12 @@ def measure_stored(
     checkpoint: Checkpoint, network: spec.Network, settings: Resolved, head: HeadSource | None = None
 ) -> Footprint:
     """List every parameter of a checkpoint's network as an engine with these settings keeps it."""
-    whole = stored_numbers(checkpoint, network) if settings.weights else lambda name: None
+    found = stored_numbers(checkpoint, network)
+
+    def whole(name: str) -> Numbers | None:
+        own = found(name) if settings.weights else None
+        return None if own and on_gpu(settings.kernels) and not own.fits_tiles else own
+
     return measure(
         *(network, settings.dtype),
         quantize=settings.weight_format,

@@ -67,15 +67,14 @@ def weight_bytes(
     quantize: str | None,
     kept: WeightFormat | None,
     packed: PackedSizes | None = None,
-    multiplied: bool = False,
+    packed_bytes: int = 0,
 ) -> int:
     """Count what the weights will take, from what a checkpoint stores of them.
 
-    `narrow_bytes` are those of 8-bit floats. Whole numbers, `packed`, are `multiplied` or widened.
+    `narrow_bytes` are those of 8-bit floats. Whole numbers, `packed`, will take `packed_bytes`.
     """
     if packed:
-        whole = packed.multiplied if multiplied else packed.numbers * dtype.itemsize
-        return whole + (stored_bytes - packed.stored) // stored.itemsize * dtype.itemsize
+        return packed_bytes + (stored_bytes - packed.stored) // stored.itemsize * dtype.itemsize
     wide, narrow, table = (stored_bytes - narrow_bytes) // stored.itemsize, narrow_bytes, 0
     if quantize:
         table = network.vocab * network.hidden
@@ -98,8 +97,10 @@ def copy_bytes(
     narrow_bytes: int,
     *,
     kept: WeightFormat | None,
+    packed: PackedSizes | None = None,
 ) -> int:
     """Count what a rounded copy will take beside the network, whose embedding it shares."""
+    stored_bytes += packed.numbers * stored.itemsize - packed.stored if packed else 0
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
     alone = weight_bytes(*sizes, quantize=COPIED_IN, kept=kept)
     return alone - network.vocab * network.hidden * dtype.itemsize

@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights stay in the cache, and are faster in float32 where torch multiplies them."""
-WHOLE_KERNELS = ("native", "reference")
-"""Those that keep whole numbers; all others widen them."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
 """The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
 
@@ -132,11 +130,11 @@ def resolve(
         quantize=config.quantize,
         kept=FORMATS.get(weights) if weights else None,
         packed=packed,
-        multiplied=weights is not None,
+        packed_bytes=_packed_bytes(packed, kernels, dtype) if packed else 0,
     )
     if has_copy(drafters):
         rounded = _weights(COPIED_IN, kernels, stored_narrow=False, packed=None)
-        held += copy_bytes(*sizes, kept=FORMATS[rounded] if rounded else None)
+        held += copy_bytes(*sizes, kept=FORMATS[rounded] if rounded else None, packed=packed)
         if rounded is None:
             logger.warning("copy that drafts: widened to %s, which costs what the model does", dtype)
     memory_bytes = arena_bytes(
@@ -333,11 +331,18 @@ def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed:
                 f"rounded to {quantize} again; leave it out, or take the checkpoint that was not quantised.",
                 field="quantize",
             )
-        return packed if kernels in WHOLE_KERNELS else None
+        return None if kernels == "cpu" else packed
     if quantize in WHOLE:
         return None if kernels == "cpu" else quantize
     wanted = quantize or ("fp8" if stored_narrow else None)
     return wanted if kernels == "reference" or on_gpu(kernels) else None
+
+
+def _packed_bytes(packed: PackedSizes, kernels: str, dtype: torch.dtype) -> int:
+    """Count what published whole numbers take: a GPU keeps those that fit its tiles, the plain form none."""
+    if on_gpu(kernels):
+        return packed.tiled + packed.untiled * dtype.itemsize
+    return packed.numbers * dtype.itemsize if kernels == "cpu" else packed.multiplied
 
 
 def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:

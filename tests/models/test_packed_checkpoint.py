@@ -19,6 +19,8 @@ from specdec.kernels.native import linear
 from specdec.kernels.native.compiled import compiled
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.fields import Fields
+from specdec.models.packed import gptq
 from specdec.setup import memory
 from specdec.setup.footprint import describe_model
 from tests.models.canonical import canonical
@@ -450,3 +452,38 @@ def test_experts_packed_in_part_are_refused(pairs: Pairs, tmp_path: Path) -> Non
     edit(own, {**parts, f"{layer}.weight": read_tensors(wide)[f"{layer}.weight"]})
     with pytest.raises(CheckpointError, match=rf"{layer}\.weight is not stored as the experts before it"):
         Runner(own, torch.float32, slabs=2)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        r"(\w+\.?)*$",
+        "(.*.*)*x",
+        "a" * 600,
+        ".*.*.*.*.*x",
+        r"(a)\1",
+        "a{99999999999999999999}",
+        "(" * 400,
+        "[",
+    ],
+)
+def test_expressions_that_may_take_long_are_refused(expression: str) -> None:
+    """They come from a folder, and so do the names that they are matched with."""
+    for config in ({"dynamic": {f"-:{expression}": {}}}, {"dynamic": {expression: {"bits": 4}}}):
+        fields = Fields({"bits": 4, "group_size": 32, **config})
+        with pytest.raises(CheckpointError, match="regular expressions of layers' names"):
+            gptq.read_format(fields)
+
+
+@pytest.mark.parametrize(
+    ("expression", "left_out"),
+    [
+        (r".*layers\.\d+\.(self_attn|mlp)\..*", True),
+        (r"model\.layers\.[0-9]+\.mlp", True),
+        ("lm_head", False),
+    ],
+)
+def test_usual_expressions_are_read(expression: str, left_out: bool) -> None:
+    fields = Fields({"bits": 4, "group_size": 32, "dynamic": {f"-:{expression}": {}}})
+    numbers = gptq.read_format(fields).numbers_of("model.layers.0.mlp.gate_proj")
+    assert (numbers is None) == left_out

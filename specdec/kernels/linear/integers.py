@@ -124,7 +124,7 @@ class Rounding:
 
     bits: int
     rounds_fp8: ClassVar[bool] = True
-    """Who asks for whole numbers gets them: they take less, and no CPU multiplies FP8."""
+    """What is asked for is given: whole numbers take less, and no CPU multiplies FP8."""
 
     @property
     def output(self) -> "Rounding":
@@ -140,15 +140,15 @@ class Rounding:
         out = self.empty(weight.shape, weight.dtype, weight.device)
         for expert in range(weight.shape[0]):
             own = self.quantise(weight[expert] if isinstance(weight, Tensor) else weight.expert(expert))
-            out.number_ND[expert], out.scale[expert] = own.number_ND, own.scale
+            out.place(own, expert, 0)
         return out
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Integers:
         """Return room for a matrix, or one of each expert."""
         *outputs, inputs = shape
-        by_group = [-(-inputs // GROUP)] if self.bits == 4 else []
+        by_group, kind = ([-(-inputs // GROUP)], torch.float16) if self.bits == 4 else ([], torch.float32)
         number_ND = torch.empty(tuple(shape), dtype=torch.int8, device=device)
-        scale = torch.empty((*outputs, *by_group), dtype=torch.float32, device=device)
+        scale = torch.empty((*outputs, *by_group), dtype=kind, device=device)
         return Integers(number_ND, scale, self.bits, dtype)
 
     def num_bytes(self, shape: Sequence[int]) -> int:

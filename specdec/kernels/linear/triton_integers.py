@@ -25,15 +25,14 @@ class Tiles(NamedTuple):
     number: Tensor
     """Tiles of one output's inputs [N / 16, D / 64, 16, 64], or with 4 bits [N / 16, D / 64, 16, 32]."""
     scale: Tensor
-    """With 8 bits [N] in float32, with 4 bits [N, D / 32] in float16."""
+    """With 8 bits [N] in float32, with 4 bits [N, D / 32] in 16 bits."""
     bits: int
     shape: torch.Size
 
 
 def fits_tiles(matrix: Integers) -> bool:
     """Tell whether a matrix is of a kind that is rounded here; published ones may be of others."""
-    by_group = matrix.bits == 4 and matrix.scale.dtype == torch.float16
-    return matrix.zero_NG is None and (by_group if matrix.by_group else matrix.bits == 8)
+    return matrix.zero_NG is None and matrix.by_group == (matrix.bits == 4)
 
 
 def lay_tiles(matrix: Integers) -> Tiles:

@@ -4,6 +4,8 @@ A layer's matrix `NAME.weight` lies in several tensors, such as `NAME.qweight` a
 by the name that it had before it was quantised, so that the families' names and recipes serve as they are.
 """
 
+import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,31 @@ FLOATS = ("F16", "BF16", "F32")
 """What scales may be stored as."""
 
 
+LONGEST_EXPRESSION, MOST_REPEATS = 512, 4
+"""What an expression of layers' names may have: a folder must not hold its reader up."""
+
+
+def compile_names(fields: Fields, field: str, expression: str) -> re.Pattern[str]:
+    """Compile an expression of layers' names; refuse one that could take long to match.
+
+    A repeat of a group may try exponentially many ways; single signs repeated a few times try few.
+    """
+    signs = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", expression)
+    slow = re.search(r"\)[*+?{]", signs) or re.search(r"\\[1-9]|\(\?P=", expression)
+    repeats = len(re.findall(r"[*+]|\{\d*,\d*\}", signs))
+    try:
+        if len(expression) <= LONGEST_EXPRESSION and repeats <= MOST_REPEATS and not slow:
+            with warnings.catch_warnings(action="ignore"):
+                return re.compile(expression)
+    except (re.error, OverflowError, RecursionError):
+        pass
+    fields.refuse(
+        field,
+        f"regular expressions of layers' names with at most {LONGEST_EXPRESSION} characters and "
+        f"{MOST_REPEATS} repeats, none of them of a group",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """How the numbers of a matrix were rounded."""
@@ -38,6 +65,11 @@ class Numbers:
     def by_group(self) -> bool:
         """Tell whether scales are kept by group; one of an output may be, for only 8 bits need no group's."""
         return self.bits == 4 or self.group is not None or not self.symmetric
+
+    @property
+    def fits_tiles(self) -> bool:
+        """Tell whether a GPU's kernels keep them as they are, as `triton_integers.fits_tiles` does."""
+        return self.symmetric and self.by_group == (self.bits == 4)
 
     def groups(self, inputs: int) -> int:
         """Count an output's scales."""
@@ -165,6 +197,8 @@ class PackedFormat:
             name, _, suffix = disk.rpartition(".")
             for kind in self.kinds:
                 if suffix != kind.marker or not kind.is_at(checkpoint, name):
+                    continue
+                if len(checkpoint.shape(disk)) != 2:
                     continue
                 if numbers := self.numbers_of(name):
                     disks = {own: f"{name}.{own}" for own in kind.suffixes}

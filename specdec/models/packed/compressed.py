@@ -1,6 +1,5 @@
 """compressed-tensors: whole numbers packed in words along the inputs, or as they are in int8."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +19,7 @@ from specdec.models.packed.base import (
     Part,
     Raw,
     Unfit,
+    compile_names,
     read_bits,
     read_group,
     unpack_words,
@@ -108,10 +108,7 @@ class _Layers:
     def __init__(self, fields: Fields, field: str) -> None:
         listed = fields.strings(field) or ()
         expressions = [own.removeprefix("re:") for own in listed if own.startswith("re:")]
-        try:
-            self.patterns = [re.compile(own) for own in expressions]
-        except re.error:
-            fields.refuse(field, "names, regular expressions that begin with re:, or 'Linear'")
+        self.patterns = [compile_names(fields, field, own) for own in expressions]
         self.names = frozenset(listed) - {_LINEAR}
         self.all = _LINEAR in listed
 

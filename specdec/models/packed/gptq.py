@@ -19,6 +19,7 @@ from specdec.models.packed.base import (
     Part,
     Raw,
     Unfit,
+    compile_names,
     read_bits,
     read_group,
     unpack_words,
@@ -110,9 +111,6 @@ def _dynamic(fields: Fields, default: Numbers) -> list[tuple[re.Pattern[str], Nu
     dynamic = fields.within("dynamic")
     found: list[tuple[re.Pattern[str], Numbers | None]] = []
     for rule in dynamic.names():
-        try:
-            pattern = re.compile(rule.removeprefix("-:").removeprefix("+:"))
-        except re.error:
-            dynamic.refuse(rule, "a regular expression of layers' names")
+        pattern = compile_names(dynamic, rule, rule.removeprefix("-:").removeprefix("+:"))
         found.append((pattern, None if rule.startswith("-:") else _numbers(dynamic.within(rule), default)))
     return sorted(found, key=lambda own: own[1] is not None)
