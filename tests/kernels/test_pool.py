@@ -92,3 +92,51 @@ assert seen and all(seen)
 
 def test_helpers_take_no_signals_and_end_with_the_program() -> None:
     subprocess.run([sys.executable, "-c", STOPPED], check=True, timeout=120)
+
+
+BOUND = """
+import os
+import torch
+from specdec.kernels.native import linear
+
+def tasks():
+    return set(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(2)
+packed, x_TD = linear.pack(torch.randn(3000, 512)), torch.randn(4, 512)
+(torch.randn(1 << 20) + 1).sum()  # in torch's threads, each bound to a processor of its own
+before = tasks()
+linear.linear(x_TD, packed)
+for helper in tasks() - before:
+    print(len(os.sched_getaffinity(int(helper))))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor")
+def test_helpers_are_not_bound_to_the_processor_of_the_thread_that_starts_them() -> None:
+    """Where a user binds OpenMP's threads, all helpers would share that one."""
+    bound = {**os.environ, "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
+    ended = subprocess.run(
+        [sys.executable, "-c", BOUND], env=bound, check=True, timeout=120, capture_output=True, text=True
+    )
+    assert ended.stdout.split() == ["2"]
+
+
+FEW = """
+import os
+import torch
+from specdec.kernels.native import linear
+
+torch.set_num_threads(12)
+wide, x_TD = linear.pack(torch.randn(3000, 512)), torch.randn(64, 4096)
+linear.linear(torch.randn(4, 512), wide)
+assert len(os.listdir("/proc/self/task")) >= 12
+two = linear.pack(torch.randn(128, 4096))  # two chunks
+wanted = linear.linear(x_TD, two)
+assert all(torch.equal(linear.linear(x_TD, two), wanted) for _ in range(300))
+"""
+
+
+def test_many_helpers_and_few_chunks() -> None:
+    """Those that may not draw leave the work to those that may."""
+    subprocess.run([sys.executable, "-c", FEW], check=True, timeout=120)

@@ -55,8 +55,9 @@ def compiled() -> ctypes.CDLL | None:
 @functools.cache
 def loaded() -> Loaded | None:
     """Load the best that can be had for this processor; what was chosen, and passed over, is logged once."""
-    compiler, failure = find_compiler(), None
+    compiler, failed = find_compiler(), None
     for target in candidates():
+        failure = None
         for threads in THREADS:
             try:
                 place = _place(compiler, target, threads)
@@ -70,11 +71,12 @@ def loaded() -> Loaded | None:
                         "narrow windows run in C for %s (%s, %s)%s", target.name, place, threads, left
                     )
                     return Loaded(library, target)
+        failed = failure or failed
         if failure:
             logger.info("the C forms are not had for %s: %s", target.name, explain(failure))
     logger.warning(
         "%s: narrow windows run in plain torch, which is slower",
-        f"the C forms could not be made ({explain(failure)})" if failure else "no C compiler was found",
+        f"the C forms could not be made ({explain(failed)})" if failed else "no C compiler was found",
     )
     return None
 
@@ -136,7 +138,7 @@ def compile_(compiler: str, flags: Sequence[str], place: Path) -> Path:
         # Made beside its place and moved there whole, so that processes starting together see no half of it.
         text, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
         Path(text).write_text(source())
-        steps = ([*flags, "-c", text, "-o", part], ["-shared", part, "-o", whole, "-lm"])
+        steps = ([*flags, "-c", text, "-o", part], ["-shared", "-pthread", part, "-o", whole, "-lm"])
         for step in steps:
             command = [*compiler.split(), *step]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)

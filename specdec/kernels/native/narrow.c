@@ -1,6 +1,7 @@
 // The operations of a narrow window, each in one call: what a decode step spends beside its matrix products
 // is mostly the cost of calling. narrow.inc is compiled once for each type that tensors may have.
 
+#define _GNU_SOURCE  // for the affinity of threads
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,6 +15,7 @@ typedef long ix;
 #include "pool.inc"
 
 // Room that a thread keeps for what is between two steps of an operation; the next operation has it anew.
+#define ROOMY (1 << 20)
 typedef struct { size_t bytes; char at[] __attribute__((aligned(64))); } roomy;
 static pthread_key_t kept_room;
 static pthread_once_t room_asked = PTHREAD_ONCE_INIT;
@@ -24,7 +26,7 @@ static void *workspace(size_t bytes) {
     pthread_once(&room_asked, make_room_key);
     roomy *own = pthread_getspecific(kept_room);
     if (!own || own->bytes < bytes) {
-        size_t wanted = (sizeof *own + 2 * bytes + 63) / 64 * 64;
+        size_t wanted = (sizeof *own + bytes + (bytes < ROOMY ? bytes : 0) + 63) / 64 * 64;  // grows seldom
         free(own);
         own = aligned_alloc(64, wanted);
         if (!own) abort();
@@ -143,7 +145,7 @@ static void open_state(float *S, ix by_row, float *to, ix K, ix n, const float *
         sweep(S, by_row, to, COLUMNS, S, K, n, a, k, u, 1, x, y);
 }
 
-// MOST, the longest path and the widest window, is defined on the compiler's command line.
+// MOST, the longest path and the widest window of tokens that are not certain, is defined on the compiler's command line.
 
 // A recurrent layer's records: where its parts lie, and how far apart slabs and places are, in floats.
 typedef struct {

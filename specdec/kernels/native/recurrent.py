@@ -211,4 +211,5 @@ def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
 
 
 def _has_room(group: Group) -> bool:
-    return path_width(group) <= MOST and (group.record is None or group.width <= MOST)
+    undecided = group.record is not None or group.snapshot_BM is not None
+    return path_width(group) <= MOST and not (undecided and group.width > MOST)
