@@ -114,14 +114,13 @@ class SpecEngine:
         read anew: a value that no check has seen would fail a step, and all requests that share it. `caller`
         is who asks, where a process serves several: with the salt it makes the request's tenant.
         """
-        self._worker.check_process()
-        params = params.checked()
         spec = self.model.network.spec
-        check_ids(params, self.tokenizer, spec.vocab)
-        check_request(params, synthetic=self.model.settings.synthetic is not None)
-        stop_ids = find_stops(params, spec.eos)
-        has_form = params.structured_outputs is not None
-        with self._worker.calling():
+        with self._worker.calling():  # pydantic and the tokenizer are Rust, limits are made by torch
+            params = params.checked()
+            check_ids(params, self.tokenizer, spec.vocab)
+            check_request(params, synthetic=self.model.settings.synthetic is not None)
+            stop_ids = find_stops(params, spec.eos)
+            has_form = params.structured_outputs is not None
             limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
         if grammar is None and (compiling := self.begin_form(params, caller=caller)):
             grammar = compiling.result()

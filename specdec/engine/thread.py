@@ -96,9 +96,9 @@ class Worker:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Hold the end of the interpreter off while a caller's thread is in C++; refuse one that comes later.
+        """Hold the end of the interpreter off while a caller is in C++ or Rust; refuse one that comes later.
 
-        Python ends a daemon's thread by unwinding it, which C++ answers by aborting the process.
+        Python ends a daemon's thread by unwinding it, which these answer by aborting the process.
         """
         self.check_process()
         with self._gate:

@@ -24,7 +24,7 @@ from specdec.setup.build import build_random
 SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
 """A named size that is drawn in no time."""
 ARGV = ["bench", "throughput", "--random", "--shape", "small", "--dtype", "float32", "--device", "cpu"]
-LOAD = ["--batch", "1,3", "--prompt-tokens", "9", "--new-tokens", "6", "--repeats", "1", "--warmup", "0"]
+LOAD = ["--batch", "1,3", "--prompt-tokens", "9", "--new-tokens", "14", "--repeats", "1", "--warmup", "0"]
 
 
 @pytest.fixture(autouse=True)

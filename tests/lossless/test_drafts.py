@@ -108,7 +108,8 @@ def test_a_shape_chosen_by_the_clock_changes_nothing(
     """Which drafts are made depends on times then; what is said must not. Here they are thrown like dice."""
     rng, observe = random.Random(5), Costs.observe
     monkeypatch.setattr(
-        Costs, "observe", lambda own, rows, width, _: observe(own, rows, width, rng.uniform(0.5, 1.5))
+        *(Costs, "observe"),
+        lambda own, rows, width, _, groups=1: observe(own, rows, width, rng.uniform(0.5, 1.5), groups),
     )
     cases = plain(folder(family), 8)
     fields = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6, "adaptive": True}

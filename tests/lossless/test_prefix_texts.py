@@ -15,7 +15,7 @@ import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.setup.capabilities import AXES, RULES
-from specdec.setup.drafters import NO_HEAD
+from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from tests.lossless.cases import SHAPES, memory_for, preempt_each
 from tests.models.agreeing import END
 from tests.tolerances import FLOAT64_LOGITS
@@ -112,6 +112,7 @@ CELLS = [
         FAMILIES, AXES["drafter"], AXES["backing"], AXES["steps"]
     )
     if ({"drafter": drafter, "family": family}, NO_HEAD) not in RULES
+    and not (steps == "device" and drafter in DRAFTERS and DRAFTERS[drafter].host_only)
     and (drafter == "mtp" or (backing, steps) in (("record", "host"), ("snapshot", "device")))
 ]
 

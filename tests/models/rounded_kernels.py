@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specdec.kernels.ffn.cpu import relu2, swiglu
 from specdec.kernels.linear import integers, reference
 from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix, expert_of
@@ -30,7 +31,7 @@ def experts(
         lambda expert, x_PD, all_=all_: _multiply(x_PD, expert_of(all_, expert))
         for all_ in (up_EID, down_EDI)
     )
-    return cpu.mix(x_TD, up, down, index_TA, weight_TA, gated=gated)
+    return cpu.mix(x_TD, up, down, index_TA, weight_TA, swiglu if gated else relu2)
 
 
 def keep(weight: Matrix) -> Matrix:
