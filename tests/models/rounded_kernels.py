@@ -31,7 +31,7 @@ def experts(
         lambda expert, x_PD, all_=all_: _multiply(x_PD, expert_of(all_, expert))
         for all_ in (up_EID, down_EDI)
     )
-    return cpu.mix(x_TD, up, down, index_TA, weight_TA, swiglu if gated else relu2)
+    return cpu.mix(x_TD, up, swiglu if gated else relu2, down, index_TA, weight_TA)
 
 
 def keep(weight: Matrix) -> Matrix:
