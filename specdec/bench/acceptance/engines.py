@@ -45,7 +45,7 @@ class Engines:
     ) -> None:
         """Load the weights of every drafter; `config` says all else."""
         self.left_out: list[str] = []
-        """Who cannot draft here, and why."""
+        """What cannot draft here, and why."""
         self._loaded: list[Loaded] = []
         running = [own for own in draftings if own.draft in NETWORKS]
         for own in sorted(running, key=lambda own: NETWORKS.index(own.draft)):

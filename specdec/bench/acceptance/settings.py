@@ -14,7 +14,7 @@ from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, b
 
 TRANSFORMERS = "transformers"
 NETWORKS = (AUTO, *(name for name, own in DRAFTERS.items() if own.has_weights))
-"""Who may run a network, and so rank guesses with the noise or without; `auto` may have another's."""
+"""Drafters that may run a network, and so rank guesses with the noise or without; `auto` may have another's."""
 DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 
@@ -151,7 +151,7 @@ class Sweep:
         for draft in self.drafts:
             if draft == NONE:
                 continue  # it is always there
-            # Who looks text up ranks by no logits, and has no head to spare.
+            # Look-ups rank by no logits, and have no head to spare.
             noises = [noise == "shared" for noise in self.noises] if draft in NETWORKS else [True]
             spared = [*itertools.product(self.vocabs, self.windows)] if draft in NETWORKS else [(None, None)]
             for shape, noise, own in itertools.product(self.shapes, noises, spared):
