@@ -14,7 +14,7 @@ from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, b
 
 TRANSFORMERS = "transformers"
 NETWORKS = (AUTO, *(name for name, own in DRAFTERS.items() if own.has_weights))
-"""Drafters that may run a network, and so rank guesses with the noise or without; `auto` may have another's."""
+"""Drafters that may run a network: they rank guesses with the noise or without; `auto` may have another's."""
 DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 
