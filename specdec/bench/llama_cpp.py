@@ -92,8 +92,9 @@ def settings_for(
     """Say how llama.cpp runs what this engine runs: without drafts, then as this engine drafts."""
     own = model.settings
     kind = ROUNDED.get(own.quantize) if own.quantize else WIDE.get(own.dtype)
-    if kind is None or own.device.type != "cpu":
-        found = own.quantize or str(own.dtype).removeprefix("torch.")
+    packed = own.weights if own.weights != own.quantize else None  # published in whole numbers
+    if kind is None or packed or own.device.type != "cpu":
+        found = packed or own.quantize or str(own.dtype).removeprefix("torch.")
         raise ConfigError(
             f"--peers {LLAMA_CPP}: it runs on the CPU in float32, float16, bfloat16, int8 or int4, and this "
             f"engine in {found} on {own.device.type}; choose one of them, or leave it out",

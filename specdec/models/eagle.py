@@ -109,6 +109,8 @@ def read_head(folder: Path, target: spec.Network) -> EagleFolder:
 
 def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
     names, fields = frozenset(checkpoint.names()), Fields(checkpoint.config)
+    if (stored := announced(fields)) and stored.packed:
+        fields.refuse("quantization_config", "a head that is stored in 16 bits or 8-bit floats")
     layout, fuses = _layout(checkpoint, names)
     refuse_unsupported(fields)
     if fields.integer("num_hidden_layers", default=1) != 1:

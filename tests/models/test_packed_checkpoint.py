@@ -19,7 +19,9 @@ from specdec.kernels.native import linear
 from specdec.kernels.native.compiled import compiled
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.eagle import read_head
 from specdec.models.fields import Fields
+from specdec.models.folder import SHIPPED
 from specdec.models.packed import gptq
 from specdec.setup import memory
 from specdec.setup.footprint import describe_model
@@ -487,3 +489,12 @@ def test_usual_expressions_are_read(expression: str, left_out: bool) -> None:
     fields = Fields({"bits": 4, "group_size": 32, "dynamic": {f"-:{expression}": {}}})
     numbers = gptq.read_format(fields).numbers_of("model.layers.0.mlp.gate_proj")
     assert (numbers is None) == left_out
+
+
+def test_a_head_in_whole_numbers_is_refused_by_name(tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED["tiny"] / "eagle3", tmp_path / "head")
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    edit_config(tmp_path / "head", quantization_config=config)
+    target = families.read_network(Checkpoint(SHIPPED["tiny"]))
+    with pytest.raises(CheckpointError, match=r"draft_model: .*quantization_config .* 16 bits"):
+        read_head(tmp_path / "head", target)
