@@ -10,17 +10,10 @@ from specdec.bench import gguf_model
 from specdec.bench.gguf_model import FileType, cached_gguf, write_gguf
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import Checkpoint
+from tests.bench.suited import SUITED
 from tests.conftest import HYBRID
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-
-SUITED = {
-    "hidden_size": 64,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mtp_num_hidden_layers": 1,
-}
-"""What llama.cpp can run: keys and values of one size, and rows of whole groups of 32."""
 
 
 @pytest.fixture

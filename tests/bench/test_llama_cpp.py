@@ -23,7 +23,7 @@ from specdec.cli import main
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.folder import find_folder
-from tests.bench.test_gguf_model import SUITED
+from tests.bench.suited import SUITED
 from tests.conftest import HYBRID
 
 PROMPTS = [[5, 6, 7, 100, 101, 102, 17, 18], [9, 9, 30, 31, 32, 33, 34, 35]]

@@ -1,0 +1,9 @@
+"""What llama.cpp can run of small random models, whether or not its packages are here."""
+
+SUITED = {
+    "hidden_size": 64,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mtp_num_hidden_layers": 1,
+}
+"""Keys and values of one size, and rows of whole groups of 32."""
