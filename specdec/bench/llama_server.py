@@ -1,7 +1,7 @@
 """Run a server of llama.cpp until standard input ends: the program that is named, or the package xllamacpp.
 
 It is started by path and imports nothing of this package, whose settings for OpenMP's threads are not
-llama.cpp's. Whoever started it may end in any way: the pipe ends with it, and so does the server.
+llama.cpp's. The process that started it may end in any way: the pipe ends with it, and so does the server.
 """
 
 import json
