@@ -1,6 +1,5 @@
 """Run a network's pass by playing a tape of it, where windows come again in the same form."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds
 from specdec.kernels.native.call import listening, room
-from specdec.kernels.native.tape import Tape
+from specdec.kernels.native.tape import COME, REFUSED, Tape, Tapes
 from specdec.kernels.table import Kernels
 from specdec.models.mixers.base import Memory
 from specdec.state_slots.window import Window
@@ -20,15 +19,8 @@ Pass = Callable[..., tuple[Tensor, ...]]
 
 WIDEST = 32
 """Tokens of a pass that is recorded: beyond it arithmetic outweighs calls."""
-MOST_FORMS = 256
-"""Forms that are remembered, recorded or not."""
-MOST_BYTES = 128 << 20
-"""What all tapes of one pass over one arena may keep: large models gain little by them."""
-SHARE = 8
-"""One tape may keep this part of it: large ones that come in turn would drive each other out."""
 BLOCKS = 16
 """A table has room for so many at least."""
-COME, REFUSED = "come once", "refused"
 
 
 class Replays:
@@ -36,7 +28,7 @@ class Replays:
 
     def __init__(self, run: Pass, kernels: Kernels) -> None:
         self.run, self.serves = run, kernels.name == "native"
-        self._by_memory: WeakKeyDictionary[Memory, Tapes] = WeakKeyDictionary()
+        self._by_memory: WeakKeyDictionary[Memory, Tapes[Recorded]] = WeakKeyDictionary()
         """A tape is of one arena, and goes with it."""
 
     def __call__(
@@ -59,31 +51,8 @@ class Replays:
             return self.run(window, memory, *inputs, **constants)
         recorded = Recorded(window, inputs)
         result = recorded.record(self.run, memory, constants)
-        fits = not recorded.tape.refused and recorded.tape.nbytes <= MOST_BYTES // SHARE
-        tapes.note(form, recorded if fits else REFUSED)
+        tapes.keep(form, recorded)
         return result
-
-
-class Tapes:
-    """What is known of the forms that came; what was not needed for longest goes first."""
-
-    def __init__(self) -> None:
-        self._forms: OrderedDict[Any, str | Recorded] = OrderedDict()
-
-    def of(self, form: Any) -> "str | Recorded | None":
-        """Return what is known of a form, and take it for needed."""
-        if form in self._forms:
-            self._forms.move_to_end(form)
-        return self._forms.get(form)
-
-    def note(self, form: Any, known: "str | Recorded") -> None:
-        """Keep what is known now, within the bounds."""
-        self._forms[form] = known
-        self._forms.move_to_end(form)
-        nbytes = sum(own.tape.nbytes for own in self._forms.values() if isinstance(own, Recorded))
-        while len(self._forms) > MOST_FORMS or nbytes > MOST_BYTES:
-            _, oldest = self._forms.popitem(last=False)
-            nbytes -= oldest.tape.nbytes if isinstance(oldest, Recorded) else 0
 
 
 class Recorded:
@@ -131,8 +100,7 @@ def _form(group: Group) -> tuple[int, ...]:
     """Say what must be alike for two windows to make the same calls of the same memory."""
     path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
     has = group.record is not None, group.snapshot_BM is not None, group.ancestors_BMM is not None
-    blocks, tokens = room(group.table_BN.shape[1], BLOCKS), room(group.max_length + group.width)
-    return group.rows, group.width, path, blocks, tokens, *has
+    return group.rows, group.width, path, room(group.table_BN.shape[1], BLOCKS), *has
 
 
 def _roomy(window: Window) -> Window:

@@ -18,6 +18,7 @@ from specdec.core.device.pack import Packer
 from specdec.core.device.rows import Rows
 from specdec.core.device.runner import DeviceDraftRunner, Host, HostDraftRunner, Runner
 from specdec.core.device.step import DeviceStep
+from specdec.core.device.taped import TapedSteps
 from specdec.core.engine_core import EngineCore
 from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
@@ -241,8 +242,14 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     is_alone = all(DRAFTERS[name].runs_on_device for name in settings.drafters)
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
+    # The C forms look lengths up; where keys are kept in 8 bits torch reads them.
+    looks_up = settings.kernels == "native" and settings.layout.page_dtype == settings.dtype
     pack = Packer(
-        kernels, settings.layout.conv_width, settings.max_model_len, asks=not is_free, block_tokens=size
+        kernels,
+        settings.layout.conv_width,
+        settings.max_model_len,
+        asks=not (is_free or looks_up),
+        block_tokens=size,
     )
     drafter = None
     if head and is_alone:
@@ -263,7 +270,8 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     )
     rows = make_rows()
     graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
-    run = graphs or EagerSteps(step, rows)
+    plain = TapedSteps if settings.kernels == "native" else EagerSteps
+    run = graphs or plain(step, rows)
     batch = DeviceBatch(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
     host = Host(loop.scheduler, loop.speculation, loop.counts, loop.commit_and_emit)
     runner: Runner = HostDraftRunner(batch, host)

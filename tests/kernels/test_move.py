@@ -9,9 +9,12 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu, reference
 from specdec.kernels.group import Group
+from specdec.kernels.native import attention as native
+from specdec.kernels.native.compiled import compiled
 from tests.kernels.trees import Parents, build_group, chain, path_to
 from tests.tolerances import KERNEL_FLOAT64
 
+needs_c = pytest.mark.skipif(compiled() is None, reason="no C compiler was found")
 BLOCK, LENGTHS = 16, [29, 0, 15]
 TREE: Parents = (-1, 0, 0, 1, 2, 4, 5, 2)
 NODES = [6, 3, 7]
@@ -81,14 +84,15 @@ def test_moving_an_accepted_path_equals_feeding_it(ops: ModuleType, moved: bool)
     assert agree == [moved] * 3
 
 
-def test_all_are_read_before_any_is_written_and_nothing_else_changes() -> None:
+@pytest.mark.parametrize("ops", [cpu, pytest.param(native, marks=needs_c)])
+def test_all_are_read_before_any_is_written_and_nothing_else_changes(ops: ModuleType) -> None:
     """Positions swap and shift onto each other; the forms agree on every byte."""
     group = group_of([chain(1)] * 3, [40, 40, 40])
     pages = pages_with([40, 40, 40], group)
     source = torch.tensor([[3, 17, 18, 19], [39, 0, 1, 2], [5, 5, 5, 5]])
     target = torch.tensor([[17, 3, 19, 18], [0, 1, 2, 39], [5, 5, 5, 5]])
     before, plain = pages.clone(), pages.clone()
-    cpu.move(pages, group.table_BN, source, target)
+    ops.move(pages, group.table_BN, source, target)
     reference.move(plain, group.table_BN, source, target)
     assert torch.equal(pages.nan_to_num(), plain.nan_to_num())
     changed_NX = (pages.nan_to_num() != before.nan_to_num()).any(1).flatten(2).any(2)

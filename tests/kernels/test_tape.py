@@ -88,24 +88,99 @@ def test_what_is_played_reads_what_now_lies_there(dtype: torch.dtype) -> None:
         assert torch.equal(out, wanted) and len(garbage) == 50
 
 
+def chosen(x: Tensor, n: Tensor) -> Tensor:
+    """Follow numbers as a walk does: what is found along one dimension, by what another holds."""
+    order = n.sort(dim=-1, descending=True, stable=True).indices
+    spread = torch.zeros_like(n).scatter(1, order, torch.arange(5).expand_as(order))
+    return torch.cat([order, spread, n.gather(1, (n % 5).flip(1))], 1)
+
+
+def placed(x: Tensor, n: Tensor) -> Tensor:
+    """Write in place, at random and by halves."""
+    made = n.clone()
+    made[:, 1:3] = n[:, 3:]
+    made.add_(n[:, :1]).masked_fill_(n > 2, -7)
+    made[1:].copy_(made[:-1].clone())
+    made.index_fill_(0, n[:1, 0] % 3, 9)
+    return made
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "numbers": lambda x, n: (n + 3) * n // 3 - n % 4 + (n ^ 5) + (n & 3) + (n | 8),
+    "order": lambda x, n: torch.where(n > 1, n.minimum(3 - n), n.maximum(n * 2)).clamp(-3, 6),
+    "truth": lambda x, n: ~((n == 2) | (n != n.flip(0)) & (n >= 0)) ^ (n < 0),
+    "fractions": lambda x, n: (x * 0.3 + x / 1.7 - x).clamp(max=0.5).minimum(x.flip(1)),
+    "one type to another": lambda x, n: torch.stack([n.double(), x.double(), n.bool().double()]),
+    "to the model's type": lambda x, n: torch.stack([x.double().to(x.dtype), n.to(x.dtype)], -1),
+    "sums": lambda x, n: torch.cat([n.sum(-1, keepdim=True), (n > 1).any(-1)[:, None].long()], 1),
+    "sorted": lambda x, n: x.sort(dim=-1, stable=True).values,
+    "chosen": chosen,
+    "in place": placed,
+    "padded": lambda x, n: torch.nn.functional.pad(n, (1, 2), value=-1),
+    "repeated": lambda x, n: n.repeat_interleave(3, dim=1),
+    "rows": lambda x, n: x.view(3, 5, 1).expand(3, 5, 70).gather(1, (n % 5)[..., None].expand(3, 5, 70)),
+    "turned": lambda x, n: x.t().reshape(-1),
+}
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
+@pytest.mark.parametrize("compute", OPERATIONS.values(), ids=OPERATIONS)
+@torch.inference_mode()
+def test_what_torch_computes_is_played_to_the_same_bits(
+    compute: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    x, n = drawn(3, 5).to(dtype), torch.arange(15).view(3, 5) % 7 - 2
+    with Tape() as tape:
+        found = compute(x, n)
+    assert tape.refused is None
+    for seed in range(4):
+        x.copy_(drawn(3, 5 + seed)[:, :5])
+        x[seed % 3, seed] = [torch.nan, torch.inf, -0.0, 0.0][seed]
+        n.copy_(torch.randint(-9, 9, (3, 5), generator=torch.Generator().manual_seed(seed)))
+        wanted = compute(x, n)
+        tape.play()
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(0), wanted.nan_to_num(0))
+
+
 @needs_c
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda x: x + 1,
-        lambda x: x.clone(),
-        lambda x: x.to(torch.float64),
-        lambda x: torch.cat([x, x]),
-        lambda x: torch.zeros(3),
-        lambda x: x.t().reshape(-1),
-        lambda x: x.add_(1),
+        lambda x: x.exp(),
+        lambda x: x.sum(),
+        lambda x: x.sum(-1),
+        lambda x: x @ x.t(),
+        lambda x: x[torch.tensor([0, 2])],
+        lambda x: x[x > 0],
+        lambda x: x.int() / 3,
+        lambda x: x.half() + 1,
+        lambda x: torch.arange(4).add_(1),
+        lambda x: torch.rand(3),
+        lambda x: int(x[0, 0]),
+        lambda x: bool(x[0, 0] > 0),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
     ],
 )
 @torch.inference_mode()
-def test_what_torch_computes_is_refused(compute: Callable[[Tensor], Tensor]) -> None:
+def test_what_could_not_be_played_to_the_same_bits_is_refused(compute: Callable[[Tensor], object]) -> None:
     with Tape() as tape:
-        compute(torch.empty(3, 4))
+        compute(torch.ones(3, 4))
     assert tape.refused
+
+
+@needs_c
+@torch.inference_mode()
+def test_what_hangs_on_nothing_is_computed_once() -> None:
+    n = torch.tensor([[3, 1, 2]])
+    with Tape() as tape:
+        ring = (torch.arange(3)[:, None] + torch.arange(3)) % 3
+        found = n.gather(1, ring[1:2])
+    n += 10
+    tape.play()
+    assert found.tolist() == [[11, 12, 13]] and len(tape._calls) == 2
 
 
 @needs_c

@@ -80,7 +80,7 @@ class DeviceBatch:
         self.step, self.rows, self.extent, self.run = step, rows, extent, run
         self.arena, self.scheduler, self.head = arena, scheduler, head
         self.held: list[RowSlots] = []
-        self.greedy = False
+        self.filtered = False
         self._pending: deque[Pending] = deque()
 
     @property
@@ -101,8 +101,9 @@ class DeviceBatch:
                 self.held.clear()
                 return False
             self.held.append(held)
-        # One graph serves every rule, and each row looks up its own; elsewhere no noise is made for nothing.
-        self.greedy = self.step.pack.asks and all(r.params.temperature == 0 for r in requests)
+        # One graph of a GPU serves every rule; a CPU filters where that is asked for.
+        on_gpu = self.rows.length_B.is_cuda
+        self.filtered = on_gpu or any(r.chooser.rule.is_filtered for r in requests)
         load(self.rows, self.extent, self.held)
         load_blocks(self.rows, self.held)
         if self.head and self.step.drafter:

@@ -14,18 +14,18 @@ class GraphKey:
     """Whether nodes may branch; a chain needs no parents."""
     shape: Shape | None
     """What is drafted on the device; None: nothing."""
-    greedy: bool
-    """Whether no row has a temperature."""
+    filtered: bool
+    """Whether tokens may be chosen by more than a temperature."""
 
     @classmethod
-    def drafting(cls, shape: Shape | None, *, greedy: bool) -> "GraphKey":
+    def drafting(cls, shape: Shape | None, *, filtered: bool) -> "GraphKey":
         """Verify what was drafted in a shape, and draft the same anew; no wider than what it can grow."""
         if shape is None:
-            return cls(1, False, None, greedy)
+            return cls(1, False, None, filtered)
         grown = 1 + shape.topk + shape.topk * shape.topk * (shape.num_steps - 1)
-        return cls(min(shape.num_draft_tokens, grown), shape.topk > 1, shape, greedy)
+        return cls(min(shape.num_draft_tokens, grown), shape.topk > 1, shape, filtered)
 
     @classmethod
-    def given(cls, nodes: int, *, greedy: bool) -> "GraphKey":
+    def given(cls, nodes: int, *, filtered: bool) -> "GraphKey":
         """Verify trees that the host has drafted."""
-        return cls(nodes, nodes > 1, None, greedy)
+        return cls(nodes, nodes > 1, None, filtered)

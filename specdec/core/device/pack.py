@@ -31,7 +31,7 @@ class Packer:
     conv_width: int
     max_length: int
     asks: bool
-    """Whether the kernels ask on the host for lengths; others are given the longest there can be."""
+    """Whether the kernels are told how long the longest row is, for which the host waits; else, can be."""
     block_tokens: int
 
     def __call__(
@@ -94,8 +94,8 @@ def spread(x_B: Tensor, count: int) -> Tensor:
     return x_B[:, None].expand(-1, count).contiguous().view(-1)
 
 
-def rules(rows: Rows, count: int, *, greedy: bool) -> Rules:
-    """Say how each of a row's nodes chooses; nothing is filtered where no row has a temperature."""
-    if greedy:
+def rules(rows: Rows, count: int, *, filtered: bool) -> Rules:
+    """Say how each of a row's nodes chooses: by its temperature, or by every number of its rule."""
+    if not filtered:
         return Rules(spread(rows.temperature_B, count))
     return Rules.of(spread(x_B, count) for x_B in rows.rule_B)

@@ -158,7 +158,7 @@ class DeviceDraftRunner(Runner):
     def graph_keys(self) -> list[GraphKey]:
         """List every shape that may be chosen, and none, which requests may ask for."""
         shapes = dict.fromkeys((None, *self.policy.shapes))
-        return [GraphKey.drafting(shape, greedy=self.batch.greedy) for shape in shapes]
+        return [GraphKey.drafting(shape, filtered=self.batch.filtered) for shape in shapes]
 
     @property
     def outlook(self) -> Outlook | None:
@@ -167,7 +167,7 @@ class DeviceDraftRunner(Runner):
     def _start(self) -> None:
         self._mark_s, self._shape = None, self._choose()
         self._next = (self._shape,)
-        self.batch.prefill_drafter(GraphKey.drafting(self._shape, greedy=self.batch.greedy))
+        self.batch.prefill_drafter(GraphKey.drafting(self._shape, filtered=self.batch.filtered))
 
     def _choose(self) -> Shape | None:
         if not all(own.params.speculate for own in self.batch.requests):
@@ -177,7 +177,7 @@ class DeviceDraftRunner(Runner):
     def _advance(self) -> bool:
         (shape,) = self._next or (self._choose(),)
         self._next = None
-        key = GraphKey.drafting(shape, greedy=self.batch.greedy)
+        key = GraphKey.drafting(shape, filtered=self.batch.filtered)
         launched = self.batch.launch(key, as_drafted=shape == self._shape)
         self._shape = shape
         if launched and self.batch.is_full:
@@ -214,7 +214,7 @@ class HostDraftRunner(Runner):
 
     def graph_keys(self) -> list[GraphKey]:
         """List windows of the widths that are tried."""
-        return [GraphKey.given(nodes, greedy=self.batch.greedy) for nodes in self._sizes]
+        return [GraphKey.given(nodes, filtered=self.batch.filtered) for nodes in self._sizes]
 
     def _start(self) -> None:
         """Have nothing to do: the windows come with each step."""
@@ -232,7 +232,7 @@ class HostDraftRunner(Runner):
         trees = [known.get(held.request, padding) for held in self.batch.held]
         clock.lap("draft")
         key = GraphKey.given(
-            self._sizes[bisect_left(self._sizes, max(map(len, trees)))], greedy=self.batch.greedy
+            self._sizes[bisect_left(self._sizes, max(map(len, trees)))], filtered=self.batch.filtered
         )
         if not self.batch.launch(key, trees=trees):
             return False

@@ -98,7 +98,7 @@ class DeviceStep:
             part = rows.part(start, start + some)
             logits_NV = self.network.project(hidden_BMD[start : start + some].flatten(0, 1))
             at_N = position_BM[start : start + some].flatten()
-            own = rules(part, key.nodes, greedy=key.greedy)
+            own = rules(part, key.nodes, filtered=key.filtered)
             chosen.append(self.kernels.sample(logits_NV, own, spread(part.seed_B, key.nodes), at_N))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.group import Group
-from specdec.kernels.native.call import function, pointer, room, serves
+from specdec.kernels.native.call import function, pointer, serves
 from specdec.kernels.native.pointwise import rms_norm, rotate
 from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
@@ -36,6 +36,28 @@ def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> N
     )
 
 
+def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    """Copy each row's keys and values to other positions, all read before any is written."""
+    by_block, by_kind, by_place, *_ = pages_NPXJD.stride()
+    if not pages_NPXJD.is_cpu or not pages_NPXJD[0, 0].is_contiguous():
+        return attention.move(pages_NPXJD, table_BN, from_BP, to_BP)
+    size = pages_NPXJD.element_size()
+    table_BN, from_BP, to_BP = (ids_BX.contiguous() for ids_BX in (table_BN, from_BP, to_BP))
+    function("move")(
+        pages_NPXJD.data_ptr(),
+        by_block * size,
+        by_kind * size,
+        pages_NPXJD.shape[2],
+        by_place * size,
+        table_BN.data_ptr(),
+        table_BN.shape[1],
+        len(from_BP),
+        from_BP.data_ptr(),
+        to_BP.data_ptr(),
+        from_BP.shape[1],
+    )
+
+
 COMPOSED = ComposedAttention(rms_norm, rotate, append, attention.attend)
 
 
@@ -46,8 +68,7 @@ def self_attention(
 
     Pages of 8 bits are read in torch.
     """
-    # What is rounded up is room alone: a tape that was recorded at one length is played at others.
-    tokens, longest = projected_TN.shape[0], room(group.max_length + group.width)
+    tokens = projected_TN.shape[0]
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype:
         return COMPOSED.self_attention(projected_TN, layer, rotation, pages, group)
     assert projected_TN.is_contiguous()
@@ -76,7 +97,6 @@ def self_attention(
         group.length_B.data_ptr(),
         pointer(group.ancestors_BMM),
         layer.scale,
-        longest,
         out_TN.data_ptr(),
     )
     return out_TN

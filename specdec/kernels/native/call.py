@@ -68,7 +68,7 @@ def serves(x_T: Tensor) -> bool:
     return x_T.shape[0] <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
 
 
-def room(count: int, least: int = 256) -> int:
+def room(count: int, least: int) -> int:
     """Round up to a power of two: work on lengths that share one can be done in the same memory."""
     return max(least, 1 << (count - 1).bit_length())
 

@@ -30,11 +30,13 @@ ARGUMENTS = {
     "append": "pp nnn nn p nn n p n p",
     "scan_window": "ppppp p nnnnnn p n p p p ppp n ppp p",
     "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p n p p p f p",
-    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f n p",
+    "move": "p nn nn p nn pp n",
+    "tensor_op": "p",
+    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
-UNTYPED = ("gather", "gumbel", "topk", "scan_window")
+UNTYPED = ("gather", "gumbel", "topk", "scan_window", "move", "tensor_op")
 """One form serves all types."""
 
 FORMS = {

@@ -1,26 +1,50 @@
 """Make the same calls again: what a GPU does with a graph, for windows whose calls are short.
 
-While a tape is recorded everything runs as ever. Every call of a C form is noted with its arguments, and all
-memory that was made is kept, so that the same calls can be made of the same memory from one list in C. What
-they read must be put where it lay. Anything else that computes cannot be played again, and is refused.
+While a tape is recorded everything runs as ever. Every call of a C form is noted with its arguments, and so is
+what torch does to small tensors in between (tensor_ops.py). All memory that was made is kept, so that the same
+calls can be made of the same memory from one list in C. What they read must be put where it lay. Anything else
+that computes cannot be played again, and is refused. So is whatever asks on the host what a tensor holds, since
+the next time it may hold something else.
 """
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.kernels.native.call import listening
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.signatures import FORMS, NUMBERS
+from specdec.kernels.native.tensor_ops import TensorOps, Unrecordable
 
 _aten = torch.ops.aten
 MAKES = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
+CONSTANT = ("arange", "lift_fresh", "scalar_tensor")
+"""What makes a tensor of nothing that could change."""
+DUNDERS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
+ASKS = (
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.item,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+)
+MOST_FORMS = 256
+"""Forms that are remembered, recorded or not."""
+MOST_BYTES = 128 << 20
+"""What all tapes of one pass over one arena may keep: large models gain little by them."""
+SHARE = 8
+"""One tape may keep this part of it: large ones that come in turn would drive each other out."""
+COME, REFUSED = "come once", "refused"
 
 
 class Tape:
@@ -30,26 +54,34 @@ class Tape:
         self.refused: str | None = None
         """What cannot be played again."""
         self._calls: list[int] = []
+        self._made: dict[int, Tensor] = {}
+        """What was made, by where it lies."""
+        self._constant = set[int]()
+        """Where what lies that is the same each time."""
         self._kept: list[Tensor] = []
+        """What lists are read from, and what these name."""
         self._played: Tensor | None = None
-        self._watch = _Watch(self)
+        self._ops = TensorOps(self._note_op, self._kept.append)
+        self._watches = _Watch(self), _Questions(self)
 
     def __enter__(self) -> "Tape":
         listening.recorder = self
-        self._watch.__enter__()  # type: ignore[no-untyped-call]
+        for watch in self._watches:
+            watch.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         listening.recorder = None
-        self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for watch in reversed(self._watches):
+            watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._played = torch.tensor(self._calls, dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
         """What is kept to be computed in again."""
-        return sum(x.nbytes for x in self._kept)
+        return sum(x.untyped_storage().nbytes() for x in self._made.values())
 
     def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Take a call down, and make it."""
@@ -67,12 +99,40 @@ class Tape:
             bits = ctypes.c_uint32.from_buffer(ctypes.c_float(value or 0.0)).value if kind == "f" else value
             self._calls.append(int(bits or 0))
 
-    def watch(self, operation: Any, result: Any, arguments: tuple[Any, ...]) -> None:
-        """Keep what torch makes; whatever it computes cannot be played again."""
+    def _note_op(self, list_X: Tensor) -> None:
+        self._kept.append(list_X)
+        self._note("tensor_op", [list_X.data_ptr()])
+
+    def watch(self, operation: Any, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note what torch has done, or keep what it made of constants alone, which stays as it is."""
+        name = name_of(operation)
+        given = _tensors(args)
+        if (operation.is_view or name == "_unsafe_view") and _shares(result, args[0]):
+            return
         if operation in MAKES:
-            self._kept.append(result)
-        elif not operation.is_view or not _shares(result, arguments[0]):
-            self.refused = str(operation)
+            self._keep_made(result)
+        elif _tensors([result]) and _shares(result, given[0] if given else None):  # in place, or as it was
+            if self._is_constant(given[0]):
+                self.refused = f"{name} of a constant"
+            self._record(name, result, args, kwargs)
+        elif name in CONSTANT or (given and all(map(self._is_constant, given))):
+            self._keep_made(result)
+            self._constant.update(_place(x) for x in _tensors([result]))
+        else:
+            self._keep_made(result)
+            self._record(name, result, args, kwargs)
+
+    def _record(self, name: str, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        try:
+            self._ops.record(name, result, args, kwargs)
+        except Unrecordable as error:
+            self.refused = str(error)
+
+    def _keep_made(self, result: Any) -> None:
+        self._made |= {_place(x): x for x in _tensors([result])}
+
+    def _is_constant(self, x: Tensor) -> bool:
+        return _place(x) in self._constant
 
     def play(self) -> None:
         """Make all the calls again."""
@@ -81,8 +141,45 @@ class Tape:
         _replay()(start, start + self._played.nbytes)
 
 
+class HasTape(Protocol):
+    """What is played by a tape, and all that it is played on."""
+
+    @property
+    def tape(self) -> Tape: ...
+
+
+Own = TypeVar("Own", bound=HasTape)
+
+
+class Tapes(Generic[Own]):
+    """What is known of the forms that came; what was not needed for longest goes first."""
+
+    def __init__(self) -> None:
+        self._forms: OrderedDict[Hashable, str | Own] = OrderedDict()
+
+    def of(self, form: Hashable) -> str | Own | None:
+        """Return what is known of a form, and take it for needed."""
+        if form in self._forms:
+            self._forms.move_to_end(form)
+        return self._forms.get(form)
+
+    def keep(self, form: Hashable, recorded: Own) -> None:
+        """Keep what was recorded, if it can be played and is small."""
+        tape = recorded.tape
+        self.note(form, REFUSED if tape.refused or tape.nbytes > MOST_BYTES // SHARE else recorded)
+
+    def note(self, form: Hashable, known: str | Own) -> None:
+        """Keep what is known now, within the bounds."""
+        self._forms[form] = known
+        self._forms.move_to_end(form)
+        nbytes = sum(own.tape.nbytes for own in self._forms.values() if not isinstance(own, str))
+        while len(self._forms) > MOST_FORMS or nbytes > MOST_BYTES:
+            _, oldest = self._forms.popitem(last=False)
+            nbytes -= 0 if isinstance(oldest, str) else oldest.tape.nbytes
+
+
 class _Watch(TorchDispatchMode):
-    """Tells a tape of all that torch does."""
+    """Tells a tape of all that torch does, in terms of what it can record."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,17 +191,50 @@ class _Watch(TorchDispatchMode):
         self.tape = tape
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in MAKES and not TensorOps.knows(name_of(func)) and func._can_decompose():
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        self.tape.watch(func, result, args)
+        self.tape.watch(func, result, args, kwargs or {})
         return result
 
 
-def _shares(result: Any, source: Tensor) -> bool:
-    """Tell whether a view is one: some only are where nothing had to be converted."""
-    parts = result if isinstance(result, list | tuple) else [result]
-    return all(part.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() for part in parts)
+class _Questions(TorchFunctionMode):
+    """Tells a tape where the host is told what a tensor holds."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ASKS:
+            self.tape.refused = f"{func.__name__}, which asks what a tensor holds"
+        return func(*args, **(kwargs or {}))
+
+
+def name_of(operation: Any) -> str:
+    """Return an operation's name, in place or not."""
+    name: str = operation._schema.name.partition("::")[2]
+    return DUNDERS.get(name) or name.removesuffix("_")
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """List the tensors among values, and among the values' own parts."""
+    flat = (part for value in values for part in (value if isinstance(value, list | tuple) else [value]))
+    return [x for x in flat if isinstance(x, Tensor)]
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _shares(result: Any, source: Any) -> bool:
+    """Tell whether a result lies where its source does, as some views do where nothing is converted."""
+    return isinstance(source, Tensor) and all(_place(part) == _place(source) for part in _tensors([result]))
 
 
 @functools.cache

@@ -45,6 +45,11 @@ class RowRule(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def is_filtered(self) -> bool:
+        """Tell whether more than the temperature counts."""
+        return self.temperature > 0 and self[1:] != type(self)()[1:]
+
 
 COLUMNS = tuple(f"{name}_N" for name in RowRule._fields)
 

@@ -48,11 +48,11 @@ def keys_of(model: Model) -> Iterator[GraphKey]:
     assert runner
     keys = dict.fromkeys(runner.graph_keys())
     if model.settings.drafters:
-        keys |= dict.fromkeys(GraphKey.given(nodes, greedy=False) for nodes in (1, 2, 4))
+        keys |= dict.fromkeys(GraphKey.given(nodes, filtered=True) for nodes in (1, 2, 4))
     if model.loop.speculation.head:
-        keys |= dict.fromkeys(GraphKey.drafting(shape, greedy=False) for shape in (None, Shape(1, 1, 2)))
-    for key, greedy in itertools.product(keys, (True, False)):
-        yield replace(key, greedy=greedy)
+        keys |= dict.fromkeys(GraphKey.drafting(shape, filtered=True) for shape in (None, Shape(1, 1, 2)))
+    for key, filtered in itertools.product(keys, (True, False)):
+        yield replace(key, filtered=filtered)
 
 
 def run(model: Model, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 3)) -> set[str]:

@@ -1,0 +1,241 @@
+"""Torch's own small operations as lists that C makes again: what a step decides by, between two C forms.
+
+Only what tensors hold may change from one time to the next: shapes, types and strides are the recorded ones.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = (
+    *("copy", "add", "sub", "mul", "div", "floor_divide", "remainder", "minimum", "maximum"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not"),
+    *("where", "gather", "scatter", "sum", "any", "sort"),
+)
+"""Operations by their numbers in tensors.inc."""
+TYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64)
+"""Types by their numbers there."""
+MOST_DIMS = 8
+BINARY = NAMES[1:18]
+
+Take = Callable[[Tensor], None]
+
+
+class Unrecordable(Exception):
+    """This operation, or this form of it, cannot be made again."""
+
+
+class TensorOps:
+    """Writes what torch has just done as lists; `note` takes each, `keep` what they read."""
+
+    def __init__(self, note: Take, keep: Take) -> None:
+        self._note, self._keep = note, keep
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        """Tell whether an operation of torch, in place or not, may be recorded."""
+        return name in BINARY or hasattr(cls, f"_do_{name}")
+
+    def record(self, name: str, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Write one operation's lists, given what it returned.
+
+        In place the result is the first argument, which is written last.
+        """
+        own = getattr(self, f"_do_{name}", None)
+        if own is not None:
+            own(result, *args, **kwargs)
+        elif name in BINARY and not kwargs and len(args) == 2:
+            self._binary(name, result, *args)
+        else:
+            raise Unrecordable(name)
+
+    def _binary(self, name: str, out: Tensor, a: Any, b: Any) -> None:
+        given = [x.dtype for x in (a, b) if isinstance(x, Tensor)]
+        compares = out.dtype == torch.bool
+        dtype = given[0] if compares else out.dtype
+        if any(x != dtype for x in given) or (name == "div" and not dtype.is_floating_point):
+            raise Unrecordable(f"{name} of {given}")
+        self._write(name, out, self._operand(a, dtype), self._operand(b, dtype))
+
+    def _do_rsub(self, out: Tensor, a: Tensor, b: Any) -> None:
+        self._binary("sub", out, b, a)
+
+    def _do_copy(self, out: Tensor, to: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+        self._write("copy", out, source)
+
+    def _do_fill(self, out: Tensor, to: Tensor, value: Any) -> None:
+        self._write("copy", out, self._operand(value, out.dtype))
+
+    def _do_zero(self, out: Tensor, to: Tensor) -> None:
+        self._do_fill(out, to, 0)
+
+    def _do_clone(self, out: Tensor, source: Tensor, **layout: Any) -> None:
+        self._write("copy", out, source)
+
+    def _do_to(self, out: Tensor, source: Tensor, *to: Any, **kwargs: Any) -> None:
+        self._write("copy", out, source)
+
+    _do__to_copy = _do_double = _do_float = _do_long = _do_bool = _do_contiguous = _do_to
+
+    def _do_full(self, out: Tensor, size: Any, value: Any = 0, **to: Any) -> None:
+        self._do_fill(out, out, value)
+
+    def _do_full_like(self, out: Tensor, like: Tensor, value: Any, **to: Any) -> None:
+        self._do_fill(out, out, value)
+
+    def _do_zeros(self, out: Tensor, *like: Any, **to: Any) -> None:
+        self._do_fill(out, out, 0)
+
+    def _do_ones(self, out: Tensor, *like: Any, **to: Any) -> None:
+        self._do_fill(out, out, 1)
+
+    _do_zeros_like = _do_new_zeros = _do_zeros
+    _do_ones_like = _do_new_ones = _do_ones
+
+    def _do_clamp(self, out: Tensor, x: Tensor, min: Any = None, max: Any = None) -> None:
+        for name, bound in (("maximum", min), ("minimum", max)):
+            if bound is not None:
+                self._write(name, out, x, self._operand(bound, out.dtype))
+                x = out
+
+    def _do_masked_fill(self, out: Tensor, x: Tensor, mask: Tensor, value: Any) -> None:
+        self._write("where", out, mask, self._operand(value, out.dtype), x)
+
+    def _do_where(self, out: Tensor, condition: Tensor, a: Any, b: Any) -> None:
+        self._write("where", out, condition, self._operand(a, out.dtype), self._operand(b, out.dtype))
+
+    def _do_bitwise_not(self, out: Tensor, x: Tensor) -> None:
+        if out.dtype != torch.bool:
+            raise Unrecordable("bitwise_not of numbers")
+        self._write("logical_not", out, x)
+
+    _do_logical_not = _do_bitwise_not
+
+    def _do_cat(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
+        start = 0
+        for part in parts:
+            if part.ndim == out.ndim:  # torch leaves out empty parts of one dimension
+                self._write("copy", out.narrow(dim, start, part.shape[dim]), part)
+                start += part.shape[dim]
+
+    def _do_stack(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
+        for place, part in enumerate(parts):
+            self._write("copy", out.select(dim, place), part)
+
+    def _do_constant_pad_nd(self, out: Tensor, x: Tensor, pad: Sequence[int], value: Any = 0) -> None:
+        self._do_fill(out, out, value)
+        inner = out
+        for back, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+            if min(before, after) < 0:
+                raise Unrecordable("a cut by padding")
+            inner = inner.narrow(-1 - back, before, inner.shape[-1 - back] - before - after)
+        self._write("copy", inner, x)
+
+    def _do_flip(self, out: Tensor, x: Tensor, dims: Sequence[int]) -> None:
+        turned = {dim % x.ndim for dim in dims}
+        strides = [-stride if dim in turned else stride for dim, stride in enumerate(x.stride())]
+        last = sum((x.shape[dim] - 1) * x.stride(dim) for dim in turned)
+        self._write("copy", out, _At(x, strides, last))
+
+    def _do_gather(self, out: Tensor, x: Tensor, dim: int, index: Tensor) -> None:
+        self._choose("gather", out, x, index, dim)
+
+    def _do_scatter(self, out: Tensor, x: Tensor, dim: int, index: Tensor, source: Any) -> None:
+        if out.data_ptr() != x.data_ptr():
+            self._write("copy", out, x)
+        source = self._operand(source, out.dtype)
+        if source.ndim:
+            source = source[tuple(map(slice, index.shape))]
+        self._choose("scatter", out, source, index, dim)
+
+    def _do_index_fill(self, out: Tensor, x: Tensor, dim: int, index: Tensor, value: Any) -> None:
+        shape = [len(index) if own == dim % x.ndim else size for own, size in enumerate(x.shape)]
+        placed = index.view([-1 if own == dim % x.ndim else 1 for own in range(x.ndim)]).expand(shape)
+        self._do_scatter(out, x, dim, placed, value)
+
+    def _do_sum(
+        self, out: Tensor, x: Tensor, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> None:
+        if x.dtype.is_floating_point or out.dtype != torch.int64:
+            raise Unrecordable("a sum whose order counts")
+        self._reduce("sum", out, x, dim, keepdim=keepdim)
+
+    def _do_any(self, out: Tensor, x: Tensor, dim: Any = None, keepdim: bool = False) -> None:
+        self._reduce("any", out, x, dim, keepdim=keepdim)
+
+    def _reduce(self, name: str, out: Tensor, x: Tensor, dim: Any, *, keepdim: bool) -> None:
+        dims = [dim] if isinstance(dim, int) else dim
+        if dims is None or [own % x.ndim for own in dims] != [x.ndim - 1]:
+            raise Unrecordable(f"{name} over all but the last dimension")
+        self._write(name, (out if keepdim else out.unsqueeze(-1)).expand_as(x), x)
+
+    def _do_sort(
+        self,
+        out: Sequence[Tensor],
+        x: Tensor,
+        dim: int = -1,
+        descending: bool = False,
+        *,
+        stable: bool | None = None,
+    ) -> None:
+        if dim % x.ndim != x.ndim - 1 or out[1].dtype != torch.int64:
+            raise Unrecordable("sort along another dimension")
+        self._write("sort", out[0], out[1], x, number=int(descending))
+
+    def _choose(self, name: str, out: Tensor, source: Tensor, index: Tensor, dim: int) -> None:
+        """Write what is chosen along a dimension: of the source, or of what is written."""
+        dim %= index.ndim
+        chosen = source if name == "gather" else out
+        if index.dtype != torch.int64 or out.dtype != source.dtype:
+            raise Unrecordable(f"{name} by {index.dtype}")
+        strides = [0 if own == dim else stride for own, stride in enumerate(chosen.stride())]
+        along = _At(chosen, strides)
+        other = out if name == "gather" else source.expand(index.shape)
+        written = (other, along) if name == "gather" else (along, other)
+        self._write(name, *written, index, number=chosen.stride(dim), shape=index.shape)
+
+    def _operand(self, x: Any, dtype: torch.dtype) -> Tensor:
+        """Return a tensor, or a number as one."""
+        if isinstance(x, Tensor):
+            return x
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        return torch.tensor(x, dtype=wide)
+
+    def _write(
+        self,
+        name: str,
+        out: "Tensor | _At",
+        *given: "Tensor | _At",
+        number: int = 0,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        """Write one list; operands are shown in the shape of what is written."""
+        shape = out.shape if shape is None else shape
+        if 0 in shape:
+            return
+        operands = [_At.of(x, shape) for x in (out, *given)]
+        if len(shape) > MOST_DIMS or any(own.tensor.dtype not in TYPES for own in operands):
+            raise Unrecordable(f"{name} of {[own.tensor.dtype for own in operands]}")
+        for own in operands:
+            self._keep(own.tensor)
+        words = [NAMES.index(name), max(len(shape), 1), *(shape or (1,)), len(operands)]
+        for own in operands:
+            words += own.address, TYPES.index(own.tensor.dtype), *(own.strides or (0,))
+        self._note(torch.tensor([*words, number], dtype=torch.int64))
+
+
+class _At:
+    """A tensor's memory, seen by strides of one's own from an entry on."""
+
+    def __init__(self, tensor: Tensor, strides: Sequence[int], first: int = 0) -> None:
+        self.tensor, self.strides, self.shape = tensor, strides, tensor.shape
+        self.address = tensor.data_ptr() + first * tensor.element_size()
+
+    @classmethod
+    def of(cls, x: "Tensor | _At", shape: Sequence[int]) -> "_At":
+        """Show a tensor in a shape; what has strides of its own has it already."""
+        if isinstance(x, _At):
+            return x
+        return cls(x, x.expand(shape).stride())
