@@ -106,7 +106,7 @@ class StepResult:
     choices: Sequence[Mapping[int, Choice]] | None = None
     """What was sampled at each row's nodes; None: only the device knows."""
     ahead: Ahead | None = None
-    """None: the host decided the step."""
+    """None: nothing is under way, and all that a head has yet to read waits on the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Speculation:
         self.drafters, self.policy = list(drafters), policy
 
     @property
-    def _looks(self) -> bool:
+    def looks(self) -> bool:
         """Whether a drafter looks text up."""
         return any(drafter is not self.planned for drafter in self.drafters)
 
@@ -125,7 +125,7 @@ class Speculation:
         if self._skips_draft or not all(row.is_decode for row in rows):
             self.policy.on_new_batch()
             return False
-        if self.policy.listens and self._looks:
+        if self.policy.listens and self.looks:
             for own in (row.request for row in rows):
                 # Where a text repeats itself, a look-up would find what follows.
                 if self._echoes.setdefault(own.number, Echo()).hears(own.tokens):
@@ -150,7 +150,7 @@ class Speculation:
             return [merged(own) for own in answers]
 
         grows = self.planned is not None
-        planned = self.policy.plan(batch, tracks, rooms, look_up if self._looks else None, grows=grows)
+        planned = self.policy.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
         if not any(planned) and not any(len(proposal) for own in answers for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
             self._catch_up(rows)
@@ -171,6 +171,12 @@ class Speculation:
         """Say how deep a draft for a request may go."""
         held = request.number in self._skips_draft or request.chooser.is_slow
         return 0 if held or not request.params.speculate else request.num_remaining_tokens - 1
+
+    def look_up(self, requests: Sequence[Request]) -> list[list[Answer]]:
+        """Return what each drafter that looks text up has found for each request."""
+        answers: list[list[Answer]] = [[] for _ in requests]
+        self._look_up(requests, [self._room(request) for request in requests], answers)
+        return answers
 
     def _look_up(
         self, requests: Sequence[Request], rooms: Sequence[int], answers: Sequence[list[Answer]]
@@ -333,11 +339,11 @@ class Speculation:
         """Tell whether its next token is to be tried without a draft."""
         return request.number in self._skips_draft
 
-    def propose(self, request: Request, shape: Shape | None, proposal: Proposal) -> None:
+    def propose(self, request: Request, record: DraftRecord | None) -> None:
         """Hear what was drafted elsewhere for a request, and verified; None: nothing to learn from."""
         self._drafted.pop(request.number, None)
-        if shape and self.head:
-            self._drafted[request.number] = DraftRecord(shape, ((self.head, proposal),), proposal)
+        if record:
+            self._drafted[request.number] = record
 
     def restore(self, request: Request, hit: Hit) -> None:
         """Start behind a cache hit: of the tokens that the target need not prefill the head has read all too.

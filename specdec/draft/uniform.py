@@ -15,6 +15,12 @@ from specdec.draft.widths import MARGIN
 NEAR = 2
 """Buckets of rows that are near enough for one's costs to serve the other: a factor of 1.4."""
 
+LEAST_S = 1e-9
+"""What counts as no time."""
+FOUND = "found"
+
+HELD = 4
+"""Steps for which a choice holds: to make one takes a part of a small model's step."""
 TRIES = 3
 """Steps in a row that tell what a shape costs; the first of a shape verifies what another one drafted."""
 
@@ -37,7 +43,12 @@ class UniformPolicy:
         """Steps since the last trial."""
         self._tried: dict[tuple[Shape | None, int], int] = {}
         """When each shape was last tried."""
-        self._steps = 0
+        self._steps = self._trials = 0
+        self._held = 0
+        """Steps for which the last choice holds."""
+        self._key = 0
+        """The batch's size, by bucket, for which it was made."""
+        self._chosen: Shape | None = None
         shapes: list[Shape | None] = [None] if adaptive or bounds is None else [bounds]
         if adaptive and bounds is not None:
             deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
@@ -50,34 +61,75 @@ class UniformPolicy:
         self.costs.add((shape, bucket(rows)), seconds)
         self._measured.setdefault(shape, set()).add(bucket(rows))
 
+    def observe_found(self, shape: Shape | None, rows: int, seconds: float) -> None:
+        """Note what a step took that verified what was looked up, and drafted in this shape."""
+        self.costs.add((FOUND, shape, bucket(rows)), seconds)
+
+    def begin_trial(self, shape: Shape | None) -> None:
+        """Choose this shape for the next steps, which tell what it costs."""
+        self._trying, self._left, self._since = shape, 1 + TRIES, 0
+
+    def knows(self, shape: Shape | None, rows: int) -> bool:
+        """Tell whether this shape's steps were measured in a batch of about this size."""
+        return self._cost(shape, bucket(rows)) is not None
+
+    def cost(self, shape: Shape | None, rows: int) -> float:
+        """Say what a step of this shape takes, as far as that is known."""
+        return self._cost(shape, bucket(rows)) or LEAST_S
+
+    def cost_of_found(self, shape: Shape | None, rows: int) -> float:
+        """Say what one takes that verifies windows as wide as the bounds: at most as if it drafted so too."""
+        known = self.costs.get((FOUND, shape, bucket(rows)))
+        return known or max(self.cost(shape, rows), self.cost(self.shapes[-1], rows))
+
     def choose(self, rows: Sequence[TrackRecord]) -> Shape | None:
-        """Return the shape that gives most tokens a second."""
+        """Return the shape that gives most tokens a second; what was found out holds for some steps."""
         self._steps += 1
         if not self.adaptive or self.bounds is None:
             return self.bounds
         key = bucket(len(rows))
-        if not self._left:
-            self._since += 1
-            unknown = [shape for shape in self.shapes if self._cost(shape, key) is None]
-            rested = min(unknown or self.shapes, key=lambda shape: self._tried.get((shape, key), 0))
-            if unknown or self._since > STALE * self._dearness(rested, key):
-                self._trying, self._left, self._since = rested, 1 + TRIES, 0
+        self._since += 1
         if self._left:
-            self._left -= 1
-            self._tried[self._trying, key] = self._steps
-            return self._trying
-        none_s = self._cost(None, key) or 0.0
-        best, rate = None, 0.0
-        for shape in self.shapes[1:]:
-            gain = sum(row.expected(shape, shape.num_steps) for row in rows if shape)
-            seconds = max(self._cost(shape, key) or 0.0, 1e-9)
-            if (own := (len(rows) + gain) / seconds) > rate:
-                best, rate = shape, own
-                tokens, cost = 1 + gain / len(rows), seconds / max(none_s, 1e-9)
-        if best is None:
+            return self._try(key)
+        if self._held and key == self._key:
+            self._held -= 1
+            return self._chosen
+        unknown = [shape for shape in self.shapes if self._cost(shape, key) is None]
+        if unknown or self._since > STALE:
+            shape = self._to_try(unknown, rows, key)
+            if unknown or self._since > STALE * self._dearness(shape, key):
+                self._trials += 1
+                self.begin_trial(shape)
+                return self._try(key)
+        self._held, self._key, self._chosen = HELD - 1, key, self._best(rows, key)
+        return self._chosen
+
+    def _try(self, key: int) -> Shape | None:
+        self._left, self._held = self._left - 1, 0
+        self._tried[self._trying, key] = self._steps
+        return self._trying
+
+    def _to_try(self, unknown: Sequence[Shape | None], rows: Sequence[TrackRecord], key: int) -> Shape | None:
+        """Return the shape that was tried longest ago, or in turn with it the one thought next best."""
+        if not unknown and self._trials % 2:
+            rates = {shape: self._rate(shape, rows, key) for shape in self.shapes if shape != self._chosen}
+            return max(rates, key=rates.__getitem__, default=None)
+        return min(unknown or self.shapes, key=lambda shape: self._tried.get((shape, key), 0))
+
+    def _rate(self, shape: Shape | None, rows: Sequence[TrackRecord], key: int) -> float:
+        """Return the tokens a second that a shape is expected to give."""
+        gain = sum(row.expected(shape, shape.num_steps) for row in rows if shape)
+        return (len(rows) + gain) / (self._cost(shape, key) or LEAST_S)
+
+    def _best(self, rows: Sequence[TrackRecord], key: int) -> Shape | None:
+        plain = self._rate(None, rows, key)
+        rates = {shape: self._rate(shape, rows, key) for shape in self.shapes if shape}
+        if not rates:
             return None
-        pays = rate > MARGIN * len(rows) / max(none_s, 1e-9)
-        self.outlook = Outlook(pays, best, tokens, cost)
+        best = max(rates, key=rates.__getitem__)
+        pays = rates[best] > MARGIN * plain
+        dearness = (self._cost(best, key) or LEAST_S) / (self._cost(None, key) or LEAST_S)
+        self.outlook = Outlook(pays, best, rates[best] / plain * dearness, dearness)
         return best if pays else None
 
     def _dearness(self, shape: Shape | None, key: int) -> float:

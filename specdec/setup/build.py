@@ -44,7 +44,7 @@ from specdec.setup.footprint import token_work
 from specdec.setup.precompile import precompile
 from specdec.setup.resolve import open_model, resolve
 from specdec.setup.settings import Resolved
-from specdec.setup.warmup import warm_up
+from specdec.setup.warmup import warm_up, warm_up_device
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
 from specdec.state_slots.prefix.cache import PrefixCache
@@ -200,7 +200,10 @@ def assemble(
         own = _prefix_cache(arena, network, settings, has_head=head is not None)
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     if settings.graphs:
-        loop.run_on_device(_runner(loop, network, settings))
+        runner = _runner(loop, network, settings)
+        loop.run_on_device(runner)
+        if speculation.learns and isinstance(runner, DeviceDraftRunner):
+            warm_up_device(core, runner)
     return core
 
 
@@ -237,9 +240,10 @@ def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
 
 
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
-    """Make what decides steps on the device: a head alone drafts there too, all others on the host."""
+    """Make what decides steps on the device: a head drafts there too, all others on the host."""
     head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
-    is_alone = all(DRAFTERS[name].runs_on_device for name in settings.drafters)
+    drafts = not settings.drafters or any(DRAFTERS[name].runs_on_device for name in settings.drafters)
+    looks = not all(DRAFTERS[name].runs_on_device for name in settings.drafters)
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
     # The C forms look lengths up; where keys are kept in 8 bits torch reads them.
@@ -252,14 +256,14 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
         block_tokens=size,
     )
     drafter = None
-    if head and is_alone:
+    if head and drafts:
         own, table = (kernels, arena, pack), head.calibrator.table()
         noise = settings.config.draft_noise
         drafter = DeviceDrafter(head.head, *own, table, window=head.window, noise=noise)
     snapshots = settings.config.slots == "snapshot"
     step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
     bounds = settings.bounds if settings.drafters else None
-    extent = Extent.of(settings.config.max_running, bounds, looks=not is_alone)
+    extent = Extent.of(settings.config.max_running, bounds, looks=looks)
     make_rows = partial(
         Rows.empty,
         extent,
@@ -270,14 +274,16 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
     )
     rows = make_rows()
     graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
-    plain = TapedSteps if settings.kernels == "native" else EagerSteps
-    run = graphs or plain(step, rows)
-    batch = DeviceBatch(step, rows, extent, run, arena, loop.scheduler, head if is_alone else None)
+    taped = TapedSteps(step, rows) if settings.kernels == "native" else None
+    run = graphs or taped or EagerSteps(step, rows)
+    batch = DeviceBatch(step, rows, extent, run, arena, loop.scheduler, head if drafts else None)
     host = Host(loop.scheduler, loop.speculation, loop.counts, loop.commit_and_emit)
     runner: Runner = HostDraftRunner(batch, host)
-    if is_alone:
+    if drafts:
         policy = UniformPolicy(bounds, adaptive=settings.config.adaptive)
-        runner = DeviceDraftRunner(batch, host, policy)
+        runner = DeviceDraftRunner(batch, host, policy, lazy=settings.device.type == "cpu")
     if graphs:
         graphs.capture(runner.graph_keys())
+    if taped:
+        taped.record(runner.graph_keys())
     return runner

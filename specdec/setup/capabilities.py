@@ -130,12 +130,12 @@ def refusal(cell: Cell) -> Refusal | None:
 
 
 def resolve_drafters(
-    draft: str, heads: Collection[str], *, synthetic: bool = False, graphs: bool = False
+    draft: str, heads: Collection[str], *, synthetic: bool = False, graphs: bool = False, looks: bool = True
 ) -> tuple[str, ...]:
     """Name the drafters, given the heads that were found. `auto` asks the first of them, and looks text up.
 
     Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
-    graphs run steps, which the device then drafts for itself.
+    nothing `looks` text up between steps, which the device then drafts for itself.
     """
     if draft == NONE:
         return ()
@@ -147,7 +147,7 @@ def resolve_drafters(
         refused = refused or DRAFTERS[head].host_only
     if refused:
         raise ConfigError(str(refused), field=refused.field)
-    if head and (synthetic or graphs):
+    if head and (synthetic or not looks):
         return (head,)
     return (*([head] if head else []), *beside)
 

@@ -115,9 +115,13 @@ def resolve(
     weights = _weights(
         config.quantize, kernels, stored_narrow=narrow_bytes > 0, packed=packed.format if packed else None
     )
-    graphs = device.type == "cuda" if config.graphs is None else config.graphs
     synthetic = config.synthetic_acceptance is not None
-    drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs)
+    graphs = device.type == "cuda" if config.graphs is None else config.graphs
+    # A GPU is not waited for between two steps.
+    looks = not graphs or device.type == "cpu"
+    drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs, looks=looks)
+    if config.graphs is None and kernels == "native":
+        graphs = not drafters or any(DRAFTERS[name].runs_on_device for name in drafters)
     head = head_of(drafters, heads)
     _refuse_without_head(config, drafters)
     if drafters:

@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from specdec.config.sampling import SamplingParams
+from specdec.core.device.runner import DeviceDraftRunner
 from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Stateless, Want
 from specdec.draft.policy import Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.uniform import TRIES
 from specdec.draft.widths import WIDTHS
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,7 @@ EVERY = 5
 """Chains up to this deep are all timed: those that are drafted by default."""
 ENOUGH, LONGEST_S = 10, 0.2
 """Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
+DEVICE_ROUNDS = 8
 PROMPT = 8
 STRIDE = 7919
 """A prime, so that multiples come round late in a vocabulary of any size."""
@@ -81,6 +84,26 @@ def warm_up(core: EngineCore) -> None:
     core.loop.reset_counts()
     costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
     logger.info("a step of one row takes, in ms by width: %s", costs)
+
+
+def warm_up_device(core: EngineCore, runner: DeviceDraftRunner) -> None:
+    """Let one row's steps on the device try every shape, and leave nothing behind but what they cost."""
+    policy, until_s = runner.policy, time.perf_counter() + LONGEST_S
+    request = None
+    # A slow moment is not to be taken for what one shape costs: they come round several times.
+    for turn in range(DEVICE_ROUNDS):
+        if turn and time.perf_counter() > until_s:
+            break
+        for shape in policy.shapes:
+            policy.begin_trial(shape)
+            for _ in range(1 + TRIES):
+                if request is None or request.finish_reason is not None:
+                    request = _begin(core)
+                core.step()
+    if request:
+        _end(core, request)
+    core.loop.speculation.forget_experience()
+    core.loop.reset_counts()
 
 
 def _tried(policy: Policy) -> tuple[Shape, ...]:

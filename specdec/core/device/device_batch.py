@@ -61,7 +61,8 @@ class Output(NamedTuple):
     requests: list[Request]
     outcomes: list[Outcome]
     committed: list[Committed | None]
-    ahead: Ahead
+    ahead: Ahead | None
+    """None: no step is under way, and no head has read on the device."""
 
 
 class DeviceBatch:
@@ -79,7 +80,11 @@ class DeviceBatch:
     ) -> None:
         self.step, self.rows, self.extent, self.run = step, rows, extent, run
         self.arena, self.scheduler, self.head = arena, scheduler, head
+        self.in_flight = IN_FLIGHT if rows.length_B.is_cuda else 1
+        """Steps that are under way at once, for one of which the host waits."""
         self.held: list[RowSlots] = []
+        self.reads = False
+        """Whether the head reads on the device; else what it has yet to read waits on the host."""
         self.filtered = False
         self._pending: deque[Pending] = deque()
 
@@ -88,9 +93,11 @@ class DeviceBatch:
         """List those that still decode."""
         return [held.request for held in self.held if held.request.finish_reason is None]
 
-    def begin(self, requests: Sequence[Request]) -> bool:
-        """Load requests that all decode; tell whether there was room, and the head is near enough."""
-        if self.head and not self.head.settle([want_of(r, None) for r in requests], most=self.extent.path):
+    def begin(self, requests: Sequence[Request], *, reads: bool) -> bool:
+        """Load requests that all decode; tell whether there was room, and a head that reads near enough."""
+        self.reads = reads and self.head is not None
+        wants, most = [want_of(r, None) for r in requests], self.extent.path
+        if self.reads and self.head and not self.head.settle(wants, most=most):
             return False
         for request in requests:
             held = self._borrow(request)
@@ -110,13 +117,15 @@ class DeviceBatch:
             self.step.drafter.calibrate(self.head.calibrator.table())
         return True
 
-    def launch(self, key: GraphKey, *, trees: Sequence[TokenTree] = (), as_drafted: bool = True) -> bool:
+    def launch(
+        self, key: GraphKey, *, trees: Sequence[TokenTree | None] = (), as_drafted: bool = True
+    ) -> bool:
         """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
         self._drop_ended()
         if not all(self._reserve(own.request) for own in self.held if not own.gone):
             return False
         load_blocks(self.rows, self.held)
-        if trees:
+        if any(trees):
             load_trees(self.rows, trees, key.nodes)
         result_BX = self.run(key, self.run.size(len(self.held)))
         self._pending.append(Pending.send(key, result_BX, as_drafted=as_drafted))
@@ -125,7 +134,7 @@ class DeviceBatch:
     @property
     def is_full(self) -> bool:
         """Whether a result should be read before another step is launched."""
-        return len(self._pending) >= IN_FLIGHT
+        return len(self._pending) >= self.in_flight
 
     def read(self) -> Output | None:
         """Wait for the oldest step and follow what it did with each row's slots; None: none is under way.
@@ -142,10 +151,15 @@ class DeviceBatch:
             self._committed(self.held[b], pending.key, outcome)
             for b, outcome in zip(wanted, outcomes, strict=True)
         ]
-        # A step without drafts reads its row's last token whatever comes of the one before.
-        alone = all(own.key.nodes == 1 for own in self._pending)
-        ahead = Ahead(len(self._pending), alone * len(self._pending))
         requests = [self.held[b].request for b in wanted]
+        if self.head and not self.reads:
+            for b, request, outcome in zip(wanted, requests, outcomes, strict=True):
+                self.head.read(request.number, self.rows.hidden_BPD[b, : len(outcome.nodes)])
+        ahead = None
+        if self._pending or self.reads:
+            # A step without drafts reads its row's last token whatever comes of the one before.
+            alone = all(own.key.nodes == 1 for own in self._pending)
+            ahead = Ahead(len(self._pending), alone * len(self._pending))
         return Output(pending.key, pending.as_drafted, requests, outcomes, committed, ahead)
 
     def end(self) -> None:
@@ -163,7 +177,7 @@ class DeviceBatch:
 
     def prefill_drafter(self, key: GraphKey) -> None:
         """Draft the first windows: the head reads what it has yet to read of every request."""
-        if self.head is None or self.step.drafter is None:
+        if self.head is None or not self.reads:
             return
         rows = self.rows.part(0, self.run.size(len(self.held)))
         starts, counts = [0] * len(rows.length_B), [0] * len(rows.length_B)
@@ -235,7 +249,7 @@ class DeviceBatch:
             if held.before and held.before.path and held.before.path != kept:
                 self.arena.release_records(request.number, held.before.path)
             self._release(held, kept)
-        if self.head:
+        if self.head and self.reads:
             self.head.restore(
                 request.number, request.num_computed_tokens - 1, self.rows.last_BD[row : row + 1].clone()
             )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.device.graph_key import GraphKey
+from specdec.core.device.graph_key import GraphKey, width_of
 from specdec.core.device.pack import Packer, spread
 from specdec.core.device.rows import Rows
 from specdec.draft.head import Head
@@ -70,12 +70,12 @@ class DeviceDrafter:
         last_BD = hidden_BAD.gather(1, last_B1D)[:, 0]
         rows.last_BD.copy_(torch.where(count_B[:, None] > 0, last_BD, rows.last_BD))
         if key.shape is not None:
-            self._grow(rows, key, key.shape, out_BAD.gather(1, last_B1D))
-        rows.blank(key.nodes)
+            self._grow(rows, key.shape, out_BAD.gather(1, last_B1D))
+        rows.blank(width_of(key.shape) if key.shape else 1)
 
-    def _grow(self, rows: Rows, key: GraphKey, shape: Shape, after_BFD: Tensor) -> None:
+    def _grow(self, rows: Rows, shape: Shape, after_BFD: Tensor) -> None:
         """Grow drafts from what the head wrote after the roots, and make windows of the best nodes."""
-        ops, root_B1 = self.kernels, rows.token_BM[:, :1]
+        ops, root_B1, m = self.kernels, rows.token_BM[:, :1], width_of(shape)
         node_BF, score_BF = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
         tokens, parents, scores, beliefs = [], [], [], []
         read = Read(root_B1, node_BF, rows.last_BD[:, None])
@@ -102,9 +102,8 @@ class DeviceDrafter:
             torch.cat(parents, dim=1),
             torch.cat(scores, dim=1),
             torch.cat(beliefs, dim=1),
-            key.nodes - 1,
+            m - 1,
         )
-        m = key.nodes
         rows.token_BM[:, :m], rows.parent_BM[:, :m] = ops.attach_root(root_B1[:, 0], token_BN, parent_BN)
         rows.score_BM[:, 1:m], rows.belief_BM[:, 1:m] = score_BN, belief_BN
 

@@ -35,7 +35,7 @@ def fill(x_B: Tensor, values: Sequence[Any]) -> None:
     x_B[: len(values)].copy_(_staged(values, x_B.dtype, x_B.device), non_blocking=True)
 
 
-def ids(values: Sequence[int], device: torch.device) -> Tensor:
+def ids(values: Sequence[Any], device: torch.device) -> Tensor:
     """Make a tensor of numbers on the device."""
     return _staged(values, torch.int64, device).to(device, non_blocking=True)
 
@@ -79,10 +79,16 @@ def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
         rows.table_BN.view(-1).index_copy_(0, ids(places, device), ids(blocks, device))
 
 
-def load_trees(rows: Rows, trees: Sequence[TokenTree], nodes: int) -> None:
-    """Make trees the next windows, filled up with chains of no tokens."""
-    fill(rows.token_BM[:, :nodes], [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for t in trees])
-    fill(rows.parent_BM[:, :nodes], [[*t.parents, *range(len(t) - 1, nodes - 1)] for t in trees])
+def load_trees(rows: Rows, trees: Sequence[TokenTree | None], nodes: int) -> None:
+    """Make trees the next windows, filled up with chains of no tokens; other rows keep theirs."""
+    given = [(b, tree) for b, tree in enumerate(trees) if tree]
+    tokens = [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for _, t in given]
+    parents = [[*t.parents, *range(len(t) - 1, nodes - 1)] for _, t in given]
+    row_R = ids([b for b, _ in given], rows.token_BM.device)
+    for to_BM, values in ((rows.token_BM, tokens), (rows.parent_BM, parents)):
+        to_BM[:, :nodes].index_copy_(0, row_R, ids(values, to_BM.device))
+    for score_BM in (rows.score_BM, rows.belief_BM):  # which are those of what was drafted
+        score_BM.index_fill_(0, row_R, 0.0)
 
 
 def _staged(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,6 +1,5 @@
 """When steps are decided on the device, and what comes of them on the host."""
 
-import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -9,13 +8,15 @@ from dataclasses import dataclass
 from specdec.core.batch import ScheduledRequest, StepResult
 from specdec.core.device.device_batch import DeviceBatch, Output
 from specdec.core.device.graph_key import GraphKey
+from specdec.core.device.look_ups import LookUps
 from specdec.core.device.result import Outcome
+from specdec.core.draft_record import DraftRecord
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import WIDTHS
 from specdec.kernels.sampling.rules import NO_TOKEN
@@ -59,6 +60,10 @@ class Runner(ABC):
         """List what steps may be made for, so that it can be captured."""
 
     @abstractmethod
+    def _reads(self, requests: Sequence[Request]) -> bool:
+        """Tell whether a head is to read what these requests accept, so that it can draft."""
+
+    @abstractmethod
     def _start(self) -> None:
         """Make the rows that were just loaded ready for a first step."""
 
@@ -76,7 +81,7 @@ class Runner(ABC):
         if len(requests) != len(self.host.scheduler.running) or not all(map(self._suits, requests)):
             return False
         self._waiting, self._over = len(self.host.scheduler.waiting), False
-        return self.batch.begin(requests) and self._run(first=True)
+        return self.batch.begin(requests, reads=self._reads(requests)) and self._run(first=True)
 
     def go_on(self) -> bool:
         """Advance the batch that is on the device by a step; False: there is none, or no more."""
@@ -138,17 +143,24 @@ def _row(request: Request, outcome: Outcome) -> ScheduledRequest:
 
 
 class DeviceDraftRunner(Runner):
-    """The device drafts too, if there is a head: a step is launched before the last one has been read."""
+    """The device drafts too, if there is a head: a step is launched before the last one has been read.
 
-    def __init__(self, batch: DeviceBatch, host: Host, policy: UniformPolicy) -> None:
+    A `lazy` head reads nothing while nothing is drafted: what it has yet to read waits on the host.
+    """
+
+    def __init__(self, batch: DeviceBatch, host: Host, policy: UniformPolicy, *, lazy: bool) -> None:
         super().__init__(batch, host)
-        self.policy = policy
+        self.policy, self.lazy = policy, lazy
+        self.look_ups = LookUps(host.speculation, policy) if host.speculation.looks else None
+        self._found: dict[Request, DraftRecord] = {}
+        """What is verified in the next step, of which the device knows nothing."""
+        self._first_passes = 0
         self._mark_s: float | None = None
         """When the last result came; None: none has."""
         self._shape: Shape | None = None
         """That of the windows that are verified next."""
         self._next: tuple[Shape | None] | None = None
-        """The shape of the first step, chosen before its windows were drafted."""
+        """The shape of the next step, where it was chosen before its windows were drafted."""
 
     def begin(self, rows: Sequence[ScheduledRequest]) -> bool:
         """Leave to the host what no one shape serves: rows that are drafted for beside rows that must not."""
@@ -157,32 +169,63 @@ class DeviceDraftRunner(Runner):
 
     def graph_keys(self) -> list[GraphKey]:
         """List every shape that may be chosen, and none, which requests may ask for."""
-        shapes = dict.fromkeys((None, *self.policy.shapes))
-        return [GraphKey.drafting(shape, filtered=self.batch.filtered) for shape in shapes]
+        return list(map(self._key, dict.fromkeys((None, *self.policy.shapes))))
+
+    def _key(self, shape: Shape | None) -> GraphKey:
+        reads = shape is not None or not self.lazy
+        return GraphKey.drafting(shape, reads=reads, filtered=self.batch.filtered)
 
     @property
     def outlook(self) -> Outlook | None:
         return self.policy.outlook
 
-    def _start(self) -> None:
-        self._mark_s, self._shape = None, self._choose()
-        self._next = (self._shape,)
-        self.batch.prefill_drafter(GraphKey.drafting(self._shape, filtered=self.batch.filtered))
+    def _reads(self, requests: Sequence[Request]) -> bool:
+        self._next = self._next or (self._choose(requests),)
+        return self._key(*self._next).reads
 
-    def _choose(self) -> Shape | None:
-        if not all(own.params.speculate for own in self.batch.requests):
+    def _start(self) -> None:
+        assert self._next
+        (self._shape,) = self._next
+        self._mark_s = None
+        self.batch.prefill_drafter(self._key(self._shape))
+
+    def _choose(self, requests: Sequence[Request]) -> Shape | None:
+        if not all(own.params.speculate for own in requests):
             return None
-        return self.policy.choose([self.host.speculation.records.of(own) for own in self.batch.requests])
+        return self.policy.choose([self.host.speculation.records.of(own) for own in requests])
 
     def _advance(self) -> bool:
-        (shape,) = self._next or (self._choose(),)
+        self._next = self._next or (self._choose(self.batch.requests),)
+        (shape,) = self._next
+        key = self._key(shape)
+        if self.batch.head and key.reads != self.batch.reads:
+            return False  # loaded anew, with a head that reads on, or that rests
         self._next = None
-        key = GraphKey.drafting(shape, filtered=self.batch.filtered)
-        launched = self.batch.launch(key, as_drafted=shape == self._shape)
+        trees = self._look_up()
+        if self._found and self.policy.bounds:
+            key = key.finding(self.policy.bounds.num_draft_tokens)
+        launched = self.batch.launch(key, trees=trees, as_drafted=shape == self._shape)
         self._shape = shape
         if launched and self.batch.is_full:
             self._read()
         return launched
+
+    def _look_up(self) -> list[TokenTree | None]:
+        """Return the trees that were looked up, for the rows of which more is expected of them."""
+        requests = self.batch.requests
+        if self.look_ups is None or not all(own.params.speculate for own in requests):
+            return []
+        found = zip(requests, self.look_ups.find(requests, self._shape), strict=True)
+        self._found = {request: record for request, record in found if record}
+        # Where nothing is drafted, what was looked up before is still there.
+        bare = None if self._shape else TokenTree((0,), (-1,))
+        trees = [bare] * len(self.batch.held)
+        for b, own in enumerate(self.batch.held):
+            if self._found and own.request in requests:
+                record = self._found.get(own.request)
+                proposal = record.merged if record else Proposal.EMPTY
+                trees[b] = proposal.tree(own.request.tokens[-1]) if record or bare else None
+        return trees if self._found else []
 
     def _drain(self) -> None:
         while self._read():
@@ -192,16 +235,29 @@ class DeviceDraftRunner(Runner):
         read = self.batch.read()
         if read is None:
             return False
-        now_s, before_s = time.perf_counter(), self._mark_s
+        now_s, before_s = self.host.speculation.clock(), self._mark_s
         self._mark_s = now_s
         seconds = {"whole": 0.0 if before_s is None else now_s - before_s}
-        if before_s is not None and read.as_drafted and read.requests:
-            self.policy.observe(read.key.shape, len(read.requests), seconds["whole"])
-        shape = read.key.shape if read.as_drafted else None
+        is_known = self.batch.arena.first_passes == self._first_passes
+        self._first_passes = self.batch.arena.first_passes
+        if before_s is not None and read.requests and is_known:
+            if self._found:
+                self.policy.observe_found(read.key.shape, len(read.requests), seconds["whole"])
+            elif read.as_drafted:
+                self.policy.observe(read.key.shape, len(read.requests), seconds["whole"])
         for request, outcome in zip(read.requests, read.outcomes, strict=True):
-            self.host.speculation.propose(request, shape, outcome.proposal)
+            record = self._found.get(request) or self._drafted(read, outcome)
+            self.host.speculation.propose(request, record)
+        self._found = {}
         self._commit(read, seconds)
         return True
+
+    def _drafted(self, read: Output, outcome: Outcome) -> DraftRecord | None:
+        """Return what the head has drafted of a window that was verified in its shape."""
+        head, shape = self.host.speculation.head, read.key.shape
+        if head is None or shape is None or not read.as_drafted:
+            return None
+        return DraftRecord(shape, ((head, outcome.proposal),), outcome.proposal)
 
 
 class HostDraftRunner(Runner):
@@ -215,6 +271,9 @@ class HostDraftRunner(Runner):
     def graph_keys(self) -> list[GraphKey]:
         """List windows of the widths that are tried."""
         return [GraphKey.given(nodes, filtered=self.batch.filtered) for nodes in self._sizes]
+
+    def _reads(self, requests: Sequence[Request]) -> bool:
+        return False
 
     def _start(self) -> None:
         """Have nothing to do: the windows come with each step."""

@@ -67,7 +67,8 @@ class DeviceStep:
             at_BRD = node_BM[:, :read, None].expand(-1, -1, hidden_BMD.shape[-1])
             rows.hidden_BPD[:, :read] = hidden_BMD.gather(1, at_BRD)
             rows.follows_BP[:, :read] = emitted_BM[:, :read]
-            self.drafter.draft(rows, key, before_B, count_B, read)
+            if key.reads:
+                self.drafter.draft(rows, key, before_B, count_B, read)
         return result_BX
 
     def prefill_drafter(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor) -> None:

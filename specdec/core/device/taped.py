@@ -1,7 +1,9 @@
 """Steps recorded once for a number of rows and a key, then played in one call: what graphs are on a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specdec.core.device.graph_key import GraphKey
@@ -38,7 +40,14 @@ class TapedSteps:
         rows = self.rows.part(0, size)
         if known is REFUSED:
             return self.step(rows, key)
+        self.step.arena.first_passes += 1
         with Tape() as tape:
             result_BX = self.step(rows, key)
         self._tapes.keep((key, size), TapedStep(tape, result_BX))
         return result_BX.clone()
+
+    @torch.inference_mode()
+    def record(self, keys: Sequence[GraphKey]) -> None:
+        """Record every key for a single row, which is padding yet: nothing that counts changes."""
+        for key in keys:
+            self(key, 1)

@@ -17,7 +17,7 @@ from specdec.core.device.rows import Rows
 from specdec.draft.proposal import Shape
 
 EXTENT = Extent(rows=20, nodes=4, path=3, drafts=4)
-KEYS = [GraphKey.drafting(shape, filtered=True) for shape in (None, Shape(2, 1, 3))]
+KEYS = [GraphKey.drafting(shape, reads=True, filtered=True) for shape in (None, Shape(2, 1, 3))]
 
 
 class Step:

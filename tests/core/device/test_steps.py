@@ -219,7 +219,7 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
         runner = engine.model.loop.runner
         assert isinstance(runner, DeviceDraftRunner)
         batch, network = runner.batch, engine.model.network
-        rows, key = batch.rows.part(0, 2), GraphKey.drafting(runner.policy.bounds, filtered=False)
+        rows, key = batch.rows.part(0, 2), GraphKey.drafting(runner.policy.bounds, reads=True, filtered=False)
         hidden = network.spec.hidden
 
         def still(window: Any, *_: Any) -> Tensor:

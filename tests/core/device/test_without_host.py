@@ -50,7 +50,9 @@ def keys_of(model: Model) -> Iterator[GraphKey]:
     if model.settings.drafters:
         keys |= dict.fromkeys(GraphKey.given(nodes, filtered=True) for nodes in (1, 2, 4))
     if model.loop.speculation.head:
-        keys |= dict.fromkeys(GraphKey.drafting(shape, filtered=True) for shape in (None, Shape(1, 1, 2)))
+        keys |= dict.fromkeys(
+            GraphKey.drafting(shape, reads=True, filtered=True) for shape in (None, Shape(1, 1, 2))
+        )
     for key, filtered in itertools.product(keys, (True, False)):
         yield replace(key, filtered=filtered)
 

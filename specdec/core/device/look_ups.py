@@ -1,0 +1,47 @@
+"""What is looked up is verified instead of what the device has drafted, where more is expected of it."""
+
+from collections.abc import Sequence
+
+from specdec.core.draft_record import DraftRecord, merged
+from specdec.core.request import Request
+from specdec.core.speculator import Speculation
+from specdec.draft.proposal import Shape
+from specdec.draft.uniform import UniformPolicy
+from specdec.draft.widths import MARGIN
+
+SELDOM = 15
+"""Steps at most that go without a look-up while none was of use: it takes as long as a small model's step."""
+
+
+class LookUps:
+    """Asks the drafters that look text up, the more seldom the longer they were of no use."""
+
+    def __init__(self, speculation: Speculation, policy: UniformPolicy) -> None:
+        self.speculation, self.policy = speculation, policy
+        self._wait = self._waited = 0
+
+    def find(self, requests: Sequence[Request], shape: Shape | None) -> list[DraftRecord | None]:
+        """Return what is to be verified instead of what was drafted in a shape, if anything, by request."""
+        nothing: list[DraftRecord | None] = [None] * len(requests)
+        bounds = self.policy.bounds
+        if bounds is None or self._waited < self._wait:
+            self._waited += 1
+            return nothing
+        self._waited = 0
+        answers = self.speculation.look_up(requests)
+        proposals = [merged(own).best(bounds.num_draft_tokens - 1) for own in answers]
+        drafted = [self._expected(request, shape) for request in requests]
+        gains = [max(sum(own.scores), known) for own, known in zip(proposals, drafted, strict=True)]
+        rows = len(requests)
+        before = (rows + sum(drafted)) / self.policy.cost(shape, rows)
+        pays = (rows + sum(gains)) / self.policy.cost_of_found(shape, rows) > MARGIN * before
+        self._wait = 0 if pays else min(2 * self._wait + 1, SELDOM)
+        if not pays:
+            return nothing
+        return [
+            DraftRecord(None, tuple(own), proposal) if sum(proposal.scores) > known else None
+            for own, proposal, known in zip(answers, proposals, drafted, strict=True)
+        ]
+
+    def _expected(self, request: Request, shape: Shape | None) -> float:
+        return self.speculation.records.of(request).expected(shape, shape.num_steps) if shape else 0.0
