@@ -99,7 +99,8 @@ def _with_path(window: Window) -> Window:
 def _form(group: Group) -> tuple[int, ...]:
     """Say what must be alike for two windows to make the same calls of the same memory."""
     path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
-    has = group.record is not None, group.snapshot_BM is not None, group.ancestors_BMM is not None
+    taps = 0 if group.tap_BMC is None else group.tap_BMC.shape[2]
+    has = group.record is not None, group.snapshot_BM is not None, group.ancestors_BMM is not None, taps
     return group.rows, group.width, path, room(group.table_BN.shape[1], BLOCKS), *has
 
 

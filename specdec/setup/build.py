@@ -201,7 +201,8 @@ def assemble(
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     if settings.graphs:
         runner = _runner(loop, network, settings)
-        loop.run_on_device(runner)
+        if runner:
+            loop.run_on_device(runner)
         if speculation.learns and isinstance(runner, DeviceDraftRunner):
             warm_up_device(core, runner)
     return core
@@ -239,8 +240,11 @@ def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
     return Tuner(layout, settings.memory_bytes, score.work, has_head=has_head, on_change=change)
 
 
-def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
-    """Make what decides steps on the device: a head drafts there too, all others on the host."""
+def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | None:
+    """Make what decides steps on the device: a head drafts there too, all others on the host.
+
+    None: a CPU's would ask the host, and were not asked for.
+    """
     head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
     drafts = not settings.drafters or any(DRAFTERS[name].runs_on_device for name in settings.drafters)
     looks = not all(DRAFTERS[name].runs_on_device for name in settings.drafters)
@@ -284,6 +288,6 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner:
         runner = DeviceDraftRunner(batch, host, policy, lazy=settings.device.type == "cpu")
     if graphs:
         graphs.capture(runner.graph_keys())
-    if taped:
-        taped.record(runner.graph_keys())
+    if taped and not taped.record(runner.graph_keys()) and settings.config.graphs is None:
+        return None
     return runner

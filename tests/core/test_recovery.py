@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec import Delta, SamplingParams, SpecEngine
 from specdec.draft.history import Table
 from specdec.errors import EngineError, SpecdecError
+from specdec.kernels.native.tape import Tape
 from specdec.state_slots.prefix.tree import Node
 from tests.draft.oracle import Oracle
 
@@ -28,7 +29,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "snapshots": {"draft": "suffix", "slots": "snapshot", "memory_bytes": "16MiB", **TREES},
     "on the device": {"draft": "suffix", "graphs": True, **TREES},
     "states of drafts": {"draft": "self-int4", **TREES},
-    "tapes": {"draft": "none", "dtype": "float32"},
+    "tapes": {"draft": "none", "dtype": "float32", "graphs": False},
+    "taped steps": {"draft": "none", "dtype": "float32"},
     "prefixes": {"draft": "suffix", "prefix_cache": True, **TREES},
     "prefixes on the device": {"draft": "suffix", "prefix_cache": True, "graphs": True, **TREES},
 }
@@ -45,7 +47,8 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "records": (*STEP, "drafted", "inside a look-up", "chosen", "committed in part", "forgotten"),
     "snapshots": ("drafted", "committed in part", "inside the arena"),
     "on the device": (*STEP, "launched", "read", "handed back"),
-    "tapes": ("inside the network", "chosen", "said in part"),
+    "taped steps": ("inside a tape", "launched", "read", "handed back"),
+    "tapes": ("inside a tape", "chosen", "said in part"),
     "prefixes": (*STEP, "noted", "kept", "lent", "forgotten"),
     "prefixes on the device": ("noted", "kept", "read", "handed back"),
 }
@@ -65,6 +68,8 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
             return Table, "index", 7
         case "inside the network":
             return engine.model.network.blocks[1], "feed", 2
+        case "inside a tape":
+            return Tape, "play", 3
         case "chosen":
             return loop, "_choose", 3
         case "committed in part":

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specdec import Completion, SamplingParams, SpecEngine
+from specdec.kernels.native import tape
 from specdec.kernels.native.compiled import compiled
-from specdec.models import replay
 from specdec.models.replay import Recorded, Replays
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
@@ -128,7 +128,7 @@ def test_what_is_too_large_is_not_recorded_again_and_again(monkeypatch: pytest.M
         return inner(self, *given)
 
     monkeypatch.setattr(Recorded, "record", record)
-    monkeypatch.setattr(replay, "MOST_BYTES", 1)
+    monkeypatch.setattr(tape, "MOST_BYTES", 1)
     with SpecEngine("tiny", draft="none", max_model_len=128, dtype="bfloat16") as engine:
         for _ in range(3):
             engine.generate(["import os"], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
@@ -137,8 +137,8 @@ def test_what_is_too_large_is_not_recorded_again_and_again(monkeypatch: pytest.M
 
 def test_tapes_give_way_to_those_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = answers("chain")
-    monkeypatch.setattr(replay, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(replay, "MOST_FORMS", 4)
+    monkeypatch.setattr(tape, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(tape, "MOST_FORMS", 4)
     played = counting(monkeypatch)
     found = answers("chain")
     assert played[0] > 0

@@ -170,11 +170,11 @@ def test_who_drafts_is_what_the_checkpoint_has(
 
 
 def test_an_eagle_head_drafts_where_it_was_given() -> None:
-    """In place of the model's own; with suffixes, unless the device drafts or acceptance is assumed."""
+    """In place of the model's own; with suffixes, unless acceptance is assumed."""
     for model in (WITH_HEAD, WITHOUT_HEAD):
         assert settle(model, eagle=EAGLE, draft="eagle").drafters == ("eagle",)
         assert settle(model, eagle=EAGLE, draft="auto").drafters == ("eagle", "suffix")
-        assert settle(model, eagle=EAGLE, draft="auto", graphs=True).drafters == ("eagle",)
+        assert settle(model, eagle=EAGLE, draft="auto", graphs=True).drafters == ("eagle", "suffix")
         assert settle(model, eagle=EAGLE, draft="auto", synthetic_acceptance=2.0).drafters == ("eagle",)
     assert settle(eagle=EAGLE, draft="eagle").layout.kv == (
         *settle(draft="none").layout.kv,

@@ -35,6 +35,10 @@ class Run(Protocol):
         """Say how many rows run for so many."""
         ...
 
+    def serves(self, requests: Sequence[Request]) -> bool:
+        """Tell whether steps of these are worth running here."""
+        ...
+
     def __call__(self, key: GraphKey, size: int) -> Tensor: ...
 
 
@@ -47,6 +51,10 @@ class EagerSteps:
     def size(self, count: int) -> int:
         """Take no row more than there are."""
         return count
+
+    def serves(self, requests: Sequence[Request]) -> bool:
+        """Run whatever comes."""
+        return True
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         return self.step(self.rows.part(0, size), key)
@@ -95,6 +103,8 @@ class DeviceBatch:
 
     def begin(self, requests: Sequence[Request], *, reads: bool) -> bool:
         """Load requests that all decode; tell whether there was room, and a head that reads near enough."""
+        if not self.run.serves(requests):
+            return False
         self.reads = reads and self.head is not None
         wants, most = [want_of(r, None) for r in requests], self.extent.path
         if self.reads and self.head and not self.head.settle(wants, most=most):

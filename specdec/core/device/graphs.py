@@ -13,6 +13,7 @@ from specdec.core.device.capture import Capturer
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
+from specdec.core.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ class Graphs:
     def size(self, count: int) -> int:
         """Return the captured number of rows that so many run as."""
         return next(size for size in self.sizes if size >= count)
+
+    def serves(self, requests: Sequence[Request]) -> bool:
+        """Run whatever comes: a GPU is never better served from the host."""
+        return True
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows; a captured one writes its result where it always does."""

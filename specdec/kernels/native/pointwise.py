@@ -86,6 +86,15 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
     return out_TI
 
 
+def relu2(x_TI: Tensor) -> Tensor:
+    """Return the square of what is positive."""
+    if not serves(x_TI) or not x_TI.is_contiguous():
+        return ffn.relu2(x_TI)
+    out_TI = torch.empty_like(x_TI)
+    function("relu2", x_TI.dtype)(x_TI.data_ptr(), x_TI.numel(), out_TI.data_ptr())
+    return out_TI
+
+
 def sigmoid(x_TN: Tensor) -> Tensor:
     """Compute each entry alike: torch's vectors and what is left beside them round differently."""
     if not serves(x_TN) or x_TN.stride(1) != 1:

@@ -3,6 +3,7 @@
 Only what tensors hold may change from one time to the next: shapes, types and strides are the recorded ones.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ TYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16, to
 """Types by their numbers there."""
 MOST_DIMS = 8
 BINARY = NAMES[1:18]
+LARGE = 1 << 16
+"""Entries of which torch computes faster than these lists; what only copies is as fast."""
+COPIES = ("copy", "gather", "scatter")
 
 Take = Callable[[Tensor], None]
 
@@ -215,6 +219,8 @@ class TensorOps:
         shape = out.shape if shape is None else shape
         if 0 in shape:
             return
+        if name not in COPIES and math.prod(shape) > LARGE:
+            raise Unrecordable(f"{name} of {math.prod(shape)} entries")
         operands = [_At.of(x, shape) for x in (out, *given)]
         if len(shape) > MOST_DIMS or any(own.tensor.dtype not in TYPES for own in operands):
             raise Unrecordable(f"{name} of {[own.tensor.dtype for own in operands]}")

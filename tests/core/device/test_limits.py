@@ -126,14 +126,15 @@ def test_a_batch_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.Monk
     begun: list[int] = []
     inner = DeviceBatch.begin
 
-    def begin(self: DeviceBatch, requests: Any) -> bool:
+    def begin(self: DeviceBatch, requests: Any, **reads: Any) -> bool:
         begun.append(len(requests))
-        return inner(self, requests)
+        return inner(self, requests, **reads)
 
     monkeypatch.setattr(DeviceBatch, "begin", begin)
     params = [GREEDY.model_copy(update={"max_tokens": 6 + 4 * i}) for i in range(6)]
     prompts = [[1 + i, 2, 3] for i in range(6)]
     with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, max_model_len=64) as engine:
+        begun.clear()
         found = engine.generate(prompts, params)
     with SpecEngine(folder, dtype="float64", draft="none", prefix_cache=False, max_model_len=64) as engine:
         assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in found]

@@ -1,0 +1,169 @@
+"""Steps of a CPU that are played from tapes, and what is looked up or left unread between them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from specdec import SamplingParams, SpecEngine
+from specdec.core.device.device_batch import EagerSteps
+from specdec.core.device.look_ups import LookUps
+from specdec.core.device.runner import DeviceDraftRunner, Runner
+from specdec.core.device.taped import TapedStep, TapedSteps
+from specdec.draft.proposal import Shape
+from specdec.kernels.native.compiled import compiled
+from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
+
+needs_c = pytest.mark.skipif(compiled() is None, reason="no C compiler was found")
+FEATURES = ("greedy", "temperature", "filters", "stop")
+
+
+@pytest.fixture(scope="module")
+def known(folder: Path) -> list[Case]:
+    return [case for case in plain_cases(folder) if case.feature in FEATURES]
+
+
+def runner_of(engine: SpecEngine) -> DeviceDraftRunner:
+    runner = engine.model.loop.runner
+    assert isinstance(runner, DeviceDraftRunner)
+    return runner
+
+
+def said_by(engine: SpecEngine, cases: Sequence[Case]) -> list[tuple[tuple[int, ...], str]]:
+    """Answer together, without those that filter, and one by one."""
+    plain = [case for case in cases if case.feature != "filters"]
+    done = [own for group in (cases, plain) for each in generate(engine, group) for own in each]
+    done += [own for case in cases[:2] for own in engine.generate([case.prompt], case.params)]
+    return [(own.token_ids, own.text) for own in done]
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "draft", "shape", "backing"),
+    [
+        ("qwen3_5", "none", "chain", "record"),
+        ("qwen3_5", "mtp", "chain", "record"),
+        ("qwen3_5", "mtp", "tree", "snapshot"),
+        ("qwen3_5", "eagle", "tree", "record"),
+        ("qwen3", "eagle", "chain", "record"),
+    ],
+)
+def test_a_taped_step_says_what_it_says_as_it_stands(
+    family_folder: Any, known: list[Case], family: str, draft: str, shape: str, backing: str, dtype: str
+) -> None:
+    fields = {"draft": draft, "dtype": dtype, "graphs": True, "slots": backing, "max_model_len": LONGEST}
+    if draft != "none":
+        fields |= {"adaptive": False, **SHAPES[shape]}
+    said = []
+    for tapes in (True, False):
+        with SpecEngine(family_folder(family), **fields) as engine:
+            batch = runner_of(engine).batch
+            assert isinstance(batch.run, TapedSteps)
+            if tapes:
+                said.append(said_by(engine, known))
+                found = batch.run._tapes._forms
+                assert len(found) > 1 and all(isinstance(own, TapedStep) for own in found.values())
+                assert not any(key.filtered for key, _ in found), "what filters asks the host"
+            else:
+                batch.run = EagerSteps(batch.step, batch.rows)
+                said.append(said_by(engine, known))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("backing", ["record", "snapshot"])
+@pytest.mark.parametrize("draft", ["mtp", "eagle"])
+def test_a_head_that_rests_reads_on_where_it_drafts_again(
+    folder: Path, known: list[Case], draft: str, backing: str
+) -> None:
+    """Shapes come and go by chance, and with them where that waits which the head has yet to read."""
+    with drafting_engine(
+        folder, draft, known, graphs=True, slots=backing, adaptive=True, **SHAPES["tree"]
+    ) as (engine, _):
+        runner, rng = runner_of(engine), Random(3)
+        shapes, seen = runner.policy.shapes, set[bool]()
+
+        def choose(rows: object) -> Shape | None:
+            seen.add(runner.batch.reads)
+            return rng.choice(shapes) if rng.random() < 0.4 else None
+
+        runner.policy.choose = choose  # type: ignore[method-assign]
+        for _ in range(3):
+            assert differences(known, generate(engine, known)) == []
+        assert seen == {True, False} and engine.stats().accepted > 0
+        head = engine.model.loop.speculation.head
+        assert head is not None and not head._unread
+
+
+@contextmanager
+def looking(folder: Path, **fields: Any) -> Iterator[tuple[SpecEngine, list[int]]]:
+    """Open an engine with a head and look-ups; list how many rows each look-up was verified for."""
+    settings = {"draft": "auto", "graphs": True, "dtype": "float64", "max_model_len": LONGEST}
+    with SpecEngine(folder, **{**settings, **fields}) as engine:
+        runner, used = runner_of(engine), list[int]()
+        assert isinstance(runner.look_ups, LookUps)
+        find = runner.look_ups.find
+
+        def watched(*given: Any) -> Any:
+            found = find(*given)
+            used.append(sum(own is not None for own in found))
+            return found
+
+        runner.look_ups.find = watched  # type: ignore[method-assign]
+        yield engine, used
+        engine.flush()
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["beside a head", "while it rests"])
+@pytest.mark.parametrize("backing", ["record", "snapshot"])
+def test_what_is_looked_up_changes_no_text(
+    folder: Path, known: list[Case], backing: str, drafts: bool
+) -> None:
+    """Texts that were written before are looked up in some rows; in others a head's drafts are verified."""
+    with looking(folder, slots=backing, **SHAPES["tree"]) as (engine, used):
+        runner = runner_of(engine)
+        shapes = [Shape(1, 1, 2), runner.policy.bounds] if drafts else [None]
+        rng = Random(5)
+        runner.policy.choose = lambda rows: rng.choice(shapes)  # type: ignore[method-assign]
+        runner.policy.cost = lambda *_: 1.0  # type: ignore[method-assign]
+        runner.policy.cost_of_found = lambda *_: 1.0  # type: ignore[method-assign]
+        for _ in range(3):
+            assert differences(known, generate(engine, known)) == []
+        assert sum(used) > 20 and 0 in used
+        assert engine.stats().accepted > 20
+
+
+def test_what_is_seldom_of_use_is_seldom_looked_up(folder: Path) -> None:
+    with looking(folder, **SHAPES["tree"]) as (engine, used):
+        runner = runner_of(engine)
+        asked: list[int] = []
+        look_up = engine.model.loop.speculation.look_up
+
+        def watched(requests: Any) -> Any:
+            asked.append(len(requests))
+            return look_up(requests)
+
+        engine.model.loop.speculation.look_up = watched  # type: ignore[method-assign]
+        runner.policy.cost_of_found = lambda *_: 1e9  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, ignore_eos=True)
+        engine.generate([[1, 2, 3]] * 2, params)
+        assert sum(used) == 0 and 0 < len(asked) < len(used) / 2
+
+
+@needs_c
+def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
+    """Where a head drafts, or nothing; what is looked up alone is the host's, and so are experts."""
+    experts = family_folder("qwen3_5_moe")
+    for model, draft, expected in (
+        (folder, "none", True),
+        (folder, "mtp", True),
+        (folder, "auto", True),
+        (folder, "suffix", False),
+        (experts, "mtp", False),
+    ):
+        with SpecEngine(model, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
+            runner: Runner | None = engine.model.loop.runner
+            assert (runner is not None and isinstance(runner.batch.run, TapedSteps)) == expected
