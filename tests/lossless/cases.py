@@ -50,7 +50,10 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"temperature": 0.7, "logit_bias": ENDING},
     ],
     "logprobs": [{"temperature": 0.0, "logprobs": 0}, {"temperature": 0.7, "logprobs": 3}],
-    "stop": [{"temperature": 0.0, "max_tokens": 12}, {"temperature": 0.7, "ignore_eos": True, "max_tokens": 12}],
+    "stop": [
+        {"temperature": 0.0, "max_tokens": 12},
+        {"temperature": 0.7, "ignore_eos": True, "max_tokens": 12},
+    ],
     "structured": [
         {"temperature": 0.7, "structured_outputs": Structure(regex=r"([a-f]{2}[0-9]?\.){2,}")},
         {"temperature": 0.0, "structured_outputs": Structure(choice=["abcdefgh", "abcxyz123", "zz"])},
