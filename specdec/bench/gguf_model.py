@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +22,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.random_model import draft_folder, refuse_what_does_not_fit
+from specdec.bench.random_model import draft_folder
 from specdec.config.folders import random_models
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.models.checkpoint import Checkpoint, few
-from specdec.models.families import layout, open_tensors, read_network
+from specdec.models.families import layout, read_network
 from specdec.models.feed_forward import MLP
 from specdec.models.mixers.attention import Attention
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
@@ -64,7 +66,6 @@ def cached_gguf(folder: Path, kind: FileType) -> Path:
     path = random_models() / f"{name}-{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        refuse_what_does_not_fit(open_tensors(checkpoint).sizes().stored, path.parent)
         with draft_folder(path.parent) as draft:
             write_gguf(checkpoint, draft / path.name, kind)
             os.replace(draft / path.name, path)
@@ -79,18 +80,33 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: FileType) -> None:
     refuse_unlike(network)
     entries = list(_entries(checkpoint, network, kind))
     architecture = gguf.MODEL_ARCH[ARCHITECTURES[network.family]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    _add_fields(writer, network)
-    for entry in entries:
-        size = gguf.quant_shape_to_byte_shape(entry.shape, entry.form)
-        writer.add_tensor_info(entry.name, size, np.dtype(np.uint8), int(np.prod(size)), raw_dtype=entry.form)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for entry in tqdm(entries, desc=f"Writing {path.name}", leave=False, disable=None):
-        data = gguf.quants.quantize(entry.read().float().contiguous().numpy(), entry.form)
-        writer.write_tensor_data(data.view(np.uint8))
-    writer.close()
+    with closing(gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])) as writer:
+        _add_fields(writer, network)
+        data_bytes = 0
+        for entry in entries:
+            size = gguf.quant_shape_to_byte_shape(entry.shape, entry.form)
+            num_bytes = int(np.prod(size))
+            writer.add_tensor_info(entry.name, size, np.dtype(np.uint8), num_bytes, raw_dtype=entry.form)
+            data_bytes += writer.ggml_pad(num_bytes, writer.data_alignment)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        described = path.stat().st_size
+        _refuse_full_disk(writer.ggml_pad(described, writer.data_alignment) - described + data_bytes, path)
+        for entry in tqdm(entries, desc=f"Writing {path.name}", leave=False, disable=None):
+            data = gguf.quants.quantize(entry.read().float().contiguous().numpy(), entry.form)
+            writer.write_tensor_data(data.view(np.uint8))
+
+
+def _refuse_full_disk(num_bytes: int, path: Path) -> None:
+    """Refuse to write so many bytes more where the disk has less."""
+    free = shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise CapacityError(
+            f"--peers llama.cpp: its file takes {num_bytes:,} bytes more, and the disk of {random_models()} "
+            f"has {free:,} free; make room, such as by deleting earlier *.gguf there, or leave it out",
+            field="peers",
+        )
 
 
 def refuse_unlike(network: Network) -> None:

@@ -21,13 +21,14 @@ from specdec.errors import CheckpointError
 from specdec.models import spec
 from specdec.models.blocks import attention, refuse_unsupported, swiglu
 from specdec.models.checkpoint import Checkpoint, few
+from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
 from specdec.models.formats import WeightFormat, announced
 from specdec.models.layouts import Layout, Rule
 from specdec.models.network import Network
 from specdec.models.norm import Norm
-from specdec.models.weights import CheckpointWeights, Weights
+from specdec.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from specdec.errors import CheckpointError
 from specdec.models import nemotron_h, qwen3, qwen3_5, qwen3_next, spec
 from specdec.models.blocks import model_type, text_fields
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.fields import Fields
 from specdec.models.formats import Announced, WeightFormat, announced
 from specdec.models.layouts import Layout, numbered
 from specdec.models.packed.base import Numbers
 from specdec.models.tensors import Tensors
-from specdec.models.weights import CheckpointWeights
 
 
 class Family(Protocol):

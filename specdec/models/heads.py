@@ -10,11 +10,12 @@ from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.eagle import EagleFolder, find_head, read_head
 from specdec.models.eagle_head import EagleHead
 from specdec.models.formats import WeightFormat
 from specdec.models.network import MTPHead, Network
-from specdec.models.weights import CheckpointWeights, Weights
+from specdec.models.weights import Weights
 
 Head = MTPHead | EagleHead
 

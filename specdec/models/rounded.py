@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,14 +42,22 @@ class Nibbles:
         return self.matrix._replace(number_ND=number_ND)
 
 
+class Original(Weights, Protocol):
+    """What a copy is made of: it tells when what it hands out only stands in, for an error will be raised."""
+
+    @property
+    def unused(self) -> bool: ...
+
+
 class CopiedWeights:
     """Hand out a network's weights, and keep a copy for a second network: large matrices rounded.
 
     A matrix is rounded as it is handed out, so that nothing is read twice or held once more: what waits for
-    the copy takes as much as the copy will, and is given up matrix by matrix.
+    the copy takes as much as the copy will, and is given up matrix by matrix. What stands in for weights is
+    not rounded.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Original) -> None:
         self._weights = weights
         self._shared: dict[str, Tensor] = {}
         self._rounded: dict[str, Nibbles] = {}
@@ -62,12 +71,14 @@ class CopiedWeights:
     def matrix(self, name: str, shape: Shape) -> Matrix:
         """Take a matrix and keep it rounded."""
         matrix = self._weights.matrix(name, shape)
-        self._rounded[name] = Nibbles.of(INT4.quantise(matrix))
+        if not self._weights.unused:
+            self._rounded[name] = Nibbles.of(INT4.quantise(matrix))
         return matrix
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
         """Give the matrix that makes logits and keep it rounded."""
-        self._outputs[name] = INT4.output.quantise(weight_ND)
+        if not self._weights.unused:
+            self._outputs[name] = INT4.output.quantise(weight_ND)
         return self._weights.output(name, weight_ND)
 
     def has(self, name: str) -> bool:

@@ -32,12 +32,13 @@ from specdec.errors import CapacityError
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
+from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.families import open_weights, stored_format
 from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource, load_head
 from specdec.models.network import Network
 from specdec.models.rounded import CopiedWeights
-from specdec.models.weights import CheckpointWeights, RandomWeights
+from specdec.models.weights import RandomWeights
 from specdec.models.work import ReadingWork
 from specdec.setup.drafters import DRAFTERS, Surroundings, find_heads, has_copy, head_of
 from specdec.setup.footprint import token_work

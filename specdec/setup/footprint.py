@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from specdec.config.engine import EngineConfig
-from specdec.kernels.linear.integers import INT4
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
@@ -20,13 +19,14 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import find_head
 from specdec.models.families import open_tensors, stored_numbers
 from specdec.models.feed_forward import MoE
-from specdec.models.formats import WeightFormat
+from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource
 from specdec.models.network import MTPHead, Network
 from specdec.models.packed.base import Numbers
+from specdec.models.rounded import COPIED_IN
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.drafters import has_copy
-from specdec.setup.resolve import open_model
+from specdec.setup.resolve import copied_in, open_model
 from specdec.setup.settings import Resolved
 
 ARITHMETIC = 0.05
@@ -128,18 +128,26 @@ class ShapeWeights:
 
 
 class CopyShapes(ShapeWeights):
-    """Keep the list of what a rounded copy holds of its own; it shares what is not rounded."""
+    """Keep the list of what a rounded copy holds of its own; it shares what is not rounded.
 
-    def __init__(self, network: spec.Network, dtype: torch.dtype) -> None:
-        super().__init__(network, dtype, quantize=INT4)
+    That is in `quantize`, or in `dtype` where kernels widen it.
+    """
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Note nothing."""
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
+    def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Note one large matrix."""
+        return self._note_in(self.quantize, name, shape)
+
     def output(self, name: str, weight_ND: Tensor) -> Tensor:
         """Note the matrix that makes logits."""
-        return self._note(name, tuple(weight_ND.shape), self.dtype, INT4.output.num_bytes(weight_ND.shape))
+        return self._note_in(self.quantize and self.quantize.output, name, tuple(weight_ND.shape))
+
+    def _note_in(self, form: WeightFormat | None, name: str, shape: tuple[int, ...]) -> Tensor:
+        num_bytes = form.num_bytes(shape) if form else prod(shape) * self.dtype.itemsize
+        return self._note(name, shape, self.dtype, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +205,13 @@ def measure(
     quantize: WeightFormat | None = None,
     head: HeadSource | None = None,
     copied: bool = False,
+    copied_in: WeightFormat | None = FORMATS[COPIED_IN],
     numbers: Callable[[str], Numbers | None] = lambda name: None,
 ) -> Footprint:
     """List every parameter of a network without holding any; large matrices are counted in `quantize`.
 
     Those that a checkpoint stores in whole numbers are counted as `numbers` says. With `copied` a rounded
-    copy is counted too, as it is where whole numbers are multiplied.
+    copy is counted too, as it is kept: `copied_in` a format, or (None) widened.
     """
     weights = ShapeWeights(network, dtype, quantize=quantize, numbers=numbers)
     kernels = load_kernels("reference")
@@ -213,7 +222,7 @@ def measure(
     own = ShapeWeights(network, dtype, quantize=quantize)
     if head and head.checkpoint:
         head.fill(target, own, max_length=1)
-    copy = CopyShapes(network, dtype)
+    copy = CopyShapes(network, dtype, quantize=copied_in)
     if copied:
         Network(network, copy, kernels, max_length=1, device=torch.device("meta"))
     found, parts = weights.parameters, (own.parameters, copy.parameters)
@@ -235,6 +244,7 @@ def measure_stored(
         quantize=settings.weight_format,
         head=head,
         copied=has_copy(settings.drafters),
+        copied_in=copied_in(settings.kernels),
         numbers=whole,
     )
 

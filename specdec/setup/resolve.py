@@ -21,7 +21,7 @@ from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import open_tensors, read_network, stored_dtype
-from specdec.models.formats import FORMATS, WHOLE
+from specdec.models.formats import FORMATS, WHOLE, WeightFormat
 from specdec.models.headers import check_headers
 from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
@@ -137,8 +137,8 @@ def resolve(
         packed_bytes=_packed_bytes(packed, kernels, dtype) if packed else 0,
     )
     if has_copy(drafters):
-        rounded = _weights(COPIED_IN, kernels, stored_narrow=False, packed=None)
-        held += copy_bytes(*sizes, kept=FORMATS[rounded] if rounded else None, packed=packed)
+        rounded = copied_in(kernels)
+        held += copy_bytes(*sizes, kept=rounded, packed=packed)
         if rounded is None:
             logger.warning("copy that drafts: widened to %s, which costs what the model does", dtype)
     memory_bytes = arena_bytes(
@@ -340,6 +340,12 @@ def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed:
         return None if kernels == "cpu" else quantize
     wanted = quantize or ("fp8" if stored_narrow else None)
     return wanted if kernels == "reference" or on_gpu(kernels) else None
+
+
+def copied_in(kernels: str) -> WeightFormat | None:
+    """Return the format in which these kernels multiply by a rounded copy; None: it is widened."""
+    own = _weights(COPIED_IN, kernels, stored_narrow=False, packed=None)
+    return FORMATS[own] if own else None
 
 
 def _packed_bytes(packed: PackedSizes, kernels: str, dtype: torch.dtype) -> int:

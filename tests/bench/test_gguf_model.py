@@ -1,6 +1,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from specdec.bench import gguf_model
 from specdec.bench.gguf_model import FileType, cached_gguf, write_gguf
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.models.checkpoint import Checkpoint
 from tests.bench.suited import SUITED
 from tests.conftest import HYBRID
@@ -94,6 +95,27 @@ def test_an_interrupted_file_is_not_kept(
     with pytest.raises(KeyboardInterrupt):
         cached_gguf(suited, "BF16")
     assert [*tmp_path.rglob("*.gguf")] == []
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
+def test_a_file_is_refused_only_where_the_disk_has_no_room_for_it(
+    kind: FileType, suited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, in the bits that are asked for."""
+    monkeypatch.setattr(gguf_model, "random_models", lambda: tmp_path)
+    size = (path := cached_gguf(suited, kind)).stat().st_size
+    for missing in (0, 1):
+        path.unlink()
+
+        def usage(folder: Path, room: int = size - missing) -> SimpleNamespace:
+            return SimpleNamespace(free=room - sum(file.stat().st_size for file in folder.iterdir()))
+
+        monkeypatch.setattr(gguf_model.shutil, "disk_usage", usage)
+        if not missing:
+            assert cached_gguf(suited, kind).stat().st_size == size
+    with pytest.raises(CapacityError, match=r"^--peers llama\.cpp: .* deleting earlier \*\.gguf") as caught:
+        cached_gguf(suited, kind)
+    assert caught.value.field == "peers" and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def a_token_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Continuation, "row", wrong)
 
 
+@pytest.mark.usefixtures("shared_grammar_process")
 @pytest.mark.parametrize("mutant", [in_place, a_token_early])
 def test_a_trace_is_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]

@@ -4,6 +4,7 @@ Importing this must come before any kernel is defined; conftest does it where th
 """
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,12 @@ def install() -> None:
     patch, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch_tensor
     Builder.create_dot, Builder.binary_op, Builder.unary_op = create_dot, binary_op, unary_op
     Builder.cast_impl, Builder.create_fp_to_fp, Builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
+    # The language's functions become the interpreter's once: it would look for all of them, and exchange
+    # them, at each launch and at each call of a function from a kernel, which takes more than the kernels.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    # A shape is a tuple of the language: its type would be spelled out for each, and is not asked for.
+    tl.core._type_for_tuple_values = lambda values, fields=None: SimpleNamespace(fields=fields or [])
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:

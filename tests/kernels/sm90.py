@@ -60,7 +60,8 @@ PARAMS = [
         {"temperature": 0.7, "top_k": 20, "seed": 2},
         {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "seed": 3},
         {"temperature": 0.0, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "logprobs": 2, "seed": 4},
+        # Of no other token's: here all are equally likely, and would be sorted.
+        {"temperature": 1.0, "logprobs": 0, "seed": 4},
     )
 ]
 

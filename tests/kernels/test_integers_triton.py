@@ -120,12 +120,12 @@ def test_parts_follow_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -
 @FORMATS
 @pytest.mark.parametrize("columns", [130, CUT])
 def test_a_row_does_not_depend_on_its_window(columns: int, form: Rounding, dtype: torch.dtype) -> None:
-    """Bit for bit up to 64 tokens, and whatever the other rows hold."""
-    weight = triton.pack(draw_matrix(form, 40, columns, dtype=dtype))
-    assert (triton.whole_tiling(draw(1, columns), 40).split > 1) == (columns == CUT)
+    """Bit for bit up to 64 tokens, in tiles of each height, and whatever the other rows hold."""
+    weight = triton.pack(draw_matrix(form, 20, columns, dtype=dtype))
+    assert (triton.whole_tiling(draw(1, columns), 20).split > 1) == (columns == CUT)
     x_TD = draw(64, columns, dtype=dtype)
     alone = triton.linear(x_TD[:1], weight)
-    for tokens in (2, 16, 17, 33, 64):
+    for tokens in (2, 17, 64):
         assert torch.equal(triton.linear(x_TD[:tokens], weight)[:1], alone)
         assert torch.equal(triton.linear(x_TD[:tokens].flip(0), weight)[-1:], alone)
     x_TD[1:] = torch.nan
@@ -188,18 +188,19 @@ def draw_experts(
 
 @TYPES
 @FORMATS
-@pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu2"])
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "top_k", "width", "hidden"),
+    ("tokens", "num_experts", "top_k", "width", "hidden", "gated"),
     [
-        (1, 1, 1, 1, 1),
-        (1, 9, 4, 63, 65),
-        (3, 3, 2, 140, 130),
-        (16, 5, 3, 8, 16),
-        (17, 5, 2, 7, 33),
-        (40, 2, 1, 40, 8),
-        (65, 2, 2, 72, 8),
-        (140, 1, 1, 72, 8),
+        (1, 1, 1, 1, 1, True),
+        (1, 5, 2, 63, 65, False),
+        (2, 3, 2, 70, 65, True),
+        (3, 2, 1, 140, 130, False),
+        (16, 5, 3, 8, 16, False),
+        (17, 5, 2, 7, 33, True),
+        (40, 2, 1, 40, 8, False),
+        (65, 2, 2, 72, 8, True),
+        (140, 1, 1, 72, 8, True),
+        (140, 1, 1, 63, 8, False),
     ],
 )
 def test_experts_equal_dequantised_weights(
@@ -227,12 +228,12 @@ def test_experts_equal_dequantised_weights(
 @pytest.mark.parametrize("num_experts", [3, 12])
 def test_a_token_does_not_depend_on_its_window_among_experts(num_experts: int, form: Rounding) -> None:
     """Bit for bit up to 64 tokens, of which few or most choose an expert."""
-    weights = draw_experts(form, num_experts, 40, 130, gated=True, dtype=torch.bfloat16)
+    weights = draw_experts(form, num_experts, 20, 65, gated=True, dtype=torch.bfloat16)
     packed = [moe.pack_experts(own) for own in weights]
-    x_TD, (index_TA, weight_TA) = draw(64, 130, dtype=torch.bfloat16), choose(64, num_experts, 3)
+    x_TD, (index_TA, weight_TA) = draw(64, 65, dtype=torch.bfloat16), choose(64, num_experts, 3)
     alone = moe.experts(x_TD[:1], *packed, index_TA[:1], weight_TA[:1], gated=True)
     heights = set()
-    for tokens in (2, 16, 17, 40, 64):
+    for tokens in (2, 17, 64):
         heights.add(moe.whole_tiling(moe._height(3 * tokens, num_experts), torch.bfloat16, gated=True))
         found = moe.experts(x_TD[:tokens], *packed, index_TA[:tokens], weight_TA[:tokens], gated=True)
         assert torch.equal(found[:1], alone)
@@ -245,11 +246,11 @@ def test_a_token_does_not_depend_on_its_window_among_experts(num_experts: int, f
 @FORMATS
 @pytest.mark.parametrize("tokens", [1, 9, 20])
 def test_experts_that_were_not_chosen_are_not_read(tokens: int, form: Rounding) -> None:
-    weights = draw_experts(form, 30, 8, 16, gated=True, dtype=torch.float32)
+    weights = draw_experts(form, 12, 8, 16, gated=True, dtype=torch.float32)
     packed = [moe.pack_experts(own) for own in weights]
-    (index_TA, weight_TA), x_TD = choose(tokens, 15, 2), draw(tokens, 16)
+    (index_TA, weight_TA), x_TD = choose(tokens, 6, 2), draw(tokens, 16)
     expected = moe.experts(x_TD, *packed, index_TA, weight_TA, gated=True)
-    idle_E = torch.ones(30, dtype=torch.bool, device=DEVICE)
+    idle_E = torch.ones(12, dtype=torch.bool, device=DEVICE)
     idle_E[index_TA.flatten()] = False
     for tiles in packed:
         assert isinstance(tiles, Tiles)
@@ -260,8 +261,8 @@ def test_experts_that_were_not_chosen_are_not_read(tokens: int, form: Rounding) 
 @pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_scales_of_experts_in_other_places_are_seen(tokens: int, axis: int) -> None:
-    up, down = draw_experts(INT4, 4, 70, 130, gated=True, dtype=torch.float32)
-    x_TD, routed = draw(tokens, 130), choose(tokens, 4, 2)
+    up, down = draw_experts(INT4, 3, 33, 65, gated=True, dtype=torch.float32)
+    x_TD, routed = draw(tokens, 65), choose(tokens, 3, 2)
     expected = moe_reference.experts(x_TD, up, down, *routed, gated=True)
     packed = moe.pack_experts(up), moe.pack_experts(down)
     assert_close(moe.experts(x_TD, *packed, *routed, gated=True), expected)

@@ -4,7 +4,7 @@ Log-probabilities with drafts are those without, to the bit: in float32, in whol
 but for large weights that a processor's matrix units multiply.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +16,7 @@ from specdec.kernels.native import recurrent
 from specdec.kernels.native.compiled import compiled
 from tests.draft.oracle import Oracle
 from tests.lossless.cases import SHAPES, preempt_each
-from tests.models.agreeing import END, VOCAB, write_agreeing
+from tests.models.agreeing import END, VOCAB
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 
@@ -28,15 +28,7 @@ FORMATS = [
     ("bfloat16", "int4"),
     ("float32", "int4"),
 ]
-TOKENS, LENGTHS = 60, (1, 7, 40, 130)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, folder in found.items():
-        write_agreeing(folder, family)
-    return found
+TOKENS, LENGTHS = 24, (1, 7, 40, 130)
 
 
 def prompts() -> list[list[int]]:
@@ -80,9 +72,9 @@ def drafted(
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_with_drafts_are_those_without(
-    folders: dict[str, Path], family: str, dtype: str, quantize: str | None
+    family_folder: Callable[[str], Path], family: str, dtype: str, quantize: str | None
 ) -> None:
-    folder, fields = folders[family], settings(dtype, quantize)
+    folder, fields = family_folder(family), settings(dtype, quantize)
     with SpecEngine(folder, draft="none", **fields) as engine:
         plain = ask(engine, together=False)
         assert numbers(ask(engine, together=True)) == numbers(plain)
@@ -95,9 +87,9 @@ def test_numbers_with_drafts_are_those_without(
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
-    folders: dict[str, Path], family: str, dtype: str, quantize: str | None
+    family_folder: Callable[[str], Path], family: str, dtype: str, quantize: str | None
 ) -> None:
-    folder = folders[family]
+    folder = family_folder(family)
     with SpecEngine(folder, draft="none", **settings(dtype, quantize)) as engine:
         plain = numbers(ask(engine, together=False))
     for fields in ({"chunk_tokens": 5}, {"chunk_tokens": 64, "prefix_cache": True}):
@@ -110,9 +102,9 @@ def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_copy_that_drafts_changes_no_number(folders: dict[str, Path], dtype: str) -> None:
+def test_a_copy_that_drafts_changes_no_number(folder: Path, dtype: str) -> None:
     """In 8 bits, of whose matrices it is another rounding."""
-    folder, fields = folders["qwen3_5"], settings(dtype, "int8")
+    fields = settings(dtype, "int8")
     with SpecEngine(folder, draft="none", **fields) as engine:
         plain = numbers(ask(engine, together=False))
     with SpecEngine(folder, draft="self-int4", num_steps=4, adaptive=False, **fields) as engine:
@@ -122,9 +114,9 @@ def test_a_copy_that_drafts_changes_no_number(folders: dict[str, Path], dtype: s
 
 
 def test_a_recurrence_that_solves_a_window_at_once_is_seen(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, fields = folders["qwen3_5"], settings("float32", None)
+    fields = settings("float32", None)
     with SpecEngine(folder, draft="none", **fields) as engine:
         plain = ask(engine, together=False)
     monkeypatch.setattr(recurrent, "_has_room", lambda group: False)

@@ -79,10 +79,10 @@ def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group:
     folder, cases, brief = plain(family)
     by_length = sorted(cases, key=lambda case: len(case.said[0].token_ids))
     longest = list({case.feature: case for case in by_length}.values())
-    # Of each feature one request meets a cache, by turns.
+    # Of each feature one request meets a cache and another reads its prompt beside others, by turns.
     last = [case for case in cases if case not in longest and len(case.said[0].token_ids) > FEW]
     others = list({case.feature: case for case in (*longest, *last)}.values())
-    again = longest if list(GROUPS).index(group) % 2 else others
+    again, once = (longest, others) if list(GROUPS).index(group) % 2 else (others, longest)
     fields = {**SHAPES[shape], "slots": backing, "graphs": steps == "device"}
     found: dict[tuple[str, str], tuple[Sequence[Case], Sequence[Sequence[Completion]]]] = {}
     with drafting_engine(folder, drafter, cases, chunk_tokens=512, **fields) as (engine, _):
@@ -90,8 +90,9 @@ def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group:
         layout = engine.model.settings.layout
         ran = engine.model.loop.runner.steps if engine.model.loop.runner else 0
     with drafting_engine(folder, drafter, cases, chunk_tokens=5, **fields) as (engine, seen):
-        found["mixed", "read"] = cases, generate(engine, cases)
-        assert seen.mixed > 0 or drafter == "none"
+        found["mixed", "read"] = once, generate(engine, once)
+        # An n-gram seldom comes by while a prompt is read: the oracle drafts in the same place.
+        assert seen.mixed > 0 or drafter in ("none", "ngram")
         # Few of these steps have nobody's prompt to read; a head that is behind then takes some to catch up.
         ran += engine.model.loop.runner.steps if engine.model.loop.runner else 0
         assert ran > 0 or steps == "host"

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from specdec.errors import CheckpointError
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
+from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.eagle import find_head, read_head
-from specdec.models.weights import CheckpointWeights
 from tests.models.canonical import canonical
 from tests.models.random_checkpoints import Sample, add_tensors, draw, edit_config, read_tensors, save
 

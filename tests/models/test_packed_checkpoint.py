@@ -339,6 +339,16 @@ def with_first(value: Tensor, number: float) -> Tensor:
     return value
 
 
+def without_list(**fields: Any) -> Change:
+    """Leave out which group each input of a layer is in, and announce something."""
+
+    def spoil(folder: Path) -> None:
+        change("g_idx", lambda _: None)(folder)
+        announce(folder, **fields)
+
+    return spoil
+
+
 WRONG: list[tuple[str, Change, str, str]] = [
     ("gptq", change("qzeros", lambda _: None), f"{MLP}.qzeros", "a part of"),
     ("gptq", change("scales", lambda _: None), f"{MLP}.scales", "a part of"),
@@ -350,6 +360,8 @@ WRONG: list[tuple[str, Change, str, str]] = [
     ("gptq v1, asymmetric", change("qzeros", lambda v: with_first(v, 15)), f"{MLP}.qzeros", "'gptq_v2'"),
     ("gptq", change("g_idx", lambda v: v.flip(0)), f"{MLP}.g_idx", "desc_act false"),
     ("gptq", change("g_idx", lambda v: v[:-1]), f"{MLP}.g_idx", "[255]"),
+    ("gptq", without_list(desc_act=True), f"{MLP}.g_idx", "a part of"),
+    ("gptq", without_list(dynamic={r".*mlp\.gate_proj": {"desc_act": True}}), f"{MLP}.g_idx", "a part of"),
     ("gptq", of(dynamic={"-:.*mlp.*": {}}), f"{MLP}.qweight", "leaves it out"),
     ("gptq", of(dynamic={"-:(": {}}), "quantization_config.dynamic.-:(", "regular expression"),
     ("gptq", of(dynamic={".*mlp.*": {"bits": 3}}), "quantization_config.dynamic..*mlp.*.bits", "4 or 8 bits"),
@@ -444,6 +456,24 @@ def test_what_cannot_be_read_is_refused_by_name(
         Runner(own, torch.float32, slabs=2)
     assert culprit in str(refused.value) and says in str(refused.value)
     assert refused.value.field is not None
+
+
+@pytest.mark.parametrize(
+    ("layout", "spoil"),
+    [
+        ("gptq", of(desc_act=True)),
+        ("gptq", without_list(desc_act=False)),
+        ("gptq, 8 bits by output", without_list(desc_act=True)),
+    ],
+)
+def test_groups_that_follow_each_other_are_read(
+    layout: str, spoil: Change, pairs: Pairs, tmp_path: Path
+) -> None:
+    """As the list says, or without one where there is one group or none was rounded in another order."""
+    narrow, wide = pairs("qwen3", layout)
+    own = Path(shutil.copytree(narrow, tmp_path / "own"))
+    spoil(own)
+    assert distance(logits(own, "cpu"), logits(wide, "cpu")) < WIDENED_LOGITS
 
 
 def test_experts_packed_in_part_are_refused(pairs: Pairs, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A copy that is rounded beside its network: as one that is read in 4 bits, and sharing all else."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from specdec.config.engine import EngineConfig
 from specdec.draft.rounded import RoundedDrafter
+from specdec.errors import CheckpointError
 from specdec.kernels.linear.integers import INT4, Integers
 from specdec.models.network import Network
 from specdec.models.rounded import Nibbles
 from specdec.setup.build import Model, build
-from specdec.setup.footprint import measure
+from specdec.setup.footprint import describe_model, measure
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
+from tests.models.fp8_checkpoints import edit
+from tests.models.random_checkpoints import read_tensors
 
 FAMILIES = ("qwen3", "qwen3_next", "qwen3_5_moe", "nemotron_h")
 TEXT = [5, 17, 40, 3, 3, 28, 61, 9]
@@ -99,6 +103,37 @@ def test_what_the_copy_takes_is_counted_as_it_is_held(folder: Path) -> None:
         (INT4 if own.bits == 4 else INT4.output).num_bytes(own.shape) for own in held
     )
     assert len({own.bits for own in held}) == 2
+
+
+def test_a_copy_that_is_widened_is_counted_in_its_dtype(folder: Path) -> None:
+    """Plain torch multiplies no whole numbers: what is rounded elsewhere is as wide as the model there."""
+    _, copy = load(folder, draft="self-int4", kernels="reference", dtype="bfloat16")
+    assert copy is not None
+    rounded = [own for own in packed(copy) if isinstance(own, Integers)]
+    config = EngineConfig(device="cpu", draft="self-int4", dtype="bfloat16", kernels="cpu")
+    told = describe_model(folder, config, [16])["copy_bytes"]
+    assert told == sum(2 * own.shape.numel() for own in rounded)
+
+
+def test_stand_ins_of_a_broken_folder_are_not_rounded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused first; one that is whole is rounded."""
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    name = next(name for name in read_tensors(broken) if name.endswith("embed_tokens.weight"))
+    edit(broken, {name: None})
+    seen = []
+    monkeypatch.setattr(Nibbles, "of", lambda matrix: seen.append(matrix.shape))
+    with pytest.raises(CheckpointError, match=f"1 missing: {name}"):
+        load(broken, draft="self-int4")
+    assert seen == []
+    with pytest.raises(AttributeError):
+        load(folder, draft="self-int4")
+    assert seen
+
+
+def test_a_model_without_a_copy_counts_none(folder: Path) -> None:
+    model, _ = load(folder, draft="none")
     assert measure(model.network.spec, torch.bfloat16).copy_bytes == 0
 
 

@@ -60,6 +60,8 @@ class Numbers:
     """Inputs that share a scale, a multiple of 32; None: all of an output's."""
     symmetric: bool
     """The middle of the range stands for 0, and there are no other zero points."""
+    listed: bool = False
+    """Which group an input is in is said by a list (GPTQ's `desc_act`)."""
 
     @property
     def by_group(self) -> bool:

@@ -30,7 +30,10 @@ NAME = "gptq"
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix(PackedMatrix):
-    """qweight [K / 8, N], qzeros [G, N / 8], scales [G, N], and g_idx [K], the group of each input."""
+    """qweight [K / 8, N], qzeros [G, N / 8], scales [G, N], and g_idx [K], the group of each input.
+
+    Without g_idx groups follow each other, unless `desc_act` says that inputs were rounded in another order.
+    """
 
     marker: ClassVar[str] = "qweight"
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
@@ -49,7 +52,9 @@ class GptqMatrix(PackedMatrix):
             "qzeros": Part((own.groups(inputs), own.words(outputs)), ("I32",)),
             "scales": Part((own.groups(inputs), outputs), FLOATS),
         }
-        return found | ({"g_idx": Part((inputs,), ("I32", "I64"))} if "g_idx" in self.held else {})
+        is_needed = own.listed and own.groups(inputs) > 1
+        listed = {"g_idx": Part((inputs,), ("I32", "I64"))} if is_needed or "g_idx" in self.held else {}
+        return found | listed
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
         (outputs, inputs), own = shape, self.numbers
@@ -98,12 +103,14 @@ def read_format(fields: Fields) -> PackedFormat:
 
 def _numbers(fields: Fields, default: Numbers | None = None) -> Numbers:
     """Read how layers were rounded; what is not said is as in the default."""
-    if default is None:
-        bits = read_bits(fields, "bits", supported=(4, 8))
-        return Numbers(bits, read_group(fields, "group_size"), fields.flag("sym", default=True))
-    bits = read_bits(fields, "bits", supported=(4, 8)) if "bits" in fields else default.bits
-    group = read_group(fields, "group_size") if "group_size" in fields else default.group
-    return Numbers(bits, group, fields.flag("sym", default=default.symmetric))
+    bits = default.bits if default and "bits" not in fields else read_bits(fields, "bits", supported=(4, 8))
+    group = default.group if default and "group_size" not in fields else read_group(fields, "group_size")
+    return Numbers(
+        bits,
+        group,
+        symmetric=fields.flag("sym", default=default.symmetric if default else True),
+        listed=fields.flag("desc_act", default=default.listed if default else False),
+    )
 
 
 def _dynamic(fields: Fields, default: Numbers) -> list[tuple[re.Pattern[str], Numbers | None]]:
