@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear.integers import INT4, INT8, Rounding
+from specdec.kernels.linear.integers import INT4, INT8, Integers
 from specdec.kernels.native import linear
 from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, source
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
 from specdec.kernels.native.targets import Target, features, named
+from tests.kernels.test_integers import published
 from tests.tolerances import KERNEL
 
 DRIVER = Path(__file__).with_name("replay.c")
@@ -31,6 +32,7 @@ EXPECTED = {
     "neon": ("NEON", "32 bits", False),
     "neon-dot": ("NEON", "dot products", False),
     "neon-bf16": ("NEON", "dot products", True),
+    "neon-i8mm": ("NEON", "matrix units", True),
 }
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
@@ -162,29 +164,25 @@ def products(dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, turned
     return calls
 
 
-def whole_products(form: Rounding, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Calls:
-    calls = Calls()
-    packed = linear.lay_whole(form.quantise(draw(outputs, inputs, dtype=dtype, seed=1)))
+def whole_matrices(bits: int, dtype: torch.dtype, outputs: int, inputs: int) -> list[Integers]:
+    """Draw a matrix in each layout: rounded here, and with zero points and both kinds of scales."""
+    own = (INT8 if bits == 8 else INT4).quantise(draw(outputs, inputs, dtype=dtype, seed=1))
+    scales = (torch.float16, torch.bfloat16)
+    return [own, *(published(bits, 64, True, kind, dtype, (outputs, inputs)) for kind in scales)]
+
+
+def add_whole_product(calls: Calls, matrix: Integers, rows: int) -> None:
+    (outputs, inputs), dtype, packed = matrix.shape, matrix.dtype, linear.lay_whole(matrix)
     calls.call(
         f"linear_integer_{SUFFIX[dtype]}",
-        *(
-            draw(rows, inputs, dtype=dtype),
-            rows,
-            inputs,
-            inputs,
-            form.bits,
-            packed.zeros,
-            packed.weight,
-            packed.scale,
-            None,
-        ),
-        *(poisoned(rows, outputs, dtype=dtype), outputs, outputs),
+        *(draw(rows, inputs, dtype=dtype), rows, inputs, inputs, matrix.bits, packed.zeros),
+        *(packed.weight, packed.scale, None, poisoned(rows, outputs, dtype=dtype), outputs, outputs),
         results=(9,),
     )
-    return calls
 
 
 SIZES = [(1, 33, 64), (3, 70, 96), (6, 16, 40), (9, 130, 200)]
+WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 
 
 @targets
@@ -207,17 +205,19 @@ def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder:
 
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+@pytest.mark.parametrize("bits", [8, 4])
 def test_products_of_whole_numbers_have_the_same_bits(
-    target: Target, form: Rounding, dtype: torch.dtype, folder: Path
+    target: Target, bits: int, dtype: torch.dtype, folder: Path
 ) -> None:
-    command = program(target, folder)
-    for sizes in SIZES:
-        calls = whole_products(form, dtype, *sizes)
-        (there,), (here,) = calls.there(command, folder)[0], calls.here()
+    command, calls = program(target, folder), Calls()
+    for rows, *shape in WHOLE_SIZES:
+        for matrix in whole_matrices(bits, dtype, *shape):
+            add_whole_product(calls, matrix, rows)
+    for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         if target.name != "x86-64":
             assert torch.equal(there, here)
-        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+        limit = KERNEL[dtype] * max(1.0, float(here.abs().max()))
+        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=limit)
 
 
 @targets
