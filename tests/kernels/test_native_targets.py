@@ -8,7 +8,7 @@ import functools
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -273,3 +273,56 @@ def test_noise_and_ranking_are_the_same(target: Target, folder: Path) -> None:
     torch.testing.assert_close(noise, noise_here, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(share, share_here, rtol=2e-6, atol=1e-7)
     assert torch.equal(best, best_here)
+
+
+AMX = named("amx")
+
+
+def emulated(name: str, *flags: str) -> Target:
+    """Put an emulation in C in place of the compiler's AMX."""
+    without = named("avx512-vnni")
+    header = ("-include", str(DRIVER.with_name("amx.h")))
+    return replace(without, name=name, flags=(*without.flags, *header, *flags))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(1, 2), (15, 40), (33, 65), (70, 320)], ids=str)
+def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], folder: Path) -> None:
+    """The emulation ends the program where a processor would refuse a tile."""
+    command, calls = program(emulated("amx"), folder), Calls()
+    for rows in range(1, 66):
+        for matrix in whole_matrices(bits, torch.float32, *shape):
+            add_whole_product(calls, matrix, rows)
+    there, said = calls.there(command, folder)
+    assert said == "AVX-512, matrix units, bfloat16 units 0"
+    for found, here in zip(there, calls.here(), strict=True):
+        assert torch.equal(found, here)
+
+
+def test_wrong_tiles_are_noticed_from_five_rows_on(folder: Path) -> None:
+    command, calls = program(emulated("amx-mutant", "-DROW_BYTE=uint8_t"), folder), Calls()
+    for rows in range(1, 18):
+        add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)
+    there, _ = calls.there(command, folder)
+    alike = [torch.equal(found, here) for found, here in zip(there, calls.here(), strict=True)]
+    assert alike == [rows < 5 for rows in range(1, 18)]
+
+
+def test_the_compilers_amx_is_what_is_emulated(tmp_path: Path) -> None:
+    """Assembled and not run, whatever this processor has."""
+    found = find_compiler()
+    assert found is not None
+    compiler, text, assembly = found.split(), tmp_path / "forms.c", tmp_path / "forms.s"
+    flags = (*flags_for(AMX, "-fopenmp-simd"), "-O1")
+    text.touch()
+    if subprocess.run(
+        [*compiler, *flags, "-S", str(text), "-o", str(assembly)], capture_output=True
+    ).returncode:
+        pytest.skip(f"{found} does not compile for {AMX.name}")
+    text.write_text(source())
+    subprocess.run([*compiler, *flags, "-S", str(text), "-o", str(assembly)], check=True, timeout=120)
+    written = assembly.read_text()
+    for instruction in ("ldtilecfg", "tileloadd", "tilezero", "tdpbsud", "tilestored", "tilerelease"):
+        assert instruction in written
+    command = [*compiler, "-c", str(assembly), "-o", str(tmp_path / "forms.o")]
+    subprocess.run(command, check=True, timeout=120)

@@ -17,7 +17,11 @@ from specdec.kernels.native.targets import NATIVE, Target, candidates, features,
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("narrow.c", "vectors.inc", "narrow.inc", "matrix.inc", "integer.inc", "sampling.inc", "pool.inc")
+SOURCES = (
+    *("narrow.c", "vectors.inc", "pool.inc"),
+    *("narrow.inc", "sampling.inc"),
+    *("matrix.inc", "integer.inc", "amx.inc"),
+)
 MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""
 RANKED = 64
