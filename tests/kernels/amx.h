@@ -78,8 +78,12 @@ static void multiply_tiles(int sum, int a, int b) {
 
 static long ask_system(long request, long unit) {
     must(request == 0x1023 && unit == 18, "asks for something else");
+#ifdef REFUSED
+    return -1;
+#else
     granted = 1;
     return 0;
+#endif
 }
 // The other system call is the one that threads sleep and wake by.
 #define syscall(number, first, second, ...)                            \

@@ -86,6 +86,12 @@ def test_each_target_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert {name for name in here if here[name] != there[name]} == {"native"}
 
 
+def test_a_librarys_name_tells_of_every_source() -> None:
+    folder = Path(compiled.__file__).parent
+    written = {file.name for file in folder.iterdir() if file.suffix in (".c", ".inc")}
+    assert written == set(compiled.SOURCES) and len(written) == len(compiled.SOURCES)
+
+
 @needs_c
 def test_a_target_that_the_compiler_does_not_know_is_passed_over(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

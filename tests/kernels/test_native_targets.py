@@ -247,6 +247,29 @@ def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path)
 
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
+    """Of a chain and of a tree behind committed tokens, with heads that fill no whole registers."""
+    command, calls = program(target, folder), Calls()
+    rows, width, heads, kv_heads, dim, block, blocks = 2, 3, 6, 2, 40, 16, 3
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8).repeat(rows, 1, 1)
+    angle_TR = draw(rows * width, 10, seed=3)
+    for above in (None, tree):
+        calls.call(
+            f"self_attention_{SUFFIX[dtype]}",
+            *(draw(rows * width, (2 * heads + 2 * kv_heads) * dim, dtype=dtype), rows, width),
+            *(heads, kv_heads, dim, 1, draw(dim, seed=1), None, 0, 1e-6, angle_TR.cos(), angle_TR.sin(), 10),
+            *(draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),),
+            *(2 * block * kv_heads * dim, block * kv_heads * dim, block),
+            *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5, 64),
+            poisoned(rows * width, heads * dim, dtype=dtype),
+            results=(14, 24),
+        )
+    for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
+        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+
+
+@targets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_and_activations_are_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
     command, suffix = program(target, folder), SUFFIX[dtype]
     calls = Calls()
@@ -297,6 +320,15 @@ def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], f
     assert said == "AVX-512, matrix units, bfloat16 units 0"
     for found, here in zip(there, calls.here(), strict=True):
         assert torch.equal(found, here)
+
+
+def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
+    command, calls = program(emulated("amx-refused", "-DREFUSED"), folder), Calls()
+    for rows in range(1, 18):
+        add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)
+    there, said = calls.there(command, folder)
+    assert said == "AVX-512, VNNI, bfloat16 units 0"
+    assert all(map(torch.equal, there, calls.here()))
 
 
 def test_wrong_tiles_are_noticed_from_five_rows_on(folder: Path) -> None:
