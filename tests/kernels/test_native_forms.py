@@ -45,7 +45,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("x86_64", "fpu sse sse2 ssse3 avx", "x86-64"),
         ("aarch64", "fp asimd evtstrm aes", "neon"),
         ("aarch64", "fp asimd asimdhp asimddp", "neon-dot"),
-        ("aarch64", "fp asimd asimdhp asimddp sve i8mm bf16", "neon-bf16"),
+        ("aarch64", "fp asimd asimdhp asimddp sve bf16", "neon-bf16"),
+        ("aarch64", "fp asimd asimdhp asimddp sve i8mm bf16", "neon-i8mm"),
         ("riscv64", "", "native"),
         ("arm64", "", "native"),
     ],
@@ -83,6 +84,12 @@ def test_each_target_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     here, there = names(CASCADE_LAKE), names(HASWELL)
     assert len(set(here.values())) == len(targets.TARGETS)
     assert {name for name in here if here[name] != there[name]} == {"native"}
+
+
+def test_a_librarys_name_tells_of_every_source() -> None:
+    folder = Path(compiled.__file__).parent
+    written = {file.name for file in folder.iterdir() if file.suffix in (".c", ".inc")}
+    assert written == set(compiled.SOURCES) and len(written) == len(compiled.SOURCES)
 
 
 @needs_c

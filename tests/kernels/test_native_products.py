@@ -121,6 +121,15 @@ def test_ranking_is_the_references(vocab: int, count: int) -> None:
     torch.testing.assert_close(share_NC, wanted_share_NC, rtol=2e-6, atol=1e-7)
 
 
+def test_shares_of_a_large_vocabulary_are_those_of_float64() -> None:
+    """Rounded scores are of few kinds, whose exponentials would be rounded alike again and again."""
+    scores_NV = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(0))
+    scores_NV[1] = scores_NV[1].round()
+    token_NC, share_NC = sampling.topk(scores_NV, 64)
+    wanted_NC = scores_NV.double().softmax(-1).gather(-1, token_NC)
+    torch.testing.assert_close(share_NC.double(), wanted_NC, rtol=2e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("count", [1, 3, 40])
 @pytest.mark.parametrize(
     "odd", [{7: math.nan}, {7: math.inf}, {0: math.nan, 5: 2.0, 7: math.inf, 39: math.nan}]

@@ -8,7 +8,7 @@ import functools
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear.integers import INT4, INT8, Rounding
+from specdec.kernels.linear.integers import INT4, INT8, Integers
 from specdec.kernels.native import linear
 from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, source
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
 from specdec.kernels.native.targets import Target, features, named
+from tests.kernels.test_integers import published
 from tests.tolerances import KERNEL
 
 DRIVER = Path(__file__).with_name("replay.c")
@@ -31,6 +32,7 @@ EXPECTED = {
     "neon": ("NEON", "32 bits", False),
     "neon-dot": ("NEON", "dot products", False),
     "neon-bf16": ("NEON", "dot products", True),
+    "neon-i8mm": ("NEON", "matrix units", True),
 }
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
@@ -162,29 +164,25 @@ def products(dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, turned
     return calls
 
 
-def whole_products(form: Rounding, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Calls:
-    calls = Calls()
-    packed = linear.lay_whole(form.quantise(draw(outputs, inputs, dtype=dtype, seed=1)))
+def whole_matrices(bits: int, dtype: torch.dtype, outputs: int, inputs: int) -> list[Integers]:
+    """Draw a matrix in each layout: rounded here, and with zero points and both kinds of scales."""
+    own = (INT8 if bits == 8 else INT4).quantise(draw(outputs, inputs, dtype=dtype, seed=1))
+    scales = (torch.float16, torch.bfloat16)
+    return [own, *(published(bits, 64, True, kind, dtype, (outputs, inputs)) for kind in scales)]
+
+
+def add_whole_product(calls: Calls, matrix: Integers, rows: int) -> None:
+    (outputs, inputs), dtype, packed = matrix.shape, matrix.dtype, linear.lay_whole(matrix)
     calls.call(
         f"linear_integer_{SUFFIX[dtype]}",
-        *(
-            draw(rows, inputs, dtype=dtype),
-            rows,
-            inputs,
-            inputs,
-            form.bits,
-            packed.zeros,
-            packed.weight,
-            packed.scale,
-            None,
-        ),
-        *(poisoned(rows, outputs, dtype=dtype), outputs, outputs),
+        *(draw(rows, inputs, dtype=dtype), rows, inputs, inputs, matrix.bits, packed.zeros),
+        *(packed.weight, packed.scale, None, poisoned(rows, outputs, dtype=dtype), outputs, outputs),
         results=(9,),
     )
-    return calls
 
 
 SIZES = [(1, 33, 64), (3, 70, 96), (6, 16, 40), (9, 130, 200)]
+WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 
 
 @targets
@@ -207,17 +205,19 @@ def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder:
 
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+@pytest.mark.parametrize("bits", [8, 4])
 def test_products_of_whole_numbers_have_the_same_bits(
-    target: Target, form: Rounding, dtype: torch.dtype, folder: Path
+    target: Target, bits: int, dtype: torch.dtype, folder: Path
 ) -> None:
-    command = program(target, folder)
-    for sizes in SIZES:
-        calls = whole_products(form, dtype, *sizes)
-        (there,), (here,) = calls.there(command, folder)[0], calls.here()
+    command, calls = program(target, folder), Calls()
+    for rows, *shape in WHOLE_SIZES:
+        for matrix in whole_matrices(bits, dtype, *shape):
+            add_whole_product(calls, matrix, rows)
+    for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         if target.name != "x86-64":
             assert torch.equal(there, here)
-        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+        limit = KERNEL[dtype] * max(1.0, float(here.abs().max()))
+        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=limit)
 
 
 @targets
@@ -243,6 +243,29 @@ def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path)
         )
     for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         torch.testing.assert_close(there, here, rtol=KERNEL[torch.float32], atol=KERNEL[torch.float32])
+
+
+@targets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
+    """Of a chain and of a tree behind committed tokens, with heads that fill no whole registers."""
+    command, calls = program(target, folder), Calls()
+    rows, width, heads, kv_heads, dim, block, blocks = 2, 3, 6, 2, 40, 16, 3
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8).repeat(rows, 1, 1)
+    angle_TR = draw(rows * width, 10, seed=3)
+    for above in (None, tree):
+        calls.call(
+            f"self_attention_{SUFFIX[dtype]}",
+            *(draw(rows * width, (2 * heads + 2 * kv_heads) * dim, dtype=dtype), rows, width),
+            *(heads, kv_heads, dim, 1, draw(dim, seed=1), None, 0, 1e-6, angle_TR.cos(), angle_TR.sin(), 10),
+            *(draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),),
+            *(2 * block * kv_heads * dim, block * kv_heads * dim, block),
+            *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5, 64),
+            poisoned(rows * width, heads * dim, dtype=dtype),
+            results=(14, 24),
+        )
+    for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
+        torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])
 
 
 @targets
@@ -273,3 +296,65 @@ def test_noise_and_ranking_are_the_same(target: Target, folder: Path) -> None:
     torch.testing.assert_close(noise, noise_here, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(share, share_here, rtol=2e-6, atol=1e-7)
     assert torch.equal(best, best_here)
+
+
+AMX = named("amx")
+
+
+def emulated(name: str, *flags: str) -> Target:
+    """Put an emulation in C in place of the compiler's AMX."""
+    without = named("avx512-vnni")
+    header = ("-include", str(DRIVER.with_name("amx.h")))
+    return replace(without, name=name, flags=(*without.flags, *header, *flags))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(1, 2), (15, 40), (33, 65), (70, 320)], ids=str)
+def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], folder: Path) -> None:
+    """The emulation ends the program where a processor would refuse a tile."""
+    command, calls = program(emulated("amx"), folder), Calls()
+    for rows in range(1, 66):
+        for matrix in whole_matrices(bits, torch.float32, *shape):
+            add_whole_product(calls, matrix, rows)
+    there, said = calls.there(command, folder)
+    assert said == "AVX-512, matrix units, bfloat16 units 0"
+    for found, here in zip(there, calls.here(), strict=True):
+        assert torch.equal(found, here)
+
+
+def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
+    command, calls = program(emulated("amx-refused", "-DREFUSED"), folder), Calls()
+    for rows in range(1, 18):
+        add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)
+    there, said = calls.there(command, folder)
+    assert said == "AVX-512, VNNI, bfloat16 units 0"
+    assert all(map(torch.equal, there, calls.here()))
+
+
+def test_wrong_tiles_are_noticed_from_five_rows_on(folder: Path) -> None:
+    command, calls = program(emulated("amx-mutant", "-DROW_BYTE=uint8_t"), folder), Calls()
+    for rows in range(1, 18):
+        add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)
+    there, _ = calls.there(command, folder)
+    alike = [torch.equal(found, here) for found, here in zip(there, calls.here(), strict=True)]
+    assert alike == [rows < 5 for rows in range(1, 18)]
+
+
+def test_the_compilers_amx_is_what_is_emulated(tmp_path: Path) -> None:
+    """Assembled and not run, whatever this processor has."""
+    found = find_compiler()
+    assert found is not None
+    compiler, text, assembly = found.split(), tmp_path / "forms.c", tmp_path / "forms.s"
+    flags = (*flags_for(AMX, "-fopenmp-simd"), "-O1")
+    text.touch()
+    if subprocess.run(
+        [*compiler, *flags, "-S", str(text), "-o", str(assembly)], capture_output=True
+    ).returncode:
+        pytest.skip(f"{found} does not compile for {AMX.name}")
+    text.write_text(source())
+    subprocess.run([*compiler, *flags, "-S", str(text), "-o", str(assembly)], check=True, timeout=120)
+    written = assembly.read_text()
+    for instruction in ("ldtilecfg", "tileloadd", "tilezero", "tdpbsud", "tilestored", "tilerelease"):
+        assert instruction in written
+    command = [*compiler, "-c", str(assembly), "-o", str(tmp_path / "forms.o")]
+    subprocess.run(command, check=True, timeout=120)

@@ -18,14 +18,10 @@ from specdec.kernels.native.targets import NATIVE, Target, candidates, features,
 logger = logging.getLogger(__name__)
 
 SOURCES = (
-    "narrow.c",
-    "vectors.inc",
-    "narrow.inc",
-    "matrix.inc",
-    "integer.inc",
-    "sampling.inc",
-    "tensors.inc",
-    "pool.inc",
+    *("narrow.c", "vectors.inc", "pool.inc", "workspace.inc", "scalars.inc"),
+    *("recurrence.inc", "attention.inc", "sampling.inc", "tensors.inc", "integer.inc", "amx.inc"),
+    *("typed.inc", "pointwise.inc", "convolution.inc", "delta_net.inc", "self_attention.inc"),
+    *("logits.inc", "matrix.inc"),
 )
 MOST = 64
 """The longest pending path and the widest window that the C forms have room for."""

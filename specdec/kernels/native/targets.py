@@ -51,6 +51,11 @@ TARGETS = (
     _x86("avx2", "AVX2", _AVX2),
     _x86("x86-64", "any x86-64", ("sse2",), _QUICK),
     Target(
+        *("neon-i8mm", "NEON with matrix units for bytes, and bfloat16", "aarch64"),
+        ("asimd", "asimddp", "bf16", "i8mm"),
+        ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+    ),
+    Target(
         *("neon-bf16", "NEON with dot products and bfloat16", "aarch64", ("asimd", "asimddp", "bf16")),
         ("-march=armv8.2-a+dotprod+bf16",),
     ),
@@ -66,7 +71,7 @@ TARGETS = (
 The last is for processors that are not in the table, and where a system does not say what it runs on.
 """
 BEYOND = frozenset(
-    {"avx512_fp16", "amx_fp16", "avx_vnni_int8", "avx_ne_convert", "i8mm", "sve", "sve2", "svebf16", "sme"}
+    {"avx512_fp16", "amx_fp16", "avx_vnni_int8", "avx_ne_convert", "sve", "sve2", "svebf16", "sme"}
 )
 """Features that products could gain by and that no target uses."""
 
