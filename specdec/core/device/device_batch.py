@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.core.batch import Ahead
 from specdec.core.device.extent import IN_FLIGHT, Extent
 from specdec.core.device.graph_key import GraphKey
-from specdec.core.device.loading import RowSlots, ids, load, load_blocks, load_trees
+from specdec.core.device.loading import RowSlots, fill, ids, load, load_blocks, load_trees
 from specdec.core.device.result import Outcome, Pending
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
@@ -41,6 +41,10 @@ class Run(Protocol):
 
     def __call__(self, key: GraphKey, size: int) -> Tensor: ...
 
+    def prefill_drafter(self, key: GraphKey, size: int) -> None:
+        """Let the head read what it has yet to, and draft the first windows."""
+        ...
+
 
 class EagerSteps:
     """Runs every step as it stands."""
@@ -58,6 +62,10 @@ class EagerSteps:
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         return self.step(self.rows.part(0, size), key)
+
+    def prefill_drafter(self, key: GraphKey, size: int) -> None:
+        """Run it as it stands."""
+        self.step.prefill_drafter(self.rows.part(0, size), key)
 
 
 class Output(NamedTuple):
@@ -189,8 +197,8 @@ class DeviceBatch:
         """Draft the first windows: the head reads what it has yet to read of every request."""
         if self.head is None or not self.reads:
             return
-        rows = self.rows.part(0, self.run.size(len(self.held)))
-        starts, counts = [0] * len(rows.length_B), [0] * len(rows.length_B)
+        rows, size = self.rows, self.run.size(len(self.held))
+        starts, counts = [0] * size, [0] * size
         for b, held in enumerate(self.held):
             request = held.request
             starts[b], hidden_MD = self.head.hand_over(request.number)
@@ -199,12 +207,13 @@ class DeviceBatch:
             rows.hidden_BPD[b, : counts[b]] = hidden_MD
             follows = request.tokens[starts[b] + 1 : request.num_computed_tokens + 1]
             rows.follows_BP[b, : counts[b]].copy_(ids(follows, rows.follows_BP.device))
-        device = rows.length_B.device
-        self.step.prefill_drafter(rows, key, ids(starts, device), ids(counts, device))
+        fill(rows.start_B, starts)
+        fill(rows.count_B, counts)
+        self.run.prefill_drafter(key, size)
 
     def _forget(self) -> None:
+        self.rows.part(0, self.run.size(len(self.held))).clear()
         self.held.clear()
-        self.rows.clear()
 
     def _reserve(self, request: Request) -> bool:
         return self.scheduler.reserve(request, request.num_computed_tokens + self.extent.ahead)

@@ -50,6 +50,10 @@ class Graphs:
         graph.replay()
         return result_BX
 
+    def prefill_drafter(self, key: GraphKey, size: int) -> None:
+        """Run it as it stands: once for a batch."""
+        self.step.prefill_drafter(self.rows.part(0, size), key)
+
     @torch.inference_mode()
     def capture(self, keys: Sequence[GraphKey]) -> None:
         """Capture every key in every size, the smallest first: those are what launches weigh on most.
@@ -91,6 +95,4 @@ class Graphs:
         rows = scratch.part(0, size)
         self.step(rows, key)
         if key.shape is None:
-            self.step.prefill_drafter(
-                rows, key, torch.zeros_like(rows.length_B), torch.zeros_like(rows.length_B)
-            )
+            self.step.prefill_drafter(rows, key)

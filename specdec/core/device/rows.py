@@ -42,6 +42,9 @@ class Rows:
     hidden_BPD: Tensor
     """What the head has yet to read: hidden states, and the token that followed each."""
     follows_BP: Tensor
+    start_B: Tensor
+    """From which position on, in a first window, and how many these are."""
+    count_B: Tensor
     last_BD: Tensor
     """The hidden state that the root was chosen from."""
 
@@ -82,6 +85,8 @@ class Rows:
             rule_B=tuple(make_column([off] * rows, device) for off in RowRule()),
             hidden_BPD=numbers(rows, path, hidden, dtype=dtype),
             follows_BP=ids(rows, path),
+            start_B=ids(rows),
+            count_B=ids(rows),
             last_BD=numbers(rows, hidden, dtype=dtype),
         )
         made.clear()

@@ -71,10 +71,10 @@ class DeviceStep:
                 self.drafter.draft(rows, key, before_B, count_B, read)
         return result_BX
 
-    def prefill_drafter(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor) -> None:
+    def prefill_drafter(self, rows: Rows, key: GraphKey) -> None:
         """Draft the first windows from what the head has yet to read: `count` hidden states from `start`."""
         if self.drafter:
-            self.drafter.draft(rows, key, start_B, count_B, rows.follows_BP.shape[1])
+            self.drafter.draft(rows, key, rows.start_B, rows.count_B, rows.follows_BP.shape[1])
 
     def _slots(self, rows: Rows, nodes: int) -> Slots | None:
         """Say where the windows start from; nodes that may be taken back leave records or states."""

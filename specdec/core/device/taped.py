@@ -1,8 +1,9 @@
 """Steps recorded once for a number of rows and a key, then played in one call: what graphs are on a GPU."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TapedStep:
-    """A step over the live rows, and where it writes its result."""
+    """What was recorded over the live rows, and where it writes its result, if it has one."""
 
     tape: Tape
-    result_BX: Tensor
+    result_BX: Tensor | None
 
 
 class TapedSteps:
@@ -43,23 +44,35 @@ class TapedSteps:
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows."""
-        known = self._tapes.of((key, size))
+        result_BX = self._run(("step", key, size), partial(self.step, self.rows.part(0, size), key))
+        assert result_BX is not None
+        return result_BX.clone()
+
+    def prefill_drafter(self, key: GraphKey, size: int) -> None:
+        """Let the head read what it has yet to, and draft the first windows."""
+        self._run(("prefill", key, size), partial(self.step.prefill_drafter, self.rows.part(0, size), key))
+
+    def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
+        """Play what was recorded of a form, or record it."""
+        known = self._tapes.of(form)
         if isinstance(known, TapedStep):
             known.tape.play()
-            return known.result_BX.clone()
-        rows = self.rows.part(0, size)
+            return known.result_BX
         self.step.arena.first_passes += 1
         with Tape() as tape:
-            result_BX = self.step(rows, key)
-        self._tapes.keep((key, size), TapedStep(tape, result_BX))
-        if self._tapes.of((key, size)) is REFUSED:
+            result_BX = run()
+        self._tapes.keep(form, TapedStep(tape, result_BX))
+        if self._tapes.of(form) is REFUSED:
+            *_, size = form
             logger.info("steps of %d rows are the host's: %s", size, tape.refused or "they keep too much")
             self._refused.add(size)
-        return result_BX.clone()
+        return result_BX
 
     @torch.inference_mode()
     def record(self, keys: Sequence[GraphKey]) -> bool:
         """Record every key for a single row, which is padding yet; tell whether all can be played."""
         for key in keys:
             self(key, 1)
+            if key.shape:
+                self.prefill_drafter(key, 1)
         return not self._refused

@@ -31,8 +31,8 @@ class Step:
         self.ran.append((len(rows.length_B), key, rows))
         return torch.tensor([len(self.ran)])
 
-    def prefill_drafter(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor) -> None:
-        assert not start_B.any() and not count_B.any(), "padding has nothing to read"
+    def prefill_drafter(self, rows: Rows, key: GraphKey) -> None:
+        assert not rows.start_B.any() and not rows.count_B.any(), "padding has nothing to read"
         self.prefilled.append((len(rows.length_B), key))
 
 

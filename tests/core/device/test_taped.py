@@ -67,7 +67,7 @@ def test_a_taped_step_says_what_it_says_as_it_stands(
                 said.append(said_by(engine, known))
                 found = batch.run._tapes._forms
                 assert len(found) > 1 and all(isinstance(own, TapedStep) for own in found.values())
-                assert not any(key.filtered for key, _ in found), "what filters asks the host"
+                assert not any(key.filtered for _, key, _ in found), "what filters asks the host"
             else:
                 batch.run = EagerSteps(batch.step, batch.rows)
                 said.append(said_by(engine, known))
