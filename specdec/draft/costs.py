@@ -31,40 +31,22 @@ def quiet(times: Collection[float]) -> float:
     return sorted(times)[(len(times) - 1) // 4]
 
 
-class Pace:
-    """How the machine is now: what everything takes beside what it took while multiples were learnt."""
-
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque([1.0], maxlen=KEPT)
-        self.now = 1.0
-
-    def multiple(self, seconds: float, known: float | None) -> float:
-        """Return a time as a multiple of the pace, which follows what is `known` of the same work."""
-        if known:
-            self._ratios.append(seconds / known)
-            self.now = quiet(self._ratios)
-        return seconds / self.now
-
-
 class Samples:
-    """Remember the last times of each cell, as multiples of the machine's pace."""
+    """Remember the last times of each cell."""
 
     def __init__(self) -> None:
         self._cells: dict[Hashable, deque[float]] = {}
-        self._known: dict[Hashable, float] = {}
-        self._pace = Pace()
+        self._quiet: dict[Hashable, float] = {}
 
     def add(self, cell: Hashable, seconds: float) -> None:
         """Note one time."""
-        kept = self._cells.setdefault(cell, deque(maxlen=KEPT_WIDTH))
-        known = self._known.get(cell) if len(kept) > KEPT // 2 else None
-        kept.append(self._pace.multiple(max(seconds, TICK_S), known))
-        self._known[cell] = quiet(kept)
+        kept = self._cells.setdefault(cell, deque(maxlen=KEPT))
+        kept.append(seconds)
+        self._quiet[cell] = quiet(kept)
 
     def get(self, cell: Hashable) -> float | None:
-        """Return what it takes at the pace of now, or None."""
-        known = self._known.get(cell)
-        return None if known is None else known * self._pace.now
+        """Return what it took in a quiet moment of the last times, or None."""
+        return self._quiet.get(cell)
 
 
 class Costs:
@@ -83,17 +65,18 @@ class Costs:
         self._work = work
         self._lines: dict[tuple[int, int], Line] = {}
         """By the bucket of rows, and by how many widths they have."""
-        self._pace = Pace()
-
-    @property
-    def pace(self) -> float:
-        return self._pace.now
+        self._ratios: deque[float] = deque([1.0], maxlen=KEPT)
+        self.pace = 1.0
+        """How the machine is now: what everything takes beside what it took while multiples were learnt."""
 
     def observe(self, rows: int, width: int, seconds: float, groups: int = 1) -> None:
         """Note what some work took; of a step: of so many rows, tokens, and groups of rows of one width."""
         line = self._lines.setdefault((bucket(rows), groups), Line())
-        multiple = self._pace.multiple(max(seconds, TICK_S), line.settled(width))
-        line.add(width, self._work(width), multiple)
+        seconds = max(seconds, TICK_S)
+        if known := line.settled(width):
+            self._ratios.append(seconds / known)
+            self.pace = quiet(self._ratios)
+        line.add(width, self._work(width), seconds / self.pace)
 
     def predict(self, rows: int, width: int, groups: int = 1) -> float:
         """Return seconds; 0 while nothing is known."""

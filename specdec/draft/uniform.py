@@ -7,7 +7,7 @@ tried a few times in a batch of about that size; then the best rate wins, and no
 from collections.abc import Sequence
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.costs import STALE, Samples, bucket
+from specdec.draft.costs import Samples, bucket
 from specdec.draft.outlook import Outlook
 from specdec.draft.proposal import Shape
 from specdec.draft.widths import MARGIN
@@ -19,10 +19,17 @@ LEAST_S = 1e-9
 """What counts as no time."""
 FOUND = "found"
 
-HELD = 4
-"""Steps for which a choice holds: to make one takes a part of a small model's step."""
+HELD, TURNED = 4, 32
+"""Steps for which a choice holds: to make one takes a part of a small model's step, and to begin or end
+drafting takes several, since a head must catch up, and a batch is loaded anew."""
+BEGIN = 1.1
+"""How much better than none a draft must look to begin with; to go on, less will do."""
 TRIES = 3
 """Steps in a row that tell what a shape costs; the first of a shape verifies what another one drafted."""
+TRIED, TURN = 0.01, 5
+"""Part of the time that trials may take; and what it takes to begin and end one, in the cheapest steps."""
+WARM = 12
+"""The cheapest steps that a trial lasts at least: until then caches hold what other steps have read."""
 
 
 class UniformPolicy:
@@ -39,8 +46,8 @@ class UniformPolicy:
         self._trying: Shape | None = None
         self._left = 0
         """Steps that the trial has yet to run."""
-        self._since = 0
-        """Steps since the last trial."""
+        self._since = 0.0
+        """Time since the last trial, in the cheapest steps."""
         self._tried: dict[tuple[Shape | None, int], int] = {}
         """When each shape was last tried."""
         self._steps = self._trials = 0
@@ -49,6 +56,8 @@ class UniformPolicy:
         self._key = 0
         """The batch's size, by bucket, for which it was made."""
         self._chosen: Shape | None = None
+        self._weight = 1.0
+        """What a step of it takes, in the cheapest steps."""
         shapes: list[Shape | None] = [None] if adaptive or bounds is None else [bounds]
         if adaptive and bounds is not None:
             deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
@@ -65,9 +74,15 @@ class UniformPolicy:
         """Note what a step took that verified what was looked up, and drafted in this shape."""
         self.costs.add((FOUND, shape, bucket(rows)), seconds)
 
-    def begin_trial(self, shape: Shape | None) -> None:
-        """Choose this shape for the next steps, which tell what it costs."""
-        self._trying, self._left, self._since = shape, 1 + TRIES, 0
+    def begin_trial(self, shape: Shape | None, rows: int) -> int:
+        """Choose this shape for the next steps, which tell what it costs; return how many these are."""
+        self._trying, self._left, self._since = shape, self._lasts(shape, bucket(rows)), 0.0
+        return self._left
+
+    def _lasts(self, shape: Shape | None, key: int) -> int:
+        """Say how many steps a trial takes."""
+        dearness = self._dearness(shape, key)
+        return 1 + max(TRIES, round(WARM / dearness) if dearness else 0)
 
     def knows(self, shape: Shape | None, rows: int) -> bool:
         """Tell whether this shape's steps were measured in a batch of about this size."""
@@ -88,21 +103,25 @@ class UniformPolicy:
         if not self.adaptive or self.bounds is None:
             return self.bounds
         key = bucket(len(rows))
-        self._since += 1
         if self._left:
             return self._try(key)
+        self._since += self._weight
         if self._held and key == self._key:
             self._held -= 1
             return self._chosen
         unknown = [shape for shape in self.shapes if self._cost(shape, key) is None]
-        if unknown or self._since > STALE:
+        if unknown or self._since * TRIED > TRIES:
             shape = self._to_try(unknown, rows, key)
-            if unknown or self._since > STALE * self._dearness(shape, key):
+            takes = self._lasts(shape, key) * self._dearness(shape, key) + TURN
+            if unknown or self._since * TRIED > takes:
                 self._trials += 1
-                self.begin_trial(shape)
+                self.begin_trial(shape, len(rows))
                 return self._try(key)
-        self._held, self._key, self._chosen = HELD - 1, key, self._best(rows, key)
-        return self._chosen
+        best = self._best(rows, key)
+        turns = (best is None) != (self._chosen is None)
+        self._held, self._key, self._chosen = (TURNED if turns else HELD) - 1, key, best
+        self._weight = self._dearness(best, key)
+        return best
 
     def _try(self, key: int) -> Shape | None:
         self._left, self._held = self._left - 1, 0
@@ -127,7 +146,7 @@ class UniformPolicy:
         if not rates:
             return None
         best = max(rates, key=rates.__getitem__)
-        pays = rates[best] > MARGIN * plain
+        pays = rates[best] > (BEGIN if self._chosen is None else MARGIN) * plain
         dearness = (self._cost(best, key) or LEAST_S) / (self._cost(None, key) or LEAST_S)
         self.outlook = Outlook(pays, best, rates[best] / plain * dearness, dearness)
         return best if pays else None

@@ -13,7 +13,6 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, Stateless, Want
 from specdec.draft.policy import Policy
 from specdec.draft.proposal import Proposal, Shape
-from specdec.draft.uniform import TRIES
 from specdec.draft.widths import WIDTHS
 
 logger = logging.getLogger(__name__)
@@ -95,8 +94,7 @@ def warm_up_device(core: EngineCore, runner: DeviceDraftRunner) -> None:
         if turn and time.perf_counter() > until_s:
             break
         for shape in policy.shapes:
-            policy.begin_trial(shape)
-            for _ in range(1 + TRIES):
+            for _ in range(policy.begin_trial(shape, 1)):
                 if request is None or request.finish_reason is not None:
                     request = _begin(core)
                 core.step()

@@ -24,23 +24,10 @@ def alone(times: dict[int, float]) -> Costs:
 def test_a_cell_answers_with_a_quiet_moment_of_what_it_saw_last() -> None:
     samples = Samples()
     assert samples.get("cell") is None
-    for seconds in [2.0, 9.0, 1.0, 9.0][:KEPT]:
+    for seconds in [0.5] * 50 + [9.0, 2.0, 7.0, 1.0, 8.0, 9.0, 3.0][:KEPT]:
         samples.add("cell", seconds)
-    assert samples.get("cell") == 1.0
+    assert samples.get("cell") == 2.0
     assert samples.get("other") is None
-
-
-def test_a_slower_machine_makes_every_cell_dearer_and_a_hiccup_none() -> None:
-    samples = Samples()
-    for _ in range(KEPT):
-        samples.add("narrow", 1.0)
-        samples.add("wide", 3.0)
-    for _ in range(KEPT // 2):
-        samples.add("narrow", 50.0)
-    assert samples.get("wide") == pytest.approx(3.0)
-    for _ in range(2 * KEPT):
-        samples.add("narrow", 2.0)
-    assert samples.get("wide") == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
