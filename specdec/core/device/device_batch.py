@@ -172,7 +172,8 @@ class DeviceBatch:
         requests = [self.held[b].request for b in wanted]
         if self.head and not self.reads:
             for b, request, outcome in zip(wanted, requests, outcomes, strict=True):
-                self.head.read(request.number, self.rows.hidden_BPD[b, : len(outcome.nodes)])
+                if outcome.nodes:
+                    self.head.read(request.number, self.rows.hidden_BPD[b, : len(outcome.nodes)])
         ahead = None
         if self._pending or self.reads:
             # A step without drafts reads its row's last token whatever comes of the one before.

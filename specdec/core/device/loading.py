@@ -69,7 +69,7 @@ def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
     places: list[int] = []
     blocks: list[int] = []
     for b, own in enumerate(held):
-        if not own.gone:
+        if not own.gone and len(own.request.table_N) > own.blocks:
             table = own.request.table_N[own.blocks :].tolist()
             places += range(b * width + own.blocks, b * width + own.blocks + len(table))
             blocks += table

@@ -34,9 +34,13 @@ def pack(result: Result) -> Tensor:
 
 def unpack(packed_BX: Tensor, nodes: int) -> Result:
     """Read on the host what `pack` made, as lists."""
-    fields_6BM = packed_BX[:, 1:].view(-1, 6, nodes).transpose(0, 1)
-    floats_2BM = fields_6BM[4:].contiguous().view(torch.float64)
-    return Result(packed_BX[:, 0].tolist(), *fields_6BM[:4].tolist(), *floats_2BM.tolist())
+    whole = packed_BX.tolist()
+    floats = packed_BX.view(torch.float64).tolist()  # of which those count that are scores and beliefs
+    fields = [
+        [(floats if i > 3 else whole)[b][1 + i * nodes :][:nodes] for b in range(len(whole))]
+        for i in range(6)
+    ]
+    return Result([own[0] for own in whole], *fields)
 
 
 class Outcome(NamedTuple):

@@ -133,7 +133,9 @@ def test_a_batch_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(DeviceBatch, "begin", begin)
     params = [GREEDY.model_copy(update={"max_tokens": 6 + 4 * i}) for i in range(6)]
     prompts = [[1 + i, 2, 3] for i in range(6)]
-    with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, max_model_len=64) as engine:
+    with SpecEngine(
+        folder, dtype="float64", draft="mtp", graphs=True, adaptive=False, max_model_len=64
+    ) as engine:
         begun.clear()
         found = engine.generate(prompts, params)
     with SpecEngine(folder, dtype="float64", draft="none", prefix_cache=False, max_model_len=64) as engine:
