@@ -322,6 +322,7 @@ class DecodeLoop:
     def keep_apart(self) -> None:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self.close()
+        self.flush()
         self._shares, self.prefixes = False, None
         self.scheduler.keep_prefixes(None)
 

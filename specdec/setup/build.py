@@ -197,15 +197,15 @@ def assemble(
         precompile(loop, network, settings.max_model_len)
     if speculation.learns:
         warm_up(core)
-    if settings.config.prefix_cache:
-        own = _prefix_cache(arena, network, settings, has_head=head is not None)
-        loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     if settings.graphs:
         runner = _runner(loop, network, settings)
         if runner:
             loop.run_on_device(runner)
         if speculation.learns and isinstance(runner, DeviceDraftRunner):
             warm_up_device(core, runner)
+    if settings.config.prefix_cache:  # what was made up is not to be kept
+        own = _prefix_cache(arena, network, settings, has_head=head is not None)
+        loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     return core
 
 

@@ -169,7 +169,10 @@ class DeviceDraftRunner(Runner):
 
     def graph_keys(self) -> list[GraphKey]:
         """List every shape that may be chosen, and none, which requests may ask for."""
-        return list(map(self._key, dict.fromkeys((None, *self.policy.shapes))))
+        keys = list(map(self._key, dict.fromkeys((None, *self.policy.shapes))))
+        if self.look_ups and self.policy.bounds:
+            keys += [key.finding(self.policy.bounds.num_draft_tokens) for key in keys]
+        return list(dict.fromkeys(keys))
 
     def _key(self, shape: Shape | None) -> GraphKey:
         reads = shape is not None or not self.lazy

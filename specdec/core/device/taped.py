@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specdec.core.device.graph_key import GraphKey
+from specdec.core.device.graph_key import GraphKey, width_of
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
 from specdec.core.request import Request
@@ -38,9 +38,13 @@ class TapedSteps:
         return count
 
     def serves(self, requests: Sequence[Request]) -> bool:
-        """Tell whether steps of these were not found to be the host's, as those are that filter."""
+        """Tell whether steps of these can be taped, and are best decided for all rows alike.
+
+        The host gives each row of several a draft of its own; and it filters.
+        """
         filters = any(own.chooser.rule.is_filtered for own in requests)
-        return not filters and len(requests) not in self._refused
+        alike = len(requests) == 1 or self.step.drafter is None
+        return alike and not filters and len(requests) not in self._refused
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows."""
@@ -73,6 +77,7 @@ class TapedSteps:
         """Record every key for a single row, which is padding yet; tell whether all can be played."""
         for key in keys:
             self(key, 1)
-            if key.shape:
+            if key.shape and key.nodes == width_of(key.shape):
                 self.prefill_drafter(key, 1)
+        logger.info("%d steps of one row are played from tapes of %d bytes", *self._tapes.sizes())
         return not self._refused

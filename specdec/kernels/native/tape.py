@@ -163,6 +163,11 @@ class Tapes(Generic[Own]):
             self._forms.move_to_end(form)
         return self._forms.get(form)
 
+    def sizes(self) -> tuple[int, int]:
+        """Count the tapes, and the bytes that they keep."""
+        own = [known.tape.nbytes for known in self._forms.values() if not isinstance(known, str)]
+        return len(own), sum(own)
+
     def keep(self, form: Hashable, recorded: Own) -> None:
         """Keep what was recorded, if it can be played and is small."""
         tape = recorded.tape

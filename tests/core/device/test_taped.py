@@ -154,6 +154,19 @@ def test_what_is_seldom_of_use_is_seldom_looked_up(folder: Path) -> None:
 
 
 @needs_c
+def test_a_warm_up_leaves_nothing_behind(folder: Path) -> None:
+    """Nor does an engine that is kept apart: whatever it held has gone back."""
+    with SpecEngine(folder, draft="mtp", dtype="float32", max_model_len=LONGEST) as engine:
+        assert engine.stats().prefixes and not engine.stats().prefixes.cached_bytes
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        engine.generate([[1, 2, 3, 4] * 4] * 2, params)
+        engine.model.loop.keep_apart()
+        engine.generate([[1, 2, 3, 4] * 4] * 2, params)
+        engine.model.loop.check_idle()
+        assert engine.stats().failed_steps == 0
+
+
+@needs_c
 def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
     """Where a head drafts, or nothing; what is looked up alone is the host's, and so are experts."""
     experts = family_folder("qwen3_5_moe")
