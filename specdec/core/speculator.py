@@ -111,7 +111,7 @@ class Speculation:
         self._gained = 0
         if self._rests(rows):
             if not self.policy.is_idle:
-                self._catch_up(rows)
+                self.catch_up([row.request for row in rows])
                 self._mark_s = self.clock()
             return [None] * len(rows)
         start_s = self.clock()
@@ -136,7 +136,7 @@ class Speculation:
         drafts: list[Draft | None] = [None] * len(rows)
         decoding = [i for i, row in enumerate(rows) if row.is_decode]
         if not self.drafters or not decoding:
-            self._catch_up(rows)
+            self.catch_up([row.request for row in rows])
             return drafts
         requests = [rows[i].request for i in decoding]
         batch = Batch(len(decoding), sum(row.num_tokens for row in rows))
@@ -153,12 +153,12 @@ class Speculation:
         planned = self.policy.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
         if not any(planned) and not any(len(proposal) for own in answers for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
-            self._catch_up(rows)
+            self.catch_up([row.request for row in rows])
             self.policy.cut(batch, [])
             return drafts
         wanted = [widened(shape, merged(own)) for shape, own in zip(planned, answers, strict=True)]
         shapes = self._fitting(requests, wanted, lends=lend is not None)
-        self._catch_up([row for row in rows if not row.is_decode])
+        self.catch_up([row.request for row in rows if not row.is_decode])
         self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers)
         wholes = self._merge(requests, planned, shapes, answers)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
@@ -238,9 +238,9 @@ class Speculation:
             wholes.append(proposal)
         return wholes
 
-    def _catch_up(self, rows: Sequence[ScheduledRequest]) -> None:
+    def catch_up(self, requests: Sequence[Request]) -> None:
         """Let the head read what it has of requests that draft nothing, before that grows too large."""
-        full = [row.request for row in rows if self._is_full(row.request)]
+        full = [request for request in requests if self._is_full(request)]
         if self.head and full:
             self.head.propose([want_of(request, None) for request in full])
 

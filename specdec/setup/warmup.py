@@ -23,7 +23,8 @@ EVERY = 5
 """Chains up to this deep are all timed: those that are drafted by default."""
 ENOUGH, LONGEST_S = 10, 0.2
 """Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
-DEVICE_ROUNDS = 8
+DEVICE_ROUNDS, FIRST_S = 8, 2.0
+"""Times that each shape of a step on the device comes round, and how long the first round may take."""
 PROMPT = 8
 STRIDE = 7919
 """A prime, so that multiples come round late in a vocabulary of any size."""
@@ -87,13 +88,13 @@ def warm_up(core: EngineCore) -> None:
 
 def warm_up_device(core: EngineCore, runner: DeviceDraftRunner) -> None:
     """Let one row's steps on the device try every shape, and leave nothing behind but what they cost."""
-    policy, until_s = runner.policy, time.perf_counter() + LONGEST_S
+    policy, start_s = runner.policy, time.perf_counter()
     request = None
     # A slow moment is not to be taken for what one shape costs: they come round several times.
     for turn in range(DEVICE_ROUNDS):
-        if turn and time.perf_counter() > until_s:
-            break
         for shape in policy.shapes:
+            if time.perf_counter() - start_s > (LONGEST_S if turn else FIRST_S):
+                break
             for _ in range(policy.begin_trial(shape, 1)):
                 if request is None or request.finish_reason is not None:
                     request = _begin(core)
@@ -102,6 +103,11 @@ def warm_up_device(core: EngineCore, runner: DeviceDraftRunner) -> None:
         _end(core, request)
     core.loop.speculation.forget_experience()
     core.loop.reset_counts()
+    costs = {
+        shape.num_draft_tokens if shape else 1: round(policy.cost(shape, 1) * 1e3, 2)
+        for shape in policy.shapes
+    }
+    logger.info("a whole step of one row takes, in ms by what is drafted: %s", costs)
 
 
 def _tried(policy: Policy) -> tuple[Shape, ...]:

@@ -260,9 +260,9 @@ def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path)
             *(heads, kv_heads, dim, 1, draw(dim, seed=1), None, 0, 1e-6, angle_TR.cos(), angle_TR.sin(), 10),
             *(draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),),
             *(2 * block * kv_heads * dim, block * kv_heads * dim, block),
-            *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5, 64),
+            *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5),
             poisoned(rows * width, heads * dim, dtype=dtype),
-            results=(14, 24),
+            results=(14, 23),
         )
     for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])

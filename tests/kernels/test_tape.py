@@ -1,8 +1,11 @@
 """A tape makes the same calls of the same memory, and refuses what it could not make again."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -123,6 +126,35 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+SIGNLESS = [OPERATIONS["fractions"]]
+"""Of a zero and a zero the lesser may have either sign."""
+
+
+@needs_c
+def test_equals_are_sorted_in_their_order_and_zeros_are_equals() -> None:
+    x = torch.tensor([[0.0, -0.0, 0.0, -0.0, torch.nan, 1.0]], dtype=torch.float64)
+    for falls in (True, False):
+        with Tape() as tape:
+            found = x.sort(dim=-1, descending=falls, stable=True)
+        for turned in (x.clone(), x.flip(1), -x):
+            x.copy_(turned)
+            wanted = x.sort(dim=-1, descending=falls, stable=True)
+            tape.play()
+            assert found.indices.tolist() == wanted.indices.tolist()
+
+
+@needs_c
+def test_whole_numbers_are_divided_at_their_ends() -> None:
+    ends = [-(2**63), 2**63 - 1, -1, 0, 7, -7]
+    n, by = torch.tensor([ends]), torch.tensor([[-1, 3, -3, 5, 2**62, -(2**62)]])
+    with Tape() as tape:
+        found = n // by.clamp(min=2), n % by.clamp(min=2), n * by + n
+    n.copy_(n.flip(1))
+    tape.play()
+    for own, wanted in zip(found, (n // by.clamp(min=2), n % by.clamp(min=2), n * by + n), strict=True):
+        assert torch.equal(own, wanted)
+
+
 @needs_c
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
 @pytest.mark.parametrize("compute", OPERATIONS.values(), ids=OPERATIONS)
@@ -142,6 +174,8 @@ def test_what_torch_computes_is_played_to_the_same_bits(
         tape.play()
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.nan_to_num(0), wanted.nan_to_num(0))
+        if compute not in SIGNLESS:
+            assert torch.equal(found.nan_to_num(0).signbit(), wanted.nan_to_num(0).signbit())
 
 
 @needs_c
@@ -161,6 +195,15 @@ def test_what_torch_computes_is_played_to_the_same_bits(
         lambda x: int(x[0, 0]),
         lambda x: bool(x[0, 0] > 0),
         lambda x: x.tolist(),
+        lambda x: x % 2,
+        lambda x: x // 2,
+        lambda x: x.logical_not(),
+        lambda x: x.long() >= 0.5,
+        lambda x: x.bfloat16() == 0.1,
+        lambda x: 0.3 - x.bfloat16(),
+        lambda x: x.scatter_reduce(1, torch.zeros(3, 1, dtype=torch.int64), x[:, :1], "sum"),
+        lambda x: torch.add(x, 1, out=torch.empty(3, 4)),
+        lambda x: numpy.asarray(x),
         lambda x: x.numpy(),
     ],
 )
@@ -193,3 +236,17 @@ def test_views_and_fresh_memory_are_no_computation() -> None:
         x.float().unsqueeze(0).expand(3, 4, 6)
         x.new_empty(5)
     assert tape.refused is None
+
+
+@needs_c
+def test_what_is_given_up_is_freed_at_once() -> None:
+    """A tape keeps much memory in few objects: no collector of cycles would come in time."""
+    with Tape() as tape:
+        torch.ones(9).clone()
+    gone = weakref.ref(tape)
+    gc.disable()
+    try:
+        del tape
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -101,6 +101,18 @@ def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
         assert numbers(ask(engine, together=True)) == plain
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_step_of_many_prompts_gives_each_its_own_numbers(quantize: str) -> None:
+    """And of more tokens than prompts may bring, beside rows that write."""
+    rng = Random(7)
+    asked = [[rng.randrange(900) for _ in range(39)] for _ in range(30)]
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
+    fields = {"quantize": quantize, "draft": "none", "prefix_cache": False, "memory_bytes": "128MiB"}
+    with SpecEngine("tiny", **fields) as engine:
+        alone = [engine.generate([prompt], params)[0] for prompt in asked]
+        assert numbers(engine.generate(asked, params)) == numbers(alone)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_copy_that_drafts_changes_no_number(folder: Path, dtype: str) -> None:
     """In 8 bits, of whose matrices it is another rounding."""

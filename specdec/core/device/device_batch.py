@@ -101,7 +101,8 @@ class DeviceBatch:
         self.held: list[RowSlots] = []
         self.reads = False
         """Whether the head reads on the device; else what it has yet to read waits on the host."""
-        self.filtered = False
+        self.on_gpu = rows.length_B.is_cuda
+        self.filtered = self.on_gpu
         self._pending: deque[Pending] = deque()
 
     @property
@@ -127,8 +128,7 @@ class DeviceBatch:
                 return False
             self.held.append(held)
         # One graph of a GPU serves every rule; a CPU filters where that is asked for.
-        on_gpu = self.rows.length_B.is_cuda
-        self.filtered = on_gpu or any(r.chooser.rule.is_filtered for r in requests)
+        self.filtered = self.on_gpu or any(r.chooser.rule.is_filtered for r in requests)
         load(self.rows, self.extent, self.held)
         load_blocks(self.rows, self.held)
         if self.head and self.step.drafter:

@@ -99,6 +99,7 @@ class Runner(ABC):
         if first:
             self._start()
         advanced = not self._over and self._advance()
+        self._over |= not self.batch.run.serves([own.request for own in self.batch.held])
         if self._over or not advanced or len(self.batch.requests) <= FEWEST * len(self.batch.held):
             self._drain()
             self.batch.end()
@@ -161,11 +162,18 @@ class DeviceDraftRunner(Runner):
         """That of the windows that are verified next."""
         self._next: tuple[Shape | None] | None = None
         """The shape of the next step, where it was chosen before its windows were drafted."""
+        self._asked: list[Request] = []
+        """For whom it was chosen."""
 
     def begin(self, rows: Sequence[ScheduledRequest]) -> bool:
         """Leave to the host what no one shape serves: rows that are drafted for beside rows that must not."""
         drafts = {row.request.params.speculate for row in rows} if self.policy.bounds else ()
         return len(drafts) < 2 and super().begin(rows)
+
+    def abandon(self) -> None:
+        """Forget what was to come as well."""
+        self._next, self._asked, self._found = None, [], {}
+        super().abandon()
 
     def graph_keys(self) -> list[GraphKey]:
         """List every shape that may be chosen, and none, which requests may ask for."""
@@ -183,7 +191,8 @@ class DeviceDraftRunner(Runner):
         return self.policy.outlook
 
     def _reads(self, requests: Sequence[Request]) -> bool:
-        self._next = self._next or (self._choose(requests),)
+        if self._next is None or list(requests) != self._asked:
+            self._next, self._asked = (self._choose(requests),), list(requests)
         return self._key(*self._next).reads
 
     def _start(self) -> None:
@@ -198,7 +207,9 @@ class DeviceDraftRunner(Runner):
         return self.policy.choose([self.host.speculation.records.of(own) for own in requests])
 
     def _advance(self) -> bool:
-        self._next = self._next or (self._choose(self.batch.requests),)
+        if self._next is None:
+            self._asked = self.batch.requests
+            self._next = (self._choose(self._asked),)
         (shape,) = self._next
         key = self._key(shape)
         if self.batch.head and key.reads != self.batch.reads:
@@ -215,7 +226,7 @@ class DeviceDraftRunner(Runner):
 
     def _look_up(self) -> list[TokenTree | None]:
         """Return the trees that were looked up, for the rows of which more is expected of them."""
-        requests = self.batch.requests
+        requests, self._found = self.batch.requests, {}
         if self.look_ups is None or not all(own.params.speculate for own in requests):
             return []
         found = zip(requests, self.look_ups.find(requests, self._shape), strict=True)
@@ -253,6 +264,8 @@ class DeviceDraftRunner(Runner):
             self.host.speculation.propose(request, record)
         self._found = {}
         self._commit(read, seconds)
+        if not self.batch.reads:
+            self.host.speculation.catch_up(self.batch.requests)
         return True
 
     def _drafted(self, read: Output, outcome: Outcome) -> DraftRecord | None:

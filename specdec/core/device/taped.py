@@ -26,7 +26,7 @@ class TapedStep:
 
 
 class TapedSteps:
-    """Owns the tapes. What cannot be taped, for it asks what a tensor holds or keeps too much, runs once."""
+    """Owns the tapes. What cannot be taped, as it asks what a tensor holds or is too large, is the host's."""
 
     def __init__(self, step: DeviceStep, rows: Rows) -> None:
         self.step, self.rows = step, rows
@@ -62,6 +62,8 @@ class TapedSteps:
         if isinstance(known, TapedStep):
             known.tape.play()
             return known.result_BX
+        if known is REFUSED:
+            return run()
         self.step.arena.first_passes += 1
         with Tape() as tape:
             result_BX = run()

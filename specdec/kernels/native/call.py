@@ -13,8 +13,9 @@ from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.signatures import ARGUMENTS, KINDS, SUFFIX, Count, Pointer
 
-TOKENS = 512
-"""The widest step that is served. What is wide here are prompts, whose products take most of their time."""
+TOKENS = 8192
+"""The widest step that is served: beyond it torch computes, which rounds otherwise. What a chain so long needs
+still fits on a thread's stack."""
 
 
 class Records(ctypes.Structure):

@@ -33,6 +33,8 @@ ASKS = (
     Tensor.tolist,
     Tensor.numpy,
     Tensor.item,
+    Tensor.__array__,
+    Tensor.__dlpack__,
     Tensor.__bool__,
     Tensor.__int__,
     Tensor.__float__,
@@ -61,8 +63,9 @@ class Tape:
         self._kept: list[Tensor] = []
         """What lists are read from, and what these name."""
         self._played: Tensor | None = None
-        self._ops = TensorOps(self._note_op, self._kept.append)
-        self._watches = _Watch(self), _Questions(self)
+        self._list_bytes = 0
+        self._ops: TensorOps | None = TensorOps(self._note_op, self._kept.append)
+        self._watches: tuple[_Watch | _Questions, ...] = (_Watch(self), _Questions(self))
 
     def __enter__(self) -> "Tape":
         listening.recorder = self
@@ -77,11 +80,12 @@ class Tape:
         for watch in reversed(self._watches):
             watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._played = torch.tensor(self._calls, dtype=torch.int64)
+        self._watches, self._ops = (), None  # which know the tape, and would keep it alive
 
     @property
     def nbytes(self) -> int:
         """What is kept to be computed in again."""
-        return sum(x.untyped_storage().nbytes() for x in self._made.values())
+        return self._list_bytes + sum(x.untyped_storage().nbytes() for x in self._made.values())
 
     def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Take a call down, and make it."""
@@ -101,12 +105,15 @@ class Tape:
 
     def _note_op(self, list_X: Tensor) -> None:
         self._kept.append(list_X)
+        self._list_bytes += list_X.nbytes
         self._note("tensor_op", [list_X.data_ptr()])
 
     def watch(self, operation: Any, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Note what torch has done, or keep what it made of constants alone, which stays as it is."""
         name = name_of(operation)
         given = _tensors(args)
+        if "out" in kwargs:
+            self.refused = f"{name} into a tensor of its own"
         if (operation.is_view or name == "_unsafe_view") and _shares(result, args[0]):
             return
         if operation in MAKES:
@@ -123,10 +130,11 @@ class Tape:
             self._record(name, result, args, kwargs)
 
     def _record(self, name: str, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        assert self._ops is not None
         try:
             self._ops.record(name, result, args, kwargs)
-        except Unrecordable as error:
-            self.refused = str(error)
+        except (Unrecordable, TypeError) as error:  # of a form that is not known
+            self.refused = f"{name}: {error}"
 
     def _keep_made(self, result: Any) -> None:
         self._made |= {_place(x): x for x in _tensors([result])}

@@ -20,6 +20,9 @@ TYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16, to
 """Types by their numbers there."""
 MOST_DIMS = 8
 BINARY = NAMES[1:18]
+COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+WHOLE = ("floor_divide", "remainder", "bitwise_and", "bitwise_or", "bitwise_xor")
+"""Of whole numbers alone."""
 LARGE = 1 << 16
 """Entries of which torch computes faster than these lists; what only copies is as fast."""
 COPIES = ("copy", "gather", "scatter")
@@ -57,10 +60,15 @@ class TensorOps:
 
     def _binary(self, name: str, out: Tensor, a: Any, b: Any) -> None:
         given = [x.dtype for x in (a, b) if isinstance(x, Tensor)]
-        compares = out.dtype == torch.bool
+        numbers = [x for x in (a, b) if not isinstance(x, Tensor)]
+        compares = name in COMPARES
         dtype = given[0] if compares else out.dtype
-        if any(x != dtype for x in given) or (name == "div" and not dtype.is_floating_point):
-            raise Unrecordable(f"{name} of {given}")
+        whole = not dtype.is_floating_point
+        mixed = any(x != dtype for x in given) or (whole and any(isinstance(x, float) for x in numbers))
+        # torch rounds a number to bfloat16 before it compares, and not before it multiplies.
+        rounds = dtype == torch.bfloat16 and numbers and (compares or not isinstance(a, Tensor))
+        if mixed or rounds or name in (("div",) if whole else WHOLE):
+            raise Unrecordable(f"{name} of {given} and {numbers}")
         self._write(name, out, self._operand(a, dtype), self._operand(b, dtype))
 
     def _do_rsub(self, out: Tensor, a: Tensor, b: Any) -> None:
@@ -111,8 +119,8 @@ class TensorOps:
         self._write("where", out, condition, self._operand(a, out.dtype), self._operand(b, out.dtype))
 
     def _do_bitwise_not(self, out: Tensor, x: Tensor) -> None:
-        if out.dtype != torch.bool:
-            raise Unrecordable("bitwise_not of numbers")
+        if out.dtype != torch.bool or x.dtype != torch.bool:
+            raise Unrecordable("what is not of numbers")
         self._write("logical_not", out, x)
 
     _do_logical_not = _do_bitwise_not
@@ -186,7 +194,7 @@ class TensorOps:
     ) -> None:
         if dim % x.ndim != x.ndim - 1 or out[1].dtype != torch.int64:
             raise Unrecordable("sort along another dimension")
-        self._write("sort", out[0], out[1], x, number=int(descending))
+        self._write("sort", out[0], out[1], x, numbers=(int(descending),))
 
     def _choose(self, name: str, out: Tensor, source: Tensor, index: Tensor, dim: int) -> None:
         """Write what is chosen along a dimension: of the source, or of what is written."""
@@ -198,7 +206,8 @@ class TensorOps:
         along = _At(chosen, strides)
         other = out if name == "gather" else source.expand(index.shape)
         written = (other, along) if name == "gather" else (along, other)
-        self._write(name, *written, index, number=chosen.stride(dim), shape=index.shape)
+        own = chosen.stride(dim), chosen.shape[dim]
+        self._write(name, *written, index, numbers=own, shape=index.shape)
 
     def _operand(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Return a tensor, or a number as one."""
@@ -212,7 +221,7 @@ class TensorOps:
         name: str,
         out: "Tensor | _At",
         *given: "Tensor | _At",
-        number: int = 0,
+        numbers: Sequence[int] = (),
         shape: Sequence[int] | None = None,
     ) -> None:
         """Write one list; operands are shown in the shape of what is written."""
@@ -229,7 +238,7 @@ class TensorOps:
         words = [NAMES.index(name), max(len(shape), 1), *(shape or (1,)), len(operands)]
         for own in operands:
             words += own.address, TYPES.index(own.tensor.dtype), *(own.strides or (0,))
-        self._note(torch.tensor([*words, number], dtype=torch.int64))
+        self._note(torch.tensor([*words, *numbers], dtype=torch.int64))
 
 
 class _At:

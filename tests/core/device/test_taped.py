@@ -14,7 +14,9 @@ from specdec.core.device.look_ups import LookUps
 from specdec.core.device.runner import DeviceDraftRunner, Runner
 from specdec.core.device.taped import TapedStep, TapedSteps
 from specdec.draft.proposal import Shape
+from specdec.kernels.native import tape
 from specdec.kernels.native.compiled import compiled
+from specdec.kernels.native.tape import Tapes
 from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
 needs_c = pytest.mark.skipif(compiled() is None, reason="no C compiler was found")
@@ -180,3 +182,71 @@ def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
         with SpecEngine(model, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
             runner: Runner | None = engine.model.loop.runner
             assert (runner is not None and isinstance(runner.batch.run, TapedSteps)) == expected
+
+
+@needs_c
+def test_what_is_too_large_is_taped_once_and_then_the_hosts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    with SpecEngine(folder, draft="none", dtype="float32", max_model_len=LONGEST) as engine:
+        said = [own.token_ids for own in engine.generate(prompts, params)]
+    with SpecEngine(folder, draft="none", dtype="float32", max_model_len=LONGEST) as engine:
+        runner, recorded = runner_of(engine), list[Any]()
+        monkeypatch.setattr(tape, "MOST_BYTES", 1)
+        keep = Tapes.keep
+
+        def kept(self: Any, form: Any, own: Any) -> None:
+            recorded.append(form)
+            keep(self, form, own)
+
+        monkeypatch.setattr(Tapes, "keep", kept)
+        for _ in range(2):
+            assert [own.token_ids for own in engine.generate(prompts, params)] == said
+        steps = [form for form in recorded if form[0] == "step"]
+        assert 0 < len(steps) == len(set(steps)) == runner.steps
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_a_resting_head_keeps_little_unread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, speculates: bool
+) -> None:
+    monkeypatch.setattr("specdec.draft.head.MOST_UNREAD", 1024)
+    with SpecEngine(folder, draft="mtp", dtype="float64", graphs=True, max_model_len=LONGEST) as engine:
+        runner, most = runner_of(engine), [0]
+        if speculates:
+            runner.policy.choose = lambda rows: None  # type: ignore[method-assign]
+        head = engine.model.loop.speculation.head
+        assert head is not None
+
+        def watch(report: object) -> None:
+            most[0] = max([most[0], *(unread.nbytes for unread in head._unread.values())])
+
+        engine.model.loop.observers.append(watch)
+        params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, speculate=speculates)
+        engine.generate([[1, 2, 3]], params)
+        width = head.head.width * 8
+        assert 1024 < most[0] <= 1024 + 2 * width and engine.stats().drafted == 0
+
+
+def test_what_was_chosen_for_some_is_not_for_others(folder: Path) -> None:
+    """A batch that is not taken over leaves no choice, and no look-up, to the next."""
+    with SpecEngine(folder, draft="mtp", dtype="float64", graphs=True, max_model_len=LONGEST) as engine:
+        runner = runner_of(engine)
+        runner.policy.choose = lambda rows: runner.policy.bounds  # type: ignore[method-assign]
+        begin, calls = runner.batch.begin, [0]
+
+        def fails_once(*given: Any, **named: Any) -> bool:
+            calls[0] += 1
+            return calls[0] > 3 and begin(*given, **named)
+
+        runner.batch.begin = fails_once  # type: ignore[method-assign]
+        drafts = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        plain = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, speculate=False)
+        engine.generate([[1, 2, 3]], drafts)
+        engine.generate([[4, 5, 6]], plain)
+        assert engine.stats().drafted == 0 or calls[0] > 3
+        before = engine.stats().drafted
+        engine.generate([[4, 5, 6]], plain)
+        assert engine.stats().drafted == before
