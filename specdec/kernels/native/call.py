@@ -14,8 +14,9 @@ from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.signatures import ARGUMENTS, KINDS, SUFFIX, Count, Pointer
 
 TOKENS = 8192
-"""The widest step that is served: beyond it torch computes, which rounds otherwise. What a chain so long needs
-still fits on a thread's stack."""
+"""The widest step that is served: beyond it torch computes, which rounds otherwise.
+
+A chain so long still fits on a thread's stack."""
 
 
 class Records(ctypes.Structure):
