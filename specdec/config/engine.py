@@ -38,7 +38,7 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto",
         title="what is computed in; auto: as the checkpoint is stored, but on a CPU float32 for float16, for "
-        "bfloat16 where no C form multiplies it, without AVX-512 or for up to 64 MiB of weights",
+        "bfloat16 where no C form multiplies it (without AVX-512, or for up to 64 MiB of weights)",
         description="auto, float32, bfloat16, float16 or float64",
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
