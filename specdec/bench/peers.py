@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import inspect
 import itertools
 import json
 import time
@@ -63,6 +64,8 @@ class TransformersPeer:
 
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         self.model, self.device = model.to(device).eval(), device
+        # transformers 5.24 has renamed it.
+        self.cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
@@ -70,8 +73,8 @@ class TransformersPeer:
         marks = [time.perf_counter()]
         token_BT, cache, chosen = torch.tensor(prompts, device=self.device), None, []
         for _ in range(1 + new_tokens):
-            out = self.model(token_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            token_BT, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+            out = self.model(token_BT, **{self.cache: cache}, use_cache=True, logits_to_keep=1)
+            token_BT, cache = out.logits[:, -1].argmax(-1, keepdim=True), out[self.cache]
             chosen.append(token_BT[:, 0].tolist())
             marks.append(time.perf_counter())
         took_s = [after - before for before, after in itertools.pairwise(marks)]

@@ -163,7 +163,7 @@ def test_options_of_random_are_refused_without_it(capsys: pytest.CaptureFixture[
 
 def test_profile_names_what_took_the_time() -> None:
     raw = dict(SMALL)
-    config = EngineConfig(device="cpu", max_model_len=128, draft="none", dtype="float32")
+    config = EngineConfig(device="cpu", max_model_len=128, draft="none", graphs=False, dtype="float32")
     model = build_random(families.network(raw), config, stored=torch.float32, stored_bytes=1, seed=0)
     found = profile_steps(EngineRunner(model), [[5, 6], [7, 8]])
     assert found["steps"] > 0 and found["rows"] == 2 and found["idle_share"] is None

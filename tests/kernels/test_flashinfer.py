@@ -211,7 +211,7 @@ def test_engines_of_one_process_share_no_scratch(
         assert runner
         scratches.clear()
         with torch.inference_mode():
-            for key in (*runner.graph_keys(), GraphKey.given(4, greedy=False)):
+            for key in (*runner.graph_keys(), GraphKey.given(4, filtered=True)):
                 runner.batch.step(runner.batch.rows, key)
         assert set(scratches) == {1, 4, 8}
         used.append({id(own): own for given in scratches.values() for pair in given for own in pair})

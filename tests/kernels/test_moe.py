@@ -15,7 +15,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts,
 
 from specdec.kernels.moe import cpu, reference
 from specdec.kernels.native import moe as native
-from specdec.kernels.native.call import TOKENS
 from specdec.kernels.native.compiled import compiled
 from tests.tolerances import BFLOAT16_EQUAL, KERNEL
 
@@ -180,13 +179,16 @@ def test_experts_equal_reference(
 @pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts_in_c_give_a_token_the_same_bits_in_every_window(dtype: torch.dtype, gated: bool) -> None:
+def test_experts_in_c_give_a_token_the_same_bits_in_every_window(
+    dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With more pairs of a token and an expert, too, than other forms in C take rows."""
     tokens, top_k = 200, 3
     x_TD, (index_TA, weight_TA) = draw(tokens, 40, dtype=dtype), choose(tokens, 5, top_k)
     weights = draw_experts(5, 28, 40, gated=gated, dtype=dtype)
     packed = [native.pack_experts(weight) for weight in weights]
-    assert tokens * top_k > TOKENS
+    monkeypatch.setattr(native, "TOKENS", 512)
+    assert tokens * top_k > native.TOKENS
     found = native.experts(x_TD, *packed, index_TA, weight_TA, gated=gated)
     assert_close(found, reference.experts(x_TD, *weights, index_TA, weight_TA, gated=gated))
     for width in (1, 2, 7, 64):

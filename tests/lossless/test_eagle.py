@@ -48,7 +48,7 @@ def test_a_random_head_of_the_first_layout_changes_no_text(
     write_random_eagle(tmp_path, read_network(Checkpoint(folder)), seed=1, kind="eagle")
     fields = {"draft_model": str(tmp_path), "graphs": graphs, **SHAPES["tree"]}
     with drafting_engine(folder, "auto", cases, **fields) as (engine, _):
-        assert engine.model.settings.drafters == (("eagle",) if graphs else ("eagle", "suffix"))
+        assert engine.model.settings.drafters == ("eagle", "suffix")
         assert differences(cases, generate(engine, cases)) == []
         head = engine.model.loop.speculation.head
         assert head and isinstance(head.head, EagleHead) and not head.head.aux_hidden_layers

@@ -1,5 +1,6 @@
 """Logits in bfloat16: no further from those of transformers than its two forms are from each other."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -41,9 +42,11 @@ class Case:
         # Without an attention layer it cannot decode with a cache, so there is no gap.
         self.decode_TV, cache, decoded = self.prefill_TV, None, []
         if sample.cacheable:
+            # transformers 5.24 has renamed it.
+            name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
             for t in range(LENGTH):
-                out = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
+                out = model(ids[:, t : t + 1], **{name: cache}, use_cache=True)
+                cache = out[name]
                 decoded.append(out.logits[0].float())
             self.decode_TV = torch.cat(decoded)
 

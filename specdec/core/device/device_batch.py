@@ -22,6 +22,7 @@ from specdec.core.draft_record import want_of
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.draft.head import HeadDrafter
+from specdec.kernels.table import on_gpu
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
@@ -101,7 +102,7 @@ class DeviceBatch:
         self.held: list[RowSlots] = []
         self.reads = False
         """Whether the head reads on the device; else what it has yet to read waits on the host."""
-        self.on_gpu = rows.length_B.is_cuda
+        self.on_gpu = on_gpu(step.kernels.name)
         self.filtered = self.on_gpu
         self._pending: deque[Pending] = deque()
 
