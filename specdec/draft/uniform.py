@@ -84,10 +84,6 @@ class UniformPolicy:
         dearness = self._dearness(shape, key)
         return 1 + max(TRIES, round(WARM / dearness) if dearness else 0)
 
-    def knows(self, shape: Shape | None, rows: int) -> bool:
-        """Tell whether this shape's steps were measured in a batch of about this size."""
-        return self._cost(shape, bucket(rows)) is not None
-
     def cost(self, shape: Shape | None, rows: int) -> float:
         """Say what a step of this shape takes, as far as that is known."""
         return self._cost(shape, bucket(rows)) or LEAST_S
