@@ -1,10 +1,12 @@
 """The processes of forms go with the engine, and their places come back."""
 
 import gc
+import os
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -19,14 +21,16 @@ FORM = Structure(json_object=True)
 def children() -> set[str]:
     """List this process's children that run forms."""
     found = set()
-    for thread in Path("/proc/self/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            if b"specdec.text.grammar.child" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.add(child)
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a process of others may end while it is read
+            _, parent, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            is_form = b"specdec.text.grammar.child" in (process / "cmdline").read_bytes()
+            if int(parent) == os.getpid() and is_form:
+                found.add(process.name)
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="there is no /proc")
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="there is no /proc")
 def test_a_closed_engine_starts_no_process() -> None:
     before = children()
     engine = SpecEngine("tiny", max_model_len=64)
@@ -36,7 +40,7 @@ def test_a_closed_engine_starts_no_process() -> None:
     assert children() == before
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="there is no /proc")
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="there is no /proc")
 def test_a_form_that_is_compiled_while_the_engine_closes_leaves_no_process() -> None:
     before = children()
     engine = SpecEngine("tiny", max_model_len=64)
