@@ -70,8 +70,8 @@ class EngineConfig(Settings):
     draft_vocab: int | None = Field(
         None,
         ge=1,
-        title="a head drafts only so many tokens, the commonest by token_counts.json in the model's folder; "
-        "fewer rows of its output are read",
+        title="a head drafts only so many tokens, the commonest by token_counts.json in the model's folder, "
+        "without it the first by id; fewer rows of its output are read",
         description="a whole number of at least 1, or None for all",
     )
     draft_window: int | None = Field(

@@ -1,9 +1,10 @@
 """A part of the vocabulary that a draft head ranks: fewer rows of the output head to read.
 
-Which part, a head of its own knows (EAGLE-3's d2t), or the counts of tokens in some text tell.
+Which part, a head of its own knows (EAGLE-3's d2t), or the counts of tokens in some text tell, or their ids.
 """
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -14,19 +15,22 @@ from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
 
+log = logging.getLogger(__name__)
+
 COUNTS = "token_counts.json"
 """In a model's folder: {"counts": [how often token 0 occurs, token 1, …]}; those left out never do."""
 
 
 def commonest(folder: Path, count: int, vocab: int) -> Tensor:
-    """Return the ids of the commonest tokens by a folder's counts, in order; of equals the smaller ids."""
+    """Return the ids of the commonest tokens by a folder's counts, in order; of equals the smaller ids.
+
+    Without counts these are the first ones: a tokenizer of merged byte pairs numbers its tokens in the order
+    in which they were merged, and the commonest pair comes first.
+    """
     path = folder / COUNTS
     if not path.is_file():
-        raise ConfigError(
-            f"draft_vocab: {folder} has no {COUNTS}, which says how common tokens are; write "
-            '{"counts": [of token 0, of token 1, …]} there, or leave draft_vocab out.',
-            field="draft_vocab",
-        )
+        log.info("draft_vocab: %s has no %s; the first %d tokens are drafted", folder, COUNTS, count)
+        return torch.arange(min(count, vocab))
     try:
         counts = json.loads(path.read_text("utf-8"))["counts"]
         fits = len(counts) <= vocab and all(type(own) is int and own >= 0 for own in counts)

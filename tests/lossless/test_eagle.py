@@ -151,13 +151,17 @@ def test_what_cannot_be_had_is_refused_by_name(
     assert caught.value.field == field  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"counts": 5}', '{"counts": [1.5]}', '{"counts": [-1]}'])
-def test_counts_that_are_missing_or_none_are_refused(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / COUNTS).write_text(text)
+@pytest.mark.parametrize("text", ["{", "[]", '{"counts": 5}', '{"counts": [1.5]}', '{"counts": [-1]}'])
+def test_counts_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / COUNTS).write_text(text)
     with pytest.raises(ConfigError, match=COUNTS) as caught:
         commonest(tmp_path, 3, 8)
     assert caught.value.field == "draft_vocab"
+
+
+def test_without_counts_the_first_tokens_are_the_commonest(tmp_path: Path) -> None:
+    assert commonest(tmp_path, 3, 8).tolist() == [0, 1, 2]
+    assert commonest(tmp_path, 99, 8).tolist() == list(range(8))
 
 
 def test_the_commonest_are_those_with_most_counts(tmp_path: Path) -> None:

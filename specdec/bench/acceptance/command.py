@@ -110,7 +110,7 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         type=some,
         default=[0],
-        help="a head drafts only so many tokens, the commonest by token_counts.json; 0: all (default: 0)",
+        help="a head drafts only so many tokens, the commonest or first ones; 0: all (default: 0)",
     )
     sweep(
         "--draft-window",

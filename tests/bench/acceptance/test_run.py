@@ -290,14 +290,24 @@ def test_economies_have_a_head_of_their_own(agreeing: Path, tmp_path: Path) -> N
     assert [head and head.window for head in heads] == [None, None, 16]
 
 
-def test_economies_without_a_head_are_left_out_and_named(
-    bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch, agreeing: Path
-) -> None:
-    """And the rest is measured: here a head cannot spare tokens that nobody counted."""
+def test_economies_are_measured_with_a_head_alone(bench: Bench, capsys: Capture) -> None:
+    """And without counts of tokens."""
     economies = ["--draft-vocab", "0,4", "--draft-window", "0,16"]
     assert bench("--draft", "mtp,suffix", "--shape", "2:1:3", *economies, "--limit", "1") == 0
     report = report_of(capsys.readouterr().out)
-    assert {r["name"] for r in report["records"]} == {"none", "mtp 2x1", "mtp 2x1 window 16", "suffix 2x1"}
+    heads = {f"mtp 2x1{only}{near}" for only in ("", " vocab 4") for near in ("", " window 16")}
+    assert {r["name"] for r in report["records"]} == {"none", "suffix 2x1", *heads}
+    assert not report["left_out"]
+
+
+def test_what_an_engine_refuses_is_left_out_and_named(bench: Bench, capsys: Capture, agreeing: Path) -> None:
+    (agreeing / "token_counts.json").write_text("[]")
+    try:
+        assert bench("--draft", "mtp", "--shape", "2:1:3", "--draft-vocab", "0,4", "--limit", "1") == 0
+    finally:
+        (agreeing / "token_counts.json").unlink()
+    report = report_of(capsys.readouterr().out)
+    assert {r["name"] for r in report["records"]} == {"none", "mtp 2x1"}
     (why,) = report["left_out"]
     assert why.startswith("mtp of 4 tokens: draft_vocab") and "token_counts.json" in why
 
