@@ -7,13 +7,12 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.kernels.native.signatures import replayer
 from specdec.kernels.native.targets import NATIVE, Target, candidates, features, unused
@@ -123,9 +122,9 @@ def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: Targ
     """Compile what a first start has yet to; say so, for it takes seconds."""
     says, start_s = f"Compiling the C kernels for this processor ({target.name}), once", time.perf_counter()
     logger.info("%s, by %s", says, compiler)
-    with tqdm(desc=says, bar_format="{desc} …", leave=False, disable=None) as bar:
-        bar.refresh()
-        compile_(compiler, flags, place)
+    if sys.stderr and sys.stderr.isatty():
+        print(f"{says} …", file=sys.stderr, flush=True)
+    compile_(compiler, flags, place)
     logger.info("the C kernels are compiled, in %.1f s: %s", time.perf_counter() - start_s, place)
     return place
 
