@@ -10,7 +10,7 @@ from pathlib import Path
 from specdec.bench.acceptance.prompts import choose
 from specdec.bench.options import LLAMA_CPP, KernelOptions, ModelOptions, ServeOptions, ThroughputOptions
 from specdec.config.engine import EngineConfig
-from specdec.config.options import Run, add_options, add_settings, options_from, settings_from
+from specdec.config.options import Run, add_options, add_settings, settings_from
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
 
@@ -30,7 +30,7 @@ def add_throughput(parser: argparse.ArgumentParser) -> None:
 
 
 def _throughput(args: argparse.Namespace) -> Run:
-    options, config = options_from(args, ThroughputOptions), settings_from(args, EngineConfig)
+    options, config = settings_from(args, ThroughputOptions), settings_from(args, EngineConfig)
     if options.profile and not options.random:
         raise ConfigError("profile: it belongs to --random; give it too", field="random")
     if options.llama_server is not None and LLAMA_CPP not in options.peers:
@@ -60,7 +60,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def _kernels(args: argparse.Namespace) -> Run:
-    options, out = options_from(args, KernelOptions), out_file(args)
+    options, out = settings_from(args, KernelOptions), out_file(args)
     EngineConfig.model_validate(options.model_dump(include={"device", "kernels", "dtype"}))  # or refuse them
     from specdec.bench.kernels import run
 
@@ -75,7 +75,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(args: argparse.Namespace) -> Run:
-    options, out = options_from(args, ModelOptions), out_file(args)
+    options, out = settings_from(args, ModelOptions), out_file(args)
     if options.acceptance > options.window:
         raise ConfigError(
             f"--acceptance: a step with a window of {options.window} gains from 1 to {options.window} "
@@ -112,7 +112,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> Run:
-    options, out = options_from(args, ServeOptions), out_file(args)
+    options, out = settings_from(args, ServeOptions), out_file(args)
     from specdec.bench.serve.run import run
 
     prompts = choose(options.prompts, options.category, options.limit)

@@ -99,7 +99,11 @@ def render(report: Mapping[str, Any]) -> str:
         for own in report["kernels"]
     ]
     idle = report["idle_share"]
-    waits = "" if idle is None else f"; the device waits for the host during {idle:.0%} of a step"
+    waits = (
+        "; tapes are off while it is watched, so a step takes longer than those that are timed"
+        if idle is None
+        else f"; the device waits for the host during {idle:.0%} of a step"
+    )
     return (
         f"{report['steps']} steps of {report['rows']} rows: {report['kernel_us_per_step']:,.0f} µs in "
         f"{report['launches_per_step']:,.0f} kernels a step{waits}\n{table(rows)}"

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 
 from specdec import __version__
-from specdec.config.parser import USER_ERROR, Parser
+from specdec.config.parser import USER_ERROR, Parser, as_written
 from specdec.errors import SpecdecError
 
 INTERRUPTED = 130
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | No
             on_start()
         run()
     except SpecdecError as error:
-        print(f"specdec: {_line(str(error))}", file=sys.stderr)
+        print(f"specdec: {_line(as_written(str(error), args.written))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -21,7 +21,6 @@ from specdec.config.options import (
     add_settings,
     at_least,
     listed,
-    options_from,
     settings_from,
 )
 from specdec.config.parser import Parser
@@ -159,7 +158,7 @@ def add_top(parser: Parser) -> None:
 
 
 def _top(args: argparse.Namespace) -> Run:
-    options = options_from(args, TopOptions)
+    options = settings_from(args, TopOptions)
     # Imported late: no other command but a benchmark needs an HTTP client.
     from specdec.cli.top.view import run
 

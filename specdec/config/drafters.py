@@ -10,6 +10,8 @@ class DrafterOption:
     help: str
     reads_folder: bool = False
     """Its weights lie in a folder of their own, `draft_model`."""
+    chains: bool = False
+    """It drafts chains alone."""
 
 
 DRAFTER_OPTIONS: dict[str, DrafterOption] = {
@@ -17,7 +19,9 @@ DRAFTER_OPTIONS: dict[str, DrafterOption] = {
     "eagle": DrafterOption("an EAGLE head in a folder of its own", reads_folder=True),
     "ngram": DrafterOption("what followed the last few tokens before"),
     "suffix": DrafterOption("what most often followed the longest match, in finished outputs too"),
-    "self-int4": DrafterOption("the model itself with its large matrices in 4 bits, in chains, on a CPU"),
+    "self-int4": DrafterOption(
+        "the model itself with its large matrices in 4 bits, in chains, on a CPU", chains=True
+    ),
 }
 """By the names that `draft` takes beside `auto` and `none`."""
 
@@ -29,6 +33,11 @@ def known_drafter(name: str) -> str:
     if name not in (AUTO, NONE, *DRAFTER_OPTIONS):
         raise ValueError(name)
     return name
+
+
+def only_chains(name: str) -> bool:
+    """Tell whether a drafter drafts no trees."""
+    return name in DRAFTER_OPTIONS and DRAFTER_OPTIONS[name].chains
 
 
 def drafters_of_folders() -> list[str]:

@@ -6,7 +6,14 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from specdec.config.base import MAX_BYTES, Settings, contradiction, parse_bytes
-from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE, drafters_of_folders, known_drafter
+from specdec.config.drafters import (
+    AUTO,
+    DRAFTER_OPTIONS,
+    NONE,
+    drafters_of_folders,
+    known_drafter,
+    only_chains,
+)
 from specdec.errors import ConfigError
 
 MAX_WINDOW = 64
@@ -26,7 +33,8 @@ class EngineConfig(Settings):
     """How an engine runs. None and "auto" leave the choice to the engine.
 
     Contradictory: settings of drafting with `draft="none"`, a `draft_model` for a drafter that has none
-    of its own, and more `num_draft_tokens` than `num_steps` and `topk` can grow, the root counted.
+    of its own, a tree for one that drafts chains, and more `num_draft_tokens` than `num_steps` and `topk` can
+    grow, the root counted.
     """
 
     device: str = Field(
@@ -43,8 +51,7 @@ class EngineConfig(Settings):
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale, and in "
-        "bfloat16 the width of a window then changes a text more often",
+        title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale",
         description="auto or fp8",
     )
     quantize: Literal["fp8", "int8", "int4"] | None = Field(
@@ -228,12 +235,18 @@ class EngineConfig(Settings):
 
     def _check_tree(self) -> None:
         """Refuse more tokens than a chain or a tree of that depth and width has nodes."""
-        if self.num_draft_tokens is None or self.num_steps is None or self.topk is None:
+        if only_chains(self.draft) and (self.topk or 1) > 1:
+            raise contradiction(
+                "topk", f"draft={self.draft!r} drafts chains alone; leave it out or choose another drafter."
+            )
+        topk = 1 if only_chains(self.draft) else self.topk
+        if self.num_draft_tokens is None or self.num_steps is None or topk is None:
             return
-        most = 1 + self.topk + self.topk**2 * (self.num_steps - 1)
+        most = 1 + topk + topk**2 * (self.num_steps - 1)
         if self.num_draft_tokens > most:
             raise contradiction(
                 "num_draft_tokens",
-                f"num_steps={self.num_steps} and topk={self.topk} grow at most {most} tokens, with the root, "
-                f"not {self.num_draft_tokens}; lower it or raise the other two.",
+                f"num_steps={self.num_steps} and topk={topk} grow at most {most} tokens, with the root, "
+                f"not {self.num_draft_tokens}; lower it or raise "
+                f"{'num_steps' if only_chains(self.draft) else 'the other two'}.",
             )

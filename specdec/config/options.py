@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 
 from specdec.config.base import Settings
 from specdec.config.parser import Help
-from specdec.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 Run = Callable[[], None]
@@ -67,16 +66,6 @@ def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
     given = {name: value for name, value in vars(args).items() if name in settings.model_fields}
     # A list that was given once, as None, is not given.
     return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
-
-
-def options_from(args: argparse.Namespace, settings: type[S]) -> S:
-    """Build what `add_options` reads; a refusal names the option."""
-    try:
-        return settings_from(args, settings)
-    except ConfigError as error:
-        option = f"{_option(str(error.field))}: it"
-        named = str(error).replace(f"{settings.__name__}.{error.field}", option, 1)
-        raise ConfigError(named, field=error.field) from None
 
 
 def settings_table(settings: type[Settings]) -> str:

@@ -5,7 +5,7 @@ import difflib
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Parser(argparse.ArgumentParser):
 
     Every command's is one, so that what all of them take may stand before a command or after it. `fill` adds
     a command's own options once it is chosen: what they are made of is imported for that command alone.
+    `written` of what it reads has the long options that were given, as they were, by their values' names.
     """
 
     def __init__(self, *, fill: "Callable[[Parser], None] | None" = None, **settings: Any) -> None:
@@ -68,8 +69,18 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{option} is no option of {self.prog}{near(option, self._option_string_actions)}")
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(f"{self.prog} does not take {unknown[0]!r}")
+            self._refuse(unknown[0], words)
+        own = {self._option_string_actions[option].dest: option for option in self._own_options(words)}
+        found.written = {**getattr(found, "written", {}), **own}
         return found, unknown
+
+    def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
+        """Refuse a word too many; one behind a switch was meant to be its value."""
+        before = words[words.index(word) - 1] if word in words[1:] else ""
+        switch = self._option_string_actions.get(before)
+        if switch is not None and before.startswith("--"):
+            self.error(_needless(switch.option_strings, repr(word)))
+        self.error(f"{self.prog} does not take {word!r}")
 
     def _own_options(self, words: Sequence[str]) -> Iterator[str]:
         """Yield the long options before a command; a word with a blank is a value, as argparse has it."""
@@ -110,7 +121,23 @@ class Parser(argparse.ArgumentParser):
         """Exit with the message, a near word where there is one, and where to read more."""
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
             message += near(found[1], re.findall(r"[\w.-]+", found[2]))
+        if found := re.search(r"^argument (.*): ignored explicit argument (.*)$", message):
+            message = _needless(found[1].split("/"), found[2])
         self.exit(USER_ERROR, f"specdec: {message}; see {self.prog} --help\n")
+
+
+def _needless(switch: Sequence[str], value: str) -> str:
+    ways = " or ".join(switch)
+    return f"{ways} takes no value, so not {value}; write {ways}, or leave it out"
+
+
+def as_written(message: str, written: Mapping[str, str]) -> str:
+    """Name the settings that a refusal speaks of by the options that were given for them."""
+
+    def option(found: re.Match[str]) -> str:
+        return written.get(found[1], found[0])
+
+    return re.sub(r"(?:\b[A-Z]\w*\.|^)(\w+)\b", option, message)
 
 
 def near(word: str, known: "Sequence[str] | dict[str, Any]") -> str:

@@ -143,6 +143,8 @@ class EngineCore:
             preemptions=scheduler.preemptions,
             limited_by=dict(scheduler.limited_by),
             arena=loop.arena.usage(),
+            device_steps=loop.runner.steps if loop.runner else 0,
+            host_steps=dict(+loop.runner.refusals) if loop.runner else {},
             failed_steps=self.failed_steps,
             clean_checks=self.clean_checks,
             moved_blocks=loop.arena.moved_blocks,

@@ -347,6 +347,8 @@ class DecodeLoop:
         """Count from here on."""
         self.counts = Counts()
         self.scheduler.limited_by.clear()
+        if self.runner:
+            self.runner.reset_counts()
 
     def run_on_device(self, runner: Runner) -> None:
         """Leave steps to the device from now on, where it can decide them."""

@@ -123,6 +123,10 @@ class EngineStats:
     limited_by: dict[str, int]
     """How many steps something was short, by what it was."""
     arena: ArenaUsage
+    device_steps: int = 0
+    """Steps that the device decided: replayed as graphs on a GPU, played from tapes on a CPU."""
+    host_steps: dict[str, int] = field(default_factory=dict)
+    """Steps that the host made, prompts' too, by why; empty where `graphs` are off."""
     failed_steps: int = 0
     """Steps that raised something: their requests ended with an error, and the engine went on."""
     clean_checks: int = 0

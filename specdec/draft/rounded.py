@@ -85,7 +85,7 @@ class RoundedDrafter(Stateless):
                 return None
             held = replace(committed, state=slots[0])
             self.arena.state_bytes_X(held.state).copy_(self.arena.state_bytes_X(committed.state))
-        grower = Grower(replace(want.shape, topk=1), self.calibrator)
+        grower = Grower(want.shape, self.calibrator)
         return Continuation(want=want, grower=grower, memory=want.memory, held=held)
 
     def _run(self, drafts: Sequence[Continuation]) -> None:

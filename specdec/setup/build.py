@@ -282,7 +282,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     taped = TapedSteps(step, rows) if settings.kernels == "native" else None
     run = graphs or taped or EagerSteps(step, rows)
     batch = DeviceBatch(step, rows, extent, run, arena, loop.scheduler, head if drafts else None)
-    host = Host(loop.scheduler, loop.speculation, loop.counts, loop.commit_and_emit)
+    host = Host(loop.scheduler, loop.speculation, lambda: loop.counts, loop.commit_and_emit)
     runner: Runner = HostDraftRunner(batch, host)
     if drafts:
         policy = UniformPolicy(bounds, adaptive=settings.config.adaptive)

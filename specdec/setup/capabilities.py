@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 
-from specdec.config.drafters import AUTO, NONE
+from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE
 from specdec.config.sampling import SamplingParams
 from specdec.errors import ConfigError, RequestError
 from specdec.setup.drafters import DRAFTERS, auto_drafters, quoted_heads
@@ -76,6 +76,11 @@ LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batc
 
 
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
+NO_TREE = {
+    name: Refusal("topk", f"draft={name!r} drafts chains alone", "leave it out or choose another drafter")
+    for name, own in DRAFTER_OPTIONS.items()
+    if own.chains
+}
 SYNTHETIC_LOOKUP = Refusal(
     "synthetic_acceptance",
     "look-ups draft only where the text repeats itself, so no length can be promised of them",
@@ -102,6 +107,7 @@ SYNTHETIC_WORDS = {
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
 
 RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
+    *(({"drafter": name, "shape": "tree"}, why) for name, why in NO_TREE.items()),
     *(
         ({"drafter": name, "family": family}, own.missing)
         for name, own in DRAFTERS.items()

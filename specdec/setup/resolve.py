@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdec.config.drafters import only_chains
 from specdec.config.engine import HEAD_FIELDS, MAX_WINDOW, PREFIX_FIELDS, EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
@@ -176,7 +177,7 @@ def _layout(
 ) -> Layout:
     kv_dtype = FP8 if config.kv_dtype == "fp8" else None
     if kv_dtype and kernels == "native":
-        logger.info("attention: in torch, since the C forms read no keys of 8 bits")
+        logger.info("attention: the C forms read keys of 8 bits from a copy that is widened for each step")
     return memory_layout(
         network,
         dtype,
@@ -257,7 +258,8 @@ def bounds_of(config: EngineConfig) -> Shape:
 
     Alone, `num_steps` asks for a chain, as elsewhere; nothing given, there is room for a tree.
     """
-    given = config.num_steps, config.topk, config.num_draft_tokens
+    is_chain = only_chains(config.draft)
+    given = config.num_steps, 1 if is_chain else config.topk, config.num_draft_tokens
     if given == (None, None, None):
         return Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
     steps, topk, tokens = given

@@ -9,7 +9,7 @@ import torch
 
 from specdec.bench import random_fit, random_run
 from specdec.bench.peers import Sample
-from specdec.bench.profile import idle_share, profile_steps
+from specdec.bench.profile import idle_share, profile_steps, render
 from specdec.bench.random_fit import fit, fitting
 from specdec.bench.random_model import shape_config
 from specdec.bench.runner import EngineRunner
@@ -161,15 +161,17 @@ def test_options_of_random_are_refused_without_it(capsys: pytest.CaptureFixture[
     assert "--random" in capsys.readouterr().err
 
 
-def test_profile_names_what_took_the_time() -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_profile_names_what_took_the_time(graphs: bool) -> None:
     raw = dict(SMALL)
-    config = EngineConfig(device="cpu", max_model_len=128, draft="none", graphs=False, dtype="float32")
+    config = EngineConfig(device="cpu", max_model_len=128, draft="none", graphs=graphs, dtype="float32")
     model = build_random(families.network(raw), config, stored=torch.float32, stored_bytes=1, seed=0)
     found = profile_steps(EngineRunner(model), [[5, 6], [7, 8]])
     assert found["steps"] > 0 and found["rows"] == 2 and found["idle_share"] is None
     shares = [own["share"] for own in found["kernels"]]
     assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1 + 1e-9
     assert any("mm" in own["name"] or "linear" in own["name"] for own in found["kernels"])
+    assert "tapes are off while it is watched" in render(found)
     model.loop.arena.check_integrity()
 
 
@@ -216,7 +218,7 @@ def test_windows_wider_than_the_cases_have_room_and_a_table(capsys: pytest.Captu
     assert {own["width"] for own in report["windows"]} == {1, 4, 8}
     assert "x window of 1" in out and "ms/step: median of steps" in out
     assert main([*argv, "--max-model-len", "71"]) == 2
-    assert "max_model_len: 71 is less than the 72 tokens" in capsys.readouterr().err
+    assert "--max-model-len: 71 is less than the 72 tokens" in capsys.readouterr().err
 
 
 def test_ctrl_c_shows_the_cases_that_were_finished(

@@ -242,7 +242,8 @@ def test_a_length_below_what_is_measured_is_refused_by_name(
     assert run(hybrid, *more, "--max-model-len", str(needed - 1)) == 2
     captured = capsys.readouterr()
     assert (
-        captured.out == "" and f"max_model_len: {needed - 1} is less than the {needed} tokens" in captured.err
+        captured.out == ""
+        and f"--max-model-len: {needed - 1} is less than the {needed} tokens" in captured.err
     )
     assert run(hybrid, *more, "--max-model-len", str(needed)) == 0
 

@@ -121,9 +121,9 @@ def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> N
             ["generate", "{hybrid}", "--prompt-file", "{hybrid}/model.safetensors"],
             "is not UTF-8 text from byte",
         ),
-        (["generate", "{hybrid}", "--prompt", "x", "--temperature", "hot"], "SamplingParams.temperature"),
+        (["generate", "{hybrid}", "--prompt", "x", "--temperature", "hot"], "--temperature cannot be "),
         (["generate", "{hybrid}", "--prompt", "x", "--draft", "none", "--topk", "2"], "topk"),
-        (["generate", "{hybrid}", "--prompt", "x", "--memory-bytes", "1"], "memory_bytes"),
+        (["generate", "{hybrid}", "--prompt", "x", "--memory-bytes", "1"], "--memory-bytes"),
         (["info", "/no/such/folder"], "/no/such/folder"),
         (["bench", "throughput", "--shape", "huge"], "'huge'"),
         (["bench", "throughput", "{hybrid}", "--peers", "nobody"], "'nobody'"),
@@ -236,7 +236,34 @@ def test_a_typo_is_answered_with_what_is_near(argv: list[str], near: str, capsys
 
 def test_a_value_may_look_like_an_option_where_it_has_a_blank(capsys: Capture) -> None:
     assert main(["generate", "tiny", "--prompt", "--x=1 y", "--n", "0"]) == 2
-    assert "SamplingParams.n" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("specdec: --n cannot be 0; give ")
+
+
+GRAPHS = "--graphs or --no-graphs"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--graphs", "True"], f"{GRAPHS} takes no value, so not 'True'; write {GRAPHS}, or leave it out"),
+        (["--graphs=True"], f"{GRAPHS} takes no value, so not 'True'; write {GRAPHS}, or leave it out"),
+        (["--draft", "mpt"], "--draft cannot be 'mpt'; give auto, none, "),
+        (
+            ["--topk", "0", "--num-steps=0"],
+            "--num-steps cannot be 0; give a whole number of at least 1, or None. --topk c",
+        ),
+        (["--draft", "none", "--topk", "2"], "--topk: it has no meaning with "),
+        (["--no-prefix-cache", "--prefix-alpha", "2"], "--prefix-alpha: nothing is kept where "),
+        (["--max-model-len", "999999999"], "--max-model-len is 999999999, but the model was made for "),
+    ],
+)
+def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str, capsys: Capture) -> None:
+    try:
+        code: object = main(["info", "tiny", *argv])
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith(f"specdec: {says}") and "EngineConfig" not in said
 
 
 def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:

@@ -28,7 +28,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "records": {"draft": "suffix", **TREES},
     "snapshots": {"draft": "suffix", "slots": "snapshot", "memory_bytes": "16MiB", **TREES},
     "on the device": {"draft": "suffix", "graphs": True, **TREES},
-    "states of drafts": {"draft": "self-int4", **TREES},
+    "states of drafts": {"draft": "self-int4", "adaptive": False, "num_steps": 3},
     "tapes": {"draft": "none", "dtype": "float32", "graphs": False},
     "taped steps": {"draft": "none", "dtype": "float32"},
     "prefixes": {"draft": "suffix", "prefix_cache": True, **TREES},

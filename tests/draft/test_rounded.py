@@ -23,7 +23,7 @@ from tests.models.runner import CPU, Runner, Sequence_
 
 FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
 TEXT = [5, 17, 40, 3, 3, 28, 61, 9, 12, 33, 7, 50, 2, 2, 19, 44]
-CHAIN, TREE = Shape(4, 1, 5), Shape(3, 3, 12)
+CHAIN = Shape(4, 1, 5)
 EXACT = 1e-6
 """Of float64 logits: the router of Nemotron's experts rounds to float32 whatever the model's type."""
 
@@ -87,17 +87,17 @@ class Bench:
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_token_is_guessed_behind_those_before_it(
-    family_folder: Callable[..., Path], family: str, shape: Shape, backing: str
+    family_folder: Callable[..., Path], family: str, backing: str
 ) -> None:
     """For sequences of different lengths and depths at once, one with records that are not folded yet."""
     bench = Bench(family_folder(family), backing)
     one, first = bench.begin(TEXT, chunk=4)
     first = bench.verify(one, first, [8, 9, 30], accepted=3)
     _, second = bench.begin(TEXT[5:12], chunk=3)
-    wants = [replace(first, shape=shape), replace(second, shape=replace(shape, num_steps=2)), second]
+    shape, shorter = CHAIN, replace(CHAIN, num_steps=2)
+    wants = [replace(first, shape=shape), replace(second, shape=shorter), second]
     proposals = bench.drafter.propose(wants)
     assert [len(own) for own in proposals] == [shape.num_steps, 2, 0]
     assert [max(own.depths, default=0) for own in proposals] == [shape.num_steps, 2, 0]

@@ -291,6 +291,9 @@ def test_without_openmp_one_thread_runs(
     uncached: Callable[[], object] = compiled.loaded.__wrapped__
     assert uncached() is not None
     assert compiled.THREADS[1] in caplog.text
+    assert "Compiling the C kernels for this processor" in caplog.text
+    caplog.clear()
+    assert uncached() is not None and "narrow windows run in C" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

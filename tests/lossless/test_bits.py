@@ -84,6 +84,20 @@ def test_numbers_with_drafts_are_those_without(
             assert alone == numbers(plain) and together == numbers(plain)
 
 
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", "int8"), ("float32", None)])
+def test_keys_of_8_bits_give_the_same_numbers_too(folder: Path, dtype: str, quantize: str | None) -> None:
+    """They are widened for the form that reads wide ones: none of what attends sees how wide a window is."""
+    fields = settings(dtype, quantize, kv_dtype="fp8")
+    with SpecEngine(folder, draft="none", **fields) as engine:
+        plain = ask(engine, together=False)
+        assert numbers(ask(engine, together=True)) == numbers(plain)
+    with SpecEngine(folder, draft="none", **settings(dtype, quantize)) as engine:
+        assert numbers(ask(engine, together=True)) != numbers(plain)
+    for shape in SHAPES.values():
+        alone, together = drafted(folder, plain, fields, **shape)
+        assert alone == numbers(plain) and together == numbers(plain)
+
+
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdec import Completion, SamplingParams, SpecEngine
+from specdec.config.drafters import only_chains
 from specdec.draft.costs import Costs
 from specdec.kernels.native.compiled import compiled
 from specdec.verify.choose import Chooser, Node, perturb
@@ -112,7 +113,8 @@ def test_a_shape_chosen_by_the_clock_changes_nothing(
         lambda own, rows, width, _, groups=1: observe(own, rows, width, rng.uniform(0.5, 1.5), groups),
     )
     cases = plain(folder(family), 8)
-    fields = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6, "adaptive": True}
+    tree = {} if only_chains(drafter) else {"topk": 2, "num_draft_tokens": 6}
+    fields = {"num_steps": 3, "adaptive": True, **tree}
     with drafting_engine(folder(family), drafter, cases, **fields) as (engine, _):
         assert differences(cases, generate(engine, cases)) == []
         assert engine.model.loop.counts.drafted > 0
@@ -177,7 +179,8 @@ def test_a_text_ends_inside_an_accepted_path(folder: Folder, shape: str, end: st
 @pytest.mark.parametrize("drafter", ["mtp", "self-int4", "oracle"])
 def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str, backing: str) -> None:
     cases = plain(folder("qwen3_5"), 6)
-    with drafting_engine(folder("qwen3_5"), drafter, cases, slots=backing, **SHAPES["tree"]) as (engine, _):
+    shape = SHAPES["chain" if only_chains(drafter) else "tree"]
+    with drafting_engine(folder("qwen3_5"), drafter, cases, slots=backing, **shape) as (engine, _):
 
         async def leave_after(case: Case, tokens: int) -> None:
             said: list[int] = []

@@ -22,7 +22,7 @@ DRAFTS: dict[str, Mapping[str, Any]] = {
     "none": {"draft": "none"},
     "mtp": {"draft": "mtp", **TREE},
     "suffix": {"draft": "suffix", **TREE},
-    "self-int4": {"draft": "self-int4", **TREE},
+    "self-int4": {"draft": "self-int4", "adaptive": False, "num_steps": 3},
     "auto": {"draft": "auto"},
 }
 

@@ -202,7 +202,7 @@ def test_memory_for_drafts_is_asked_for_where_anyone_drafts(slots: str) -> None:
 
 def test_a_copy_that_drafts_is_counted_with_a_state_for_each_draft() -> None:
     numbers = {"max_running": 4, "max_model_len": 64, "memory_bytes": None}
-    looked_up, copied = (settle(draft=name, **numbers) for name in ("suffix", "self-int4"))
+    looked_up, copied = (settle(draft=name, topk=1, **numbers) for name in ("suffix", "self-int4"))
     assert copied.memory_bytes - looked_up.memory_bytes == 4 * copied.layout.slab_bytes
 
 
@@ -237,6 +237,10 @@ def test_a_copy_is_refused_by_name_where_it_cannot_draft(monkeypatch: pytest.Mon
         with pytest.raises(ConfigError) as caught:
             settle(draft="self-int4", **fields)
         assert (caught.value.field, str(caught.value)) == (why.field, str(why))
+    for tree in ({"topk": 2}, {"num_steps": 3, "num_draft_tokens": 6}):
+        with pytest.raises(ConfigError, match=r"drafts chains alone|num_steps=3 and topk=1 grow at most 4"):
+            settle(draft="self-int4", **tree)
+    assert settle(draft="self-int4").bounds == Shape(5, 1, 6)
     assert settle(draft="self-int4", quantize="int8").drafters == ("self-int4",)
     assert settle(draft="self-int4", synthetic_acceptance=2.5).synthetic
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.config.drafters import AUTO, NONE
+from specdec.config.drafters import AUTO, NONE, only_chains
 from specdec.config.engine import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
@@ -156,8 +156,11 @@ class Sweep:
             spared = [*itertools.product(self.vocabs, self.windows)] if draft in NETWORKS else [(None, None)]
             for shape, noise, own in itertools.product(self.shapes, noises, spared):
                 yield Drafting(draft, shape, False, noise, *own)
-            if self.chosen:
-                yield from (Drafting(draft, self.chosen, True, noises[0], *own) for own in spared)
+            if largest := self.chosen:
+                if only_chains(draft):
+                    steps = largest.num_steps
+                    largest = Shape(steps, 1, min(largest.num_draft_tokens, steps + 1))
+                yield from (Drafting(draft, largest, True, noises[0], *own) for own in spared)
 
 
 def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:

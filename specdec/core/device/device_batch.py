@@ -36,8 +36,8 @@ class Run(Protocol):
         """Say how many rows run for so many."""
         ...
 
-    def serves(self, requests: Sequence[Request]) -> bool:
-        """Tell whether steps of these are worth running here."""
+    def refusal(self, requests: Sequence[Request]) -> str | None:
+        """Say why steps of these are better left to the host; None: they are worth running here."""
         ...
 
     def __call__(self, key: GraphKey, size: int) -> Tensor: ...
@@ -57,9 +57,9 @@ class EagerSteps:
         """Take no row more than there are."""
         return count
 
-    def serves(self, requests: Sequence[Request]) -> bool:
+    def refusal(self, requests: Sequence[Request]) -> str | None:
         """Run whatever comes."""
-        return True
+        return None
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         return self.step(self.rows.part(0, size), key)
@@ -113,8 +113,6 @@ class DeviceBatch:
 
     def begin(self, requests: Sequence[Request], *, reads: bool) -> bool:
         """Load requests that all decode; tell whether there was room, and a head that reads near enough."""
-        if not self.run.serves(requests):
-            return False
         self.reads = reads and self.head is not None
         wants, most = [want_of(r, None) for r in requests], self.extent.path
         if self.reads and self.head and not self.head.settle(wants, most=most):

@@ -37,9 +37,9 @@ class Graphs:
         """Return the captured number of rows that so many run as."""
         return next(size for size in self.sizes if size >= count)
 
-    def serves(self, requests: Sequence[Request]) -> bool:
+    def refusal(self, requests: Sequence[Request]) -> str | None:
         """Run whatever comes: a GPU is never better served from the host."""
-        return True
+        return None
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows; a captured one writes its result where it always does."""

@@ -1,7 +1,9 @@
 """When steps are decided on the device, and what comes of them on the host."""
 
+import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import AcceptedPath
 
+logger = logging.getLogger(__name__)
+
 Commit = Callable[[StepResult], Sequence[Request]]
 """Gives requests what a step made for them; returns those that are over."""
 
@@ -36,7 +40,8 @@ class Host:
 
     scheduler: Scheduler
     speculation: Speculation
-    counts: Counts
+    counts: Callable[[], Counts]
+    """Those of now: they are counted anew after what warms up."""
     commit: Commit
 
 
@@ -47,6 +52,8 @@ class Runner(ABC):
         self.batch, self.host = batch, host
         self.steps = 0
         """Steps that were read."""
+        self.refusals = Counter[str]()
+        """Steps that were left to the host, by why."""
         self._waiting = 0
         self._over = False
 
@@ -78,10 +85,16 @@ class Runner(ABC):
     def begin(self, rows: Sequence[ScheduledRequest]) -> bool:
         """Take over a step that is the device's to decide; tell whether this was one."""
         requests = [row.request for row in rows]
-        if len(requests) != len(self.host.scheduler.running) or not all(map(self._suits, requests)):
-            return False
-        self._waiting, self._over = len(self.host.scheduler.waiting), False
-        return self.batch.begin(requests, reads=self._reads(requests)) and self._run(first=True)
+        reason = self._refusal(requests)
+        if reason is None:
+            self._waiting, self._over = len(self.host.scheduler.waiting), False
+            if self.batch.begin(requests, reads=self._reads(requests)) and self._run(first=True):
+                return True
+            reason = "there is no room for its rows, or its head has to read on first"
+        if reason not in self.refusals:
+            logger.info("steps are made by the host where %s", reason)
+        self.refusals[reason] += 1
+        return False
 
     def go_on(self) -> bool:
         """Advance the batch that is on the device by a step; False: there is none, or no more."""
@@ -89,6 +102,11 @@ class Runner(ABC):
             return False
         self._over = self._over or self._is_interrupted()
         return self._run()
+
+    def reset_counts(self) -> None:
+        """Count from here on; a reason that was logged is not logged again."""
+        self.steps = 0
+        self.refusals = Counter(dict.fromkeys(self.refusals, 0))
 
     def abandon(self) -> None:
         """Forget the batch after a step that failed."""
@@ -99,15 +117,21 @@ class Runner(ABC):
         if first:
             self._start()
         advanced = not self._over and self._advance()
-        self._over |= not self.batch.run.serves([own.request for own in self.batch.held])
+        self._over |= self.batch.run.refusal([own.request for own in self.batch.held]) is not None
         if self._over or not advanced or len(self.batch.requests) <= FEWEST * len(self.batch.held):
             self._drain()
             self.batch.end()
         return advanced
 
-    def _suits(self, request: Request) -> bool:
-        skips_draft = self.host.speculation.skips_draft(request)
-        return request.is_decoding and request.chooser.runs_on_device and not skips_draft
+    def _refusal(self, requests: Sequence[Request]) -> str | None:
+        """Say why a step of these is the host's, if it is."""
+        if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
+            return "prompts are read"
+        if not all(own.chooser.runs_on_device for own in requests):
+            return "penalties, biases, forms of output or log-probabilities are asked for"
+        if any(map(self.host.speculation.skips_draft, requests)):
+            return "a token is tried again without a draft"
+        return self.batch.run.refusal(requests)
 
     def _is_interrupted(self) -> bool:
         """Tell whether a request has come that may be admitted, or was cancelled."""
@@ -118,7 +142,7 @@ class Runner(ABC):
     def _commit(self, read: Output, seconds: dict[str, float]) -> None:
         """Give requests what a step made for them."""
         self.steps += 1
-        self.host.counts.spend(seconds)
+        self.host.counts().spend(seconds)
         rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
         paths = [self._path(*own, read.key) for own in zip(read.requests, read.outcomes, strict=True)]
         result = StepResult(rows, paths, read.committed, seconds, ahead=read.ahead)
@@ -165,10 +189,11 @@ class DeviceDraftRunner(Runner):
         self._asked: list[Request] = []
         """For whom it was chosen."""
 
-    def begin(self, rows: Sequence[ScheduledRequest]) -> bool:
-        """Leave to the host what no one shape serves: rows that are drafted for beside rows that must not."""
-        drafts = {row.request.params.speculate for row in rows} if self.policy.bounds else ()
-        return len(drafts) < 2 and super().begin(rows)
+    def _refusal(self, requests: Sequence[Request]) -> str | None:
+        """Leave to the host what no one shape serves as well."""
+        if self.policy.bounds and len({own.params.speculate for own in requests}) > 1:
+            return "some rows must not be drafted for"
+        return super()._refusal(requests)
 
     def abandon(self) -> None:
         """Forget what was to come as well."""

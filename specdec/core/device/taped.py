@@ -12,6 +12,7 @@ from specdec.core.device.graph_key import GraphKey, width_of
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
 from specdec.core.request import Request
+from specdec.kernels.native.call import listening
 from specdec.kernels.native.tape import REFUSED, Tape, Tapes
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,13 @@ class TapedSteps:
         """Take no row more than there are."""
         return count
 
-    def serves(self, requests: Sequence[Request]) -> bool:
-        """Tell whether steps of these can be taped, and are best decided for all rows alike.
-
-        The host gives each row of several a draft of its own; and it filters.
-        """
-        filters = any(own.chooser.rule.is_filtered for own in requests)
-        alike = len(requests) == 1 or self.step.drafter is None
-        return alike and not filters and len(requests) not in self._refused
+    def refusal(self, requests: Sequence[Request]) -> str | None:
+        """Refuse what cannot be taped, or is not best decided for all rows alike."""
+        if any(own.chooser.rule.is_filtered for own in requests):
+            return "top_k, top_p and min_p are the host's on a CPU"
+        if len(requests) > 1 and self.step.drafter is not None:
+            return "of several rows each gets a draft of its own"
+        return f"steps of {len(requests)} rows cannot be taped" if len(requests) in self._refused else None
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows."""
@@ -57,7 +57,9 @@ class TapedSteps:
         self._run(("prefill", key, size), partial(self.step.prefill_drafter, self.rows.part(0, size), key))
 
     def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Play what was recorded of a form, or record it."""
+        """Play what was recorded of a form, or record it; whoever listens to calls hears each of them."""
+        if listening.recorder:
+            return run()
         known = self._tapes.of(form)
         if isinstance(known, TapedStep):
             known.tape.play()

@@ -1,5 +1,8 @@
 """Attention over a narrow window, read from the pages as they lie."""
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
@@ -58,7 +61,38 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
     )
 
 
-COMPOSED = ComposedAttention(rms_norm, rotate, append, attention.attend)
+def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+    """Attend to pages of 8 bits in C, which reads a row's blocks from a copy of the queries' dtype.
+
+    So a token's sums depend on its window no more than they do in pages of that dtype.
+    """
+    if not serves(q_THD):
+        return attention.attend(q_THD, pages_NPXJD, group, scale)
+    (_, heads, dim), size = q_THD.shape, pages_NPXJD.shape[2]
+    layer = AttentionLayer(
+        heads, pages_NPXJD.shape[3], dim, scale, gated=False, q_norm_D=None, k_norm_D=None, eps=0.0
+    )
+    out, window_M = [], torch.arange(group.width)
+    for row, length in enumerate(group.length_B.tolist()):
+        block_N = group.table_BN[row, : -(-(length + group.width) // size)]
+        own_NPXJD = pages_NPXJD.index_select(0, block_N).to(q_THD.dtype)
+        own = replace(
+            group,
+            rows=1,
+            table_BN=torch.arange(len(block_N))[None],
+            length_B=group.length_B[row : row + 1],
+            ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM[row : row + 1],
+        )
+        # The form appends what it is given: the window's own keys and values, rounded as they were written.
+        position_M = length + window_M
+        kv_MXJD = own_NPXJD[position_M // size, :, position_M % size]
+        q_MN = q_THD[row * group.width : (row + 1) * group.width].flatten(1)
+        projected_MN = torch.cat((q_MN, kv_MXJD.flatten(1)), dim=1)
+        out.append(self_attention(projected_MN, layer, None, own_NPXJD, own))
+    return torch.cat(out).view(q_THD.shape)
+
+
+COMPOSED = ComposedAttention(rms_norm, rotate, append, attend)
 
 
 def self_attention(
@@ -66,7 +100,7 @@ def self_attention(
 ) -> Tensor:
     """Run an attention layer between its projections in one call.
 
-    Pages of 8 bits are read in torch.
+    With pages of 8 bits it takes several, since keys and values are rounded between them.
     """
     tokens = projected_TN.shape[0]
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype:

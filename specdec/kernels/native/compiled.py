@@ -7,7 +7,9 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,10 +112,21 @@ def _place(compiler: str | None, target: Target, threads: str) -> Path | None:
         place = _cache_folder() / name
         place.parent.mkdir(parents=True, exist_ok=True)
         if place.exists() or os.access(place.parent, os.W_OK):
-            return place if place.exists() else compile_(compiler, flags, place)
+            return place if place.exists() else _compile_here(compiler, flags, place, target)
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
         logger.info("the C forms cannot be kept for the next start: %s", error)
-    return compile_(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name)
+    return _compile_here(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name, target)
+
+
+def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: Target) -> Path:
+    """Compile what a first start has yet to; say so, for it takes seconds."""
+    says, start_s = f"Compiling the C kernels for this processor ({target.name}), once", time.perf_counter()
+    logger.info("%s, by %s", says, compiler)
+    if sys.stderr and sys.stderr.isatty():
+        print(f"{says} …", file=sys.stderr, flush=True)
+    compile_(compiler, flags, place)
+    logger.info("the C kernels are compiled, in %.1f s: %s", time.perf_counter() - start_s, place)
+    return place
 
 
 def flags_for(target: Target, threads: str) -> tuple[str, ...]:

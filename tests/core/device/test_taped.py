@@ -250,3 +250,30 @@ def test_what_was_chosen_for_some_is_not_for_others(folder: Path) -> None:
         before = engine.stats().drafted
         engine.generate([[4, 5, 6]], plain)
         assert engine.stats().drafted == before
+
+
+@needs_c
+def test_what_the_host_makes_is_counted_by_why_and_logged_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    asked = {
+        "top_k, top_p and min_p are the host's on a CPU": {"top_k": 5, "temperature": 1.0},
+        "penalties, biases, forms of output or log-probabilities are asked for": {"logprobs": 1},
+    }
+    with SpecEngine(folder, draft="mtp", dtype="float32", max_model_len=LONGEST) as engine:
+        assert not engine.stats().device_steps and not engine.stats().host_steps
+        engine.generate([[1, 2, 3]], greedy)
+        stats = engine.stats()
+        assert stats.device_steps > 0 and stats.seconds["whole"] > 0
+        assert list(stats.host_steps) == ["prompts are read"]
+        for why, fields in asked.items():
+            before = engine.stats()
+            for _ in range(2):
+                engine.generate([[1, 2, 3]], SamplingParams(**{**greedy.model_dump(), **fields}))
+            stats = engine.stats()
+            assert stats.device_steps == before.device_steps and stats.host_steps[why] > 1
+            assert sum(why in record.getMessage() for record in caplog.records) == 1
+        engine.generate([[1, 2, 3], [4, 5]], greedy)
+        assert engine.stats().host_steps["of several rows each gets a draft of its own"] > 0
