@@ -101,7 +101,8 @@ def _check(path: Path, settings: type[Settings], entries: Mapping[str, Entry]) -
     try:
         settings.model_validate(own)
     except ConfigError as error:
-        line = f", line {entries[error.field].line}" if error.field in entries else ""
+        entry = entries.get(error.field or "")
+        line = f", line {entry.line}" if entry else ""
         raise ConfigError(f"{path}{line}: {error}", field=error.field) from None
 
 

@@ -138,7 +138,6 @@ def _add_alias(
     group: argparse._ArgumentGroup, name: str, alias: Alias, settings: Mapping[str, FieldInfo]
 ) -> None:
     option, own = option_of(name), ", ".join(map(option_of, alias.fields))
-    is_one = len(alias.fields) == 1
     group.add_argument(
         *([option, f"--no-{option[2:]}"] if alias.is_switch else [option]),
         action=_AliasAction,
@@ -146,7 +145,7 @@ def _add_alias(
         dest=alias.fields[0],
         nargs=0 if alias.is_switch else None,
         metavar=name.rsplit("_", 1)[-1].upper(),
-        type=_reader(settings[alias.fields[0]]) if is_one and not alias.is_switch else None,
+        type=_reader(settings[alias.fields[0]]) if len(alias.fields) == 1 else str,
         default=argparse.SUPPRESS,
         help=Help(f"{alias.engine}'s name of {own}{f': {alias.note}' if alias.note else ''}", ""),
     )
