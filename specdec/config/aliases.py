@@ -45,13 +45,13 @@ def _value(engine: str, field: str, words: Mapping[str, str] = MappingProxyType(
     return Alias(engine, (field,), read, note=note)
 
 
-def _switch(engine: str, field: str, *, on: bool) -> Alias:
-    """Make an alias that switches a setting on, or off."""
+def _switch(engine: str, field: str, *, on: bool, off: bool | None) -> Alias:
+    """Make an alias that gives a setting one of two values."""
 
     def read(value: object) -> Meaning:
-        return {field: value is on if isinstance(value, bool) else value}
+        return {field: (on if value else off) if isinstance(value, bool) else value}
 
-    return Alias(engine, (field,), read, is_switch=True, note="" if on else "the opposite")
+    return Alias(engine, (field,), read, is_switch=True, note=f"`{on}`")
 
 
 def _speculative_config(value: object) -> Meaning:
@@ -90,13 +90,13 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         ),
         "chunked_prefill_size": _value("SGLang", "chunk_tokens"),
         "context_length": _value("SGLang", "max_model_len"),
-        "enable_prefix_caching": _switch("vLLM", "prefix_cache", on=True),
-        "disable_radix_cache": _switch("SGLang", "prefix_cache", on=False),
-        "enforce_eager": _switch("vLLM", "graphs", on=False),
-        "disable_cuda_graph": _switch("SGLang", "graphs", on=False),
-        "kv_cache_dtype": _value("vLLM, SGLang", "kv_dtype", FP8),
+        "enable_prefix_caching": _switch("vLLM", "prefix_cache", on=True, off=False),
+        "disable_radix_cache": _switch("SGLang", "prefix_cache", on=False, off=True),
+        "enforce_eager": _switch("vLLM", "graphs", on=False, off=None),
+        "disable_cuda_graph": _switch("SGLang", "graphs", on=False, off=None),
+        "kv_cache_dtype": _value("vLLM and SGLang", "kv_dtype", FP8),
         "quantization": _value(
-            "vLLM, SGLang", "quantize", note="what a folder is stored in is read from it: leave it out"
+            "vLLM and SGLang", "quantize", note="what a folder is stored in is read from it: leave it out"
         ),
         "speculative_config": Alias(
             "vLLM",

@@ -29,7 +29,7 @@ def add_model_and_file(parser: argparse.ArgumentParser) -> None:
     absent = argparse.SUPPRESS
     says = "folder of a Hugging Face checkpoint, or tiny"
     parser.add_argument(MODEL, metavar="MODEL", nargs="?", default=absent, help=says)
-    says = "settings in YAML, such as max-running: 64; options given here come first"
+    says = "settings in YAML; options come before them"
     parser.add_argument("--config", metavar="FILE", type=Path, help=says)
 
 

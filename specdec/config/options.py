@@ -147,7 +147,7 @@ def _add_alias(
         metavar=name.rsplit("_", 1)[-1].upper(),
         type=_reader(settings[alias.fields[0]]) if len(alias.fields) == 1 else str,
         default=argparse.SUPPRESS,
-        help=Help(f"{alias.engine}'s name of {own}{f': {alias.note}' if alias.note else ''}", ""),
+        help=Help(f"{own}, by its name in {alias.engine}{f': {alias.note}' if alias.note else ''}", ""),
     )
 
 

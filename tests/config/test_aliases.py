@@ -79,6 +79,7 @@ def test_no_alias_has_the_name_of_a_setting() -> None:
 def test_a_switch_may_be_reversed() -> None:
     assert read("--no-enable-prefix-caching") == {"prefix_cache": False}
     assert read("--no-disable-radix-cache") == {"prefix_cache": True}
+    assert read("--no-enforce-eager") == {"graphs": None}
 
 
 @pytest.mark.parametrize(
