@@ -15,6 +15,7 @@ from typing import Any
 from specdec.bench.commands import secret
 from specdec.bench.options import TopOptions
 from specdec.config.engine import EngineConfig
+from specdec.config.file import add_model_and_file, fill_in
 from specdec.config.options import (
     Run,
     add_options,
@@ -37,7 +38,7 @@ SYNTHETIC = (
 def add_generate(parser: Parser) -> None:
     """Add the options of `specdec generate`."""
     parser.set_defaults(command=_generate)
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    add_model_and_file(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     add = prompt.add_argument
     add("--prompt", metavar="TEXT")
@@ -55,6 +56,7 @@ def add_generate(parser: Parser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> Run:
+    fill_in(args, SamplingParams, EngineConfig)
     prompt, params = _prompt(args), settings_from(args, SamplingParams)
     config = settings_from(args, EngineConfig)
     if config.synthetic_acceptance is not None:
@@ -100,7 +102,7 @@ def _read(path: Path | None, option: str) -> str:
 def add_info(parser: Parser) -> None:
     """Add the options of `specdec info`."""
     parser.set_defaults(command=_info)
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    add_model_and_file(parser)
     parser.add_argument(
         "--length",
         metavar="TOKENS",
@@ -113,6 +115,7 @@ def add_info(parser: Parser) -> None:
 
 
 def _info(args: argparse.Namespace) -> Run:
+    fill_in(args, EngineConfig)
     config = settings_from(args, EngineConfig)
     find_folder(args.model)
     from specdec.setup.footprint import describe_model

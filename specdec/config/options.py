@@ -3,14 +3,16 @@
 import argparse
 import re
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from specdec.config.aliases import ALIASES, INSTEAD, Alias
 from specdec.config.base import Settings
 from specdec.config.parser import Help
+from specdec.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 Run = Callable[[], None]
@@ -30,12 +32,53 @@ COMMON = frozenset(
 def add_settings(
     parser: argparse.ArgumentParser, settings: type[Settings], *, title: str, without: Collection[str] = ()
 ) -> None:
-    """Add an option for each field. Those not given leave no trace, so that the class keeps its defaults."""
-    group = parser.add_argument_group(title)
-    for name, field in settings.model_fields.items():
-        kinds = _kinds(field.annotation)
-        if name not in without and not any(issubclass(kind, dict | Settings) for kind in kinds):
+    """Add an option for each field, and for other engines' names of them.
+
+    Those not given leave no trace, so that the class keeps its defaults.
+    """
+    group, absent = parser.add_argument_group(title), argparse.SUPPRESS
+    taken = {name: field for name, field in settings.model_fields.items() if name not in without}
+    for name, field in taken.items():
+        if not any(issubclass(kind, dict | Settings) for kind in kinds_of(field.annotation)):
             _add_field(group, name, field)
+    for name, alias in ALIASES.items():
+        if taken.keys() >= {*alias.fields}:
+            _add_alias(group, name, alias, taken)
+    for name, advice in INSTEAD.get(settings.__name__, {}).items():
+        group.add_argument(
+            option_of(name), action=_Refused, advice=advice, nargs="?", default=absent, help=absent
+        )
+
+
+class _AliasAction(argparse.Action):
+    """Set what another engine's option stands for."""
+
+    def __init__(self, *, alias: Alias, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.alias, self.sets = alias, alias.fields
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: Any = None
+    ) -> None:
+        """Read the value; a switch has none but in its name."""
+        given = not option.startswith("--no-") if self.alias.is_switch else value
+        try:
+            for field, own in self.alias.read(given).items():
+                setattr(namespace, field, own)
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+class _Refused(argparse.Action):
+    """Say what is given instead of this option."""
+
+    def __init__(self, *, advice: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.advice = advice
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """End with the advice."""
+        parser.error(f"{self.option_strings[0]} is no option here: {self.advice}")
 
 
 def add_options(
@@ -45,11 +88,11 @@ def add_options(
     for name, field in settings.model_fields.items():
         if name in without:
             continue
-        kinds = _kinds(field.annotation)
+        kinds = kinds_of(field.annotation)
         default = ",".join(map(str, field.default)) if list in kinds and field.default else field.default
         is_told = bool not in kinds and default not in (None, [])
         says = f"{field.title}{f' (default: {default})' if is_told else ''}"
-        option, absent = _option(name), argparse.SUPPRESS
+        option, absent = option_of(name), argparse.SUPPRESS
         if bool in kinds:
             switch = argparse.BooleanOptionalAction if field.default else "store_true"
             parser.add_argument(option, action=switch, default=absent, help=says)
@@ -76,12 +119,30 @@ def settings_table(settings: type[Settings]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
 
 
-def _option(name: str) -> str:
+def option_of(name: str) -> str:
+    """Spell a setting's name as an option."""
     return f"--{name.replace('_', '-')}"
 
 
+def _add_alias(
+    group: argparse._ArgumentGroup, name: str, alias: Alias, settings: Mapping[str, FieldInfo]
+) -> None:
+    option, own = option_of(name), ", ".join(map(option_of, alias.fields))
+    group.add_argument(
+        *([option, f"--no-{option[2:]}"] if alias.is_switch else [option]),
+        action=_AliasAction,
+        alias=alias,
+        dest=alias.fields[0],
+        nargs=0 if alias.is_switch else None,
+        metavar=name.rsplit("_", 1)[-1].upper(),
+        type=_reader(settings[alias.fields[0]]) if len(alias.fields) == 1 else str,
+        default=argparse.SUPPRESS,
+        help=Help(f"{own}, by its name in {alias.engine}{f': {alias.note}' if alias.note else ''}", ""),
+    )
+
+
 def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    option, kinds = _option(name), _kinds(field.annotation)
+    option, kinds = option_of(name), kinds_of(field.annotation)
     says = Help(_help(field), _brief(field) if name in COMMON else "")
     absent = argparse.SUPPRESS
     if bool in kinds:
@@ -93,7 +154,7 @@ def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> N
         option,
         dest=name,
         metavar=name.rsplit("_", 1)[-1].upper(),
-        type=_reader(kinds, texts=str in kinds | _listed_kinds(field.annotation)),
+        type=_reader(field),
         action="append" if is_list else "store",
         default=absent,
         help=says,
@@ -101,7 +162,7 @@ def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> N
 
 
 def _help(field: FieldInfo) -> str:
-    kinds = _kinds(field.annotation)
+    kinds = kinds_of(field.annotation)
     notation = ""
     if list in kinds:
         notation = "; a list is written 0.9,0.5" if float in kinds else "; one each time, may be repeated"
@@ -117,25 +178,32 @@ def _default(field: FieldInfo) -> str:
     return "" if field.default is None else f" (default: {field.default})"
 
 
-def _reader(kinds: set[type], *, texts: bool) -> Callable[[str], object]:
-    """Choose how an option's text is read. `None` may be one of several texts, such as those that stop."""
-    may_be_none = types.NoneType in kinds and not {str, list} <= kinds
+def _reader(field: FieldInfo) -> Callable[[str], object]:
+    """Choose how an option's text is read."""
+    texts = str in kinds_of(field.annotation) | _listed_kinds(field.annotation)
 
     def read(value: str) -> object:
-        if may_be_none and value.lower() == "none":
+        if means_none(field, value):
             return None
         return value if texts else _number(value)
 
     return read
 
 
-def _kinds(annotation: Any) -> set[type]:
+def means_none(field: FieldInfo, value: object) -> bool:
+    """Tell whether the word says that a setting has no value. It may be one of several texts that stop."""
+    kinds = kinds_of(field.annotation)
+    may_be_none = types.NoneType in kinds and not {str, list} <= kinds
+    return may_be_none and isinstance(value, str) and value.lower() == "none"
+
+
+def kinds_of(annotation: Any) -> set[type]:
     """Return the types that a value may have: a list's or a mapping's own, not those of what is in it."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return set().union(*map(_kinds, get_args(annotation)))
+        return set().union(*map(kinds_of, get_args(annotation)))
     if origin is Annotated:
-        return _kinds(get_args(annotation)[0])
+        return kinds_of(get_args(annotation)[0])
     if origin is Literal:
         return {type(value) for value in get_args(annotation)}
     return {origin or annotation}
@@ -147,7 +215,7 @@ def _listed_kinds(annotation: Any) -> set[type]:
         return set().union(*map(_listed_kinds, get_args(annotation)))
     if get_origin(annotation) is Annotated:
         return _listed_kinds(get_args(annotation)[0])
-    return _kinds(get_args(annotation)[0]) if get_origin(annotation) is list else set()
+    return kinds_of(get_args(annotation)[0]) if get_origin(annotation) is list else set()
 
 
 def _number(value: str) -> object:

@@ -64,9 +64,11 @@ class Parser(argparse.ArgumentParser):
                 self.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=says)
         words = sys.argv[1:] if args is None else list(args)
         # Before argparse, to which what is missing counts first: a typo may be why.
+        given: dict[str, str] = {}
         for option in self._own_options(words):
             if option not in self._option_string_actions:
                 self.error(f"{option} is no option of {self.prog}{near(option, self._option_string_actions)}")
+            self._refuse_twice(option, given)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self._refuse(unknown[0], words)
@@ -81,6 +83,14 @@ class Parser(argparse.ArgumentParser):
         if switch is not None and before.startswith("--"):
             self.error(_needless(switch.option_strings, repr(word)))
         self.error(f"{self.prog} does not take {word!r}")
+
+    def _refuse_twice(self, option: str, given: dict[str, str]) -> None:
+        """Refuse a setting that two options of different names give."""
+        action = self._option_string_actions[option]
+        for setting in getattr(action, "sets", (action.dest,)):
+            first = given.setdefault(setting, option)
+            if self._option_string_actions[first] is not action:
+                self.error(f"{first} and {option} both set {setting}; give one of them")
 
     def _own_options(self, words: Sequence[str]) -> Iterator[str]:
         """Yield the long options before a command; a word with a blank is a value, as argparse has it."""

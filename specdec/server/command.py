@@ -5,6 +5,7 @@ import logging
 from functools import partial
 
 from specdec.config.engine import EngineConfig
+from specdec.config.file import add_model_and_file, fill_in
 from specdec.config.options import Run, add_settings, settings_from
 from specdec.models.folder import find_folder
 from specdec.server.logs import FORMATTERS
@@ -13,12 +14,13 @@ from specdec.server.settings import ServerConfig
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_serve)
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or tiny")
+    add_model_and_file(parser)
     add_settings(parser, ServerConfig, title="server")
     add_settings(parser, EngineConfig, title="engine")
 
 
 def _serve(args: argparse.Namespace) -> Run:
+    fill_in(args, ServerConfig, EngineConfig)
     config, engine_config = settings_from(args, ServerConfig), settings_from(args, EngineConfig)
     find_folder(args.model)
     # Imported here, for no other command needs a web server.

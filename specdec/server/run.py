@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -24,6 +25,8 @@ from specdec.server.app import build_app
 from specdec.server.connections import LINGER_S
 from specdec.server.settings import ServerConfig
 from specdec.server.state import State
+from specdec.server.supervisor import READY, STOPPING, tell_supervisor
+from specdec.server.tls import tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ BACKLOG = 1024
 """The backlog of the listening socket."""
 UNSENT_BYTES = 1 << 18
 """The send buffer of a connection; the system's default grows to megabytes."""
+HANDSHAKE_S = 10.0
+"""Seconds that a client's TLS handshake may take."""
 WATCH_S = 1.0
 """Seconds between two checks of the engine."""
 GRACE_S = 5.0
@@ -47,7 +52,7 @@ FAILED = 70
 def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load a model and serve it until stopped. Errors in the server's settings are raised before loading."""
     folder = SHIPPED.get(model, Path(model)).resolve()
-    access = Access(config)
+    access, tls = Access(config), tls_context(config)
     if access.is_open:
         logger.warning(
             "every client that reaches %s may send requests: no key is required; give --api-key", config.host
@@ -58,7 +63,7 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
         # What was loaded stays. A garbage collection that scanned it would stall every request for 0.2 s.
         gc.collect()
         gc.freeze()
-        asyncio.run(serve(engine, config, folder, sock))
+        asyncio.run(serve(engine, config, folder, sock, tls))
         failed = engine.fault is not None
         ended = engine.close(0 if failed else GRACE_S)
         if failed or not ended:
@@ -69,7 +74,9 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
             _leave(FAILED if failed else 0)
 
 
-async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket) -> None:
+async def serve(
+    engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket, tls: ssl.SSLContext | None
+) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
     A second signal stops without waiting. An engine that fails for good counts as a first signal.
@@ -88,19 +95,28 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
         loop.add_signal_handler(number, stop)
     try:
         # One at a time: where no descriptor is left, asyncio logs an error for each of a whole backlog.
-        listener = await loop.create_server(state.connections.factory(runner.server), sock=sock, backlog=1)
+        listener = await loop.create_server(
+            state.connections.factory(runner.server),
+            sock=sock,
+            backlog=1,
+            ssl=tls,
+            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+        )
         sock.listen(BACKLOG)
         host, port = sock.getsockname()[:2]
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if tls else "http"
+        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         _say(
             f"serving {state.names[0]} at {address}/v1 (playground: {address}/, health: {address}/health, "
             f"figures: {address}/metrics); Ctrl-C stops it"
         )
+        tell_supervisor(READY)
         tasks = [asyncio.create_task(_report(state)), asyncio.create_task(_watch(state, told))]
         tasks[1].add_done_callback(
             lambda task: told.set() if not task.cancelled() and task.exception() else None
         )
         await told.wait()
+        tell_supervisor(STOPPING)
         tasks[0].cancel()
         await _drain(state, hurried)
         tasks[1].cancel()

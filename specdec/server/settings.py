@@ -40,6 +40,22 @@ class ServerConfig(Settings):
         "server's own pages alone",
         description="a list of origins such as https://app.example, or None",
     )
+    ssl_certfile: str | None = Field(
+        None,
+        title="a certificate in PEM, with those that signed it behind it: the server then speaks HTTPS alone",
+        description="a path, or None",
+    )
+    ssl_keyfile: str | None = Field(
+        None,
+        title="the certificate's private key in PEM; None: it stands in ssl_certfile",
+        description="a path, or None",
+    )
+    ssl_keyfile_password: str | None = Field(
+        None,
+        min_length=1,
+        title="the password of an encrypted key; in a file of settings other users do not see it",
+        description="a text, or None",
+    )
     max_body_bytes: int = Field(
         16 << 20, ge=1024, title="bytes of a request at most", description="a whole number of at least 1024"
     )

@@ -1,6 +1,7 @@
-"""What an installed specdec is to scripts, wherever they lie."""
+"""What an installed specdec is to scripts, wherever they lie; and what its wheel brings along."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,3 +55,29 @@ def test_a_script_beside_a_clone_imports_what_is_installed(clone: Path, site: Pa
         ran = subprocess.run([sys.executable, script], cwd=cwd, env=own, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert ran.stdout.startswith(str(clone / "specdec" / "__init__.py"))
+
+
+def test_the_wheel_has_every_file_and_no_gpu(tmp_path: Path) -> None:
+    """A plain install works on a CPU: what is for GPUs is asked for by an extra alone."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    left_out = shutil.ignore_patterns(
+        "__pycache__", "built", "results"
+    )  # what the log measured stays at home
+    shutil.copytree(ROOT / "specdec", tmp_path / "specdec", ignore=left_out)
+    there = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("specdec/**/*") if path.is_file()}
+    build = "import setuptools.build_meta as own; print(own.build_wheel('dist'))"
+    ran = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    with zipfile.ZipFile(tmp_path / "dist" / ran.stdout.split()[-1]) as wheel:
+        info, own = (
+            {name for name in wheel.namelist() if (".dist-info/" in name) is is_info}
+            for is_info in (True, False)
+        )
+        metadata = wheel.read(next(name for name in info if name.endswith("/METADATA"))).decode()
+    assert own == there
+    needs = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
+    plain = {re.match(r"[\w-]+", need)[0] for need in needs if "extra ==" not in need}  # type: ignore[index]
+    assert {"torch", "transformers", "pyyaml"} <= {name.lower() for name in plain}
+    assert not any(re.search("cuda|nvidia|triton|flashinfer|xllamacpp", name) for name in plain)
+    assert any(need.startswith("triton") and 'extra == "cuda"' in need for need in needs)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -55,7 +56,9 @@ class Live:
         model: str = "tiny",
         env: Mapping[str, str] | None = None,
         entry: str = "specdec.cli",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self.tls = tls
         self.command = [sys.executable, "-m", entry, "serve", model, "--port", "0", *options]
         self.env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
 
@@ -67,7 +70,7 @@ class Live:
         assert self.process.stdout
         for line in self.process.stdout:
             self.said.append(line)
-            if found := re.search(r"http://\S+?(?=/v1)", line):
+            if found := re.search(r"https?://\S+?(?=/v1)", line):
                 self.url = found[0]
                 # Who does not read what it says holds it up once the pipe is full.
                 self.reader = threading.Thread(target=self._listen, daemon=True)
@@ -108,7 +111,7 @@ class Live:
             self.url + path, sent, {"Content-Type": "application/json", **named}, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=120, context=self.tls) as answer:
                 return Answer(answer.status, dict(answer.headers), answer.read())
         except urllib.error.HTTPError as error:
             return Answer(error.code, dict(error.headers), error.read())

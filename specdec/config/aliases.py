@@ -1,0 +1,163 @@
+"""Options of vLLM and SGLang: those that mean the same here, and what to give instead of others."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from specdec.config.engine import EngineConfig
+from specdec.errors import ConfigError
+
+Meaning = Mapping[str, object]
+"""The settings that an option stands for."""
+
+FP8 = MappingProxyType({"fp8_e4m3": "fp8"})
+METHODS = MappingProxyType(
+    {
+        **{name: name for name in ("ngram", "suffix", "mtp", "eagle")},
+        "eagle3": "eagle",
+        **{f"{family}_mtp": "mtp" for family in ("qwen3_next", "qwen3_5", "nemotron_h")},
+    }
+)
+"""Drafters by what `method` of vLLM's speculative_config calls them."""
+ALGORITHMS = MappingProxyType({"EAGLE": "eagle", "EAGLE3": "eagle", "NEXTN": "mtp", "NGRAM": "ngram"})
+"""Drafters by SGLang's names."""
+KEYS = ("method", "model", "num_speculative_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another engine's option: the settings that it stands for, and how its value is read."""
+
+    engine: str
+    fields: tuple[str, ...]
+    read: Callable[[object], Meaning]
+    is_switch: bool = False
+    note: str = ""
+
+
+def _value(engine: str, field: str, words: Mapping[str, str] = MappingProxyType({}), note: str = "") -> Alias:
+    """Make an alias whose value is the setting's own, but for words that differ."""
+
+    def read(value: object) -> Meaning:
+        return {field: words.get(value, value) if isinstance(value, str) else value}
+
+    return Alias(engine, (field,), read, note=note)
+
+
+def _switch(engine: str, field: str, *, on: bool, off: bool | None) -> Alias:
+    """Make an alias that gives a setting one of two values."""
+
+    def read(value: object) -> Meaning:
+        return {field: (on if value else off) if isinstance(value, bool) else value}
+
+    return Alias(engine, (field,), read, is_switch=True, note=f"`{on}`")
+
+
+def _speculative_config(value: object) -> Meaning:
+    """Read vLLM's object, or the JSON of one: chains of so many drafted tokens."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise _unfit(f"it is no JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise _unfit("it is no JSON object")
+    if unknown := given.keys() - set(KEYS):
+        raise _unfit(f"{sorted(map(str, unknown))[0]!r} is none of its keys here ({', '.join(KEYS)})")
+    method, folder, depth = map(given.get, KEYS)
+    if method is not None and method not in METHODS:
+        raise _unfit(f"the method {method!r} is none of {', '.join(METHODS)}")
+    draft = {} if method is None else {"draft": METHODS[method]}
+    model = {} if folder is None else {"draft_model": folder}
+    chain = {} if depth is None else {"num_steps": depth, "topk": 1}
+    return {**draft, **model, **chain}
+
+
+def _unfit(why: str) -> ConfigError:
+    return ConfigError(
+        f'speculative_config: {why}; give such as \'{{"method": "mtp", "num_speculative_tokens": 3}}\', or '
+        "draft, draft_model and num_steps",
+        field="speculative_config",
+    )
+
+
+ALIASES: Mapping[str, Alias] = MappingProxyType(
+    {
+        "max_num_seqs": _value("vLLM", "max_running"),
+        "max_running_requests": _value("SGLang", "max_running"),
+        "max_num_batched_tokens": _value(
+            "vLLM", "chunk_tokens", note="sequences that decode count beside it"
+        ),
+        "chunked_prefill_size": _value("SGLang", "chunk_tokens"),
+        "context_length": _value("SGLang", "max_model_len"),
+        "enable_prefix_caching": _switch("vLLM", "prefix_cache", on=True, off=False),
+        "disable_radix_cache": _switch("SGLang", "prefix_cache", on=False, off=True),
+        "enforce_eager": _switch("vLLM", "graphs", on=False, off=None),
+        "disable_cuda_graph": _switch("SGLang", "graphs", on=False, off=None),
+        "kv_cache_dtype": _value("vLLM and SGLang", "kv_dtype", FP8),
+        "quantization": _value(
+            "vLLM and SGLang", "quantize", note="what a folder is stored in is read from it: leave it out"
+        ),
+        "speculative_config": Alias(
+            "vLLM",
+            ("draft", "draft_model", "num_steps", "topk"),
+            _speculative_config,
+            note=f"a JSON object with {', '.join(f'`{key}`' for key in KEYS)}; so many drafted tokens are a "
+            "chain at most as long, `topk` 1",
+        ),
+        "speculative_algorithm": _value("SGLang", "draft", ALGORITHMS),
+        "speculative_draft_model_path": _value("SGLang", "draft_model"),
+        "speculative_num_steps": _value("SGLang", "num_steps"),
+        "speculative_eagle_topk": _value("SGLang", "topk"),
+        "speculative_num_draft_tokens": _value("SGLang", "num_draft_tokens"),
+        "random_seed": _value("SGLang", "seed"),
+        "watchdog_timeout": _value("SGLang", "step_timeout"),
+    }
+)
+
+_ONE_DEVICE = "a server has one device; start one for each and balance between them"
+_MEMORY = "give --memory-bytes, the memory of sequences and drafts beside the weights"
+_ALWAYS = "it is always so; leave it out"
+
+INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        EngineConfig.__name__: MappingProxyType(
+            {
+                "gpu_memory_utilization": _MEMORY,
+                "mem_fraction_static": _MEMORY,
+                "tensor_parallel_size": _ONE_DEVICE,
+                "pipeline_parallel_size": _ONE_DEVICE,
+                "data_parallel_size": _ONE_DEVICE,
+                "tp_size": _ONE_DEVICE,
+                "dp_size": _ONE_DEVICE,
+                "swap_space": "give --host-cache-bytes, which keeps evicted prefixes in the host's memory",
+                "cpu_offload_gb": "weights stay on the device; give --quantize for smaller ones",
+                "block_size": "KV blocks have 16 tokens; leave it out",
+                "page_size": "KV blocks have 16 tokens; leave it out",
+                "attention_backend": "give --kernels",
+                "trust_remote_code": "code of a checkpoint is never run; leave it out",
+                "enable_chunked_prefill": f"{_ALWAYS}, or give --chunk-tokens",
+            }
+        ),
+        "ServerConfig": MappingProxyType(
+            {
+                "model_path": "name the model without an option: specdec serve MODEL",
+                "enable_auto_tool_choice": _ALWAYS,
+                "enable_metrics": _ALWAYS,
+                "chat_template": "the folder's own is read; put it there as chat_template.jinja",
+                "ssl_ca_certs": "leave clients' certificates to a proxy, as in docs/deployment.md",
+                "ssl_cert_reqs": "leave clients' certificates to a proxy, as in docs/deployment.md",
+            }
+        ),
+    }
+)
+"""Options of theirs that are none here, by the settings that have something else instead."""
+
+
+def alias_table() -> str:
+    """Render the aliases as docs/settings.md shows them."""
+    rows = [["option", "of", "the same as", ""], ["---"] * 4]
+    for name, own in ALIASES.items():
+        fields = ", ".join(f"`{field}`" for field in own.fields)
+        rows.append([f"`--{name.replace('_', '-')}`", own.engine, fields, own.note])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

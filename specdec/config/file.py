@@ -1,0 +1,135 @@
+"""`--config FILE`: settings in YAML, by the names of the options. What the command line gives comes first."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.config.aliases import ALIASES, INSTEAD
+from specdec.config.base import Settings
+from specdec.config.options import kinds_of, means_none
+from specdec.config.parser import near
+from specdec.errors import ConfigError
+
+MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a file: the name as it stands there."""
+
+    name: str
+    value: Any
+    line: int
+
+
+def add_model_and_file(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, which a file may name too, and `--config`."""
+    absent = argparse.SUPPRESS
+    says = "folder of a Hugging Face checkpoint, or tiny"
+    parser.add_argument(MODEL, metavar="MODEL", nargs="?", default=absent, help=says)
+    says = "settings in YAML; options come before them"
+    parser.add_argument("--config", metavar="FILE", type=Path, help=says)
+
+
+def fill_in(args: argparse.Namespace, *classes: type[Settings]) -> None:
+    """Set the settings of these classes, and MODEL, that the file has and the command line has not.
+
+    The file is checked by itself, whatever the command line says.
+    """
+    entries = _settled(args.config, classes) if args.config is not None else {}
+    for settings in classes:
+        _check(args.config, settings, entries)
+    for field, entry in entries.items():
+        if not hasattr(args, field):
+            setattr(args, field, entry.value)
+    if not hasattr(args, MODEL):
+        raise ConfigError("MODEL is missing: name it, or a file with --config that does", field=MODEL)
+
+
+def _settled(path: Path, classes: tuple[type[Settings], ...]) -> dict[str, Entry]:
+    """Find the field that each entry stands for; two entries for one are refused."""
+    found: dict[str, Entry] = {}
+    for entry in _entries(path):
+        try:
+            meaning = _meaning(entry, classes)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {entry.line}: {error}", field=error.field) from None
+        for field, value in meaning.items():
+            if field in found:
+                first = found[field]
+                raise ConfigError(
+                    f"{path}, line {entry.line}: {entry.name} sets {field}, as {first.name} of line "
+                    f"{first.line} does; leave one out",
+                    field=field,
+                )
+            found[field] = Entry(entry.name, value, entry.line)
+    return found
+
+
+def _meaning(entry: Entry, classes: tuple[type[Settings], ...]) -> Mapping[str, object]:
+    """Return the fields that an entry sets."""
+    fields = {name: field for settings in classes for name, field in settings.model_fields.items()}
+    name = entry.name.replace("-", "_")
+    if name == MODEL:
+        if not isinstance(entry.value, str):
+            raise ConfigError(f"{entry.name} cannot be {entry.value!r}; give a folder or a name", field=name)
+        return {name: entry.value}
+    if name in fields:
+        return {name: _value(fields[name], entry.value)}
+    aliases = {name: own for name, own in ALIASES.items() if fields.keys() >= {*own.fields}}
+    if name in aliases:
+        return aliases[name].read(entry.value)
+    for settings in classes:
+        if advice := INSTEAD.get(settings.__name__, {}).get(name):
+            raise ConfigError(f"{entry.name} is no setting here: {advice}", field=name)
+    known = [known.replace("_", "-") for known in (MODEL, *fields, *aliases)]
+    raise ConfigError(f"{entry.name} is no setting of this command{near(name, known)}", field=name)
+
+
+def _value(field: Any, value: object) -> object:
+    """Read a value as the command line does: the word none, and a list of one text."""
+    if means_none(field, value):
+        return None
+    kinds = kinds_of(field.annotation)
+    return [value] if isinstance(value, str) and list in kinds and not {str, float} & kinds else value
+
+
+def _check(path: Path, settings: type[Settings], entries: Mapping[str, Entry]) -> None:
+    own = {name: entry.value for name, entry in entries.items() if name in settings.model_fields}
+    try:
+        settings.model_validate(own)
+    except ConfigError as error:
+        entry = entries.get(error.field or "")
+        line = f", line {entry.line}" if entry else ""
+        raise ConfigError(f"{path}{line}: {error}", field=error.field) from None
+
+
+def _entries(path: Path) -> Iterator[Entry]:
+    """Read the mapping that a file is. No tag makes anything but plain values."""
+    import yaml  # here, for few commands are given a file
+
+    try:
+        loader = yaml.SafeLoader(path.read_text("utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(
+                f"{path}: it is no mapping; write lines such as max-running: 64", field="config"
+            )
+        for key, value in root.value:
+            name, line = loader.construct_object(key, deep=True), key.start_mark.line + 1
+            if not isinstance(name, str):
+                raise ConfigError(f"{path}, line {line}: {name!r} is no option's name", field="config")
+            yield Entry(name, loader.construct_object(value, deep=True), line)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: it is no YAML: {error.problem}", field="config") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(
+            f"--config: {path} cannot be read ({why}); give a file in YAML and UTF-8", field="config"
+        ) from None

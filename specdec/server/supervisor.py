@@ -1,0 +1,18 @@
+"""Tell systemd that the server is ready, or stops: sd_notify's protocol."""
+
+import contextlib
+import os
+import socket
+
+VARIABLE = "NOTIFY_SOCKET"
+READY, STOPPING = "READY=1", "STOPPING=1"
+
+
+def tell_supervisor(state: str) -> None:
+    """Send the state to the socket that the environment names, if it does."""
+    address = os.environ.get(VARIABLE, "")
+    if not address:
+        return
+    # One that begins with @ is no file but a name in the kernel.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)

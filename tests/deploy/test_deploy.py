@@ -1,0 +1,215 @@
+"""What deploy/ holds fits the server: the dashboard its figures, the unit and the containers its options."""
+
+import json
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specdec.cli import _parser
+from specdec.config.engine import EngineConfig
+from specdec.config.file import fill_in
+from specdec.config.parser import USER_ERROR
+from specdec.errors import ConfigError
+from specdec.server import run
+from specdec.server.settings import ServerConfig
+from specdec.server.tls import tls_context
+from tests.deploy.promql import faults, labels_of, types_of
+from tests.server.live import Live
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+ASK = {
+    "prompt": [f"{end}def f(x):\n    return x\n" * 4 for end in "abc"],
+    "max_tokens": 24,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a certificate for 127.0.0.1, its key, that key under a password, and another key."""
+    folder = tmp_path_factory.mktemp("tls")
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificates, is not installed")
+    for words in (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key.pem -out cert.pem -days 2 "
+        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1",
+        "ecparam -name prime256v1 -genkey -noout -out other.pem",
+        "ec -in key.pem -aes256 -passout pass:secret -out locked.pem",
+    ):
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[socket.socket]:
+    """Listen as systemd does, at a name that is no file."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(b"\0specdec-test-" + str(id(sock)).encode())
+        sock.settimeout(10)
+        yield sock
+
+
+@pytest.fixture(scope="module")
+def live(certificates: Path, told: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Serve by a file of settings, over TLS, watched by a supervisor, with the unit's caches."""
+    lines = {
+        **{"ssl-certfile": str(certificates / "cert.pem"), "ssl-keyfile": str(certificates / "locked.pem")},
+        **{"ssl-keyfile-password": "secret", "memory-bytes": "64MiB", "draft": "suffix", "adaptive": False},
+        "max-num-seqs": 2,  # fewer than are asked for, so that something limits them
+    }
+    path = tmp_path_factory.mktemp("settings") / "specdec.yaml"
+    path.write_text(yaml.safe_dump(lines))
+    trust = ssl.create_default_context(cafile=certificates / "cert.pem")
+    notify = told.getsockname().decode().replace("\0", "@", 1)
+    with Live("--config", str(path), env={"NOTIFY_SOCKET": notify}, tls=trust) as own:
+        yield own
+
+
+def queries() -> Iterator[tuple[str, str, str]]:
+    dashboard = json.loads((DEPLOY / "grafana" / "specdec.json").read_text("utf-8"))
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"], target["legendFormat"]
+
+
+def test_a_server_over_tls_answers_and_tells_its_supervisor(live: Live, told: socket.socket) -> None:
+    assert live.url.startswith("https://")
+    assert told.recv(64) == b"READY=1"
+    assert live.ask("/v1/completions", ASK | {"stream": True}).events[-1]["choices"][0]["finish_reason"]
+    with pytest.raises((OSError, ConnectionError)):  # one that does not trust the certificate
+        Live.ask(_over(live, ssl.create_default_context()), "/health")
+    plain = _over(live, None)
+    plain.url = live.url.replace("https:", "http:")
+    with pytest.raises((OSError, ConnectionError)):
+        plain.ask("/health")
+    assert live.ask("/health").status == 200
+
+
+def _over(live: Live, tls: ssl.SSLContext | None) -> Live:
+    other = Live(tls=tls)
+    other.url = live.url
+    return other
+
+
+def test_the_dashboard_asks_for_what_the_server_tells(live: Live) -> None:
+    assert live.ask("/v1/completions", ASK).status == 200
+    text = live.ask("/metrics").data.decode()
+    labels, types = labels_of(text), types_of(text)
+    asked = list(queries())
+    assert len(asked) > 30
+    wrong = {
+        title: found for title, query, legend in asked if (found := faults(query, labels, types, legend))
+    }
+    assert not wrong
+    told = {name for _, query, _ in asked for name in re.findall(r"(?:vllm|specdec):\w+", query)}
+    for part in (
+        "arena_bytes",
+        "step_seconds",
+        "num_accepted_tokens_per_pos",
+        "prefix_cache_hits",
+        "limited",
+    ):
+        assert any(part in name for name in told), part
+
+    def mutant(old: str, new: str) -> list[str]:
+        query, legend = next((query, legend) for _, query, legend in asked if old in query)
+        assert not faults(query, labels, types, legend)
+        return faults(query.replace(old, new), labels, types, legend)
+
+    for old, new in (
+        ("specdec:steps_total", "specdec:step_total"),
+        ("model_name=~", "model=~"),
+        ("by (kind)", "by (sort)"),
+        ("by (phase)", "by (le)"),
+        ("time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum"),
+        ("sum by (le)", "sum"),
+        ("vllm:time_to_first_token_seconds_bucket", "vllm:num_requests_running"),
+        ("rate(vllm:generation_tokens_total", "rate(vllm:num_requests_running"),
+        ("histogram_quantile(", "histogram_quantil("),
+    ):
+        assert mutant(old, new), (old, new)
+
+
+def test_a_certificate_is_read_before_the_model(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SpecEngine", None)
+    cert, key, locked, other = (
+        str(certificates / f"{name}.pem") for name in ("cert", "key", "locked", "other")
+    )
+    for given, field, says in (
+        ({"ssl_certfile": "/no/such"}, "ssl_certfile", "/no/such cannot be read (No such file"),
+        ({"ssl_certfile": cert, "ssl_keyfile": "/no/such"}, "ssl_keyfile", "cannot be read"),
+        ({"ssl_keyfile": key}, "ssl_keyfile", "give --ssl-certfile too"),
+        ({"ssl_certfile": cert}, "ssl_keyfile", "holds no private key"),
+        ({"ssl_certfile": key, "ssl_keyfile": key}, "ssl_certfile", "holds no certificate"),
+        ({"ssl_certfile": cert, "ssl_keyfile": other}, "ssl_keyfile", "not that of the certificate"),
+        ({"ssl_certfile": cert, "ssl_keyfile": locked}, "ssl_keyfile_password", "is missing"),
+        (
+            {"ssl_certfile": cert, "ssl_keyfile": locked, "ssl_keyfile_password": "wrong"},
+            "ssl_keyfile_password",
+            "does not open",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run.run("tiny", EngineConfig(), ServerConfig(**given, port=0))
+        assert caught.value.field == field and says in str(caught.value)
+        assert str(caught.value).startswith(f"{field}: ")
+    assert tls_context(ServerConfig(ssl_certfile=cert, ssl_keyfile=key))
+    assert tls_context(ServerConfig()) is None
+
+
+def read(words: list[str]) -> Any:
+    args = _parser().parse_args(words)
+    fill_in(args, ServerConfig, EngineConfig)
+    return args
+
+
+def test_the_unit_starts_what_there_is_and_writes_where_it_may() -> None:
+    lines = (DEPLOY / "specdec.service").read_text("utf-8").splitlines()
+    unit = dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+    program, *words = unit["ExecStart"].split()
+    words[words.index("--config") + 1] = str(DEPLOY / "specdec.yaml")
+    assert program.endswith("/bin/specdec") and read(words).model == "tiny"
+    assert unit["Type"] == "notify" and unit["Restart"] == "on-failure"
+    assert unit["RestartPreventExitStatus"] == str(USER_ERROR) != str(run.FAILED)
+    assert float(unit["TimeoutStopSec"].rstrip("s")) >= ServerConfig().drain_seconds + run.GRACE_S
+    home = f"%C/{unit['CacheDirectory']}"
+    paths = dict(word.split("=") for word in unit["Environment"].split())
+    assert all(paths[name].startswith(home) for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME"))
+
+
+def test_the_compose_file_names_files_and_options_that_exist() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
+    for service in compose["services"].values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert (DEPLOY / source).is_file() if source.startswith("./") else True, volume
+            assert source.startswith(("./", "${")) or source in compose["volumes"]
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    server = compose["services"]["specdec"]
+    words = [str(DEPLOY / "specdec.yaml") if "/etc/" in word else word for word in server["command"]]
+    assert read(words).host == "0.0.0.0"
+    targets = re.findall(r"^FROM .* AS (\w+)$", (DEPLOY / "Containerfile").read_text("utf-8"), re.MULTILINE)
+    assert {"cpu", "cuda"} <= {*targets} and "cpu" in server["build"]["target"]
+    for name in ("prometheus.yaml", "grafana/datasource.yaml", "grafana/provider.yaml"):
+        assert yaml.safe_load((DEPLOY / name).read_text("utf-8"))
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text("utf-8"))["scrape_configs"]
+    assert scraped[0]["static_configs"][0]["targets"] == ["specdec:8000"]
+
+
+def test_the_container_copies_what_the_wheel_is_made_of() -> None:
+    text = (DEPLOY / "Containerfile").read_text("utf-8")
+    copied = [
+        word for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.MULTILINE) for word in line.split()
+    ]
+    assert copied and all((ROOT / name).exists() for name in copied)
+    assert {"pyproject.toml", "README.md", "LICENSE", "specdec"} == {*copied}
