@@ -14,7 +14,7 @@ from specdec.models.hub.names import HubName
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
 """Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
 
-GIVEN = "folder of a Hugging Face checkpoint, OWNER/NAME of one on the hub, or tiny"
+GIVEN = "folder, OWNER/NAME on the Hugging Face hub, or tiny"
 """The help of an argument that names a model."""
 
 SHOWN = 240

@@ -37,7 +37,9 @@ UNREAD = {
     **{"consolidated.safetensors": b"x", "onnx/model.onnx": b"x", "training_args.pt": b"x"},
 }
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
-SMALL = {"config.json": b"{}", "tokenizer.json": b"{}"}
+SMALL = {"config.json": b"{}", "tokenizer.json": b"[]"}
+WEIGHTS = bytes(range(256)) * 2000
+"""Enough to be stored apart."""
 
 
 @pytest.fixture
@@ -56,15 +58,21 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         huggingface_hub.close_session()
 
 
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """Return what the folder's model says."""
+    return complete("tiny")
+
+
 def complete(model: str | Path, **fields: object) -> str:
     with SpecEngine(model, memory_bytes="64MiB", max_model_len=256, **fields) as engine:
         return engine.generate("def fib(n):", PARAMS)[0].text
 
 
 def test_a_name_serves_as_its_folder_does_and_is_downloaded_once(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: Hub, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert complete(NAME) == complete("tiny")
+    assert complete(NAME) == expected
     assert hub.fetched() == READ
     folder = find_folder(f"{NAME}@main")
     assert (folder.name, model_name(folder), model_name(TINY)) == (hub.repos[NAME].commit, NAME, "tiny")
@@ -111,35 +119,31 @@ def test_names_on_the_hub_are_told_from_paths(text: str, name: tuple[str, str] |
 
 
 def test_what_was_interrupted_goes_on_where_it_stopped(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo, weights = hub.repos[NAME], len(hub.repos[NAME].files[SINGLE])
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
     monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(transfer, "RETRIES", 1)
-    repo.cuts[SINGLE] = [3_000_000, 1_000_000, 0, 0]
-    with pytest.raises(CheckpointError, match=r"cannot be reached for specdec/tiny .*run this again"):
-        find_folder(NAME)
+    repo.cuts[SINGLE] = [300_000, 100_000, 0, 0]
+    with pytest.raises(CheckpointError, match=r"cannot be reached for a/b .*run this again"):
+        find_folder("a/b")
     ranges = [asked for method, file, asked in hub.asked if (method, file) == ("GET", SINGLE)]
-    assert ranges == ["", "bytes=3000000-", "bytes=4000000-", "bytes=4000000-"]
+    assert ranges == ["", "bytes=300000-", "bytes=400000-", "bytes=400000-"]
     hub.asked.clear()
     hub.sent = 0
-    folder = find_folder(NAME)
-    assert ("GET", SINGLE, "bytes=4000000-") in hub.asked and hub.sent < weights
-    assert (folder / SINGLE).read_bytes() == repo.files[SINGLE]
+    folder = find_folder("a/b")
+    assert ("GET", SINGLE, "bytes=400000-") in hub.asked and hub.sent < len(WEIGHTS) - 399_000
+    assert (folder / SINGLE).read_bytes() == WEIGHTS
     assert not list(folder.parents[1].rglob("*.incomplete"))
 
 
 def test_what_is_not_what_the_hub_promises_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
-    whole = hub.repos[NAME].files[SINGLE]
-    for wrong, said in (
-        (whole[:-1] + b"?", "SHA-256"),
-        (whole + b"?", "goes on"),
-        (whole[:-9], "ends after"),
-    ):
-        hub.repos[NAME].swaps[SINGLE] = wrong
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
+    for wrong, said in ((WEIGHTS[1:] + b"?", "SHA-256"), (WEIGHTS + b"?", "goes on"), (WEIGHTS[:9], "ends")):
+        repo.swaps[SINGLE] = wrong
         with pytest.raises(CheckpointError, match=said):
-            find_folder(NAME)
-    hub.repos[NAME].swaps.clear()
-    assert (find_folder(NAME) / SINGLE).read_bytes() == whole
+            find_folder("a/b")
+    repo.swaps.clear()
+    assert (find_folder("a/b") / SINGLE).read_bytes() == WEIGHTS
 
 
 def test_shards_are_those_that_the_index_names(hub: Hub) -> None:
@@ -228,9 +232,9 @@ def test_a_disk_or_a_cache_that_cannot_hold_it(
         find_folder(NAME)
 
 
-def test_a_draft_head_by_name(hub: Hub) -> None:
+def test_a_draft_head_by_name(hub: Hub, expected: str) -> None:
     hub.repos["specdec/head"] = Repo.of(TINY / HEAD_FOLDERS[0])
-    assert complete("tiny", draft="eagle", draft_model="specdec/head") == complete("tiny")
+    assert complete("tiny", draft="eagle", draft_model="specdec/head") == expected
     assert hub.fetched() == ["config.json", "model.safetensors"]
 
 
@@ -248,7 +252,7 @@ def test_a_description_downloads_headers_alone(hub: Hub) -> None:
         pass
 
 
-def test_the_command_downloads_is_interrupted_and_goes_on(tmp_path: Path) -> None:
+def test_the_command_downloads_is_interrupted_and_goes_on(expected: str, tmp_path: Path) -> None:
     with serve() as hub:
         hub.repos[NAME] = Repo.of(TINY)
         hub.repos[NAME].stalls.add(SINGLE)
@@ -265,4 +269,4 @@ def test_the_command_downloads_is_interrupted_and_goes_on(tmp_path: Path) -> Non
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert any(file == SINGLE and asked for _, file, asked in hub.asked)
-    assert complete("tiny").startswith(json.loads(done.stdout)["text"])
+    assert expected.startswith(json.loads(done.stdout)["text"])

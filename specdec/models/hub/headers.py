@@ -4,18 +4,17 @@ import shutil
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_url
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from specdec.models.files import INDEX
 from specdec.models.hub.failures import RAISED, explain
 from specdec.models.hub.names import HubName, kept_as
 from specdec.models.hub.snapshot import Repository, open_repository, side_by_side
+from specdec.models.hub.transfer import open_stream
 
 FIRST = 1 << 17
 """Bytes that hold the whole header of most files."""
 LONGEST = 100_000_000
 """Bytes of a header, as safetensors has it."""
-CHUNK = 1 << 16
 
 
 def find_headers(name: HubName, scratch: Path) -> Path:
@@ -68,15 +67,12 @@ def _header(url: str) -> tuple[bytes, int]:
 
 def _start(url: str, count: int) -> tuple[bytes, int]:
     """Return a file's first bytes, and how many it has."""
-    headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes=0-{count - 1}"}
-    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
-        hf_raise_for_status(response)
+    with open_stream(url, f"0-{count - 1}") as response:
         whole = (
             response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
         )
         start = bytearray()
-        for chunk in response.iter_bytes(CHUNK):
+        for chunk in response.iter_bytes():
             start += chunk
             if len(start) >= count:  # a server that knows no ranges sends it all
                 break

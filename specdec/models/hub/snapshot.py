@@ -30,7 +30,8 @@ from specdec.models.hub.transfer import FILES_AT_ONCE, Blob, Download
 
 logger = logging.getLogger(__name__)
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 SHOWN = 3

@@ -11,14 +11,22 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from huggingface_hub import constants, errors
-from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    WeakFileLock,
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.errors import CheckpointError
 from specdec.models.hub.failures import HTTPError
+
+if TYPE_CHECKING:
+    from httpx2 import Response  # huggingface_hub 1 has httpx instead
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +74,18 @@ class Blob:
         if self.path.exists():
             return self.size
         return min(self.partial.stat().st_size, self.size) if self.partial.exists() else 0
+
+
+@contextlib.contextmanager
+def open_stream(url: str, span: str | None) -> "Iterator[Response]":
+    """Ask for a file, or for a range of its bytes, which a server may ignore."""
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    if span is not None:
+        headers["Range"] = f"bytes={span}"
+    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
+        hf_raise_for_status(response)
+        yield response
 
 
 class Stopped(Exception):
@@ -146,12 +166,7 @@ class Download:
 
     def _receive(self, partial: "_Partial") -> None:
         """Receive what one connection gives."""
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-        if partial.size:
-            headers["Range"] = f"bytes={partial.size}-"
-        timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with get_session().stream("GET", partial.blob.url, headers=headers, timeout=timeout_s) as response:
-            hf_raise_for_status(response)
+        with open_stream(partial.blob.url, f"{partial.size}-" if partial.size else None) as response:
             if partial.size and response.status_code != PARTIAL_CONTENT:
                 self._count(-partial.size)
                 partial.restart()
