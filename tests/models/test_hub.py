@@ -151,8 +151,15 @@ def test_shards_are_those_that_the_index_names(hub: Hub) -> None:
     index = json.dumps({"weight_map": dict(zip("abc", (*shards, *shards), strict=False))}).encode()
     files = {**SMALL, **shards, INDEX: index, "model-old.safetensors": b"x", "pytorch_model.bin": b"x"}
     hub.repos["a/b"] = Repo(files)
-    find_folder("a/b")
+    folder = find_folder("a/b")
     assert hub.fetched() == sorted([*SMALL, *shards, INDEX])
+    hub.status = 503
+    assert find_folder("a/b") == folder
+    (folder / INDEX).unlink()
+    (folder / INDEX).write_text("damaged")
+    with pytest.raises(CheckpointError, match="answered 503"):
+        find_folder("a/b")
+    hub.status = None
     del hub.repos["a/b"].files["model-2-of-2.safetensors"]
     with pytest.raises(CheckpointError, match=r"lacks model-2-of-2.safetensors, which its .* names"):
         find_folder("a/b")

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
 SHOWN = 3
 """Files that an error names."""
 _ETAG = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -115,7 +116,7 @@ class Repository:
         return [index, *shards]
 
     def _without_weights(self) -> CheckpointError:
-        weights = [file for file in self.files if file.endswith((".safetensors", ".gguf", *PICKLES))]
+        weights = [file for file in self.files if file.endswith(PICKLES + OTHERS)]
         if pickles := [file for file in weights if file.endswith(PICKLES)]:
             return self._lacking(f"has only pickle weights ({_few(pickles)}), which are not read")
         return self._lacking(f"has neither {SINGLE} nor {INDEX}, only {_few(weights or self.files)}")
@@ -140,16 +141,18 @@ class Repository:
             if needed > (free := shutil.disk_usage(cache).free):
                 raise no_room(self.name, needed, free)
             logger.info("downloading %s: %d files, %s, to %s", self.name, len(blobs), size_of(needed), cache)
-            Download(str(self.name), blobs).run()
+            # What is too large for one HTTP answer is for huggingface_hub to download by other means.
+            most = constants.MAX_HTTP_DOWNLOAD_SIZE
+            Download(str(self.name), [blob for blob in blobs if blob.size <= most]).run()
         side_by_side(self._link, missing)
 
     def blob(self, file: str) -> Blob | None:
-        """Ask for a file's size and id; None: it is for huggingface_hub to download."""
+        """Ask for a file's size and id; None: no size is told, and huggingface_hub is to download it."""
         url = hf_hub_url(self.name.repo, file, revision=self.commit, endpoint=constants.ENDPOINT)
         found = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT, retry_on_errors=True)
         if not found.etag or not _ETAG.fullmatch(found.etag):
             raise ValueError(f"the ETag of {file} is {found.etag!r}")
-        if found.size is None or found.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+        if found.size is None:
             return None
         return Blob(url, found.size, kept_as(cache_folder(), self.name.repo) / "blobs" / found.etag)
 
@@ -192,11 +195,10 @@ def _cached(name: HubName) -> Path | None:
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    if (folder / SINGLE).is_file():
-        return folder
-    index = folder / INDEX
-    if index.is_file() and all((folder / shard).is_file() for shard in read_shards(index)):
-        return folder
+    with contextlib.suppress(*RAISED):  # of an index that is damaged
+        single = (folder / SINGLE).is_file()
+        if single or all((folder / shard).is_file() for shard in read_shards(folder / INDEX)):
+            return folder
     return None
 
 

@@ -98,14 +98,16 @@ class Download:
     def __init__(self, title: str, blobs: Sequence[Blob]) -> None:
         self._title, self._blobs = title, {blob.path: blob for blob in blobs}.values()
         self._total = sum(blob.size for blob in self._blobs)
-        self._received = sum(blob.received for blob in self._blobs)
+        self._shown = {blob.path: blob.received for blob in self._blobs}
+        self._received = sum(self._shown.values())
+        hidden = constants.HF_HUB_DISABLE_PROGRESS_BARS or self._total < LARGE
         self._bar = tqdm(
             total=self._total,
             initial=self._received,
             desc=f"Downloading {title}",
             unit="B",
             unit_scale=True,
-            disable=None if self._total >= LARGE else True,
+            disable=True if hidden else None,
         )
         self._logged_s = time.monotonic()
         self._counting, self._stop = threading.Lock(), threading.Event()
@@ -126,24 +128,30 @@ class Download:
     def _fetch(self, blob: Blob) -> None:
         with self._locked(blob):
             if blob.path.exists():  # by another process
-                return
+                return self._count(blob.size - self._shown[blob.path])
             with blob.partial.open("ab", buffering=0) as file:
                 partial = _Partial(blob, file)
-                self._count(min(partial.size, blob.size) - partial.size)
+                self._count(partial.size - self._shown[blob.path])
                 self._fill(partial)
                 partial.check()
             os.replace(blob.partial, blob.path)
+        return None
 
     @contextlib.contextmanager
     def _locked(self, blob: Blob) -> Iterator[None]:
         blob.lock.parent.mkdir(parents=True, exist_ok=True)
         blob.path.parent.mkdir(parents=True, exist_ok=True)
+        told = False
         with contextlib.ExitStack() as held:
             while True:
                 self._check()
-                with contextlib.suppress(TimeoutError):
+                try:
                     held.enter_context(WeakFileLock(blob.lock, timeout=LOCK_S))
                     break
+                except TimeoutError:
+                    if not told:
+                        logger.warning("another process downloads %s: waiting for it", blob.url)
+                    told = True
             yield
 
     def _fill(self, partial: "_Partial") -> None:
