@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FAILED, INTERRUPTED, READER_GONE = 1, 130, 141
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+STDERR = 2
 OURS = "specdec-"
 """How the names of our threads begin."""
 
@@ -96,6 +97,8 @@ def _is_at_work() -> bool:
 
 
 def _leave_now(number: int, frame: object) -> "NoReturn":
+    if os.isatty(STDERR):
+        os.write(STDERR, b"\n")  # after the terminal's ^C, or a bar
     os._exit(INTERRUPTED)
 
 

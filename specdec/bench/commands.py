@@ -12,7 +12,7 @@ from specdec.bench.options import LLAMA_CPP, KernelOptions, ModelOptions, ServeO
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_options, add_settings, settings_from
 from specdec.errors import ConfigError
-from specdec.models.folder import find_folder
+from specdec.models.folder import GIVEN, find_models
 
 LEAST_BANDWIDTH = 1e6
 """Bytes per second: below it a unit was forgotten."""
@@ -21,9 +21,7 @@ LEAST_BANDWIDTH = 1e6
 def add_throughput(parser: argparse.ArgumentParser) -> None:
     """Add the options of `specdec bench throughput`."""
     parser.set_defaults(command=_throughput)
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", type=Path, help="folder of a Hugging Face checkpoint"
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", type=Path, help=GIVEN)
     add_options(parser, ThroughputOptions, without={"model", "seed"})
     add_out(parser)
     add_settings(parser, EngineConfig, title="engine")
@@ -41,7 +39,7 @@ def _throughput(args: argparse.Namespace) -> Run:
         config = EngineConfig.of(config, {"quantize": "fp8"})
     out = out_file(args)
     if options.model is not None:
-        find_folder(options.model)
+        _, config = find_models(options.model, config)
     # Imported late: no other command waits for torch and what the benchmark needs.
     if options.random:
         from specdec.bench.random_run import run_random

@@ -8,6 +8,7 @@ import json
 import re
 import reprlib
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from specdec.config.options import (
 from specdec.config.parser import Parser
 from specdec.config.sampling import SamplingParams
 from specdec.errors import RequestError
-from specdec.models.folder import find_folder, short
+from specdec.models.folder import GIVEN, describable, find_models, short
 
 COLOURS = ("auto", "always", "never")
 SYNTHETIC = (
@@ -38,7 +39,7 @@ SYNTHETIC = (
 def add_generate(parser: Parser) -> None:
     """Add the options of `specdec generate`."""
     parser.set_defaults(command=_generate)
-    add_model_and_file(parser)
+    add_model_and_file(parser, GIVEN)
     prompt = parser.add_mutually_exclusive_group(required=True)
     add = prompt.add_argument
     add("--prompt", metavar="TEXT")
@@ -61,12 +62,12 @@ def _generate(args: argparse.Namespace) -> Run:
     config = settings_from(args, EngineConfig)
     if config.synthetic_acceptance is not None:
         print(SYNTHETIC, file=sys.stderr)
-    find_folder(args.model)
+    folder, config = find_models(args.model, config)
     from specdec.cli.terminal import generate
 
     whole = params.n > 1 or args.json
     return partial(
-        generate, args.model, config, prompt, params, whole=whole, as_json=args.json, colour=args.colour
+        generate, folder, config, prompt, params, whole=whole, as_json=args.json, colour=args.colour
     )
 
 
@@ -102,7 +103,7 @@ def _read(path: Path | None, option: str) -> str:
 def add_info(parser: Parser) -> None:
     """Add the options of `specdec info`."""
     parser.set_defaults(command=_info)
-    add_model_and_file(parser)
+    add_model_and_file(parser, GIVEN)
     parser.add_argument(
         "--length",
         metavar="TOKENS",
@@ -117,11 +118,15 @@ def add_info(parser: Parser) -> None:
 def _info(args: argparse.Namespace) -> Run:
     fill_in(args, EngineConfig)
     config = settings_from(args, EngineConfig)
-    find_folder(args.model)
-    from specdec.setup.footprint import describe_model
+    with ExitStack() as held:
+        folder, config = held.enter_context(describable(args.model, config))
+        from specdec.setup.footprint import describe_model
+
+        found = held.pop_all()
 
     def show() -> None:
-        described = describe_model(args.model, config, args.length)
+        with found:
+            described = describe_model(folder, config, args.length)
         if args.json:
             print(json.dumps(described))
             return

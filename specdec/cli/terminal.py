@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
@@ -28,7 +29,7 @@ Prompt = str | list[int]
 
 
 def generate(
-    model: str,
+    model: str | Path,
     config: EngineConfig,
     prompt: Prompt,
     params: SamplingParams,

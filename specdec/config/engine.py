@@ -72,7 +72,7 @@ class EngineConfig(Settings):
         None,
         title="weights of an EAGLE head (1 to 3) in safetensors; None: for eagle the folder eagle3 or eagle "
         "in the model's own",
-        description="the folder of a draft head, or None",
+        description="a draft head's folder, OWNER/NAME of one on the hub, or None",
     )
     draft_vocab: int | None = Field(
         None,

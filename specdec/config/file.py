@@ -24,13 +24,13 @@ class Entry:
     line: int
 
 
-def add_model_and_file(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, which a file may name too, and `--config`."""
+def add_model_and_file(parser: argparse.ArgumentParser, says: str) -> None:
+    """Add MODEL, described so, which a file may name too, and `--config`."""
     absent = argparse.SUPPRESS
-    says = "folder of a Hugging Face checkpoint, or tiny"
     parser.add_argument(MODEL, metavar="MODEL", nargs="?", default=absent, help=says)
-    says = "settings in YAML; options come before them"
-    parser.add_argument("--config", metavar="FILE", type=Path, help=says)
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="settings in YAML; options come before them"
+    )
 
 
 def fill_in(args: argparse.Namespace, *classes: type[Settings]) -> None:

@@ -1,9 +1,12 @@
 """Folders of models: which files one has, where random ones are kept, how a damaged one comes back."""
 
 import os
+import re
 from pathlib import Path
 
 from specdec.errors import CheckpointError
+
+_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}")
 
 
 def random_models() -> Path:
@@ -12,8 +15,21 @@ def random_models() -> Path:
     return Path(base) / "specdec" / "random"
 
 
+def repo_of(folder: Path) -> str | None:
+    """Return the OWNER/NAME on the Hugging Face hub that a folder of its cache is a snapshot of."""
+    found = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def model_name(folder: Path) -> str:
+    """Return what a model is called: OWNER/NAME of a snapshot in the hub's cache, else the folder's name."""
+    return repo_of(folder) or folder.name
+
+
 def anew(folder: Path, otherwise: str = "download it again") -> str:
-    """Say how a damaged model comes back whole: one that we wrote is written again."""
+    """Say how a damaged model comes back whole: what we wrote or downloaded we do again."""
+    if repo := repo_of(folder):
+        return f"delete {folder.parents[1]}: {repo} is then downloaded again"
     if folder.resolve().parent == random_models().resolve():
         return f"delete {folder}: it is a random model, which the benchmarks write anew"
     return otherwise

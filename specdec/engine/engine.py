@@ -20,6 +20,7 @@ from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limi
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
 from specdec.errors import RequestError, SpecdecError
+from specdec.models.folder import find_models
 from specdec.setup.build import build
 from specdec.setup.capabilities import check_request
 from specdec.text.grammar.compiler import Grammars
@@ -37,7 +38,7 @@ class SpecEngine:
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, **fields: object) -> None:
         self.config = EngineConfig.of(config, fields)
-        self._worker = Worker(partial(build, model, self.config))
+        self._worker = Worker(partial(build, *find_models(model, self.config)))
         self.model = self._worker.model
         self.tokenizer = self.model.tokenizer
         self._seeds = random.Random(self.config.seed)

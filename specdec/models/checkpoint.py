@@ -17,9 +17,8 @@ from torch import Tensor
 
 from specdec.config.folders import anew, has_file
 from specdec.errors import CheckpointError
+from specdec.models.files import INDEX, SINGLE
 from specdec.models.folder import find_folder, short
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -64,9 +63,9 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         self._infos: dict[str, TensorInfo] = {}
-        if has_file(self.folder / _SINGLE):
-            self._open(_SINGLE)
-        elif has_file(self.folder / _INDEX):
+        if has_file(self.folder / SINGLE):
+            self._open(SINGLE)
+        elif has_file(self.folder / INDEX):
             self._open_shards()
         else:
             self._explain_absence()
@@ -95,9 +94,9 @@ class Checkpoint:
         found = sorted(path.name for path in self.folder.iterdir())
         if stray := [name for name in found if name.endswith(".safetensors")]:
             raise CheckpointError(
-                f"{self.folder} holds {few(stray)} but neither {_SINGLE} nor {_INDEX}; "
-                + anew(self.folder, f"download the index, or rename a single file to {_SINGLE}"),
-                field=_INDEX,
+                f"{self.folder} holds {few(stray)} but neither {SINGLE} nor {INDEX}; "
+                + anew(self.folder, f"download the index, or rename a single file to {SINGLE}"),
+                field=INDEX,
             )
         if pickles := [name for name in found if name.endswith(_PICKLES)]:
             raise CheckpointError(
@@ -108,20 +107,20 @@ class Checkpoint:
             )
         raise CheckpointError(
             f"{self.folder} holds no weights: "
-            + anew(self.folder, f"expected {_SINGLE}, or {_INDEX} and its shards"),
-            field=_SINGLE,
+            + anew(self.folder, f"expected {SINGLE}, or {INDEX} and its shards"),
+            field=SINGLE,
         )
 
     def _weight_map(self) -> dict[str, str]:
-        entries = self._json(_INDEX, required=True).get("weight_map")
+        entries = self._json(INDEX, required=True).get("weight_map")
         if not isinstance(entries, dict) or not entries:
             raise CheckpointError(
-                f"{self.folder / _INDEX} has no weight_map; {anew(self.folder)}", field=_INDEX
+                f"{self.folder / INDEX} has no weight_map; {anew(self.folder)}", field=INDEX
             )
         for file in entries.values():
             if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(
-                    f"{self.folder / _INDEX} names {file!r}, which is not a file of this folder", field=_INDEX
+                    f"{self.folder / INDEX} names {file!r}, which is not a file of this folder", field=INDEX
                 )
         return entries
 
@@ -130,7 +129,7 @@ class Checkpoint:
         held = {(file, name) for file in sorted(set(promised.values())) for name in self._open(file)}
         if absent := sorted(name for name, file in promised.items() if (file, name) not in held):
             raise CheckpointError(
-                f"{self.folder / _INDEX} promises {few(absent)} in {promised[absent[0]]}, which lacks it; "
+                f"{self.folder / INDEX} promises {few(absent)} in {promised[absent[0]]}, which lacks it; "
                 + anew(self.folder, "index and shards are of different downloads: fetch both again"),
                 field=absent[0],
             )
@@ -140,7 +139,7 @@ class Checkpoint:
         path = self.folder / file
         if not os.path.isfile(path):
             raise CheckpointError(
-                f"{self.folder / _INDEX} names {short(file)}, which is not there; "
+                f"{self.folder / INDEX} names {short(file)}, which is not there; "
                 + anew(self.folder, "download the missing shard"),
                 field=file,
             )

@@ -24,6 +24,7 @@ from specdec.models.checkpoint import Checkpoint, few
 from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
+from specdec.models.files import HEAD_FOLDERS
 from specdec.models.formats import WeightFormat, announced
 from specdec.models.layouts import Layout, Rule
 from specdec.models.network import Network
@@ -32,8 +33,6 @@ from specdec.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-FOLDERS = ("eagle3", "eagle")
-"""Where a model's own folder may hold its head."""
 EXPECTED = (
     "fc.weight with layers.0.self_attn.q_proj.weight (EAGLE-1, EAGLE-2), "
     "or with midlayer.hidden_norm.weight (EAGLE-3)"
@@ -95,7 +94,7 @@ def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | 
     """Say where the head lies that is to draft: where it is said to, or, for eagle, in the model's folder."""
     if draft_model is not None:
         return Path(draft_model)
-    own = (Path(model) / name for name in FOLDERS)
+    own = (Path(model) / name for name in HEAD_FOLDERS)
     return next((folder for folder in own if os.path.isdir(folder)), None) if draft == "eagle" else None
 
 

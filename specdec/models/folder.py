@@ -1,32 +1,74 @@
 """Where a model lies: told at once, before anything slow is imported or a port is taken."""
 
 import os.path
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
+from specdec.config.engine import EngineConfig
 from specdec.errors import CheckpointError
+from specdec.models.hub.names import HubName
 
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
 """Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
+
+GIVEN = "folder, OWNER/NAME on the Hugging Face hub, or tiny"
+"""The help of an argument that names a model."""
 
 SHOWN = 240
 """Characters of a name in an error."""
 
 
-def find_folder(model: str | Path) -> Path:
-    """Return a model's folder, or say what to give instead."""
+def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
+    """Return a model's folder, downloaded if it is OWNER/NAME on the hub, or say what to give instead.
+
+    With `scratch` what is not in the hub's cache is only described: a folder there gets its files' headers.
+    """
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model: {model!r} is no path; give a folder", field="model")
     folder = SHIPPED.get(str(model), Path(model))
-    if not os.path.isdir(folder):  # Path's own raises OSError for names that no file system takes
-        raise CheckpointError(
-            f"{short(folder)} is not a folder; give the path of a Hugging Face checkpoint "
-            f"(hf download OWNER/NAME --local-dir FOLDER fetches one), or {' or '.join(SHIPPED)}, which "
-            "ships with specdec",
-            field="model",
-        )
-    return folder
+    if os.path.isdir(folder):  # Path's own raises OSError for names that no file system takes
+        return folder
+    if name := HubName.read(str(model)):
+        return _download(name, scratch)
+    raise CheckpointError(
+        f"{short(folder)} is not a folder; give the path of a Hugging Face checkpoint, OWNER/NAME of one on "
+        f"the hub, or {' or '.join(SHIPPED)}, which ships with specdec",
+        field="model",
+    )
+
+
+def find_models(
+    model: str | Path, config: EngineConfig, scratch: Path | None = None
+) -> tuple[Path, EngineConfig]:
+    """Return a model's folder, and the configuration with its draft head's, both downloaded if on the hub."""
+    folder = find_folder(model, scratch)
+    if config.draft_model is None:
+        return folder, config
+    try:
+        head = find_folder(config.draft_model, scratch)
+    except CheckpointError as error:
+        raise CheckpointError(f"draft_model: {error}", field="draft_model") from error
+    return folder, EngineConfig.of(config, {"draft_model": str(head)})
+
+
+@contextmanager
+def describable(model: str | Path, config: EngineConfig) -> Iterator[tuple[Path, EngineConfig]]:
+    """Find models to describe: of those on the hub the headers are enough, for as long as this is open."""
+    with TemporaryDirectory(prefix="specdec-") as scratch:
+        yield find_models(model, config, Path(scratch))
+
+
+def _download(name: HubName, scratch: Path | None) -> Path:
+    # Imported late: a folder needs none of what speaks to the hub.
+    try:
+        from specdec.models.hub.headers import find_headers
+        from specdec.models.hub.snapshot import find_snapshot
+    except ValueError as error:  # of a variable that is read at import
+        raise CheckpointError(f"huggingface_hub refuses its settings ({error})", field="model") from error
+    return find_snapshot(name) if scratch is None else find_headers(name, scratch)
 
 
 def short(name: object) -> str:

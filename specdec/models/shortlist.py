@@ -13,12 +13,10 @@ from torch import Tensor
 from specdec.errors import ConfigError
 from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.table import Kernels
+from specdec.models.files import COUNTS
 from specdec.models.linear import Linear
 
 log = logging.getLogger(__name__)
-
-COUNTS = "token_counts.json"
-"""In a model's folder: {"counts": [how often token 0 occurs, token 1, …]}; those left out never do."""
 
 
 def commonest(folder: Path, count: int, vocab: int) -> Tensor:

@@ -19,7 +19,7 @@ from aiohttp import web
 from specdec.config.engine import EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import ConfigError
-from specdec.models.folder import SHIPPED
+from specdec.models.folder import find_folder
 from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.connections import LINGER_S
@@ -49,9 +49,9 @@ FAILED = 70
 """Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
 
 
-def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
+def run(model: str | Path, engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load a model and serve it until stopped. Errors in the server's settings are raised before loading."""
-    folder = SHIPPED.get(model, Path(model)).resolve()
+    folder = find_folder(model).resolve()
     access, tls = Access(config), tls_context(config)
     if access.is_open:
         logger.warning(

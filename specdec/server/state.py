@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specdec.config.folders import model_name
 from specdec.config.sampling import SamplingParams
 from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine
@@ -54,7 +55,7 @@ class State:
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's mode: the shipped model has a chat template but knows code alone."""
-        self.names = config.served_model_name or [folder.name]
+        self.names = config.served_model_name or [model_name(folder)]
         self.max_model_len = engine.model.settings.max_model_len
         longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
         self.default_max_tokens = min(longest, self.max_model_len)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.config.engine import EngineConfig
+from specdec.config.folders import model_name
 from specdec.kernels.native.forms import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
@@ -263,7 +264,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)
-    heads = [*(["mtp"] if network.mtp else []), *([f"eagle ({eagle.name})"] if eagle else [])]
+    heads = [*(["mtp"] if network.mtp else []), *([f"eagle ({model_name(eagle)})"] if eagle else [])]
     draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
     if footprint.copy:
         draft["copy_bytes"] = footprint.copy_bytes

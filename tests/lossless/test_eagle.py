@@ -14,7 +14,8 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle_head import EagleHead
 from specdec.models.families import read_network
-from specdec.models.shortlist import COUNTS, commonest
+from specdec.models.files import COUNTS
+from specdec.models.shortlist import commonest
 from specdec.setup.footprint import describe_model
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 from tests.models.agreeing import VOCAB, write_agreeing

@@ -14,7 +14,7 @@ from specdec.config.options import Run, add_settings, at_least, listed, one_of, 
 from specdec.config.sampling import SamplingParams
 from specdec.draft.proposal import Shape
 from specdec.errors import ConfigError
-from specdec.models.folder import find_folder
+from specdec.models.folder import GIVEN, find_models
 
 DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
 DEFAULT_TREE = 16
@@ -40,7 +40,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_acceptance)
     parser.description, parser.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("model", metavar="MODEL", type=Path, nargs="?", help="folder of a Hugging Face checkpoint, or tiny")
+    add("model", metavar="MODEL", type=Path, nargs="?", help=GIVEN)
     add("--compare", metavar="FILE", type=Path, nargs=2, help="say what moved from one result to another")
     _add_sweep(parser.add_argument_group("what is swept, with commas"))
     asked = parser.add_argument_group("prompts").add_argument
@@ -128,7 +128,7 @@ def _acceptance(args: argparse.Namespace) -> Run:
         return partial(compare.run, *args.compare)
     if args.model is None:
         raise ConfigError("MODEL: name a checkpoint's folder, or tiny, which ships", field="model")
-    find_folder(args.model)
+    _, config = find_models(args.model, _engine(args))
     # Imported late: no other command waits for torch and what the benchmark needs.
     from specdec.bench.acceptance.measure import Length
     from specdec.bench.acceptance.prompts import choose
@@ -136,7 +136,6 @@ def _acceptance(args: argparse.Namespace) -> Run:
 
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ConfigError(f"--out: {args.out} is a file; name a folder", field="out")
-    config = _engine(args)
     options = Options(
         model=args.model,
         sweep=_sweep(args),

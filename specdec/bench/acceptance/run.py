@@ -100,7 +100,7 @@ class Run:
         identity = _identity(options, config, checkpoint, self.asked)
         self.store = ResultStore(out, identity, as_json=Measurement.as_json, of=Measurement.of)
         draftings, left_out = options.sweep.draftings()
-        self.engines = Engines(options.model, config, draftings, options.memory)
+        self.engines = Engines(checkpoint.folder, config, draftings, options.memory)
         self.left_out = [*too_long, *left_out, *self.engines.left_out]
         wanted = [draft for draft in options.sweep.drafts if draft != NONE]
         if wanted and not self.engines.draftings and not options.sweep.transformers:

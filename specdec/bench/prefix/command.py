@@ -13,7 +13,7 @@ from specdec.config.base import MAX_BYTES, parse_bytes
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.errors import ConfigError
-from specdec.models.folder import find_folder
+from specdec.models.folder import GIVEN, find_models
 
 ABOUT = """\
 Without --engine, no model is run: traces of requests are played to caches of several sizes, and what each
@@ -45,7 +45,7 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="NAMES", type=listed(one_of(*KINDS)), help=traces)
     add("--seed", metavar="SEED", type=at_least(0), default=0, help="of what is generated (default: 0)")
     add("--out", metavar="FOLDER", type=Path, help="keep measurements, results and pictures there")
-    add("--engine", metavar="MODEL", type=Path, help="a checkpoint's folder, or tiny")
+    add("--engine", metavar="MODEL", type=Path, help=GIVEN)
     # Those of one mode leave no trace where they are not given, so that the other can refuse them.
     own = partial(parser.add_argument_group("simulation").add_argument, default=argparse.SUPPRESS)
     own("--file", metavar="FILE", type=Path, help="a trace of your own, JSON lines as Marconi's are")
@@ -118,7 +118,8 @@ def _settle(args: argparse.Namespace) -> None:
 
 
 def _engine(args: argparse.Namespace) -> Run:
-    find_folder(args.engine)
+    given = {name: value for name, value in vars(args).items() if name not in MEASURED}
+    _, config = find_models(args.engine, settings_from(argparse.Namespace(**given), EngineConfig))
     from specdec.bench.prefix.engine import Options, run
 
     options = Options(
@@ -129,8 +130,7 @@ def _engine(args: argparse.Namespace) -> Run:
         max_tokens=args.max_tokens,
         seed=args.seed,
     )
-    given = {name: value for name, value in vars(args).items() if name not in MEASURED}
-    return partial(run, options, settings_from(argparse.Namespace(**given), EngineConfig), args.out)
+    return partial(run, options, config, args.out)
 
 
 def _write(traces: list[Trace], folder: Path) -> None:

@@ -15,6 +15,7 @@ from specdec.bench.prefix.traces import Trace, Turn
 from specdec.bench.report import environment, percentile, publish, table, until_interrupted
 from specdec.config.engine import PREFIX_FIELDS
 from specdec.errors import ConfigError
+from specdec.models.folder import find_folder
 
 RESULT = "prefix-engine.json"
 LONGEST_OF = {"system-prompts": 4096}
@@ -57,8 +58,9 @@ class Engines:
 
     def __init__(self, options: Options, config: EngineConfig, stack: ExitStack) -> None:
         self.options = options
+        folder = find_folder(options.model)
         self.off, self.on = (
-            stack.enter_context(SpecEngine(options.model, own, prefix_cache=keeps))
+            stack.enter_context(SpecEngine(folder, own, prefix_cache=keeps))
             for own, keeps in ((_without_cache(config), False), (config, True))
         )
         self.most = self.off.model.settings.max_model_len

@@ -1,0 +1,114 @@
+"""What went wrong between here and the hub, and what to do about it."""
+
+import errno
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants, errors
+
+from specdec.errors import CheckpointError
+from specdec.models.hub.names import HubName
+
+# Of the library that speaks HTTP for huggingface_hub, whichever that is in its version.
+HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+
+RAISED = (HTTPError, OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What asking the hub may raise; the last four where what answers is no hub."""
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def cache_folder() -> Path:
+    """Return the folder that downloads go to."""
+    return Path(constants.HF_HUB_CACHE).expanduser().absolute()
+
+
+def size_of(num_bytes: int) -> str:
+    """Show a size."""
+    return f"{num_bytes:,} bytes ({num_bytes / 2**30:.1f} GiB)"
+
+
+def explain(error: Exception, name: HubName) -> CheckpointError:
+    """Say what went wrong with a model, and the remedy."""
+    return CheckpointError(_explain(error, name), field="model")
+
+
+def no_room(name: HubName, needed: int, free: int) -> CheckpointError:
+    """Say that the disk cannot hold a download."""
+    return CheckpointError(
+        f"{name} needs {size_of(needed)} more in {cache_folder()}, where {size_of(free)} are free; make room "
+        "(`hf cache rm` deletes models), or set HF_HOME to a folder on a larger disk",
+        field="model",
+    )
+
+
+def check_endpoint() -> None:
+    """Refuse an HF_ENDPOINT that is no address."""
+    parts = urlsplit(constants.ENDPOINT)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"HF_ENDPOINT is {constants.ENDPOINT!r}, which is no address")
+
+
+def _explain(error: BaseException, name: HubName) -> str:
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
+        return _explain(error.__cause__, name)
+    hub, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{name.repo}"
+    match error:
+        case errors.OfflineModeIsEnabled():
+            return (
+                f"{name} is not in {cache_folder()}, or not whole, and HF_HUB_OFFLINE forbids to download "
+                "it; unset that, or give the path of a folder"
+            )
+        case errors.GatedRepoError():
+            return f"{name} is gated: accept its licence at {page}, then {LOG_IN}"
+        case errors.RevisionNotFoundError():
+            return f"{name.repo} has no revision {name.revision}; {page}/commits lists branches and commits"
+        case errors.RepositoryNotFoundError():
+            return (
+                f"{name.repo} is not a folder here, and {hub} shows no model of that name: check the "
+                f"spelling, or, if it is private, {LOG_IN}"
+            )
+        case errors.HfHubHTTPError():
+            return _refusal(error, name)
+    if isinstance(error, HTTPError):
+        return (
+            f"{hub} cannot be reached for {name} ({_first_line(error)}); check the network and HF_ENDPOINT, "
+            "then run this again, or give the path of a folder"
+        )
+    if isinstance(error, OSError) and error.errno in FULL:
+        return (
+            f"{name} does not fit on the disk of {cache_folder()} ({error.strerror}); make room, or set "
+            "HF_HOME to a folder on a larger disk, then run this again"
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return (
+            f"{name} cannot be kept in {cache_folder()} ({error.strerror}: {error.filename}); set HF_HOME "
+            "to a folder that can be written"
+        )
+    return (
+        f"{hub} does not answer for {name} as a Hugging Face hub does ({_first_line(error)}); check "
+        "HF_ENDPOINT, proxies and what the network asks to log in to"
+    )
+
+
+def _refusal(error: errors.HfHubHTTPError, name: HubName) -> str:
+    status, hub = error.response.status_code, constants.ENDPOINT
+    page = f"{hub}/{name.repo}"
+    said = f" ({error.server_message})" if error.server_message else ""
+    match status:
+        case 401:
+            return f"{hub} does not accept the token that was sent for {name}{said}; {LOG_IN}"
+        case 403:
+            return (
+                f"{hub} refuses access to {name}{said}: accept its licence at {page}, then {LOG_IN} with a "
+                "token that may read it"
+            )
+        case 404:
+            return f"{hub} lists a file of {name} that it does not have{said}; run this again"
+    return f"{hub} answered {status} for {name}{said}; run this again later"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

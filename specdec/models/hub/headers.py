@@ -1,0 +1,79 @@
+"""What a model on the hub is made of, without its weights: the headers of its files, and no tensor."""
+
+import shutil
+from pathlib import Path
+
+from huggingface_hub import constants, hf_hub_url
+
+from specdec.models.files import INDEX
+from specdec.models.hub.failures import RAISED, explain
+from specdec.models.hub.names import HubName, kept_as
+from specdec.models.hub.snapshot import Repository, open_repository, side_by_side
+from specdec.models.hub.transfer import open_stream
+
+FIRST = 1 << 17
+"""Bytes that hold the whole header of most files."""
+LONGEST = 100_000_000
+"""Bytes of a header, as safetensors has it."""
+
+
+def find_headers(name: HubName, scratch: Path) -> Path:
+    """Return a model's snapshot where it is cached, else a folder in `scratch` to describe it from.
+
+    A file of weights there has its header and its length, and a hole where its tensors would be, which takes
+    no room and reads as zeros.
+    """
+    repository = open_repository(name)
+    if isinstance(repository, Path):
+        return repository
+    try:
+        weights = repository.weights()
+        if all((repository.folder / file).is_file() for file in (*repository.described(), *weights)):
+            return repository.folder
+        return _describe(repository, weights, kept_as(scratch, name.repo) / "snapshots" / repository.commit)
+    except RAISED as error:
+        raise explain(error, name) from error
+
+
+def _describe(repository: Repository, weights: list[str], folder: Path) -> Path:
+    whole = repository.described() + [file for file in weights if file.endswith(INDEX)]
+    repository.fetch(whole)
+    for file in (*whole, *weights):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    for file in whole:
+        shutil.copyfile(repository.folder / file, folder / file)
+
+    def dig(file: str) -> None:
+        url = hf_hub_url(repository.name.repo, file, revision=repository.commit, endpoint=constants.ENDPOINT)
+        header, size = _header(url)
+        with (folder / file).open("wb") as hollow:
+            hollow.write(header)
+            hollow.truncate(size)
+
+    side_by_side(dig, [file for file in weights if file not in whole])
+    return folder
+
+
+def _header(url: str) -> tuple[bytes, int]:
+    """Return the length and the JSON that a safetensors file begins with, and the whole file's size."""
+    start, size = _start(url, FIRST)
+    end = 8 + int.from_bytes(start[:8], "little")
+    if not 8 < end <= min(LONGEST, size):
+        raise ValueError(f"{url} is no safetensors file")
+    if end > len(start):
+        start, size = _start(url, end)
+    return start[:end], size
+
+
+def _start(url: str, count: int) -> tuple[bytes, int]:
+    """Return a file's first bytes, and how many it has."""
+    with open_stream(url, f"0-{count - 1}") as response:
+        whole = (
+            response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
+        )
+        start = bytearray()
+        for chunk in response.iter_bytes():
+            start += chunk
+            if len(start) >= count:  # a server that knows no ranges sends it all
+                break
+        return bytes(start[:count]), int(whole)

@@ -1,0 +1,279 @@
+"""Models by name, from a hub that is served here."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from specdec import SamplingParams, SpecEngine
+from specdec.config.engine import EngineConfig
+from specdec.config.folders import model_name
+from specdec.errors import CheckpointError
+from specdec.models.files import HEAD_FOLDERS, INDEX, SINGLE
+from specdec.models.folder import SHIPPED, describable, find_folder, find_models
+from specdec.models.hub import transfer
+from specdec.models.hub.names import HubName
+from specdec.setup.footprint import describe_model
+from tests.models.hub_server import Hub, Repo, serve
+
+ROOT = Path(__file__).parents[2]
+TINY = SHIPPED["tiny"]
+NAME = "specdec/tiny"
+READ = [
+    *("config.json", "eagle3/config.json", "eagle3/model.safetensors", "model.safetensors"),
+    *("token_counts.json", "tokenizer.json", "tokenizer_config.json"),
+]
+UNREAD = {
+    **{"model.py": b"raise SystemExit", "pytorch_model.bin": b"x", "original/model.safetensors": b"x"},
+    **{"consolidated.safetensors": b"x", "onnx/model.onnx": b"x", "training_args.pt": b"x"},
+}
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
+SMALL = {"config.json": b"{}", "tokenizer.json": b"[]"}
+WEIGHTS = bytes(range(256)) * 2000
+"""Enough to be stored apart."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """Serve a hub; huggingface_hub reads its variables once, so what they set is set here."""
+    with serve() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.chdir(tmp_path)
+        hub.repos[NAME] = Repo.of(TINY, **UNREAD)
+        yield hub
+        huggingface_hub.close_session()
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """Return what the folder's model says."""
+    return complete("tiny")
+
+
+def complete(model: str | Path, **fields: object) -> str:
+    with SpecEngine(model, memory_bytes="64MiB", max_model_len=256, **fields) as engine:
+        return engine.generate("def fib(n):", PARAMS)[0].text
+
+
+def test_a_name_serves_as_its_folder_does_and_is_downloaded_once(
+    hub: Hub, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert complete(NAME) == expected
+    assert hub.fetched() == READ
+    folder = find_folder(f"{NAME}@main")
+    assert (folder.name, model_name(folder), model_name(TINY)) == (hub.repos[NAME].commit, NAME, "tiny")
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == READ
+    assert find_folder(f"{NAME}@v1") == find_folder(f"{NAME}@{folder.name}") == folder
+    assert hub.fetched() == READ and hub.asked[-1][1] == "api"
+
+    # A new commit brings what has changed; without the hub it is what main stands for.
+    hub.repos[NAME].files["generation_config.json"] = b"{}"
+    newer = find_folder(NAME)
+    assert hub.fetched() == sorted([*READ, "generation_config.json"]) and newer != folder
+    count, hub.status = len(hub.asked), 503
+    assert find_folder(NAME) == newer and "as it is in the cache" in caplog.text
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_folder(NAME) == newer and find_folder(f"{NAME}@v1") == folder and len(hub.asked) == count
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids") as refused:
+        find_folder("specdec/other")
+    assert refused.value.field == "model"
+    (newer / SINGLE).unlink()
+    with pytest.raises(CheckpointError, match="or not whole"):
+        find_folder(NAME)
+
+
+def test_a_folder_of_that_name_comes_first(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    assert find_folder(NAME) == Path(NAME) and find_folder("tiny") == TINY
+    assert not hub.asked
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Qwen/Qwen3.5-0.8B", ("Qwen/Qwen3.5-0.8B", "main")),
+        ("a_b/c@refs/pr/1", ("a_b/c", "refs/pr/1")),
+        *((text, None) for text in ("tiny", "/a/b", "./a", "../a", "a/b/c", "a/", "a/b@", "a/b@../../c")),
+        *(
+            (text, None)
+            for text in ("a--b/c", "a/b.", "a/b c", "a/b\n", "~/a", f"a/{'b' * 95}", "http://a/b")
+        ),
+    ],
+)
+def test_names_on_the_hub_are_told_from_paths(text: str, name: tuple[str, str] | None) -> None:
+    assert HubName.read(text) == name
+
+
+def test_what_was_interrupted_goes_on_where_it_stopped(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(transfer, "RETRIES", 1)
+    repo.cuts[SINGLE] = [300_000, 100_000, 0, 0]
+    with pytest.raises(CheckpointError, match=r"cannot be reached for a/b .*run this again"):
+        find_folder("a/b")
+    ranges = [asked for method, file, asked in hub.asked if (method, file) == ("GET", SINGLE)]
+    assert ranges == ["", "bytes=300000-", "bytes=400000-", "bytes=400000-"]
+    hub.asked.clear()
+    hub.sent = 0
+    folder = find_folder("a/b")
+    assert ("GET", SINGLE, "bytes=400000-") in hub.asked and hub.sent < len(WEIGHTS) - 399_000
+    assert (folder / SINGLE).read_bytes() == WEIGHTS
+    assert not list(folder.parents[1].rglob("*.incomplete"))
+
+
+def test_what_is_not_what_the_hub_promises_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
+    for wrong, said in ((WEIGHTS[1:] + b"?", "SHA-256"), (WEIGHTS + b"?", "goes on"), (WEIGHTS[:9], "ends")):
+        repo.swaps[SINGLE] = wrong
+        with pytest.raises(CheckpointError, match=said):
+            find_folder("a/b")
+    repo.swaps.clear()
+    assert (find_folder("a/b") / SINGLE).read_bytes() == WEIGHTS
+
+
+def test_shards_are_those_that_the_index_names(hub: Hub) -> None:
+    shards = {f"model-{i}-of-2.safetensors": bytes(LARGE * i) for i, LARGE in ((1, 200_000), (2, 100))}
+    index = json.dumps({"weight_map": dict(zip("abc", (*shards, *shards), strict=False))}).encode()
+    files = {**SMALL, **shards, INDEX: index, "model-old.safetensors": b"x", "pytorch_model.bin": b"x"}
+    hub.repos["a/b"] = Repo(files)
+    folder = find_folder("a/b")
+    assert hub.fetched() == sorted([*SMALL, *shards, INDEX])
+    hub.status = 503
+    assert find_folder("a/b") == folder
+    (folder / INDEX).unlink()
+    (folder / INDEX).write_text("damaged")
+    with pytest.raises(CheckpointError, match="answered 503"):
+        find_folder("a/b")
+    hub.status = None
+    del hub.repos["a/b"].files["model-2-of-2.safetensors"]
+    with pytest.raises(CheckpointError, match=r"lacks model-2-of-2.safetensors, which its .* names"):
+        find_folder("a/b")
+
+
+def gate(hub: Hub) -> None:
+    hub.repos["a/b"] = Repo(SMALL, token="hf_right", gated=True)
+
+
+def gate_with_token(hub: Hub) -> None:
+    gate(hub)
+    Path(constants.HF_TOKEN_PATH).write_text("hf_wrong")
+
+
+def hide(hub: Hub) -> None:
+    hub.repos["a/b"] = Repo(SMALL, token="hf_right")
+
+
+def hold(**files: bytes) -> Callable[[Hub], None]:
+    return lambda hub: hub.repos.update({"a/b": Repo({**SMALL, **files})})
+
+
+def befall(**what: object) -> Callable[[Hub], None]:
+    return lambda hub: vars(hub).update(what)
+
+
+@pytest.mark.parametrize(
+    ("arrange", "name", "said"),
+    [
+        (gate, "a/b", r"^a/b is gated: accept its licence at http://.*/a/b, then log in .* HF_TOKEN$"),
+        (gate_with_token, "a/b", r"^a/b is gated: accept its licence at "),
+        (hide, "a/b", r"^a/b is not a folder here, and http://\S+ shows no model of that name: check the"),
+        (befall(), "no/such", r"^no/such is not a folder here, and .* if it is private, log in with"),
+        (befall(), f"{NAME}@v9", r"^specdec/tiny has no revision v9; http\S+/specdec/tiny/commits lists"),
+        (befall(garbage=True), NAME, r"does not answer for specdec/tiny as a Hugging Face hub does \(.*HF_E"),
+        (befall(status=503), NAME, r"^http://\S+ answered 503 for specdec/tiny; run this again later$"),
+        (befall(status=401), NAME, r"log in with `hf auth login`, or set HF_TOKEN"),
+        (hold(**{"pytorch_model.bin": b"x"}), "a/b", r"only pickle weights \(pytorch_model.bin\), which are"),
+        (hold(**{"b-Q4.gguf": b"x"}), "a/b", r"has neither model.safetensors nor .*, only b-Q4.gguf; name a"),
+        (hold(**{INDEX: b"?"}), "a/b", r"does not answer for a/b as a Hugging Face hub does"),
+        (hold(**{INDEX: b'{"weight_map": {"a": "../b"}}'}), "a/b", r"which are no safetensors beside it"),
+    ],
+)
+def test_every_failure_says_what_to_do(
+    hub: Hub, arrange: Callable[[Hub], None], name: str, said: str
+) -> None:
+    arrange(hub)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        find_folder(name)
+    assert refused.value.field == "model" and "\n" not in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"^draft_model: ") as refused:
+        find_models("tiny", EngineConfig(draft="eagle", draft_model=name))
+    assert refused.value.field == "draft_model"
+
+
+def test_a_token_opens_what_is_private_and_stays_with_the_hub(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos[NAME].token = "hf_right"
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    find_folder(NAME)
+    assert hub.fetched() == READ
+
+
+def test_a_disk_or_a_cache_that_cannot_hold_it(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needed = sum(len(hub.repos[NAME].files[file]) for file in READ)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+        with pytest.raises(CheckpointError, match=rf"{needed:,} bytes .*cache, where .*HF_HOME") as refused:
+            find_folder(NAME)
+    assert refused.value.field == "model" and not hub.fetched()
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be kept in .* set HF_HOME to a folder that can"):
+        find_folder(NAME)
+
+
+def test_a_draft_head_by_name(hub: Hub, expected: str) -> None:
+    hub.repos["specdec/head"] = Repo.of(TINY / HEAD_FOLDERS[0])
+    assert complete("tiny", draft="eagle", draft_model="specdec/head") == expected
+    assert hub.fetched() == ["config.json", "model.safetensors"]
+
+
+def test_a_description_downloads_headers_alone(hub: Hub) -> None:
+    with describable(NAME, EngineConfig(draft_vocab=128)) as (folder, config):
+        found = describe_model(folder, config, [64])
+        assert model_name(folder) == NAME
+    assert found == describe_model("tiny", config, [64])
+    assert not folder.exists() and hub.sent < 500_000 < len(hub.repos[NAME].files[SINGLE])
+    whole = find_folder(NAME)
+    with describable(NAME, EngineConfig()) as (folder, _):
+        assert folder == whole
+    hub.repos["a/b"] = Repo({**SMALL, SINGLE: bytes(9)})
+    with pytest.raises(CheckpointError, match="no safetensors file"), describable("a/b", EngineConfig()):
+        pass
+
+
+def test_the_command_downloads_is_interrupted_and_goes_on(expected: str, tmp_path: Path) -> None:
+    with serve() as hub:
+        hub.repos[NAME] = Repo.of(TINY)
+        hub.repos[NAME].stalls.add(SINGLE)
+        environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "specdec", "generate", NAME, "--prompt", "def fib(n):"]
+        command += ["--max-tokens", "8", "--temperature", "0", "--memory-bytes", "64MiB", "--json"]
+        ran = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert hub.going.wait(60)
+        ran.send_signal(signal.SIGINT)
+        assert (*ran.communicate(timeout=60), ran.returncode) == ("", "", 130)
+        hub.repos[NAME].stalls.clear()
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert any(file == SINGLE and asked for _, file, asked in hub.asked)
+    assert expected.startswith(json.loads(done.stdout)["text"])
