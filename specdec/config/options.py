@@ -1,10 +1,13 @@
 """Settings as command-line options: one `--dashed-name` for each field, made from the settings class."""
 
 import argparse
+import contextlib
+import json
 import re
 import types
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -26,6 +29,8 @@ COMMON = frozenset(
     }
 )
 """The settings that --help shows, in a line or two each; --help-all shows all, at length."""
+SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
+"""What a person types for True and False."""
 
 
 def add_settings(
@@ -104,7 +109,7 @@ def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> N
         option,
         dest=name,
         metavar=name.rsplit("_", 1)[-1].upper(),
-        type=_reader(kinds, texts=str in kinds | _listed_kinds(field.annotation)),
+        type=_reader(field),
         action="append" if is_list else "store",
         default=absent,
         help=says,
@@ -128,8 +133,24 @@ def _default(field: FieldInfo) -> str:
     return "" if field.default is None else f" (default: {field.default})"
 
 
-def _reader(kinds: set[type], *, texts: bool) -> Callable[[str], object]:
+def read_value(field: FieldInfo, text: str) -> object:
+    """Read what a person types for a field: `on`, `none`, or JSON where it begins with a quote or bracket."""
+    kinds = _kinds(field.annotation)
+    if bool in kinds:
+        return SWITCH.get(text.lower(), text)
+    if types.NoneType in kinds and text.lower() == "none":
+        return None
+    if text.startswith(('"', "[")):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+    value = _reader(field)(text)
+    return [value] if list in kinds and type(value) not in kinds else value
+
+
+def _reader(field: FieldInfo) -> Callable[[str], object]:
     """Choose how an option's text is read. `None` may be one of several texts, such as those that stop."""
+    kinds = _kinds(field.annotation)
+    texts = str in kinds | _listed_kinds(field.annotation)
     may_be_none = types.NoneType in kinds and not {str, list} <= kinds
 
     def read(value: str) -> object:

@@ -1,0 +1,49 @@
+"""`specdec chat MODEL`: its options."""
+
+import argparse
+import sys
+from functools import partial
+
+from specdec.cli.commands import COLOURS, SYNTHETIC, read_text
+from specdec.config.engine import EngineConfig
+from specdec.config.options import Run, add_settings, settings_from
+from specdec.config.parser import Parser
+from specdec.config.sampling import SamplingParams
+from specdec.errors import RequestError
+from specdec.models.folder import find_folder
+
+NOT_IN_CHATS = frozenset(
+    {"n", "logprobs", "prompt_logprobs", "logit_bias", "cache_marks", "structured_outputs", "trees"}
+)
+"""Parameters of a request that a chat sets itself, cannot show, or cannot read from a line."""
+
+
+def add_chat(parser: Parser) -> None:
+    """Add the options of `specdec chat`."""
+    parser.set_defaults(command=_chat)
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or tiny")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    parser.add_argument("--message", metavar="TEXT", help="answer this and end; without it, what is piped in")
+    parser.add_argument(
+        "--colour",
+        choices=COLOURS,
+        default="auto",
+        help="figures and notices; auto: on a terminal, unless NO_COLOR is set (default: auto)",
+    )
+    add_settings(parser, SamplingParams, title="sampling", without=NOT_IN_CHATS)
+    add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
+
+
+def _chat(args: argparse.Namespace) -> Run:
+    params, config = settings_from(args, SamplingParams), settings_from(args, EngineConfig)
+    if config.synthetic_acceptance is not None:
+        print(SYNTHETIC, file=sys.stderr)
+    find_folder(args.model)
+    message = args.message
+    if message is None and not sys.stdin.isatty():
+        message = read_text(None, "standard input")
+    if message is not None and not message.strip():
+        raise RequestError("message: it is empty; give --message, or pipe a text in.", field="message")
+    from specdec.cli.chat.run import chat
+
+    return partial(chat, args.model, config, params, system=args.system, message=message, colour=args.colour)

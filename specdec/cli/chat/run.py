@@ -1,0 +1,127 @@
+"""Runs a chat: one turn of a given message, or turns with a person at a terminal until told to end."""
+
+import signal
+import sys
+from types import FrameType
+
+from specdec.cli.chat.commands import COMMANDS, Reply, obey
+from specdec.cli.chat.conversation import Conversation
+from specdec.cli.chat.session import Chat
+from specdec.cli.chat.typed import History, Keyboard, handling_interrupts, history_path, unechoed
+from specdec.cli.chat.view import View
+from specdec.cli.terminal import paints
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.engine.engine import SpecEngine
+from specdec.errors import SpecdecError
+from specdec.models.folder import SHIPPED, find_folder
+
+MOST_GIVEN_BACK = 4096
+"""Characters of a refused message that are put at the prompt again; a longer one is in the history."""
+
+
+def chat(
+    model: str,
+    config: EngineConfig,
+    params: SamplingParams,
+    *,
+    system: str | None,
+    message: str | None,
+    colour: str,
+) -> None:
+    """Answer a message and end, or without one talk with whoever is at the terminal."""
+    with SpecEngine(model, config) as engine:
+        own = Chat(engine, find_folder(model), params, is_completion=model in SHIPPED)
+        if system:
+            own.use_system(system)
+        view = View(coloured=paints(colour))
+        if message is None:
+            Talk(own, view).run(model)
+        elif not answer(own, own.conversation.asking(message), view):
+            raise KeyboardInterrupt
+
+
+def answer(chat: Chat, asked: Conversation, view: View) -> bool:
+    """Show the answer and put it into the conversation; False: it was interrupted."""
+
+    def pressed(number: int, frame: FrameType | None) -> None:
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a second one does not wait for a step's end
+        written.cancel()
+
+    with chat.begin(asked) as written, unechoed(), handling_interrupts(pressed):
+        try:
+            for delta in written:
+                view.show(delta, drafts=chat.shows_drafts)
+        finally:
+            view.end_answer()
+            chat.commit(asked, written)
+    if written.last and written.last.stats:
+        view.figures(written.last.stats)
+    if remark := chat.remark(written):
+        view.notice(remark)
+    return written.is_whole
+
+
+class Talk:
+    """Turns with a person, one after the other."""
+
+    def __init__(self, chat: Chat, view: View) -> None:
+        self.chat, self.view = chat, view
+        self.keyboard = Keyboard(view, [*COMMANDS], History(history_path()))
+
+    def run(self, model: str) -> None:
+        """Read messages and commands until one of them ends the chat, or the terminal does."""
+        self._greet(model)
+        edit = ""
+        while True:
+            try:
+                text = self.keyboard.read(edit)
+            except EOFError:
+                print(file=sys.stderr)
+                return
+            try:
+                reply = self._take(text)
+            except KeyboardInterrupt:  # within a command, or a second one: what is written is kept
+                reply = Reply()
+            if reply.ends:
+                return
+            edit = reply.edit if len(reply.edit) <= MOST_GIVEN_BACK else ""
+
+    def _greet(self, model: str) -> None:
+        chat = self.chat
+        drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
+        self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafts by {drafters}")
+        if chat.completes:
+            why = "knows Python alone" if model in SHIPPED else "has no chat template"
+            self.view.notice(f"The model {why}: an answer goes on where your text ends.")
+        self.view.notice("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat.")
+
+    def _take(self, text: str) -> Reply:
+        """Run a command or answer a message; what is wrong with it is said."""
+        try:
+            reply = obey(self.chat, text) or Reply(asks=self.chat.conversation.asking(text), edit=text)
+        except SpecdecError as error:
+            self.view.error(str(error))
+            return Reply()
+        if reply.says:
+            self.view.say(reply.says)
+        if reply.asks is None or not self._answer(reply.asks):
+            return reply
+        return Reply()
+
+    def _answer(self, asked: Conversation) -> bool:
+        """Answer a question; tell if anything was written."""
+        before = self.chat.conversation
+        try:
+            answer(self.chat, asked, self.view)
+        except SpecdecError as error:
+            if self.chat.engine.fault:
+                raise
+            room = f" In this chat {self.chat.make_room}." if error.field == "prompt" and before.turns else ""
+            self.view.error(f"{error}{room}")
+        after = self.chat.conversation
+        if after == before and after is not before:
+            self.view.notice("It is the same answer: /set seed none, and a temperature above 0, give others.")
+        return after is not before
