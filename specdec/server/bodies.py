@@ -13,7 +13,7 @@ from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.messages import Many, Message
 from specdec.server.tools.bodies import Tool
 from specdec.server.tools.offer import Choice, Offer, make_offer
-from specdec.server.tools.parser import CallFormat
+from specdec.text.answers.calls import CallFormat
 
 Ids = Many[StrictInt]
 BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]

@@ -12,6 +12,7 @@ from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.events import Expected
 from specdec.server.failures import Failure, Names, naming, renamed
 from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
 from specdec.server.messages import as_read, beginnings
@@ -71,7 +72,7 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     names = {"prompt": "messages", "structured_outputs": asker}
     with naming(names), state.under_way(params.n, until):
         async with until.held():
-            ids = await state.encode_chat(
+            ids, thinking = await state.encode_chat(
                 as_read(body.messages), variables, answer=body.add_generation_prompt
             )
             marks = await state.marks(ids, beginnings(body.messages), variables)
@@ -80,7 +81,7 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
                 own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await state.prepare([ids], params, request["caller"])
-        form = Chats(state.engine.tokenizer, _shown(body), offer)
+        form = Chats(state.engine.tokenizer, _shown(body), Expected(thinking, offer))
         return await _answer(request, state, body, prepared, form, until, names)
 
 

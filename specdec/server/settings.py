@@ -114,6 +114,22 @@ class ServerConfig(Settings):
         title="how the model writes calls of tools; auto asks its chat template, none refuses tools",
         description='"auto", "hermes", "qwen3_coder" or "none"',
     )
+    reasoning_parser: Literal[
+        "auto",
+        "qwen3",
+        "deepseek_r1",
+        "deepseek_v3",
+        "nemotron_v3",
+        "kimi_k2",
+        "glm45",
+        "mistral",
+        "seed_oss",
+        "none",
+    ] = Field(
+        "auto",
+        title="how the model marks its thinking; auto asks its chat template, none leaves it in the text",
+        description='"auto", "qwen3" and its like (docs/serving.md), or "none"',
+    )
     log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
         "text",

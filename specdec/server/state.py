@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from specdec.config.sampling import SamplingParams
 from specdec.core.terms import Prepared
@@ -23,7 +23,8 @@ from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
-from specdec.server.tools.offer import format_of
+from specdec.text.answers.formats import call_format
+from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import Message, load_template, longest_answer
 from specdec.text.grammar.guide import Form
 
@@ -40,14 +41,24 @@ STALLED_S = 10.0
 STOPPING = {"Retry-After": "10"}
 
 
+class EncodedChat(NamedTuple):
+    """A chat as the model reads it."""
+
+    ids: list[int]
+    thinking: ThinkingFormat | None
+    """How its answer thinks, if it does."""
+
+
 class State:
     """Owned by the event loop's thread."""
 
     def __init__(self, engine: SpecEngine, config: ServerConfig, folder: Path) -> None:
         self.engine, self.config = engine, config
         self.template = load_template(folder)
-        self.calls = format_of(config.tool_call_parser, self.template)
+        self.calls = call_format(config.tool_call_parser, self.template)
         """The model's tool call format, if it has one."""
+        self.thinking = thinking_format(config.reasoning_parser, self.template)
+        """How the model marks its thinking, if it does."""
         self.told = config.tool_call_parser == "none" or self.template.takes_tools
         """Whether the template states tools, or all are refused; else chats go without them."""
         self.ignored = Ignored()
@@ -151,11 +162,12 @@ class State:
 
     async def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
-    ) -> list[int]:
+    ) -> EncodedChat:
         """Render a chat by the model's template and tokenize it."""
         text = await apart(partial(self.template.render, messages, variables, answer=answer))
         self.engine.check_length(text)
-        return await self.encode(text, special=self.template.is_plain)
+        ids = await self.encode(text, special=self.template.is_plain)
+        return EncodedChat(ids, self.thinking.after(text) if self.thinking else None)
 
     async def marks(
         self,
@@ -167,7 +179,7 @@ class State:
         found = []
         for messages in beginnings:
             try:
-                own = await self.encode_chat(messages, variables, answer=False)
+                own, _ = await self.encode_chat(messages, variables, answer=False)
             except RequestError:
                 # Some templates refuse half a chat: without the mark its prefix may not be cached.
                 if not self._marks_refused:

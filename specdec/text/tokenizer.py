@@ -22,8 +22,8 @@ _SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
 BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 """The characters by which byte-level vocabularies, as GPT-2's, spell each byte."""
-SPOKEN = ("<tool_call>", "</tool_call>")
-"""Special tokens that are detokenized all the same: tool calls are found by them."""
+SPOKEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""Special tokens that are detokenized all the same: calls and thinking are found by them."""
 
 
 class Tokenizer:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +10,7 @@ from specdec.config.json_schema import unread
 from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
 from specdec.server.tools.bodies import NamedTool, Tool
-from specdec.server.tools.hermes import Hermes
-from specdec.server.tools.parser import CallFormat, Parser
-from specdec.server.tools.qwen3_coder import Qwen3Coder
-from specdec.text.chat_template import ChatTemplate
-
-FORMATS: Mapping[str, CallFormat] = {"qwen3_coder": Qwen3Coder(), "hermes": Hermes()}
-"""The first format whose marker a chat template contains is the model's."""
+from specdec.text.answers.calls import CallFormat, Calls
 
 Choice = Literal["none", "auto", "required"] | NamedTool
 
@@ -37,18 +31,11 @@ class Offer:
         """Return the tools as a template reads them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
-    def parser(self) -> Parser:
+    @property
+    def calls(self) -> Calls:
+        """Return what an answer may call."""
         own = (tool.function for tool in self.tools)
-        return Parser(self.form, {function.name: function.parameters or {} for function in own})
-
-
-def format_of(name: str, template: ChatTemplate) -> CallFormat | None:
-    """Find the format of a model's calls; None if the template states no tools or the format is unknown."""
-    if template.is_plain:
-        return None
-    if name == "auto":
-        return next((form for form in FORMATS.values() if form.sign in template.source), None)
-    return FORMATS.get(name)
+        return Calls(self.form, {function.name: function.parameters or {} for function in own})
 
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:

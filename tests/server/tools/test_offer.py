@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from specdec.core.outputs import Delta
+from specdec.server.chat_answer import ChatAnswer
+from specdec.server.events import Expected
 from specdec.server.failures import Failure
-from specdec.server.tools.answer import CallingAnswer
 from specdec.server.tools.bodies import Called, NamedFunction, NamedTool, Tool
-from specdec.server.tools.hermes import Hermes
-from specdec.server.tools.offer import FORMATS, Offer, format_of, make_offer
+from specdec.server.tools.offer import Offer, make_offer
+from specdec.text.answers.formats import CALL_FORMATS, call_format
+from specdec.text.answers.hermes import Hermes
 from specdec.text.chat_template import ChatTemplate
-from tests.server.tools.test_parser import call, element, read
+from tests.text.answers.test_calls import call, element, read
 
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"default": None}}})
 ODD = {"properties": {"s": {"type": "array", "items": {}, "uniqueItems": True}}}
@@ -41,7 +43,7 @@ def template(source: str | None) -> ChatTemplate:
 def test_the_template_or_the_setting_says_how_calls_are_written(
     setting: str, source: str | None, name: str | None
 ) -> None:
-    assert format_of(setting, template(source)) is (FORMATS[name] if name else None)
+    assert call_format(setting, template(source)) is (CALL_FORMATS[name] if name else None)
 
 
 def test_nothing_is_offered_where_nothing_is_asked_for() -> None:
@@ -72,7 +74,7 @@ def test_what_cannot_be_done_is_refused(tools: Any, choice: Any, form: Any, para
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
     """What the grammar lets through, and it lets through nothing else, the parser reads as calls."""
     xgrammar = pytest.importorskip("xgrammar")
@@ -92,13 +94,13 @@ def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
         ("required", False, [one, two]),
         (NamedTool(type="function", function=NamedFunction(name="f")), True, [one]),
     ):
-        offer = make_offer(tools, choice, parallel=parallel, form=FORMATS[name])
+        offer = make_offer(tools, choice, parallel=parallel, form=CALL_FORMATS[name])
         assert offer and offer.structure
         grammar = xgrammar.Grammar.from_structural_tag(offer.structure.structural_tag)
         for text in (one, two, f"{one}\n{two}", "", "text", f"text {one}", f"{one} text", bad):
             assert accepts(grammar, text) == (text in fits), (choice, text)
         for text in fits:
-            content, calls = read(FORMATS[name], [text])
+            content, calls = read(CALL_FORMATS[name], [text])
             assert not content and len(calls) == text.count("</tool_call>")
             assert all(int(json.loads(arguments)["i"]) == 3 for _, arguments in calls)
 
@@ -117,7 +119,7 @@ def forced(name: str) -> tuple[Offer, str]:
     parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}
     functions = [{"name": own, "parameters": parameters} for own in ("f", "g")]
     tools = [Tool.model_validate({"type": "function", "function": own}) for own in functions]
-    offer = make_offer(tools, "required", parallel=True, form=FORMATS[name])
+    offer = make_offer(tools, "required", parallel=True, form=CALL_FORMATS[name])
     assert offer and offer.structure
     if name == "hermes":
         return offer, f"{call(ARGUMENTS)}\n{call(ARGUMENTS, 'g')}"
@@ -125,13 +127,13 @@ def forced(name: str) -> tuple[Offer, str]:
     return offer, f"{element(*parameters)}\n{element(*parameters, name='g')}"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: str) -> None:
     """Whole and streamed alike, wherever it is cut: half a tag is no text, and half a number no number."""
     offer, text = forced(name)
     for at in range(len(text) + 1):
         last = Delta("", (), finish_reason="length")
-        message = CallingAnswer(offer).message(replace(last, text=text[:at]))
+        message = ChatAnswer(Expected(offer=offer)).message(replace(last, text=text[:at]))
         calls = message.get("tool_calls", [])
         assert not message["content"]
         assert [own["function"]["name"] for own in calls] == ["f", "g"][: len(calls)]
@@ -139,7 +141,7 @@ def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: st
             arguments = own["function"]["arguments"]
             assert ARGUMENTS.startswith(arguments)
             assert name == "hermes" or "1" not in arguments or "123" in arguments
-        streamed = CallingAnswer(offer)
+        streamed = ChatAnswer(Expected(offer=offer))
         parts = [part for sign in text[:at] for part in streamed.parts(Delta(sign, ()))]
         parts += streamed.parts(last)
         assert not any(part.get("content") for part in parts)

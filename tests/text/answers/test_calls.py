@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from specdec.server.tools import source
-from specdec.server.tools.hermes import Hermes
-from specdec.server.tools.offer import FORMATS
-from specdec.server.tools.parser import CallFormat, Parser
-from specdec.server.tools.qwen3_coder import Qwen3Coder
-from specdec.server.tools.source import Arguments, Begin, Source, Text, Waiting
+from specdec.text.answers import source
+from specdec.text.answers.calls import CallFormat, Calls
+from specdec.text.answers.events import Arguments, Begin, Text
+from specdec.text.answers.formats import CALL_FORMATS
+from specdec.text.answers.hermes import Hermes
+from specdec.text.answers.qwen3_coder import Qwen3Coder
+from specdec.text.answers.reader import AnswerReader
+from specdec.text.answers.source import Source, Waiting
 
 HERMES, CODER = Hermes(), Qwen3Coder()
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -42,7 +44,7 @@ Found = tuple[str, list[tuple[str, str]]]
 
 def read(form: CallFormat, pieces: Sequence[str], *, cut: bool = False) -> Found:
     """Read an answer that comes in pieces: what it says, and each call's name and arguments."""
-    parser = Parser(form, SCHEMAS)
+    parser = AnswerReader(calls=Calls(form, SCHEMAS))
     content, calls = "", list[tuple[str, str]]()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(cut=cut)
     for event in events:
@@ -138,13 +140,13 @@ def test_how_a_text_is_cut_changes_nothing(name: str, cut: bool) -> None:
         assert read(form, pieces_of(text, rng), cut=cut) == wanted
 
 
-@given(some.lists(some.sampled_from(WORDS), max_size=30), some.booleans(), some.sampled_from([*FORMATS]))
+@given(some.lists(some.sampled_from(WORDS), max_size=30), some.booleans(), some.sampled_from([*CALL_FORMATS]))
 def test_no_text_breaks_a_parser(words: list[str], cut: bool, name: str) -> None:
     """Nor does it read pieces of any other size otherwise, or lose what is no call."""
     text = "".join(words)
-    wanted = read(FORMATS[name], [text], cut=cut)
+    wanted = read(CALL_FORMATS[name], [text], cut=cut)
     for pieces in (words, list(text), pieces_of(text, random.Random(text))):
-        assert read(FORMATS[name], pieces, cut=cut) == wanted
+        assert read(CALL_FORMATS[name], pieces, cut=cut) == wanted
     assert wanted[1] or wanted[0] == text
 
 
@@ -207,15 +209,15 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
         "<function=f",
     ],
 )
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_what_is_no_call_stays_text(name: str, inner: str) -> None:
     for text in (f"A\n{OPEN}{inner}{CLOSE} B", f"{OPEN}{inner}"):
-        assert read(FORMATS[name], [text]) == read(FORMATS[name], list(text)) == (text, [])
+        assert read(CALL_FORMATS[name], [text]) == read(CALL_FORMATS[name], list(text)) == (text, [])
 
 
 def sent(form: CallFormat, text: str) -> Iterator[tuple[str, str]]:
     """Yield what has come, sign by sign, and what the client knows of it."""
-    parser, known = Parser(form, SCHEMAS), ""
+    parser, known = AnswerReader(calls=Calls(form, SCHEMAS)), ""
     for at, sign in enumerate(text, 1):
         known += "".join(event[0] for event in parser.push(sign))
         yield text[:at], known
@@ -235,7 +237,7 @@ def test_arguments_come_as_they_are_written() -> None:
             assert known == "Hm.f"[: len(known)] or "{" in known
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=CALL_FORMATS)
 def test_a_frame_around_json_is_a_call(form: CallFormat) -> None:
     """What forced output is to be put between reads as a call of this name, with that JSON."""
     before, behind = form.frame("f")
@@ -288,7 +290,7 @@ def test_a_value_that_was_cut_off_stays_open(key: str) -> None:
         assert (content, arguments) == ("", '{"s": "12"' if key == "s" else '{"i": 12')
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=CALL_FORMATS)
 def test_half_a_tag_within_a_call_is_no_text(form: CallFormat) -> None:
     before, behind = form.frame("f")
     text = f"{before}{{}}{behind}"
@@ -314,6 +316,6 @@ def test_half_a_tag_within_a_call_is_no_text(form: CallFormat) -> None:
     ids=lambda schema: str(schema)[:60],
 )
 def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
-    parser = Parser(CODER, {"f": schema})
+    parser = AnswerReader(calls=Calls(CODER, {"f": schema}))
     events = parser.push(element(("k", "1"))) + parser.finish(cut=False)
     assert "".join(event[0] for event in events) == 'f{"k": "1"}'

@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.server.tools.parser import Schemas, close, stream_value
-from specdec.server.tools.schema import as_json, types_of
-from specdec.server.tools.source import Arguments, Begin, MalformedCall, Reading, Source
+from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.events import Arguments, Begin
+from specdec.text.answers.schema import as_json, types_of
+from specdec.text.answers.source import MalformedCall, Reading, Source
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"

@@ -7,8 +7,9 @@ However the text is cut, it takes the same steps, so that whole answers and stre
 import json
 import re
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
+from specdec.text.answers.events import Event
 from specdec.text.tokenizer import overlap
 
 R = TypeVar("R")
@@ -20,25 +21,6 @@ STRING = re.compile(rf'"(?:[^"\\]|\\.){{0,{LONGEST_NAME}}}"', re.DOTALL)
 STRING_SO_FAR = re.compile(rf'(?:"(?:[^"\\]|\\.){{0,{LONGEST_NAME}}}\\?)?\Z', re.DOTALL)
 
 
-class Text(NamedTuple):
-    """Something said to the reader."""
-
-    text: str
-
-
-class Begin(NamedTuple):
-    """A call begins."""
-
-    name: str
-
-
-class Arguments(NamedTuple):
-    """The next part of its arguments, which together are JSON."""
-
-    text: str
-
-
-Event = Text | Begin | Arguments
 Reading = Generator[Event | None, None, R]
 Pieces = Generator[str | None, None, None]
 Waiting = Generator[None, None, R]

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Sequence
 
-from specdec.server.tools.parser import Schemas, close, stream_value
-from specdec.server.tools.source import Arguments, Begin, MalformedCall, Reading, Source, Waiting
+from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.events import Arguments, Begin
+from specdec.text.answers.source import MalformedCall, Reading, Source, Waiting
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
