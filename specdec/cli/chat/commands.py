@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,8 @@ class Reply:
     """What a command comes to."""
 
     says: str = ""
+    rows: Sequence[tuple[str, str]] = ()
+    """A table of names and what is said of each."""
     asks: Conversation | None = None
     """What is to be answered now."""
     edit: str = ""
@@ -60,10 +62,8 @@ def obey(chat: Chat, line: str) -> Reply | None:
 
 
 def _help(chat: Chat, argument: str) -> Reply:
-    usages = {f"{name} {own.takes}".strip(): own for name, own in COMMANDS.items()}
-    width = max(map(len, usages))
-    lines = [f"{usage.ljust(width)}  {own.says}" for usage, own in usages.items()]
-    return Reply("\n".join([*lines, "", *NOTES]))
+    rows = [(f"{name} {own.takes}".strip(), own.says) for name, own in COMMANDS.items()]
+    return Reply(NOTE, rows)
 
 
 def _system(chat: Chat, text: str) -> Reply:
@@ -81,8 +81,7 @@ def _set(chat: Chat, argument: str) -> Reply:
             f"/set: {name} is no setting of a chat; known are {', '.join(SETTINGS)}.", field=name
         )
     if not name:
-        width = max(map(len, SETTINGS))
-        return Reply("\n".join(f"{each.ljust(width)}  {_value(chat, each)}" for each in SETTINGS))
+        return Reply(rows=[(each, _value(chat, each)) for each in SETTINGS])
     if name not in SamplingParams.model_fields:
         SamplingParams.model_validate({name: text})  # which refuses it, and says what is near
     known, text = SamplingParams.model_fields[name], text.strip()
@@ -137,7 +136,9 @@ def _save(chat: Chat, argument: str) -> Reply:
 def _load(chat: Chat, argument: str) -> Reply:
     path = _path(argument, "/load")
     loaded = load_messages(path)
-    chat.encode(loaded.messages)  # what the template refuses, or the context cannot hold, changes nothing
+    chat.encode(
+        chat.render(loaded.messages)
+    )  # what the template refuses, or the context cannot hold, changes nothing
     chat.conversation, chat.file = loaded, path
     return Reply(f"{len(loaded.messages)} messages loaded from {path}.")
 
@@ -149,7 +150,7 @@ def _path(argument: str, name: str) -> Path:
 
 
 def _drafts(chat: Chat, argument: str) -> Reply:
-    chat.shows_drafts = _switch(argument, "/drafts", chat.shows_drafts)
+    chat.shows_drafts = _switch(argument, "/drafts")
     return Reply(
         "Tokens accepted from a draft are shown in colour."
         if chat.shows_drafts
@@ -157,9 +158,13 @@ def _drafts(chat: Chat, argument: str) -> Reply:
     )
 
 
-def _switch(argument: str, name: str, now: bool) -> bool:
-    if not argument:
-        return not now
+def _think(chat: Chat, argument: str) -> Reply:
+    on = _switch(argument, "/think")
+    chat.use_thinking(on)
+    return Reply(f"The model is told {'' if on else 'not '}to think before it answers.")
+
+
+def _switch(argument: str, name: str) -> bool:
     if argument.lower() not in SWITCH:
         raise RequestError(f"{name}: {argument!r:.40} is neither on nor off.", field="command")
     return SWITCH[argument.lower()]
@@ -168,7 +173,7 @@ def _switch(argument: str, name: str, now: bool) -> bool:
 def _stats(chat: Chat, argument: str) -> Reply:
     stats, settings = chat.engine.stats(), chat.engine.model.settings
     messages = chat.conversation.messages
-    length = len(chat.encode(messages, answer=False)) if messages else 0
+    length = len(chat.encode(chat.render(messages, answer=False))) if messages else 0
     rows = {"context": f"{length:,} of {chat.max_model_len:,} tokens in {len(messages)} messages"}
     rows["written"] = f"{stats.tokens:,} tokens in {stats.steps:,} verify steps"
     if settings.drafters:
@@ -185,8 +190,7 @@ def _stats(chat: Chat, argument: str) -> Reply:
         rows["cached"] = binary(kept.cached_bytes)
     else:
         rows["prefixes"] = "none are kept: --no-prefix-cache was given, and every turn reads the whole chat"
-    width = max(map(len, rows))
-    return Reply("\n".join(f"{name.ljust(width)}  {says}" for name, says in rows.items()))
+    return Reply(rows=[*rows.items()])
 
 
 def _bye(chat: Chat, argument: str) -> Reply:
@@ -201,12 +205,13 @@ COMMANDS: Mapping[str, Command] = {
     "/undo": Command("", "take the last message back, to edit it", _undo),
     "/save": Command("FILE", "write the messages as JSON", _save),
     "/load": Command("FILE", "go on from such a file", _load),
-    "/drafts": Command("[on|off]", "colour tokens accepted from drafts", _drafts),
+    "/think": Command("on|off", "switch thinking, if the template takes it", _think),
+    "/drafts": Command("on|off", "colour tokens accepted from drafts", _drafts),
     "/stats": Command("", "context, drafts and cache so far", _stats),
     "/help": Command("", "this list", _help, ("/?",)),
     "/bye": Command("", "leave, as Ctrl-D does", _bye, ("/exit", "/quit")),
 }
-NOTES = (
-    '""" begins and ends a message of several lines; a backslash at a',
-    "line's end goes on in the next. Ctrl-C ends an answer.",
+NOTE = (
+    '""" begins and ends a message of several lines; a backslash at the end of a line goes on in the next. '
+    "Ctrl-C ends an answer and not the chat."
 )

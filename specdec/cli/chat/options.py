@@ -13,7 +13,16 @@ from specdec.errors import RequestError
 from specdec.models.folder import find_folder
 
 NOT_IN_CHATS = frozenset(
-    {"n", "logprobs", "prompt_logprobs", "logit_bias", "cache_marks", "structured_outputs", "trees"}
+    {
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+        "logit_bias",
+        "cache_marks",
+        "structured_outputs",
+        "thinking",
+        "trees",
+    }
 )
 """Parameters of a request that a chat sets itself, cannot show, or cannot read from a line."""
 
@@ -24,6 +33,11 @@ def add_chat(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or tiny")
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--message", metavar="TEXT", help="answer this and end; without it, what is piped in")
+    parser.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        help="switch thinking, where the chat template takes that",
+    )
     parser.add_argument(
         "--colour",
         choices=COLOURS,
@@ -44,6 +58,7 @@ def _chat(args: argparse.Namespace) -> Run:
         message = read_text(None, "standard input")
     if message is not None and not message.strip():
         raise RequestError("message: it is empty; give --message, or pipe a text in.", field="message")
-    from specdec.cli.chat.run import chat
+    from specdec.cli.chat.run import Opening, chat
 
-    return partial(chat, args.model, config, params, system=args.system, message=message, colour=args.colour)
+    opening = Opening(system=args.system, thinks=args.think, message=message)
+    return partial(chat, args.model, config, params, opening, colour=args.colour)

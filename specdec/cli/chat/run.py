@@ -2,10 +2,11 @@
 
 import signal
 import sys
+from dataclasses import dataclass
 from types import FrameType
 
 from specdec.cli.chat.commands import COMMANDS, Reply, obey
-from specdec.cli.chat.conversation import Conversation
+from specdec.cli.chat.conversation import Conversation, check_text
 from specdec.cli.chat.session import Chat
 from specdec.cli.chat.typed import History, Keyboard, handling_interrupts, history_path, unechoed
 from specdec.cli.chat.view import View
@@ -20,24 +21,37 @@ MOST_GIVEN_BACK = 4096
 """Characters of a refused message that are put at the prompt again; a longer one is in the history."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a chat begins with."""
+
+    system: str | None = None
+    thinks: bool | None = None
+    message: str | None = None
+    """The only message; without one they are read from the terminal."""
+
+
 def chat(
     model: str,
     config: EngineConfig,
     params: SamplingParams,
+    opening: "Opening",
     *,
-    system: str | None,
-    message: str | None,
     colour: str,
 ) -> None:
     """Answer a message and end, or without one talk with whoever is at the terminal."""
     with SpecEngine(model, config) as engine:
         own = Chat(engine, find_folder(model), params, is_completion=model in SHIPPED)
-        if system:
-            own.use_system(system)
+        if opening.system:
+            own.use_system(check_text(opening.system, "system"))
+        if opening.thinks is not None:
+            own.use_thinking(opening.thinks)
         view = View(coloured=paints(colour))
-        if message is None:
+        if opening.message is None:
             Talk(own, view).run(model)
-        elif not answer(own, own.conversation.asking(message), view):
+            return
+        message = check_text(opening.message, "message")
+        if not answer(own, own.conversation.asking(message), view):
             raise KeyboardInterrupt
 
 
@@ -52,8 +66,8 @@ def answer(chat: Chat, asked: Conversation, view: View) -> bool:
 
     with chat.begin(asked) as written, unechoed(), handling_interrupts(pressed):
         try:
-            for delta in written:
-                view.show(delta, drafts=chat.shows_drafts)
+            for parts in written:
+                view.show(parts, drafts=chat.shows_drafts)
         finally:
             view.end_answer()
             chat.commit(asked, written)
@@ -94,8 +108,8 @@ class Talk:
         drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
         self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafts by {drafters}")
         if chat.completes:
-            why = "knows Python alone" if model in SHIPPED else "has no chat template"
-            self.view.notice(f"The model {why}: an answer goes on where your text ends.")
+            why = "The model knows Python alone" if model in SHIPPED else "Without a chat template"
+            self.view.notice(f"{why}: an answer goes on where your text ends.")
         self.view.notice("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat.")
 
     def _take(self, text: str) -> Reply:
@@ -105,6 +119,7 @@ class Talk:
         except SpecdecError as error:
             self.view.error(str(error))
             return Reply()
+        self.view.table(reply.rows)
         if reply.says:
             self.view.say(reply.says)
         if reply.asks is None or not self._answer(reply.asks):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from specdec.cli.chat.conversation import Conversation, Message, joined
 from specdec.config.sampling import SamplingParams
@@ -13,12 +13,36 @@ from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine
 from specdec.errors import RequestError, SpecdecError
+from specdec.text.answers.events import Thinking
+from specdec.text.answers.reader import AnswerReader
+from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import load_template, longest_answer
+from specdec.text.tokenizer import Piece
 
 LONGEST_ANSWER = 4096
 """Default max_tokens of a chat: some models never end on their own."""
 LONGEST_COMPLETION = 256
 """That of a model that only completes: few texts end."""
+
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates switch thinking: Qwen's and Nemotron's name, DeepSeek's and Granite's."""
+
+
+class Part(NamedTuple):
+    """A part of an answer, as one token wrote it."""
+
+    text: str
+    is_thinking: bool
+    is_drafted: bool
+    """Whether the token was accepted from a draft."""
+
+
+class Question(NamedTuple):
+    """A conversation that ends with a question, as the engine reads it."""
+
+    prepared: Prepared
+    thinking: ThinkingFormat | None
+    """How its answer thinks, if it does."""
 
 
 class Chat:
@@ -37,6 +61,8 @@ class Chat:
         self.template = load_template(folder)
         self.completes = is_completion or self.template.is_plain
         """Whether the model goes on with the joined texts: it was not trained on chats."""
+        self.thinking = None if self.completes else thinking_format("auto", self.template)
+        """How the model marks its thinking, if it does."""
         self.default_max_tokens = (
             LONGEST_COMPLETION if self.completes else longest_answer(folder) or LONGEST_ANSWER
         )
@@ -51,33 +77,43 @@ class Chat:
     def max_model_len(self) -> int:
         return self.engine.model.settings.max_model_len
 
-    def encode(self, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
-        """Return the prompt of these messages, up to where the answer begins."""
-        text = (
-            joined(messages)
-            if self.completes
-            else self.template.render(messages, self.variables, answer=answer)
-        )
+    def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
+        """Return these messages as the model reads them, up to where the answer begins."""
+        if self.completes:
+            return joined(messages)
+        return self.template.render(messages, self.variables, answer=answer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a rendered chat."""
         self.engine.check_length(text)
         return self._tokenizer.encode(text, special=self.completes)
 
     def use_system(self, text: str | None) -> None:
         """Change the system prompt; one that the template refuses leaves the one before."""
         changed = replace(self.conversation, system=text)
-        self.encode(Conversation(system=text).asking("?").messages)
+        self.encode(self.render(Conversation(system=text).asking("?").messages))
         self.conversation = changed
 
-    def prepare(self, asked: Conversation) -> Prepared:
+    def use_thinking(self, on: bool) -> None:
+        """Switch thinking, where the template takes that."""
+        switch = next((own for own in THINKING_SWITCHES if self.template.takes(own)), None)
+        if switch is None or self.completes:
+            raise RequestError("think: the model's chat template has no switch for thinking.", field="think")
+        self.variables[switch] = on
+
+    def prepare(self, asked: Conversation) -> Question:
         """Turn a conversation that ends with a question into a prompt, and refuse what cannot be served."""
-        ids = self.encode(asked.messages)
+        text = self.render(asked.messages)
+        ids = self.encode(text)
         # A template may write the last answer otherwise than the model did, its reasoning left out: then the
         # next prompt parts from this one behind the question, and needs a state that is kept there.
-        mark = _common(ids, self.encode(asked.messages, answer=False))
+        mark = _common(ids, self.encode(self.render(asked.messages, answer=False)))
         own: dict[str, Any] = {"cache_marks": [mark] if mark else None}
         if "max_tokens" not in self.params.model_fields_set:
             room = self.max_model_len - len(ids)
             own["max_tokens"] = max(min(self.default_max_tokens, room), self.params.min_tokens, 1)
-        return self.engine.prepare(ids, self.params.model_copy(update=own))
+        prepared = self.engine.prepare(ids, self.params.model_copy(update=own))
+        return Question(prepared, self.thinking.after(text) if self.thinking else None)
 
     def begin(self, asked: Conversation) -> "Answer":
         """Begin the answer to a conversation that ends with a question."""
@@ -85,16 +121,16 @@ class Chat:
 
     def commit(self, asked: Conversation, answer: "Answer") -> bool:
         """Put a question and what was written of its answer into the conversation; tell if there was any."""
-        if not (answer.text or answer.is_whole):
+        if not (answer.said or answer.thought or answer.is_whole):
             return False
-        self.conversation = asked.answered({"role": "assistant", "content": answer.text})
+        self.conversation = asked.answered(answer.message)
         return True
 
     def remark(self, answer: "Answer") -> str | None:
         """Say why an answer ended, unless the model ended it, and what to do about it."""
         last = answer.last
         if last is None or last.stats is None or last.finish_reason != "length":
-            return None if answer.text else "The answer is empty."
+            return None if answer.said or answer.thought else "The answer is empty."
         length = last.stats.prompt_tokens + last.stats.output_tokens
         if length >= self.max_model_len:
             return f"The context is full ({length:,} tokens): {self.make_room}."
@@ -111,11 +147,18 @@ class Chat:
 class Answer:
     """An answer while it is written. Leaving it cancels the request."""
 
-    def __init__(self, engine: SpecEngine, prepared: Prepared) -> None:
+    def __init__(self, engine: SpecEngine, question: Question) -> None:
         self._inbox: queue.SimpleQueue[Delta | SpecdecError] = queue.SimpleQueue()
-        self._ticket = engine.submit([prepared], lambda _, said: self._inbox.put(said))
-        self.text = ""
+        self._ticket = engine.submit([question.prepared], lambda _, said: self._inbox.put(said))
+        self._reader = AnswerReader(question.thinking)
+        self.said = self.thought = ""
         self.last: Delta | None = None
+
+    @property
+    def message(self) -> Message:
+        """Return what was written so far, as chat templates read it."""
+        thought = {"reasoning_content": self.thought} if self.thought else {}
+        return {"role": "assistant", "content": self.said, **thought}
 
     @property
     def is_whole(self) -> bool:
@@ -126,13 +169,31 @@ class Answer:
         """End it between two steps; its last delta comes then. A signal handler may call this."""
         self._ticket.cancel()
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> Iterator[list[Part]]:
+        """Yield what each step adds."""
         while self.last is None or self.last.finish_reason is None:
-            said = self._inbox.get()
-            if isinstance(said, SpecdecError):
-                raise said
-            self.text, self.last = self.text + said.text, said
-            yield said
+            delta = self._inbox.get()
+            if isinstance(delta, SpecdecError):
+                raise delta
+            self.last = delta
+            yield self._read(delta)
+
+    def _read(self, delta: Delta) -> list[Part]:
+        """Read a delta by its tokens: what the reader holds back has the colour of the one that ends it."""
+        parts = [part for piece in delta.pieces for part in self._parts(piece)]
+        if delta.finish_reason:
+            parts += self._parts(Piece("", 0), cut=delta.finish_reason != "stop")
+        for part in parts:
+            if part.is_thinking:
+                self.thought += part.text
+            else:
+                self.said += part.text
+        return parts
+
+    def _parts(self, piece: Piece, *, cut: bool | None = None) -> list[Part]:
+        """Return what a piece adds; with `cut` what was held back at the answer's end."""
+        events = self._reader.push(piece.text) if cut is None else self._reader.finish(cut=cut)
+        return [Part(own[0], isinstance(own, Thinking), piece.origin > 0) for own in events]
 
     def __enter__(self) -> Self:
         return self
