@@ -20,12 +20,12 @@ import pytest
 
 from specdec import Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.cli import main
-from specdec.cli.chat import typed
 from specdec.cli.chat.commands import COMMANDS, NOT_IN_CHATS, Reply, obey
 from specdec.cli.chat.conversation import Conversation, joined, load_messages, save_messages
+from specdec.cli.chat.history import MOST_ENTRIES, History, history_path
 from specdec.cli.chat.run import answer
 from specdec.cli.chat.session import Answer, Chat, Part, Question
-from specdec.cli.chat.typed import MOST_ENTRIES, History, read_message
+from specdec.cli.chat.typed import read_message
 from specdec.cli.chat.view import DIM, View, figures, wrapped
 from specdec.cli.terminal import ACCEPTED, PLAIN
 from specdec.errors import ConfigError, RequestError, SpecdecError
@@ -36,7 +36,7 @@ from specdec.text.tokenizer import Piece
 from tests.cli.test_terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60
+WAIT_S = 30
 Capture = pytest.CaptureFixture[str]
 QUESTION, ANSWER = {"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "\n    pass\n"}
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -115,7 +115,7 @@ def test_messages_of_several_lines(lines: list[str], message: str) -> None:
 
 def test_the_history_is_a_bounded_file_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    path = typed.history_path()
+    path = history_path()
     assert path == tmp_path / "specdec" / "chat_history"
     history = History(path)
     assert history.read() == []
@@ -133,7 +133,7 @@ def test_the_history_is_a_bounded_file_for_its_owner(tmp_path: Path, monkeypatch
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and [*path.parent.iterdir()] == [path]
     monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert typed.history_path() == tmp_path / ".local" / "state" / "specdec" / "chat_history"
+    assert history_path() == tmp_path / ".local" / "state" / "specdec" / "chat_history"
 
 
 def test_figures_fit_the_terminal() -> None:
@@ -414,26 +414,36 @@ class Person:
         """Type keys, and return what appears until a pattern does."""
         os.write(self._keys, keys.encode())
         seen = b""
-        while not re.search(until, seen.decode("utf-8", "replace")):
+        while not re.search(until, text := seen.decode("utf-8", "replace").replace("\r", "")):
             ready, _, _ = select.select([self._keys], [], [], max(self._until_s - time.monotonic(), 0))
-            assert ready, f"no {until!r} in {seen!r}"
+            assert ready, f"no {until!r} in {text!r}"
             try:
                 seen += os.read(self._keys, 1 << 16)
             except OSError:  # the other side is closed
                 break
-        return seen.decode("utf-8", "replace").replace("\r\n", "\n")
+        return text
 
     def leaves(self) -> int:
-        """Return the exit code, and close the terminal."""
-        code = self.process.wait(WAIT_S)
+        """Return the exit code."""
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        """End what still runs, and close the terminal."""
+        self.process.kill()
+        self.process.wait()
         os.close(self._keys)
-        return code
 
 
-def test_a_person_at_a_terminal(tmp_path: Path) -> None:
-    ready = r">>> (\x1b\[\?2004h)?$"
+@pytest.fixture
+def person(tmp_path: Path) -> Iterator[Person]:
     argv = ["chat", "tiny", "--temperature", "0", "--max-tokens", "20000", "--ignore-eos", "--draft", "none"]
     person = Person(argv, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1", LC_ALL="C.UTF-8")
+    yield person
+    person.close()
+
+
+def test_a_person_at_a_terminal(person: Person, tmp_path: Path) -> None:
+    ready = r">>> $"
     assert "knows Python alone" in person.types("", until=ready)
     assert "Ctrl-D or /bye" in person.types("\x03", until=r"ends the chat\.\n.*" + ready)
     person.types("half a line", until="half a line")

@@ -54,8 +54,8 @@ def _chat(args: argparse.Namespace) -> Run:
         print(SYNTHETIC, file=sys.stderr)
     find_folder(args.model)
     message = args.message
-    if message is None and not sys.stdin.isatty():
-        message = read_text(None, "standard input")
+    if message is None and not (sys.stdin and sys.stdin.isatty()):
+        message = read_text(None, "standard input") if sys.stdin else ""
     if message is not None and not message.strip():
         raise RequestError("message: it is empty; give --message, or pipe a text in.", field="message")
     from specdec.cli.chat.run import Opening, chat

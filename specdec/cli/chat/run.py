@@ -7,8 +7,9 @@ from types import FrameType
 
 from specdec.cli.chat.commands import COMMANDS, Reply, obey
 from specdec.cli.chat.conversation import Conversation, check_text
+from specdec.cli.chat.history import History, history_path
 from specdec.cli.chat.session import Chat
-from specdec.cli.chat.typed import History, Keyboard, handling_interrupts, history_path, unechoed
+from specdec.cli.chat.typed import Keyboard, handling_interrupts, unechoed
 from specdec.cli.chat.view import View
 from specdec.cli.terminal import paints
 from specdec.config.engine import EngineConfig
@@ -35,7 +36,7 @@ def chat(
     model: str,
     config: EngineConfig,
     params: SamplingParams,
-    opening: "Opening",
+    opening: Opening,
     *,
     colour: str,
 ) -> None:
@@ -59,12 +60,11 @@ def answer(chat: Chat, asked: Conversation, view: View) -> bool:
     """Show the answer and put it into the conversation; False: it was interrupted."""
 
     def pressed(number: int, frame: FrameType | None) -> None:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a second one does not wait for a step's end
+        # A second one does not wait for the end of a step.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         written.cancel()
 
-    with chat.begin(asked) as written, unechoed(), handling_interrupts(pressed):
+    with chat.begin(asked) as written, handling_interrupts(pressed):
         try:
             for parts in written:
                 view.show(parts, drafts=chat.shows_drafts)
@@ -115,6 +115,7 @@ class Talk:
     def _take(self, text: str) -> Reply:
         """Run a command or answer a message; what is wrong with it is said."""
         try:
+            check_text(text, "message")  # some locales let bytes in that are no characters
             reply = obey(self.chat, text) or Reply(asks=self.chat.conversation.asking(text), edit=text)
         except SpecdecError as error:
             self.view.error(str(error))
@@ -130,7 +131,8 @@ class Talk:
         """Answer a question; tell if anything was written."""
         before = self.chat.conversation
         try:
-            answer(self.chat, asked, self.view)
+            with unechoed():
+                answer(self.chat, asked, self.view)
         except SpecdecError as error:
             if self.chat.engine.fault:
                 raise
