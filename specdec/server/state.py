@@ -25,7 +25,7 @@ from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
-from specdec.text.chat_template import Message, load_template, longest_answer
+from specdec.text.chat_template import LONGEST_ANSWER, Message, load_template, longest_answer
 from specdec.text.grammar.guide import Form
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
 """Characters, or ids, of prompts whose tokenization takes a while."""
-LONGEST_ANSWER = 4096
-"""Default max_tokens of a chat: some models never end on their own."""
 T = TypeVar("T")
 STALLED_S = 10.0
 """Seconds of a step after which load balancers are told to go elsewhere, well before step_timeout."""

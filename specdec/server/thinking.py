@@ -6,11 +6,9 @@ from typing import Any
 from specdec.config.thinking import ThinkingSpan
 from specdec.server.bodies import ChatBody
 from specdec.text.answers.thinking import Place, ThinkingFormat, ThinkingTrack
-from specdec.text.chat_template import ChatTemplate
+from specdec.text.chat_template import THINKING_SWITCHES, ChatTemplate
 from specdec.text.tokenizer import Tokenizer
 
-SWITCHES = ("enable_thinking", "thinking")
-"""The variables by which chat templates switch thinking: Qwen's and Nemotron's, and DeepSeek's."""
 EFFORT = "reasoning_effort"
 LITTLE = {"none", "minimal"}
 """The efforts at which a template that can only switch thinking switches it off."""
@@ -18,7 +16,7 @@ LITTLE = {"none", "minimal"}
 
 def asked_variables(body: ChatBody, template: ChatTemplate) -> tuple[dict[str, Any], list[str]]:
     """Return what a chat asks of thinking in its template's variables, and the fields without any."""
-    switches, effort = [name for name in SWITCHES if template.takes(name)], body.reasoning_effort
+    switches, effort = [name for name in THINKING_SWITCHES if template.takes(name)], body.reasoning_effort
     own, ignored = dict[str, Any](), list[str]()
     if effort is not None:
         own = {EFFORT: effort} if template.takes(EFFORT) else {}
@@ -26,7 +24,7 @@ def asked_variables(body: ChatBody, template: ChatTemplate) -> tuple[dict[str, A
         ignored += [] if own else [EFFORT]
     if body.enable_thinking is not None:
         own |= dict.fromkeys(switches, body.enable_thinking)
-        ignored += [] if switches else [SWITCHES[0]]
+        ignored += [] if switches else [THINKING_SWITCHES[0]]
     return own, ignored
 
 

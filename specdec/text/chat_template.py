@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """Special tokens that templates use, by their names in `tokenizer_config.json`."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""The variables by which chat templates switch thinking: Qwen's and Nemotron's, and DeepSeek's."""
+LONGEST_ANSWER = 4096
+"""Default max_tokens of a chat: some models never end on their own."""
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 """Errors that a template raises for messages it does not support."""
 

@@ -415,12 +415,15 @@ class Person:
         os.write(self._keys, keys.encode())
         seen = b""
         while not re.search(until, text := seen.decode("utf-8", "replace").replace("\r", "")):
-            ready, _, _ = select.select([self._keys], [], [], max(self._until_s - time.monotonic(), 0))
-            assert ready, f"no {until!r} in {text!r}"
-            try:
-                seen += os.read(self._keys, 1 << 16)
-            except OSError:  # the other side is closed
-                break
+            assert time.monotonic() < self._until_s, f"no {until!r} in {text!r}"
+            ready, _, _ = select.select([self._keys], [], [], 1)
+            if ready:
+                try:
+                    seen += os.read(self._keys, 1 << 16)
+                except OSError:  # the other side is closed
+                    break
+            elif keys == "\x03":  # it came between the prompt and where readline waits
+                os.write(self._keys, b"\x03")
         return text
 
     def leaves(self) -> int:

@@ -6,7 +6,7 @@ from functools import partial
 
 from specdec.cli.commands import COLOURS, SYNTHETIC, read_text
 from specdec.config.engine import EngineConfig
-from specdec.config.options import Run, add_settings, settings_from
+from specdec.config.options import Run, add_settings, at_least, settings_from
 from specdec.config.parser import Parser
 from specdec.config.sampling import SamplingParams
 from specdec.errors import RequestError
@@ -44,7 +44,15 @@ def add_chat(parser: Parser) -> None:
         default="auto",
         help="figures and notices; auto: on a terminal, unless NO_COLOR is set (default: auto)",
     )
-    add_settings(parser, SamplingParams, title="sampling", without=NOT_IN_CHATS)
+    parser.add_argument(
+        "--max-tokens",
+        metavar="TOKENS",
+        type=at_least(1),
+        default=argparse.SUPPRESS,
+        help="tokens of an answer at most (default: what the checkpoint says, else 4096; 256 without a chat "
+        "template)",
+    )
+    add_settings(parser, SamplingParams, title="sampling", without={*NOT_IN_CHATS, "max_tokens"})
     add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
 
 

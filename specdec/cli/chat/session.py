@@ -16,16 +16,11 @@ from specdec.errors import RequestError, SpecdecError
 from specdec.text.answers.events import Thinking
 from specdec.text.answers.reader import AnswerReader
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
-from specdec.text.chat_template import load_template, longest_answer
+from specdec.text.chat_template import LONGEST_ANSWER, THINKING_SWITCHES, load_template, longest_answer
 from specdec.text.tokenizer import Piece
 
-LONGEST_ANSWER = 4096
-"""Default max_tokens of a chat: some models never end on their own."""
 LONGEST_COMPLETION = 256
 """That of a model that only completes: few texts end."""
-
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates switch thinking: Qwen's and Nemotron's name, DeepSeek's and Granite's."""
 
 
 class Part(NamedTuple):
@@ -96,10 +91,10 @@ class Chat:
 
     def use_thinking(self, on: bool) -> None:
         """Switch thinking, where the template takes that."""
-        switch = next((own for own in THINKING_SWITCHES if self.template.takes(own)), None)
-        if switch is None or self.completes:
+        switches = [name for name in THINKING_SWITCHES if self.template.takes(name) and not self.completes]
+        if not switches:
             raise RequestError("think: the model's chat template has no switch for thinking.", field="think")
-        self.variables[switch] = on
+        self.variables |= dict.fromkeys(switches, on)
 
     def prepare(self, asked: Conversation) -> Question:
         """Turn a conversation that ends with a question into a prompt, and refuse what cannot be served."""
