@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ import pytest
 
 from specdec import Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.cli import main
+from specdec.cli.chat import run
 from specdec.cli.chat.commands import COMMANDS, NOT_IN_CHATS, Reply, obey
 from specdec.cli.chat.conversation import Conversation, joined, load_messages, save_messages
 from specdec.cli.chat.history import MOST_ENTRIES, History, history_path
@@ -342,6 +344,33 @@ def test_a_full_context_is_said_with_the_remedy(chat: Chat, capsys: Capture) -> 
     command(chat, "/set max_tokens 5")
     ask(chat, "class A:\n")
     assert "Cut at 5 tokens: /set max_tokens" in capsys.readouterr().err
+
+
+class Script:
+    """Types given lines, and keeps what stood at each prompt."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.given = iter(lines), list[str]()
+
+    def read(self, given: str) -> str:
+        self.given.append(given)
+        return next(self.lines)
+
+
+def test_a_message_that_is_refused_stands_at_the_next_prompt(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(run, "unechoed", nullcontext)
+    talk, long = run.Talk(chat, View(coloured=False)), "x = 1\n" * 300
+    script = Script("def f(x):\n", long, "/retry", "/undo", "/nothing", "/bye")
+    monkeypatch.setattr(talk, "keyboard", script)
+    talk.run("tiny")
+    assert script.given == ["", "", long, "", "def f(x):\n", ""]
+    said = capsys.readouterr().err
+    assert "max_model_len" in said and "In this chat /undo or /clear makes room" in said
+    assert "It is the same answer: /set seed none" in said and "There is no command /nothing" in said
+    assert chat.conversation == Conversation()
 
 
 def test_an_interrupt_ends_the_answer_and_keeps_what_was_written(

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specdec.cli.chat.conversation import Conversation, load_messages, save_messages
@@ -38,7 +38,7 @@ class Command:
     takes: str
     says: str
     run: Callable[[Chat, str], Reply]
-    aliases: tuple[str, ...] = field(default=())
+    aliases: tuple[str, ...] = ()
 
 
 def obey(chat: Chat, line: str) -> Reply | None:
@@ -136,9 +136,7 @@ def _save(chat: Chat, argument: str) -> Reply:
 def _load(chat: Chat, argument: str) -> Reply:
     path = _path(argument, "/load")
     loaded = load_messages(path)
-    chat.encode(
-        chat.render(loaded.messages)
-    )  # what the template refuses, or the context cannot hold, changes nothing
+    chat.encode(chat.render(loaded.messages))  # what the template refuses changes nothing
     chat.conversation, chat.file = loaded, path
     return Reply(f"{len(loaded.messages)} messages loaded from {path}.")
 
