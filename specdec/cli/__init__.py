@@ -17,6 +17,7 @@ INTERRUPTED = 130
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "generate": ("complete a prompt, streamed to the terminal", "cli.commands:add_generate"),
+        "chat": ("talk to a model in the terminal", "cli.chat.options:add_chat"),
         "info": ("what a model is made of and what memory it needs", "cli.commands:add_info"),
         "bench": ("measure", "cli:add_benchmarks"),
         "train": ("train the small checkpoint that ships, heads included", "train.commands:add_train"),

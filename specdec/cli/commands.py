@@ -75,8 +75,8 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     if args.prompt is not None:
         return str(args.prompt)
     if args.prompt_file is not None:
-        return _read(None if args.prompt_file == "-" else Path(args.prompt_file), "--prompt-file")
-    ids = _read(None, "--prompt-ids") if args.prompt_ids == "-" else args.prompt_ids
+        return read_text(None if args.prompt_file == "-" else Path(args.prompt_file), "--prompt-file")
+    ids = read_text(None, "--prompt-ids") if args.prompt_ids == "-" else args.prompt_ids
     words = ids.replace(",", " ").split()
     if wrong := [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]:
         raise RequestError(
@@ -86,7 +86,7 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     return [int(word) for word in words]
 
 
-def _read(path: Path | None, option: str) -> str:
+def read_text(path: Path | None, option: str) -> str:
     """Read a file, or standard input, as UTF-8 whatever the terminal's own encoding is."""
     source = short(path) if path else "standard input"
     try:

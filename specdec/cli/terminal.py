@@ -91,8 +91,11 @@ def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
 
 def visible(text: str) -> str:
     """Return text as a terminal may show it: escape its control characters, unless it goes elsewhere."""
-    if not sys.stdout.isatty():
-        return text
+    return escaped(text) if sys.stdout.isatty() else text
+
+
+def escaped(text: str) -> str:
+    """Escape control characters: a terminal obeys them."""
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

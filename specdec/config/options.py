@@ -1,10 +1,13 @@
 """Settings as command-line options: one `--dashed-name` for each field, made from the settings class."""
 
 import argparse
+import contextlib
+import json
 import re
 import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -27,6 +30,8 @@ COMMON = frozenset(
     }
 )
 """The settings that --help shows, in a line or two each; --help-all shows all, at length."""
+SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
+"""What a person types for True and False."""
 
 
 def add_settings(
@@ -176,6 +181,20 @@ def _brief(field: FieldInfo) -> str:
 
 def _default(field: FieldInfo) -> str:
     return "" if field.default is None else f" (default: {field.default})"
+
+
+def read_value(field: FieldInfo, text: str) -> object:
+    """Read what a person types for a field: `on`, `none`, or JSON where it begins with a quote or bracket."""
+    kinds = kinds_of(field.annotation)
+    if bool in kinds:
+        return SWITCH.get(text.lower(), text)
+    if types.NoneType in kinds and text.lower() == "none":
+        return None
+    if text.startswith(('"', "[")):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+    value = _reader(field)(text)
+    return [value] if list in kinds and type(value) not in kinds else value
 
 
 def _reader(field: FieldInfo) -> Callable[[str], object]:

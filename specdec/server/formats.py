@@ -11,8 +11,9 @@ from typing import Any, Protocol, Self
 from specdec.core.outputs import Delta, DraftTree, RequestStats, TokenLogprob
 from specdec.core.terms import Prepared
 from specdec.engine.prompts import Prompt
-from specdec.server.tools.answer import CallingAnswer
-from specdec.server.tools.offer import Offer
+from specdec.server.chat_answer import ChatAnswer
+from specdec.server.events import Expected
+from specdec.server.thinking import ThinkingTokens
 from specdec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -32,9 +33,13 @@ class Usage:
 
     cached: dict[int, int] = field(default_factory=dict)
     """Tokens of each prompt found in the prefix cache by its first choice."""
+    thinking: ThinkingTokens | None = None
+    """Those of the completion that are thinking, where it thinks."""
 
     def add(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
+        if self.thinking:
+            self.thinking.add(choice, delta.token_ids)
         self.accepted += sum(origin > 0 for origin in delta.origins)
         if delta.stats:
             self.ended.append(delta.stats)
@@ -52,7 +57,7 @@ class Usage:
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": max(drafted - self.accepted, 0),
                 "accepted_from_outputs": sum(stats.accepted_from_outputs for stats in self.ended),
-                "reasoning_tokens": 0,
+                "reasoning_tokens": self.thinking.total if self.thinking else 0,
                 "audio_tokens": 0,
             },
         }
@@ -194,22 +199,19 @@ class Completions:
 class Chats:
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer | None, shown: Shown, offer: Offer | None = None) -> None:
-        self.tokenizer, self.shown, self.offer = tokenizer, shown, offer
-        self._calling: dict[int, CallingAnswer] = {}
+    def __init__(self, tokenizer: Tokenizer | None, shown: Shown, expected: Expected) -> None:
+        self.tokenizer, self.shown, self.expected = tokenizer, shown, expected
+        self._answers: dict[int, ChatAnswer] = {}
 
     def first(self, choice: int) -> Json | None:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
 
     def said(self, choice: int, delta: Delta) -> Json:
-        calling = self._calls(choice)
-        message = calling.message(delta) if calling else {"role": "assistant", "content": delta.text}
-        return self._told(choice, "message", message, delta)
+        return self._told(choice, "message", self._answer(choice).message(delta), delta)
 
     def parts(self, choice: int, delta: Delta) -> list[Json]:
         """Write each piece as a chunk; what stands beside the text goes into the last."""
-        calling = self._calls(choice)
-        own = calling.parts(delta) if calling else [{"content": delta.text}] if _tells(delta) else []
+        own = self._answer(choice).parts(delta)
         if not own and not (
             delta.finish_reason or delta.logprobs or beside(delta, self.shown, self.tokenizer)
         ):
@@ -218,17 +220,16 @@ class Chats:
         chunks = [self._choice(choice, "delta", part, None, None) for part in before]
         return [*chunks, self._told(choice, "delta", last, delta)]
 
-    def _calls(self, choice: int) -> CallingAnswer | None:
-        if self.offer and choice not in self._calling:
-            self._calling[choice] = CallingAnswer(self.offer)
-        return self._calling.get(choice)
+    def _answer(self, choice: int) -> ChatAnswer:
+        if choice not in self._answers:
+            self._answers[choice] = ChatAnswer(self.expected)
+        return self._answers[choice]
 
     def _told(self, choice: int, name: str, message: Json, delta: Delta) -> Json:
         logprobs, why = None, delta.finish_reason
         if delta.logprobs is not None:
             logprobs = {"content": [self._logprob(own) for own in delta.logprobs], "refusal": None}
-        calling = self._calling.get(choice)
-        told = self._choice(choice, name, message, logprobs, calling.reason(why) if calling else why)
+        told = self._choice(choice, name, message, logprobs, self._answer(choice).finish_reason(why))
         return told | {"stop_reason": delta.stop_reason} | beside(delta, self.shown, self.tokenizer)
 
     def _choice(self, index: int, name: str, message: Json, logprobs: Json | None, why: str | None) -> Json:

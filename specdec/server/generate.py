@@ -12,12 +12,14 @@ from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.events import Expected
 from specdec.server.failures import Failure, Names, naming, renamed
 from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
 from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
+from specdec.server.thinking import ThinkingTokens, asked_variables, span_of
 from specdec.server.tools.offer import untold
 
 logger = logging.getLogger(__name__)
@@ -59,10 +61,12 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     until = Deadline(state.config.request_timeout)
     body = ChatBody.read(await request.read())
     state.check_model(body.model)
-    untold_of = untold(body.tools, body.tool_choice, told=state.told)
-    request["headers"] |= state.ignored.headers([*untold_of, *body.ignored])
-    offer = body.offer(state.calls, told=state.told)
-    variables = {**body.variables, **({"tools": offer.plain} if offer else {})}
+    wishes, unmet = asked_variables(body, state.template)
+    ignored = [*untold(body.tools, body.tool_choice, told=state.told), *unmet, *body.ignored]
+    request["headers"] |= state.ignored.headers(ignored)
+    offer, budget = body.offer(state.calls, told=state.told), body.budget
+    variables = {**state.template_kwargs, **wishes, **(body.chat_template_kwargs or {})}
+    variables |= {"tools": offer.plain} if offer else {}
     forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     default = max(state.default_max_tokens, body.min_tokens or 0)
@@ -71,17 +75,23 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     names = {"prompt": "messages", "structured_outputs": asker}
     with naming(names), state.under_way(params.n, until):
         async with until.held():
-            ids = await state.encode_chat(
+            ids, thinking = await state.encode_chat(
                 as_read(body.messages), variables, answer=body.add_generation_prompt
             )
             marks = await state.marks(ids, beginnings(body.messages), variables)
             own: dict[str, Any] = {"cache_marks": marks or None}
+            if thinking and (budget or params.structured_outputs):
+                own["thinking"] = span_of(thinking, budget[1] if budget else None)
+            elif budget:
+                request["headers"] |= state.ignored.headers([budget[0], *ignored])
             if asked is None:
                 own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await state.prepare([ids], params, request["caller"])
-        form = Chats(state.engine.tokenizer, _shown(body), offer)
-        return await _answer(request, state, body, prepared, form, until, names)
+        tokenizer = state.engine.tokenizer
+        count = ThinkingTokens(thinking, tokenizer) if thinking and tokenizer else None
+        form = Chats(tokenizer, _shown(body), Expected(thinking, offer))
+        return await _answer(request, state, body, prepared, form, until, names, count)
 
 
 async def _answer(
@@ -92,10 +102,12 @@ async def _answer(
     form: Format,
     until: Deadline,
     names: Names,
+    thinking: ThinkingTokens | None = None,
 ) -> web.StreamResponse:
     envelope = Envelope(form, body.model or state.names[0], prepared)
     answers = Answers(state.engine, state.bell, prepared, streams=body.stream, until=until)
-    usage, stall_s = Usage(answers.prompt_tokens, prepared[0].params.n), state.config.stall_timeout
+    usage = Usage(answers.prompt_tokens, prepared[0].params.n, thinking=thinking)
+    stall_s = state.config.stall_timeout
     with state.metrics.request(prepared, until.start_s) as watch, answers:
         if body.stream:
             stream = EventStream(request, stall_s)

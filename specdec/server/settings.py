@@ -1,8 +1,9 @@
 """The server's settings; the engine has its own."""
 
-from typing import Literal
+import json
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from specdec.config.base import Settings
 from specdec.config.sampling import MOST_TOKENS
@@ -125,10 +126,43 @@ class ServerConfig(Settings):
         title="seconds that running requests may go on when the server is told to stop",
         description="a number of at least 0",
     )
-    tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "none"] = Field(
+    tool_call_parser: Literal[
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "nemotron_json",
+        "granite",
+        "mistral",
+        "mistral_v3",
+        "llama3_json",
+        "kimi_k2",
+        "none",
+    ] = Field(
         "auto",
         title="how the model writes calls of tools; auto asks its chat template, none refuses tools",
-        description='"auto", "hermes", "qwen3_coder" or "none"',
+        description='"auto", "hermes", "qwen3_coder" and its like (docs/serving.md), or "none"',
+    )
+    reasoning_parser: Literal[
+        "auto",
+        "qwen3",
+        "deepseek_r1",
+        "deepseek_v3",
+        "nemotron_v3",
+        "kimi_k2",
+        "glm45",
+        "mistral",
+        "seed_oss",
+        "none",
+    ] = Field(
+        "auto",
+        title="how the model marks its thinking; auto asks its chat template, none leaves it in the text",
+        description='"auto", "qwen3" and its like (docs/serving.md), or "none"',
+    )
+    chat_template_kwargs: str | None = Field(
+        None,
+        title="variables of the chat template where a request does not give them, such as "
+        '{"enable_thinking": false}',
+        description="a JSON object as text, or None",
     )
     log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
@@ -136,3 +170,18 @@ class ServerConfig(Settings):
         title="how the log is written: as lines of text, or as one JSON object on each line",
         description='"text" or "json"',
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_kwargs(cls, value: str | None) -> str | None:
+        try:
+            if value is None or isinstance(json.loads(value), dict):
+                return value
+        except (ValueError, RecursionError):
+            pass
+        raise ValueError
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the default variables of the chat template."""
+        return dict(json.loads(self.chat_template_kwargs or "{}"))

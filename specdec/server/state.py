@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from specdec.config.folders import model_name
 from specdec.config.sampling import SamplingParams
@@ -24,8 +24,9 @@ from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerConfig
-from specdec.server.tools.offer import format_of
-from specdec.text.chat_template import Message, load_template, longest_answer
+from specdec.text.answers.formats import call_format
+from specdec.text.answers.thinking import ThinkingFormat, thinking_format
+from specdec.text.chat_template import LONGEST_ANSWER, Message, load_template, longest_answer
 from specdec.text.grammar.guide import Form
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,18 @@ logger = logging.getLogger(__name__)
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
 """Characters, or ids, of prompts whose tokenization takes a while."""
-LONGEST_ANSWER = 4096
-"""Default max_tokens of a chat: some models never end on their own."""
 T = TypeVar("T")
 STALLED_S = 10.0
 """Seconds of a step after which load balancers are told to go elsewhere, well before step_timeout."""
 STOPPING = {"Retry-After": "10"}
+
+
+class EncodedChat(NamedTuple):
+    """A chat as the model reads it."""
+
+    ids: list[int]
+    thinking: ThinkingFormat | None
+    """How its answer thinks, if it does."""
 
 
 class State:
@@ -47,10 +54,13 @@ class State:
     def __init__(self, engine: SpecEngine, config: ServerConfig, folder: Path) -> None:
         self.engine, self.config = engine, config
         self.template = load_template(folder)
-        self.calls = format_of(config.tool_call_parser, self.template)
+        self.calls = call_format(config.tool_call_parser, self.template)
         """The model's tool call format, if it has one."""
-        self.told = config.tool_call_parser == "none" or self.template.takes_tools
+        self.thinking = thinking_format(config.reasoning_parser, self.template)
+        """How the model marks its thinking, if it does."""
+        self.told = config.tool_call_parser == "none" or self.template.takes("tools")
         """Whether the template states tools, or all are refused; else chats go without them."""
+        self.template_kwargs = config.template_kwargs
         self.ignored = Ignored()
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
@@ -152,11 +162,12 @@ class State:
 
     async def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
-    ) -> list[int]:
+    ) -> EncodedChat:
         """Render a chat by the model's template and tokenize it."""
         text = await apart(partial(self.template.render, messages, variables, answer=answer))
         self.engine.check_length(text)
-        return await self.encode(text, special=self.template.is_plain)
+        ids = await self.encode(text, special=self.template.is_plain)
+        return EncodedChat(ids, self.thinking.after(text) if self.thinking else None)
 
     async def marks(
         self,
@@ -168,7 +179,7 @@ class State:
         found = []
         for messages in beginnings:
             try:
-                own = await self.encode_chat(messages, variables, answer=False)
+                own, _ = await self.encode_chat(messages, variables, answer=False)
             except RequestError:
                 # Some templates refuse half a chat: without the mark its prefix may not be cached.
                 if not self._marks_refused:

@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """Special tokens that templates use, by their names in `tokenizer_config.json`."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""The variables by which chat templates switch thinking: Qwen's and Nemotron's, and DeepSeek's."""
+LONGEST_ANSWER = 4096
+"""Default max_tokens of a chat: some models never end on their own."""
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 """Errors that a template raises for messages it does not support."""
 
@@ -50,13 +54,16 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
-            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
-            """Whether the template states tools."""
+            self._variables = find_undeclared_variables(environment.parse(self.source))
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); mend or remove it",
                 field="chat_template",
             ) from error
+
+    def takes(self, variable: str) -> bool:
+        """Tell whether the template has a variable, such as `tools`."""
+        return variable in self._variables
 
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, answer: bool = True

@@ -189,6 +189,7 @@ specdec.__main__._leave(specdec.__main__._run())
         (["generate", "tiny", "--prompt", "x", "--temperature", "hot"], "2 pydantic"),
         (["generate", "/no/such/folder", "--prompt", "x"], "2 pydantic"),
         (["serve", "/no/such/folder"], "2 pydantic"),
+        (["chat", "/no/such/folder"], "2 pydantic"),
         (["info", "/no/such/folder"], "2 pydantic"),
         (["bench", "throughput", "/no/such/folder"], "2 pydantic"),
     ],

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from specdec.server.tools.source import LONGEST_NAME
+from specdec.text.answers.source import LONGEST_NAME
 
 
 class Function(BaseModel):

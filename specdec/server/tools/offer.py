@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +10,8 @@ from specdec.config.json_schema import unread
 from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
 from specdec.server.tools.bodies import NamedTool, Tool
-from specdec.server.tools.hermes import Hermes
-from specdec.server.tools.parser import CallFormat, Parser
-from specdec.server.tools.qwen3_coder import Qwen3Coder
-from specdec.text.chat_template import ChatTemplate
-
-FORMATS: Mapping[str, CallFormat] = {"qwen3_coder": Qwen3Coder(), "hermes": Hermes()}
-"""The first format whose marker a chat template contains is the model's."""
+from specdec.text.answers.calls import CallFormat, Calls
+from specdec.text.answers.formats import CALL_FORMATS
 
 Choice = Literal["none", "auto", "required"] | NamedTool
 
@@ -37,18 +32,11 @@ class Offer:
         """Return the tools as a template reads them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
-    def parser(self) -> Parser:
+    @property
+    def calls(self) -> Calls:
+        """Return what an answer may call."""
         own = (tool.function for tool in self.tools)
-        return Parser(self.form, {function.name: function.parameters or {} for function in own})
-
-
-def format_of(name: str, template: ChatTemplate) -> CallFormat | None:
-    """Find the format of a model's calls; None if the template states no tools or the format is unknown."""
-    if template.is_plain:
-        return None
-    if name == "auto":
-        return next((form for form in FORMATS.values() if form.sign in template.source), None)
-    return FORMATS.get(name)
+        return Calls(self.form, {function.name: function.parameters or {} for function in own})
 
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:
@@ -78,7 +66,7 @@ def make_offer(
         raise Failure(
             400,
             "tools: how this model writes calls is not known from its chat template; start the server with "
-            "--tool-call-parser hermes or qwen3_coder if it is one of these, or leave tools out.",
+            f"--tool-call-parser {', '.join(CALL_FORMATS)} if it is one of these, or leave tools out.",
             param="tools",
         )
     structure = None
@@ -125,6 +113,8 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
             raise Failure(400, f"tools: {function.name:.80}: {found}.", param="tools")
         content = {"type": "json_schema", "json_schema": schema, "style": form.style}
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
-    calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
+    calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": form.between}
     calls |= {"at_least_one": True, "stop_after_first": not several}
-    return Structure(structural_tag={"type": "structural_tag", "format": calls})
+    around = [{"type": "const_string", "value": text} for text in (form.before, form.behind)]
+    whole = {"type": "sequence", "elements": [around[0], calls, around[1]]} if form.before else calls
+    return Structure(structural_tag={"type": "structural_tag", "format": whole})

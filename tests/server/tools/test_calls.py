@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.live import Live
 from tests.server.tools.scripted import write_scripted
-from tests.server.tools.test_parser import call, element
+from tests.text.answers.test_calls import call, element
 
 CHAT = "/v1/chat/completions"
 WEATHER: dict[str, Any] = {

@@ -1,12 +1,13 @@
-"""Calls as elements, one for each parameter: Qwen3-Coder, Qwen3.5."""
+"""Calls as elements, one for each parameter: Qwen3-Coder, Qwen3.5, Nemotron 3."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.server.tools.parser import Schemas, close, stream_value
-from specdec.server.tools.schema import as_json, types_of
-from specdec.server.tools.source import Arguments, Begin, MalformedCall, Reading, Source
+from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.events import Arguments, Begin
+from specdec.text.answers.schema import as_json, types_of
+from specdec.text.answers.source import MalformedCall, Reading, Source
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
@@ -25,6 +26,8 @@ class Qwen3Coder:
     openings: Sequence[str] = (OPENING, FUNCTION)
     sign = FUNCTION
     style = "qwen_xml"
+    leads = False
+    before, between, behind = "", "\n", ""
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
         yield from source.match(OPENING)

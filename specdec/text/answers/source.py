@@ -7,8 +7,9 @@ However the text is cut, it takes the same steps, so that whole answers and stre
 import json
 import re
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
+from specdec.text.answers.events import Event
 from specdec.text.tokenizer import overlap
 
 R = TypeVar("R")
@@ -16,29 +17,12 @@ LONGEST_NAME = 256
 """Characters of a function's name, or of a key. What is longer is none."""
 NAME = re.compile(rf"([^<>\s]{{1,{LONGEST_NAME}}})>")
 NAME_SO_FAR = re.compile(rf"[^<>\s]{{0,{LONGEST_NAME}}}\Z")
+WORD = re.compile(rf"[\w.:/-]{{1,{LONGEST_NAME}}}(?=[^\w.:/-])")
+WORD_SO_FAR = re.compile(rf"[\w.:/-]{{0,{LONGEST_NAME}}}\Z")
 STRING = re.compile(rf'"(?:[^"\\]|\\.){{0,{LONGEST_NAME}}}"', re.DOTALL)
 STRING_SO_FAR = re.compile(rf'(?:"(?:[^"\\]|\\.){{0,{LONGEST_NAME}}}\\?)?\Z', re.DOTALL)
 
 
-class Text(NamedTuple):
-    """Something said to the reader."""
-
-    text: str
-
-
-class Begin(NamedTuple):
-    """A call begins."""
-
-    name: str
-
-
-class Arguments(NamedTuple):
-    """The next part of its arguments, which together are JSON."""
-
-    text: str
-
-
-Event = Text | Begin | Arguments
 Reading = Generator[Event | None, None, R]
 Pieces = Generator[str | None, None, None]
 Waiting = Generator[None, None, R]
@@ -111,6 +95,11 @@ class Source:
         """Pass a name and the `>` that ends it."""
         found = yield from self._pattern(NAME, NAME_SO_FAR)
         return found[1]
+
+    def word(self) -> Waiting[str]:
+        """Pass a name that ends where a sign stands that is of no name."""
+        found = yield from self._pattern(WORD, WORD_SO_FAR)
+        return found[0]
 
     def string(self) -> Waiting[str]:
         """Pass a short string of JSON, and return what it stands for."""

@@ -11,14 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from specdec.server.tools import source
-from specdec.server.tools.hermes import Hermes
-from specdec.server.tools.offer import FORMATS
-from specdec.server.tools.parser import CallFormat, Parser
-from specdec.server.tools.qwen3_coder import Qwen3Coder
-from specdec.server.tools.source import Arguments, Begin, Source, Text, Waiting
+from specdec.text.answers import source
+from specdec.text.answers.calls import CallFormat, Calls
+from specdec.text.answers.events import Arguments, Begin, Text
+from specdec.text.answers.formats import CALL_FORMATS
+from specdec.text.answers.hermes import Hermes
+from specdec.text.answers.qwen3_coder import Qwen3Coder
+from specdec.text.answers.reader import AnswerReader
+from specdec.text.answers.source import Source, Waiting
 
 HERMES, CODER = Hermes(), Qwen3Coder()
+NEMOTRON, GRANITE, MISTRAL, LLAMA, KIMI = map(
+    CALL_FORMATS.__getitem__, ("nemotron_json", "granite", "mistral", "llama3_json", "kimi_k2")
+)
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SCHEMAS: dict[str, Any] = {
     "f": {
@@ -42,7 +47,7 @@ Found = tuple[str, list[tuple[str, str]]]
 
 def read(form: CallFormat, pieces: Sequence[str], *, cut: bool = False) -> Found:
     """Read an answer that comes in pieces: what it says, and each call's name and arguments."""
-    parser = Parser(form, SCHEMAS)
+    parser = AnswerReader(calls=Calls(form, SCHEMAS))
     content, calls = "", list[tuple[str, str]]()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(cut=cut)
     for event in events:
@@ -63,6 +68,12 @@ def call(arguments: str, name: str = "f") -> str:
 def element(*parameters: tuple[str, str], name: str = "f") -> str:
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
     return f"{OPEN}\n<function={name}>\n{inner}</function>\n{CLOSE}"
+
+
+def written(form: CallFormat, *calls: tuple[str, str]) -> str:
+    """Write calls, as they are forced: each one's name and the JSON of its arguments."""
+    own = [form.frame(name)[0] + arguments + form.frame(name)[1] for name, arguments in calls]
+    return form.before + form.between.join(own) + form.behind
 
 
 AWKWARD = '{"a": "say \\"}</tool_call>\\" \\\\", "b": [1, {"c": "{"}], "é": null}'
@@ -112,10 +123,64 @@ CASES: dict[str, tuple[CallFormat, str, Found]] = {
         f"{OPEN}<function=f><parameter=s>x</parameter><parameter=\nt>",
         ("<parameter=\nt>", [("f", '{"s": "x"}')]),
     ),
+    "a list": (
+        NEMOTRON,
+        f'A\n<TOOLCALL>[{{"name": "f", "arguments": {AWKWARD}}}, '
+        '{"name": "g", "arguments": {}}]</TOOLCALL>\nB',
+        ("A\nB", [("f", AWKWARD), ("g", "{}")]),
+    ),
+    "a list with ids": (
+        NEMOTRON,
+        '<TOOLCALL>[{"name": "f", "arguments": {}, "id": "x1"},'
+        '{"arguments": {"a": 1}, "name": "g"}]</TOOLCALL>',
+        ("", [("f", "{}"), ("g", '{"a": 1}')]),
+    ),
+    "a list that goes on with text": (
+        NEMOTRON,
+        '<TOOLCALL>[{"name": "f", "arguments": {}}, and so on]</TOOLCALL>',
+        (", and so on]</TOOLCALL>", [("f", "{}")]),
+    ),
+    "no list": (NEMOTRON, "<TOOLCALL>[]</TOOLCALL>", ("<TOOLCALL>[]</TOOLCALL>", [])),
+    "Granite's": (GRANITE, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', ("", [("f", '{"a": 1}')])),
+    "Granite's as a tag": (GRANITE, '<tool_call>[{"name": "f", "arguments": {}}]', ("", [("f", "{}")])),
+    "Mistral's": (
+        MISTRAL,
+        f"I look.[TOOL_CALLS]f[ARGS]{AWKWARD}[TOOL_CALLS]g-2[CALL_ID]a1[ARGS]{{}}",
+        ("I look.", [("f", AWKWARD), ("g-2", "{}")]),
+    ),
+    "Mistral's without marks": (MISTRAL, '[TOOL_CALLS]f{"a": [1]}', ("", [("f", '{"a": [1]}')])),
+    "Mistral's as a list": (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        ("", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    "Llama's": (
+        LLAMA,
+        f'{{"name": "f", "parameters": {AWKWARD}}}; {{"name": "g", "parameters": {{}}}}',
+        ("", [("f", AWKWARD), ("g", "{}")]),
+    ),
+    "Llama's behind a tag": (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}', ("", [("f", "{}")])),
+    "Llama's behind text": (
+        LLAMA,
+        'So: {"name": "f", "parameters": {}}',
+        ('So: {"name": "f", "parameters": {}}', []),
+    ),
+    "JSON that is no call": (LLAMA, '{"name": "f", "age": 3}', ('{"name": "f", "age": 3}', [])),
+    "Kimi's": (
+        KIMI,
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        + AWKWARD
+        + "<|tool_call_end|><|tool_call_begin|>g<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        + "<|tool_calls_section_end|>",
+        ("I look.", [("f", AWKWARD), ("g", "{}")]),
+    ),
     "not closed": (CODER, f"{OPEN}<function=f><parameter=s>x", ("", [("f", '{"s": "x"}')])),
 }  # fmt: skip
 PARAMETER = "<parameter="
 WORDS = [OPEN, CLOSE, "<function=", "f", ">", "</function>", "<parameter=", "s", "i", "</parameter>", "\n"]
+WORDS += ["<TOOLCALL>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ";", "<|tool_calls_section_begin|>"]
+WORDS += ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", '{"name": "f", "']
+WORDS += ['arguments": {}}', 'parameters": {}}']
 WORDS += ['{"name"', ": ", '"f"', ', "arguments"', "{", "}", '"', "\\", "1", " ", "<", "text", "null", "é"]
 
 
@@ -138,13 +203,13 @@ def test_how_a_text_is_cut_changes_nothing(name: str, cut: bool) -> None:
         assert read(form, pieces_of(text, rng), cut=cut) == wanted
 
 
-@given(some.lists(some.sampled_from(WORDS), max_size=30), some.booleans(), some.sampled_from([*FORMATS]))
+@given(some.lists(some.sampled_from(WORDS), max_size=30), some.booleans(), some.sampled_from([*CALL_FORMATS]))
 def test_no_text_breaks_a_parser(words: list[str], cut: bool, name: str) -> None:
     """Nor does it read pieces of any other size otherwise, or lose what is no call."""
     text = "".join(words)
-    wanted = read(FORMATS[name], [text], cut=cut)
+    wanted = read(CALL_FORMATS[name], [text], cut=cut)
     for pieces in (words, list(text), pieces_of(text, random.Random(text))):
-        assert read(FORMATS[name], pieces, cut=cut) == wanted
+        assert read(CALL_FORMATS[name], pieces, cut=cut) == wanted
     assert wanted[1] or wanted[0] == text
 
 
@@ -207,15 +272,15 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
         "<function=f",
     ],
 )
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_what_is_no_call_stays_text(name: str, inner: str) -> None:
     for text in (f"A\n{OPEN}{inner}{CLOSE} B", f"{OPEN}{inner}"):
-        assert read(FORMATS[name], [text]) == read(FORMATS[name], list(text)) == (text, [])
+        assert read(CALL_FORMATS[name], [text]) == read(CALL_FORMATS[name], list(text)) == (text, [])
 
 
 def sent(form: CallFormat, text: str) -> Iterator[tuple[str, str]]:
     """Yield what has come, sign by sign, and what the client knows of it."""
-    parser, known = Parser(form, SCHEMAS), ""
+    parser, known = AnswerReader(calls=Calls(form, SCHEMAS)), ""
     for at, sign in enumerate(text, 1):
         known += "".join(event[0] for event in parser.push(sign))
         yield text[:at], known
@@ -235,13 +300,11 @@ def test_arguments_come_as_they_are_written() -> None:
             assert known == "Hm.f"[: len(known)] or "{" in known
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=CALL_FORMATS)
 def test_a_frame_around_json_is_a_call(form: CallFormat) -> None:
     """What forced output is to be put between reads as a call of this name, with that JSON."""
-    before, behind = form.frame("f")
-    assert read(form, [before + AWKWARD + behind]) == ("", [("f", AWKWARD)])
-    twice = (before + "{}" + behind + "\n") * 2
-    assert read(form, [twice]) == ("", [("f", "{}")] * 2)
+    assert read(form, [written(form, ("f", AWKWARD))]) == ("", [("f", AWKWARD)])
+    assert read(form, [written(form, ("f", "{}"), ("g", "{ }"))]) == ("", [("f", "{}"), ("g", "{ }")])
 
 
 @pytest.mark.parametrize(
@@ -288,13 +351,13 @@ def test_a_value_that_was_cut_off_stays_open(key: str) -> None:
         assert (content, arguments) == ("", '{"s": "12"' if key == "s" else '{"i": 12')
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=CALL_FORMATS)
 def test_half_a_tag_within_a_call_is_no_text(form: CallFormat) -> None:
-    before, behind = form.frame("f")
-    text = f"{before}{{}}{behind}"
-    for at in range(len(before) + 1, len(text) + 1):
+    begun = form.before + form.frame("f")[0]
+    text = written(form, ("f", "{}"))
+    for at in range(len(begun) + 1, len(text) + 1):
         assert read(form, [text[:at]], cut=True)[0] == ""
-    assert read(form, [f"{before}{{}}\n</tool"]) == ("\n</tool", [("f", "{}")])
+    assert read(form, [f"{begun}{{}}\n</tool"]) == ("\n</tool", [("f", "{}")])
 
 
 @pytest.mark.parametrize(
@@ -314,6 +377,6 @@ def test_half_a_tag_within_a_call_is_no_text(form: CallFormat) -> None:
     ids=lambda schema: str(schema)[:60],
 )
 def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
-    parser = Parser(CODER, {"f": schema})
+    parser = AnswerReader(calls=Calls(CODER, {"f": schema}))
     events = parser.push(element(("k", "1"))) + parser.finish(cut=False)
     assert "".join(event[0] for event in events) == 'f{"k": "1"}'

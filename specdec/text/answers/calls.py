@@ -1,12 +1,14 @@
-"""Parse a streamed answer into text and tool calls."""
+"""Calls of functions within an answer, in the format that a model was trained to write."""
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specdec.server.tools.source import Arguments, Event, MalformedCall, Reading, Source, Text
+from specdec.text.answers.events import Arguments, Text
+from specdec.text.answers.source import MalformedCall, Reading, Source
 
-UNFINISHED = re.compile(r"\s*<[^<>\s]*\Z")
+UNFINISHED = re.compile(r"\s*[<\[][^<>\[\]\s]*\Z")
 """A tag that was cut off. Within a call it is no text."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """What each function takes, as JSON schemas."""
@@ -22,6 +24,12 @@ class CallFormat(Protocol):
 
     style: str
     """xgrammar's name for the format of the arguments."""
+    leads: bool
+    """Calls stand at the answer's beginning alone: what looks like one behind text is text."""
+    before: str
+    between: str
+    behind: str
+    """What stands before, between and behind calls that are forced."""
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
         """Read a call from its opening to its end. What comes before its `Begin` may still be no call."""
@@ -32,51 +40,30 @@ class CallFormat(Protocol):
         ...
 
 
-class Parser:
-    """Read one answer. What was sent of a call stays; what turns out to be none comes as text, unchanged."""
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that an answer may hold."""
 
-    def __init__(self, form: CallFormat, schemas: Schemas) -> None:
-        self._source = Source()
-        self._steps = _read(self._source, form, schemas)
-
-    def push(self, text: str) -> list[Event]:
-        """Take the next piece, and return what is now certain."""
-        self._source.text += text
-        return self._run()
-
-    def finish(self, *, cut: bool) -> list[Event]:
-        """Return what was held back. `cut`: the model was stopped before it had finished."""
-        self._source.ended, self._source.cut = True, cut
-        return self._run()
-
-    def _run(self) -> list[Event]:
-        events: list[Event] = []
-        for event in self._steps:
-            if event is None:
-                break
-            match [*events[-1:], event]:
-                case [Text(before), Text(text)]:
-                    events[-1] = Text(before + text)
-                case [Arguments(before), Arguments(text)]:
-                    events[-1] = Arguments(before + text)
-                case _ if event[0]:
-                    events.append(event)
-        return events
+    form: CallFormat
+    schemas: Schemas
 
 
-def _read(source: Source, form: CallFormat, schemas: Schemas) -> Reading[None]:
+def read_calls(source: Source, calls: Calls) -> Reading[None]:
     """Separate text and calls. White space around a call belongs to it."""
     called = False
     while True:
-        where, opening = source.seek(form.openings)
+        where, opening = source.seek(calls.form.openings)
         said = len(source.text[:where].rstrip())
         if said:
             yield Text(source.take(said))
+            if calls.form.leads:
+                yield from read_text(source)
+                return
             called = False
         if opening:
             source.at = where - said
             try:
-                yield from form.read(source, schemas)
+                yield from calls.form.read(source, calls.schemas)
                 called = True
                 if source.cut and UNFINISHED.match(source.text):
                     source.take(len(source.text))
@@ -89,6 +76,16 @@ def _read(source: Source, form: CallFormat, schemas: Schemas) -> Reading[None]:
             return
         else:
             yield None
+
+
+def read_text(source: Source) -> Reading[None]:
+    """Take all that comes for text."""
+    while True:
+        if source.text:
+            yield Text(source.take(len(source.text)))
+        if source.ended:
+            return
+        yield None
 
 
 def stream_value(source: Source, closing: str) -> Reading[None]:

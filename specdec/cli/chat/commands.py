@@ -1,0 +1,215 @@
+"""The commands of a chat, as a table: what each is called, takes, says and does."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specdec.cli.chat.conversation import Conversation, load_messages, save_messages
+from specdec.cli.chat.options import NOT_IN_CHATS
+from specdec.cli.chat.session import Chat
+from specdec.cli.terminal import binary
+from specdec.config.options import SWITCH, read_value
+from specdec.config.sampling import SamplingParams
+from specdec.errors import RequestError
+
+SETTINGS = [name for name in SamplingParams.model_fields if name not in NOT_IN_CHATS]
+COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
+"""A word behind the slash, and its argument: `/usr/bin` and `/* comment */` are messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a command comes to."""
+
+    says: str = ""
+    rows: Sequence[tuple[str, str]] = ()
+    """A table of names and what is said of each."""
+    asks: Conversation | None = None
+    """What is to be answered now."""
+    edit: str = ""
+    """Put at the next prompt, to be edited."""
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    takes: str
+    says: str
+    run: Callable[[Chat, str], Reply]
+    aliases: tuple[str, ...] = ()
+
+
+def obey(chat: Chat, line: str) -> Reply | None:
+    """Run a command; None: the line is a message."""
+    found = COMMAND.fullmatch(line.strip()) if line.startswith("/") else None
+    if found is None:
+        return None
+    names = {alias: name for name, own in COMMANDS.items() for alias in (name, *own.aliases)}
+    name = f"/{found[1]}"
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else "/help lists them."
+        raise RequestError(
+            f"There is no command {name}; {hint} A message may begin with a slash behind a blank.",
+            field="command",
+        )
+    command, argument = COMMANDS[names[name]], (found[2] or "").strip()
+    if argument and not command.takes:
+        raise RequestError(f"{name} takes nothing behind it, and not {argument!r:.40}.", field="command")
+    return command.run(chat, argument)
+
+
+def _help(chat: Chat, argument: str) -> Reply:
+    rows = [(f"{name} {own.takes}".strip(), own.says) for name, own in COMMANDS.items()]
+    return Reply(NOTE, rows)
+
+
+def _system(chat: Chat, text: str) -> Reply:
+    if text:
+        chat.use_system(None if text.lower() == "none" else text)
+    own = chat.conversation.system
+    return Reply("There is no system prompt." if own is None else f"System prompt: {own}")
+
+
+def _set(chat: Chat, argument: str) -> Reply:
+    name, _, text = argument.partition(" ")
+    name = name.replace("-", "_")
+    if name in NOT_IN_CHATS:
+        raise RequestError(
+            f"/set: {name} is no setting of a chat; known are {', '.join(SETTINGS)}.", field=name
+        )
+    if not name:
+        return Reply(rows=[(each, _value(chat, each)) for each in SETTINGS])
+    if name not in SamplingParams.model_fields:
+        SamplingParams.model_validate({name: text})  # which refuses it, and says what is near
+    known, text = SamplingParams.model_fields[name], text.strip()
+    if not text:
+        return Reply(f"{name} {_value(chat, name)}: {known.title}; {known.description}")
+    given = chat.params.model_dump(exclude_unset=True)
+    chat.params = SamplingParams.model_validate({**given, name: read_value(known, text)})
+    return Reply(f"{name} {_value(chat, name)}")
+
+
+def _value(chat: Chat, name: str) -> str:
+    if name == "max_tokens" and name not in chat.params.model_fields_set:
+        return f"{chat.default_max_tokens}, or what the context holds"
+    match getattr(chat.params, name):
+        case None:
+            return "none"
+        case bool(value):
+            return "on" if value else "off"
+        case value:
+            return str(value)
+
+
+def _clear(chat: Chat, argument: str) -> Reply:
+    chat.conversation = replace(chat.conversation, turns=())
+    kept = "" if chat.conversation.system is None else " The system prompt stays."
+    return Reply(f"The conversation begins anew.{kept}")
+
+
+def _retry(chat: Chat, argument: str) -> Reply:
+    return Reply(asks=_last(chat.conversation.unanswered(), "/retry"))
+
+
+def _undo(chat: Chat, argument: str) -> Reply:
+    text = chat.conversation.question
+    chat.conversation = _last(chat.conversation.undone(), "/undo")
+    return Reply("The last message and its answer are gone from the conversation.", edit=text)
+
+
+def _last(found: Conversation | None, name: str) -> Conversation:
+    if found is None:
+        raise RequestError(f"{name}: there is no message yet.", field="command")
+    return found
+
+
+def _save(chat: Chat, argument: str) -> Reply:
+    path, messages = _path(argument, "/save"), chat.conversation.messages
+    save_messages(path, messages, replaces=path == chat.file)
+    chat.file = path
+    return Reply(f"{len(messages)} messages saved in {path}.")
+
+
+def _load(chat: Chat, argument: str) -> Reply:
+    path = _path(argument, "/load")
+    loaded = load_messages(path)
+    chat.encode(chat.render(loaded.messages))  # what the template refuses changes nothing
+    chat.conversation, chat.file = loaded, path
+    return Reply(f"{len(loaded.messages)} messages loaded from {path}.")
+
+
+def _path(argument: str, name: str) -> Path:
+    if not argument:
+        raise RequestError(f"{name}: name a file, as in {name} chat.json.", field="file")
+    return Path(argument).expanduser()
+
+
+def _drafts(chat: Chat, argument: str) -> Reply:
+    chat.shows_drafts = _switch(argument, "/drafts")
+    return Reply(
+        "Tokens accepted from a draft are shown in colour."
+        if chat.shows_drafts
+        else "Drafts are not shown; the text is the same with them and without."
+    )
+
+
+def _think(chat: Chat, argument: str) -> Reply:
+    on = _switch(argument, "/think")
+    chat.use_thinking(on)
+    return Reply(f"The model is told {'' if on else 'not '}to think before it answers.")
+
+
+def _switch(argument: str, name: str) -> bool:
+    if argument.lower() not in SWITCH:
+        raise RequestError(f"{name}: {argument!r:.40} is neither on nor off.", field="command")
+    return SWITCH[argument.lower()]
+
+
+def _stats(chat: Chat, argument: str) -> Reply:
+    stats, settings = chat.engine.stats(), chat.engine.model.settings
+    messages = chat.conversation.messages
+    length = len(chat.encode(chat.render(messages, answer=False))) if messages else 0
+    rows = {"context": f"{length:,} of {chat.max_model_len:,} tokens in {len(messages)} messages"}
+    rows["written"] = f"{stats.tokens:,} tokens in {stats.steps:,} verify steps"
+    if settings.drafters:
+        depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
+        rows["drafts by"] = ", ".join(settings.drafters)
+        rows["accepted"] = (
+            f"{stats.accepted:,} of {stats.drafted:,} drafted tokens, acceptance length "
+            f"{stats.acceptance_length:.2f}, by depth {depths or '-'}"
+        )
+        if stats.speculation:
+            rows["now"] = stats.speculation.reason
+    if kept := stats.prefixes:
+        rows["prefixes"] = f"{kept.hit:,} of {kept.asked:,} prompt tokens were cached"
+        rows["cached"] = binary(kept.cached_bytes)
+    else:
+        rows["prefixes"] = "none are kept: --no-prefix-cache was given, and every turn reads the whole chat"
+    return Reply(rows=[*rows.items()])
+
+
+def _bye(chat: Chat, argument: str) -> Reply:
+    return Reply(ends=True)
+
+
+COMMANDS: Mapping[str, Command] = {
+    "/system": Command("[TEXT]", "show or change the system prompt; none removes it", _system),
+    "/set": Command("[NAME [VALUE]]", "list or change how tokens are sampled", _set),
+    "/clear": Command("", "begin a new conversation", _clear, ("/new",)),
+    "/retry": Command("", "answer the last message once more", _retry),
+    "/undo": Command("", "take the last message back, to edit it", _undo),
+    "/save": Command("FILE", "write the messages as JSON", _save),
+    "/load": Command("FILE", "go on from such a file", _load),
+    "/think": Command("on|off", "switch thinking, if the template takes it", _think),
+    "/drafts": Command("on|off", "colour tokens accepted from drafts", _drafts),
+    "/stats": Command("", "context, drafts and cache so far", _stats),
+    "/help": Command("", "this list", _help, ("/?",)),
+    "/bye": Command("", "leave, as Ctrl-D does", _bye, ("/exit", "/quit")),
+}
+NOTE = (
+    '""" begins and ends a message of several lines; a backslash at the end of a line goes on in the next. '
+    "Ctrl-C ends an answer and not the chat."
+)

@@ -1,0 +1,139 @@
+"""A chat's messages: asked, answered, taken back, saved and loaded. No engine and no terminal here."""
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from specdec.errors import RequestError
+from specdec.models.folder import short
+
+Message = Mapping[str, Any]
+LARGEST_BYTES = 64 << 20
+"""Of a file that is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The system prompt and the messages after it.
+
+    Each change makes a new one, so that a turn that fails leaves no trace.
+    """
+
+    system: str | None = None
+    turns: tuple[Message, ...] = ()
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> Self:
+        """Split the system prompt off a list of messages."""
+        if messages and messages[0]["role"] == "system":
+            return cls(messages[0]["content"], tuple(messages[1:]))
+        return cls(None, tuple(messages))
+
+    @property
+    def messages(self) -> list[Message]:
+        """Return all messages, the system prompt first."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.turns]
+
+    @property
+    def question(self) -> str:
+        """Return the last user message's text; empty without one."""
+        return next((str(own["content"]) for own in reversed(self.turns) if own["role"] == "user"), "")
+
+    def asking(self, text: str) -> Self:
+        """Add a user message."""
+        return replace(self, turns=(*self.turns, {"role": "user", "content": text}))
+
+    def answered(self, message: Message) -> Self:
+        """Add the model's answer."""
+        return replace(self, turns=(*self.turns, message))
+
+    def unanswered(self) -> Self | None:
+        """Return the conversation up to the last user message; None without one."""
+        last = next((i for i, own in reversed([*enumerate(self.turns)]) if own["role"] == "user"), None)
+        return None if last is None else replace(self, turns=self.turns[: last + 1])
+
+    def undone(self) -> Self | None:
+        """Return the conversation before the last user message; None without one."""
+        asked = self.unanswered()
+        return asked and replace(asked, turns=asked.turns[:-1])
+
+
+def joined(messages: Sequence[Message]) -> str:
+    """Join texts for a model that only completes: an answer goes on where its question ends."""
+    text = ""
+    for message in messages:
+        if message["role"] != "assistant" and text:
+            # What the model wrote stays as it is, or its cached prefix would be lost.
+            text += "" if text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
+        text += str(message["content"])
+    return text
+
+
+def check_text(text: str, field: str) -> str:
+    """Refuse text that cannot be encoded: the arguments of a command may hold any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{field}: it is no valid Unicode; give text in UTF-8.", field=field) from None
+    return text
+
+
+def save_messages(path: Path, messages: Sequence[Message], *, replaces: bool) -> None:
+    """Write messages as JSON; another file of that name is left alone unless it may be replaced."""
+    text = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if replaces else os.O_EXCL)
+    try:
+        with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RequestError(
+            f"/save: {short(path)} exists and is not this chat's; choose another name.", field="file"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"/save: {short(path)} cannot be written: {_why(error)}.", field="file") from None
+
+
+def load_messages(path: Path) -> Conversation:
+    """Read what `save_messages` writes, or an object with `messages` as clients of OpenAI's API send it."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_BYTES:
+            raise ValueError(f"it is no file of at most {LARGEST_BYTES >> 20} MiB")
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(
+            f"/load: {short(path)} cannot be read as JSON: {_why(error)}.", field="file"
+        ) from None
+    messages = read.get("messages") if isinstance(read, dict) else read
+    if not isinstance(messages, list) or not messages:
+        raise _unfit(path, 'holds no messages; it must be a list such as [{"role": "user", "content": "…"}]')
+    return Conversation.of([_message(own, i, path) for i, own in enumerate(messages)])
+
+
+def _message(value: Any, index: int, path: Path) -> Message:
+    """Check one message and join its parts; what else it holds is the template's to read."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise _unfit(path, f"messages.{index} has no role")
+    content = value.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(own for own in texts if isinstance(own, str))
+        if not all(isinstance(own, str) for own in texts):
+            raise _unfit(path, f"messages.{index}.content has a part without text; a chat takes text alone")
+    if content is not None and not isinstance(content, str):
+        raise _unfit(path, f"messages.{index}.content is no text")
+    check_text(json.dumps(value, ensure_ascii=False), f"messages.{index}")
+    return {**value, "content": content or ""}
+
+
+def _unfit(path: Path, why: str) -> RequestError:
+    return RequestError(f"/load: {short(path)}: {why}.", field="file")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

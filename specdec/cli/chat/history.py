@@ -1,0 +1,60 @@
+"""The history of what was typed, in a file."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import TextIO
+
+MOST_ENTRIES = 1000
+"""Of the file; each at most so long; longer ones are recalled in their own session alone."""
+LONGEST_ENTRY = 8192
+
+
+class History:
+    """A file of what was typed, a JSON string a line, for its owner alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[str]:
+        """Return the entries; a file that has grown too long is cut."""
+        try:
+            lines = self.path.read_text("utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        kept = lines[-MOST_ENTRIES:]
+        if len(lines) > len(kept):
+            other = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            with self._open(other, os.O_TRUNC) as file:
+                file.writelines(f"{line}\n" for line in kept)
+            other.replace(self.path)
+        return [entry for line in kept if (entry := _entry(line))]
+
+    def add(self, text: str) -> None:
+        """Append an entry: other chats may be appending too."""
+        if len(text) <= LONGEST_ENTRY:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._open(self.path, os.O_APPEND) as file:
+                file.write(f"{json.dumps(text)}\n")
+
+    def _open(self, path: Path, flag: int) -> TextIO:
+        """Open for writing, for the owner alone: also a file that was readable before."""
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
+        os.fchmod(number, 0o600)
+        return open(number, "w", encoding="utf-8")
+
+
+def _entry(line: str) -> str:
+    """Return an entry; a line that was cut off is none."""
+    with contextlib.suppress(ValueError):
+        if isinstance(text := json.loads(line), str):
+            return text
+    return ""
+
+
+def history_path() -> Path:
+    """Return where the history lies, by the XDG base directories."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    state = given if given.is_absolute() else Path.home() / ".local" / "state"
+    return state / "specdec" / "chat_history"

@@ -1,0 +1,74 @@
+"""`specdec chat MODEL`: its options."""
+
+import argparse
+import sys
+from functools import partial
+
+from specdec.cli.commands import COLOURS, SYNTHETIC, read_text
+from specdec.config.engine import EngineConfig
+from specdec.config.file import add_model_and_file, fill_in
+from specdec.config.options import Run, add_settings, at_least, settings_from
+from specdec.config.parser import Parser
+from specdec.config.sampling import SamplingParams
+from specdec.errors import RequestError
+from specdec.models.folder import GIVEN, find_models
+
+NOT_IN_CHATS = frozenset(
+    {
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+        "logit_bias",
+        "cache_marks",
+        "structured_outputs",
+        "thinking",
+        "trees",
+    }
+)
+"""Parameters of a request that a chat sets itself, cannot show, or cannot read from a line."""
+
+
+def add_chat(parser: Parser) -> None:
+    """Add the options of `specdec chat`."""
+    parser.set_defaults(command=_chat)
+    add_model_and_file(parser, GIVEN)
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    parser.add_argument("--message", metavar="TEXT", help="answer this and end; without it, what is piped in")
+    parser.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        help="switch thinking, where the chat template takes that",
+    )
+    parser.add_argument(
+        "--colour",
+        choices=COLOURS,
+        default="auto",
+        help="figures and notices; auto: on a terminal, unless NO_COLOR is set (default: auto)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="TOKENS",
+        type=at_least(1),
+        default=argparse.SUPPRESS,
+        help="tokens of an answer at most (default: what the checkpoint says, else 4096; 256 without a chat "
+        "template)",
+    )
+    add_settings(parser, SamplingParams, title="sampling", without={*NOT_IN_CHATS, "max_tokens"})
+    add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
+
+
+def _chat(args: argparse.Namespace) -> Run:
+    fill_in(args, SamplingParams, EngineConfig)
+    params, config = settings_from(args, SamplingParams), settings_from(args, EngineConfig)
+    if config.synthetic_acceptance is not None:
+        print(SYNTHETIC, file=sys.stderr)
+    folder, config = find_models(args.model, config)
+    message = args.message
+    if message is None and not (sys.stdin and sys.stdin.isatty()):
+        message = read_text(None, "standard input") if sys.stdin else ""
+    if message is not None and not message.strip():
+        raise RequestError("message: it is empty; give --message, or pipe a text in.", field="message")
+    from specdec.cli.chat.run import Opening, chat
+
+    opening = Opening(system=args.system, thinks=args.think, message=message)
+    return partial(chat, folder, config, params, opening, colour=args.colour)

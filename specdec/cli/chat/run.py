@@ -1,0 +1,146 @@
+"""Runs a chat: one turn of a given message, or turns with a person at a terminal until told to end."""
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from specdec.cli.chat.commands import COMMANDS, Reply, obey
+from specdec.cli.chat.conversation import Conversation, check_text
+from specdec.cli.chat.history import History, history_path
+from specdec.cli.chat.session import Chat
+from specdec.cli.chat.typed import Keyboard, handling_interrupts, unechoed
+from specdec.cli.chat.view import View
+from specdec.cli.terminal import paints
+from specdec.config.engine import EngineConfig
+from specdec.config.folders import model_name
+from specdec.config.sampling import SamplingParams
+from specdec.engine.engine import SpecEngine
+from specdec.errors import SpecdecError
+from specdec.models.folder import SHIPPED
+
+MOST_GIVEN_BACK = 4096
+"""Characters of a refused message that are put at the prompt again; a longer one is in the history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a chat begins with."""
+
+    system: str | None = None
+    thinks: bool | None = None
+    message: str | None = None
+    """The only message; without one they are read from the terminal."""
+
+
+def chat(
+    folder: Path,
+    config: EngineConfig,
+    params: SamplingParams,
+    opening: Opening,
+    *,
+    colour: str,
+) -> None:
+    """Answer a message and end, or without one talk with whoever is at the terminal."""
+    with SpecEngine(folder, config) as engine:
+        own = Chat(engine, folder, params, is_completion=folder in SHIPPED.values())
+        if opening.system:
+            own.use_system(check_text(opening.system, "system"))
+        if opening.thinks is not None:
+            own.use_thinking(opening.thinks)
+        view = View(coloured=paints(colour))
+        if opening.message is None:
+            Talk(own, view).run(model_name(folder))
+            return
+        message = check_text(opening.message, "message")
+        if not answer(own, own.conversation.asking(message), view):
+            raise KeyboardInterrupt
+
+
+def answer(chat: Chat, asked: Conversation, view: View) -> bool:
+    """Show the answer and put it into the conversation; False: it was interrupted."""
+
+    def pressed(number: int, frame: FrameType | None) -> None:
+        # A second one does not wait for the end of a step.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        written.cancel()
+
+    with chat.begin(asked) as written, handling_interrupts(pressed):
+        try:
+            for parts in written:
+                view.show(parts, drafts=chat.shows_drafts)
+        finally:
+            view.end_answer()
+            chat.commit(asked, written)
+    if written.last and written.last.stats:
+        view.figures(written.last.stats)
+    if remark := chat.remark(written):
+        view.notice(remark)
+    return written.is_whole
+
+
+class Talk:
+    """Turns with a person, one after the other."""
+
+    def __init__(self, chat: Chat, view: View) -> None:
+        self.chat, self.view = chat, view
+        self.keyboard = Keyboard(view, [*COMMANDS], History(history_path()))
+
+    def run(self, model: str) -> None:
+        """Read messages and commands until one of them ends the chat, or the terminal does."""
+        self._greet(model)
+        edit = ""
+        while True:
+            try:
+                text = self.keyboard.read(edit)
+            except EOFError:
+                print(file=sys.stderr)
+                return
+            try:
+                reply = self._take(text)
+            except KeyboardInterrupt:  # within a command, or a second one: what is written is kept
+                reply = Reply()
+            if reply.ends:
+                return
+            edit = reply.edit if len(reply.edit) <= MOST_GIVEN_BACK else ""
+
+    def _greet(self, model: str) -> None:
+        chat = self.chat
+        drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
+        self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafts by {drafters}")
+        if chat.completes:
+            why = "The model knows Python alone" if model in SHIPPED else "Without a chat template"
+            self.view.notice(f"{why}: an answer goes on where your text ends.")
+        self.view.notice("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat.")
+
+    def _take(self, text: str) -> Reply:
+        """Run a command or answer a message; what is wrong with it is said."""
+        try:
+            check_text(text, "message")  # some locales let bytes in that are no characters
+            reply = obey(self.chat, text) or Reply(asks=self.chat.conversation.asking(text), edit=text)
+        except SpecdecError as error:
+            self.view.error(str(error))
+            return Reply()
+        self.view.table(reply.rows)
+        if reply.says:
+            self.view.say(reply.says)
+        if reply.asks is None or not self._answer(reply.asks):
+            return reply
+        return Reply()
+
+    def _answer(self, asked: Conversation) -> bool:
+        """Answer a question; tell if anything was written."""
+        before = self.chat.conversation
+        try:
+            with unechoed():
+                answer(self.chat, asked, self.view)
+        except SpecdecError as error:
+            if self.chat.engine.fault:
+                raise
+            room = f" In this chat {self.chat.make_room}." if error.field == "prompt" and before.turns else ""
+            self.view.error(f"{error}{room}")
+        after = self.chat.conversation
+        if after == before and after is not before:
+            self.view.notice("It is the same answer: /set seed none, and a temperature above 0, give others.")
+        return after is not before

@@ -1,0 +1,205 @@
+"""One chat with an engine: the prompt that a conversation makes, its answer, and what it is written with."""
+
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from specdec.cli.chat.conversation import Conversation, Message, joined
+from specdec.config.sampling import SamplingParams
+from specdec.core.outputs import Delta
+from specdec.core.terms import Prepared
+from specdec.engine.engine import SpecEngine
+from specdec.errors import RequestError, SpecdecError
+from specdec.text.answers.events import Thinking
+from specdec.text.answers.reader import AnswerReader
+from specdec.text.answers.thinking import ThinkingFormat, thinking_format
+from specdec.text.chat_template import LONGEST_ANSWER, THINKING_SWITCHES, load_template, longest_answer
+from specdec.text.tokenizer import Piece
+
+LONGEST_COMPLETION = 256
+"""That of a model that only completes: few texts end."""
+
+
+class Part(NamedTuple):
+    """A part of an answer, as one token wrote it."""
+
+    text: str
+    is_thinking: bool
+    is_drafted: bool
+    """Whether the token was accepted from a draft."""
+
+
+class Question(NamedTuple):
+    """A conversation that ends with a question, as the engine reads it."""
+
+    prepared: Prepared
+    thinking: ThinkingFormat | None
+    """How its answer thinks, if it does."""
+
+
+class Chat:
+    """Holds the conversation, the sampling parameters and the template's variables; commands change them."""
+
+    def __init__(
+        self, engine: SpecEngine, folder: Path, params: SamplingParams, *, is_completion: bool = False
+    ) -> None:
+        if engine.tokenizer is None:
+            raise RequestError(
+                "chat: the model's folder has no tokenizer.json; without one it reads token ids alone, with "
+                "specdec generate --prompt-ids.",
+                field="prompt",
+            )
+        self.engine, self.params, self._tokenizer = engine, params, engine.tokenizer
+        self.template = load_template(folder)
+        self.completes = is_completion or self.template.is_plain
+        """Whether the model goes on with the joined texts: it was not trained on chats."""
+        self.thinking = None if self.completes else thinking_format("auto", self.template)
+        """How the model marks its thinking, if it does."""
+        self.default_max_tokens = (
+            LONGEST_COMPLETION if self.completes else longest_answer(folder) or LONGEST_ANSWER
+        )
+        self.variables: dict[str, Any] = {}
+        """The chat template's."""
+        self.conversation = Conversation()
+        self.shows_drafts = False
+        self.file: Path | None = None
+        """What was saved or loaded last."""
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.model.settings.max_model_len
+
+    def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
+        """Return these messages as the model reads them, up to where the answer begins."""
+        if self.completes:
+            return joined(messages)
+        return self.template.render(messages, self.variables, answer=answer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a rendered chat."""
+        self.engine.check_length(text)
+        return self._tokenizer.encode(text, special=self.completes)
+
+    def use_system(self, text: str | None) -> None:
+        """Change the system prompt; one that the template refuses leaves the one before."""
+        changed = replace(self.conversation, system=text)
+        self.encode(self.render(Conversation(system=text).asking("?").messages))
+        self.conversation = changed
+
+    def use_thinking(self, on: bool) -> None:
+        """Switch thinking, where the template takes that."""
+        switches = [name for name in THINKING_SWITCHES if self.template.takes(name) and not self.completes]
+        if not switches:
+            raise RequestError("think: the model's chat template has no switch for thinking.", field="think")
+        self.variables |= dict.fromkeys(switches, on)
+
+    def prepare(self, asked: Conversation) -> Question:
+        """Turn a conversation that ends with a question into a prompt, and refuse what cannot be served."""
+        text = self.render(asked.messages)
+        ids = self.encode(text)
+        # A template may write the last answer otherwise than the model did, its reasoning left out: then the
+        # next prompt parts from this one behind the question, and needs a state that is kept there.
+        mark = _common(ids, self.encode(self.render(asked.messages, answer=False)))
+        own: dict[str, Any] = {"cache_marks": [mark] if mark else None}
+        if "max_tokens" not in self.params.model_fields_set:
+            room = self.max_model_len - len(ids)
+            own["max_tokens"] = max(min(self.default_max_tokens, room), self.params.min_tokens, 1)
+        prepared = self.engine.prepare(ids, self.params.model_copy(update=own))
+        return Question(prepared, self.thinking.after(text) if self.thinking else None)
+
+    def begin(self, asked: Conversation) -> "Answer":
+        """Begin the answer to a conversation that ends with a question."""
+        return Answer(self.engine, self.prepare(asked))
+
+    def commit(self, asked: Conversation, answer: "Answer") -> bool:
+        """Put a question and what was written of its answer into the conversation; tell if there was any."""
+        if not (answer.said or answer.thought or answer.is_whole):
+            return False
+        self.conversation = asked.answered(answer.message)
+        return True
+
+    def remark(self, answer: "Answer") -> str | None:
+        """Say why an answer ended, unless the model ended it, and what to do about it."""
+        last = answer.last
+        if last is None or last.stats is None or last.finish_reason != "length":
+            return None if answer.said or answer.thought else "The answer is empty."
+        length = last.stats.prompt_tokens + last.stats.output_tokens
+        if length >= self.max_model_len:
+            return f"The context is full ({length:,} tokens): {self.make_room}."
+        return f"Cut at {last.stats.output_tokens:,} tokens: /set max_tokens allows more."
+
+    @property
+    def make_room(self) -> str:
+        """Say how a chat gets shorter, or the context longer."""
+        most = self.engine.model.network.spec.max_length
+        longer = f"; --max-model-len takes up to {most:,}" if most > self.max_model_len else ""
+        return f"/undo or /clear makes room{longer}"
+
+
+class Answer:
+    """An answer while it is written. Leaving it cancels the request."""
+
+    def __init__(self, engine: SpecEngine, question: Question) -> None:
+        self._inbox: queue.SimpleQueue[Delta | SpecdecError] = queue.SimpleQueue()
+        self._ticket = engine.submit([question.prepared], lambda _, said: self._inbox.put(said))
+        self._reader = AnswerReader(question.thinking)
+        self.said = self.thought = ""
+        self.last: Delta | None = None
+
+    @property
+    def message(self) -> Message:
+        """Return what was written so far, as chat templates read it."""
+        thought = {"reasoning_content": self.thought} if self.thought else {}
+        return {"role": "assistant", "content": self.said, **thought}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it came to its end, and was not cancelled."""
+        return self.last is not None and self.last.finish_reason in ("stop", "length")
+
+    def cancel(self) -> None:
+        """End it between two steps; its last delta comes then. A signal handler may call this."""
+        self._ticket.cancel()
+
+    def __iter__(self) -> Iterator[list[Part]]:
+        """Yield what each step adds."""
+        while self.last is None or self.last.finish_reason is None:
+            delta = self._inbox.get()
+            if isinstance(delta, SpecdecError):
+                raise delta
+            self.last = delta
+            yield self._read(delta)
+
+    def _read(self, delta: Delta) -> list[Part]:
+        """Read a delta by its tokens: what the reader holds back has the colour of the one that ends it."""
+        parts = [part for piece in delta.pieces for part in self._parts(piece)]
+        if delta.finish_reason:
+            parts += self._parts(Piece("", 0), cut=delta.finish_reason != "stop")
+        for part in parts:
+            if part.is_thinking:
+                self.thought += part.text
+            else:
+                self.said += part.text
+        return parts
+
+    def _parts(self, piece: Piece, *, cut: bool | None = None) -> list[Part]:
+        """Return what a piece adds; with `cut` what was held back at the answer's end."""
+        events = self._reader.push(piece.text) if cut is None else self._reader.finish(cut=cut)
+        return [Part(own[0], isinstance(own, Thinking), piece.origin > 0) for own in events]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many tokens two prompts have in common from their beginning."""
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -1,0 +1,154 @@
+"""What a person types: messages of one line or several, edited by readline."""
+
+import contextlib
+import re
+import signal
+import sys
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+from specdec.cli.chat.history import History
+from specdec.cli.chat.view import View
+
+try:
+    import readline
+except ImportError:  # a Python that was built without it: lines are read as they come
+    readline = None  # type: ignore[assignment]
+
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+QUOTED = re.compile(rf"(/\w+\s+)?{QUOTES}")
+"""A message, or a command's argument, that goes on to the next quotes."""
+LEAVE = "Ctrl-D or /bye ends the chat."
+
+
+def read_message(read: Callable[[str], str]) -> str:
+    """Read lines, each asked for by a prompt, until they are a message.
+
+    One that begins with three quotes ends with them, and a backslash at a line's end goes on in the next.
+    """
+    text = read(PROMPT)
+    if found := QUOTED.match(text):
+        text = text[found.end() :]
+        while not text.rstrip().endswith(QUOTES):
+            text += f"\n{read(MORE)}"
+        inner = text.rstrip().removesuffix(QUOTES).removeprefix("\n").removesuffix("\n")
+        return (found[1] or "") + inner
+    while text.endswith("\\"):
+        text = f"{text[:-1]}\n{read(MORE)}"
+    return text
+
+
+class Keyboard:
+    """Reads messages from a terminal, with readline where Python has it."""
+
+    def __init__(self, view: View, words: Sequence[str], history: History) -> None:
+        """Complete these words, and recall the history."""
+        self._view, self._words = view, words
+        self._history: History | None = history
+        self._given = ""
+        self._is_empty = True
+        """Whether nothing was typed when Ctrl-C came."""
+        if readline is None:
+            return
+        is_editline = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if is_editline else "tab: complete")
+        if not is_editline:  # pasted lines are then one message
+            readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.set_auto_history(False)
+        readline.set_completer_delims(" \n")
+        readline.set_completer(self._complete)
+        with self._keeping_history():
+            for entry in history.read():
+                readline.add_history(entry)
+
+    def read(self, given: str = "") -> str:
+        """Return the next message; `given` stands at the prompt, to be edited. EOFError: it is to end."""
+        self._given = given
+        while True:
+            try:
+                with self._noting_interrupts():
+                    text = read_message(self._line)
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+                if self._is_empty:
+                    self._view.notice(LEAVE)
+                continue
+            except UnicodeDecodeError:
+                self._view.error("This is no UTF-8: set the terminal to it.")
+                continue
+            if text.strip():
+                self._recall(text)
+                return text
+
+    def _line(self, prompt: str) -> str:
+        given, self._given = self._given, ""
+        if readline is None or not sys.stdout.isatty():
+            print(prompt, end="", file=sys.stderr, flush=True)
+            return input()
+        readline.set_startup_hook((lambda: readline.insert_text(given)) if given else None)
+        self._is_empty = prompt == PROMPT
+        return input(prompt)
+
+    @contextlib.contextmanager
+    def _noting_interrupts(self) -> Iterator[None]:
+        """Note whether a line is empty when Ctrl-C comes: once `input` has raised, its text is gone."""
+
+        def pressed(number: int, frame: FrameType | None) -> None:
+            self._is_empty = self._is_empty and not (readline and readline.get_line_buffer())
+            raise KeyboardInterrupt
+
+        with handling_interrupts(pressed):
+            yield
+
+    def _recall(self, text: str) -> None:
+        if readline is not None:
+            readline.add_history(text)
+        with self._keeping_history():
+            if self._history:
+                self._history.add(text)
+
+    @contextlib.contextmanager
+    def _keeping_history(self) -> Iterator[None]:
+        """Say once why no history is kept, where none can be."""
+        try:
+            yield
+        except OSError as error:
+            self._history = None
+            self._view.notice(f"What is typed is not kept: {error}")
+
+    def _complete(self, text: str, index: int) -> str | None:
+        """Complete a command's name."""
+        assert readline is not None
+        found = [word for word in self._words if word.startswith(text)]
+        is_command = text.startswith("/") and readline.get_begidx() == 0
+        return f"{found[index]} " if is_command and index < len(found) else None
+
+
+@contextlib.contextmanager
+def handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have Ctrl-C handled so meanwhile, unless it is ignored: whatever started us wanted that."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def unechoed() -> Iterator[None]:
+    """Leave what is typed meanwhile to the next prompt: echoed, it would stand amid the answer."""
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
+    changed = [*before]
+    changed[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(keys, termios.TCSADRAIN, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)

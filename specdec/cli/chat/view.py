@@ -1,0 +1,129 @@
+"""What a chat shows: answers on stdout as they come; thinking, figures, notices and errors on stderr."""
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+
+from specdec.cli.chat.session import Part
+from specdec.cli.terminal import ACCEPTED, PLAIN, escaped, visible
+from specdec.core.outputs import RequestStats
+
+DIM, ALARM = "\x1b[2m", "\x1b[31m"
+BETWEEN = " · "
+NARROWEST = 24
+"""Columns of the text beside the names of a table; with fewer it stands below them."""
+
+
+class View:
+    """Write for a person; control characters of a model, a file or a name never reach the terminal."""
+
+    def __init__(self, *, coloured: bool) -> None:
+        self.coloured = coloured
+        self._is_line_open = self._is_thinking = False
+
+    def show(self, parts: Sequence[Part], *, drafts: bool) -> None:
+        """Show what a step added to an answer."""
+        for (is_thinking, is_drafted), group in groupby(parts, key=lambda own: own[1:]):
+            text = "".join(part.text for part in group)
+            if is_thinking != self._is_thinking:
+                self._turn(is_thinking)
+            style = ACCEPTED if drafts and is_drafted else DIM if is_thinking else ""
+            if is_thinking:
+                print(self._styled(escaped(text), style), end="", file=sys.stderr, flush=True)
+            else:
+                print(self._styled(visible(text), style), end="", flush=True)
+            self._is_line_open = not text.endswith("\n")
+
+    def end_answer(self) -> None:
+        """End the line that an answer left open."""
+        if self._is_line_open:
+            print(file=sys.stderr if self._is_thinking else sys.stdout, flush=True)
+        self._is_line_open = self._is_thinking = False
+
+    def say(self, text: str) -> None:
+        """Say what was asked for."""
+        self._say(text, "")
+
+    def notice(self, text: str) -> None:
+        """Say what is no answer."""
+        self._say(text, DIM)
+
+    def error(self, text: str) -> None:
+        """Say what is wrong."""
+        self._say(text, ALARM)
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Show names and what is said of each, side by side where there is room."""
+        width = max((len(name) + 2 for name, _ in rows), default=0)
+        columns = _columns()
+        is_narrow = columns is not None and columns - width < NARROWEST
+        for name, says in rows:
+            text = f"{name}\n  {says}" if is_narrow else f"{name.ljust(width)}{says}"
+            self._say(text, "", indent="  " if is_narrow else " " * width)
+
+    def figures(self, stats: RequestStats) -> None:
+        """Show an answer's figures on one line."""
+        self._say(figures(stats, _columns()), DIM)
+
+    def _turn(self, is_thinking: bool) -> None:
+        """Go from thinking to the answer, or the other way; where there are no colours, say so."""
+        if self._is_line_open:
+            print(file=sys.stderr, flush=True)
+        if not self.coloured:
+            self._say("[thinking]" if is_thinking else "[answer]", "")
+        elif not is_thinking:
+            print(file=sys.stderr, flush=True)
+        self._is_thinking, self._is_line_open = is_thinking, False
+
+    def _say(self, text: str, style: str, *, indent: str = "") -> None:
+        lines = wrapped(escaped(text), _columns(), indent)
+        print(self._styled(lines, style), file=sys.stderr, flush=True)
+
+    def _styled(self, text: str, style: str) -> str:
+        return f"{style}{text}{PLAIN}" if self.coloured and style and text else text
+
+
+def wrapped(text: str, columns: int | None, indent: str = "") -> str:
+    """Break lines at blanks where they are wider than a terminal."""
+    if columns is None:
+        return text
+    wrapper = textwrap.TextWrapper(
+        width=max(columns - 1, len(indent) + 1),
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )
+    return "\n".join(wrapper.fill(line) if len(line) >= columns else line for line in text.split("\n"))
+
+
+def figures(stats: RequestStats, columns: int | None) -> str:
+    """Describe an answer: as much as fits into a line, what matters most first."""
+    decode_s = stats.total_s - stats.first_token_s
+    parts = [f"{stats.output_tokens:,} tokens"]
+    if stats.output_tokens > 1 and decode_s > 0:
+        rate = (stats.output_tokens - 1) / decode_s
+        parts.append(f"{rate:,.0f} tok/s" if rate >= 100 else f"{rate:.1f} tok/s")
+    if stats.first_token_s:
+        parts.append(f"first {stats.first_token_s * 1e3:,.0f} ms")
+    if stats.drafted:
+        parts.append(f"{stats.acceptance_length:.2f} a step")
+    parts.append(f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} cached")
+    line = parts[0]
+    for part in parts[1:]:
+        longer = f"{line}{BETWEEN}{part}"
+        if columns is not None and len(longer) >= columns:
+            break
+        line = longer
+    return line
+
+
+def _columns() -> int | None:
+    """Return the terminal's width; None where stderr goes elsewhere."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or None
+    except (OSError, ValueError):
+        return None

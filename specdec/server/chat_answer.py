@@ -1,0 +1,50 @@
+"""One choice of a chat, in the form of OpenAI's API."""
+
+import uuid
+from typing import Any
+
+from specdec.core.outputs import Delta
+from specdec.server.events import AnswerEvents, Expected
+from specdec.server.messages import THOUGHT
+from specdec.text.answers.events import Arguments, Event, Text, Thinking
+
+Json = dict[str, Any]
+
+
+class ChatAnswer:
+    def __init__(self, expected: Expected) -> None:
+        self._events = AnswerEvents(expected)
+        self.finish_reason = self._events.finish_reason
+        self._index = -1
+        """Of the call that was begun last."""
+
+    def parts(self, delta: Delta) -> list[Json]:
+        """Return what a piece of the answer adds, in order."""
+        return [self._part(event) for event in self._events.push(delta)]
+
+    def message(self, delta: Delta) -> Json:
+        """Return a whole answer."""
+        texts, calls = dict.fromkeys(("content", *THOUGHT), ""), list[Json]()
+        for part in self.parts(delta):
+            for name in texts:
+                texts[name] += part.get(name, "")
+            for call in part.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({name: call[name] for name in ("id", "type", "function")})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        thought = {name: texts[name] for name in THOUGHT if texts[name]}
+        content = texts["content"] if texts["content"] or not (calls or thought) else None
+        message: Json = {"role": "assistant", "content": content, **thought}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _part(self, event: Event) -> Json:
+        if isinstance(event, Thinking):
+            return dict.fromkeys(THOUGHT, event.text)
+        if isinstance(event, Text):
+            return {"content": event.text}
+        if isinstance(event, Arguments):
+            return {"tool_calls": [{"index": self._index, "function": {"arguments": event.text}}]}
+        self._index += 1
+        begun = {"index": self._index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        return {"tool_calls": [begun | {"function": {"name": event.name, "arguments": ""}}]}

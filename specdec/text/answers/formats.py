@@ -1,0 +1,31 @@
+"""The formats of calls, and which of them is a model's."""
+
+from collections.abc import Mapping
+
+from specdec.text.answers.calls import CallFormat
+from specdec.text.answers.hermes import Hermes
+from specdec.text.answers.json_calls import JsonList, LeadingJson
+from specdec.text.answers.named_calls import CALLS, Kimi, Mistral
+from specdec.text.answers.qwen3_coder import Qwen3Coder
+from specdec.text.chat_template import ChatTemplate
+
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "qwen3_coder": Qwen3Coder(),
+    "kimi_k2": Kimi(),
+    "nemotron_json": JsonList("<TOOLCALL>", sign="<TOOLCALL>", closing="</TOOLCALL>"),
+    "granite": JsonList("<|tool_call|>", "<tool_call>", sign="<|tool_call|>"),
+    "mistral": Mistral(),
+    "mistral_v3": JsonList(CALLS, sign=CALLS),
+    "llama3_json": LeadingJson(),
+    "hermes": Hermes(),
+}
+"""The first format whose marker a chat template contains is the model's."""
+
+
+def call_format(name: str, template: ChatTemplate) -> CallFormat | None:
+    """Find the format of a model's calls; None if the template states no tools or the format is unknown."""
+    if template.is_plain:
+        return None
+    if name == "auto":
+        return next((form for form in CALL_FORMATS.values() if form.sign in template.source), None)
+    return CALL_FORMATS.get(name)

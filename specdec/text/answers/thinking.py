@@ -1,0 +1,125 @@
+"""Thinking before an answer: the markers around it, and whether a prompt has opened it already."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import NamedTuple, Self
+
+from specdec.text.answers.events import Thinking
+from specdec.text.answers.source import Reading, Source, Waiting
+from specdec.text.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingFormat:
+    """The markers between which a model thinks before it answers."""
+
+    start: str
+    end: str
+    opened: bool = False
+    """The prompt ends behind the start: the answer begins within thinking."""
+
+    def after(self, prompt: str) -> Self | None:
+        """Return how an answer to this prompt thinks; None: the prompt has ended its thinking already.
+
+        Templates put the start behind the prompt, or both markers where thinking is switched off, or neither:
+        then the answer thinks if it begins with the start.
+        """
+        tail = prompt.rstrip()
+        if tail.endswith(self.end):
+            return None
+        return replace(self, opened=tail.endswith(self.start))
+
+
+TAGS = ThinkingFormat("<think>", "</think>")
+THINKING_FORMATS: Mapping[str, ThinkingFormat] = {
+    **dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "nemotron_v3", "kimi_k2", "glm45"), TAGS),
+    "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ThinkingFormat("<seed:think>", "</seed:think>"),
+}
+"""By the names that vLLM gives their parsers; the first whose end a chat template holds is the model's."""
+
+
+def thinking_format(name: str, template: ChatTemplate) -> ThinkingFormat | None:
+    """Find how a model thinks: by the name, or by its chat template if that is auto."""
+    if name == "auto":
+        known = THINKING_FORMATS.values()
+        return next((own for own in known if own.end in template.source), None)
+    return THINKING_FORMATS.get(name)
+
+
+def read_thinking(source: Source, form: ThinkingFormat) -> Reading[None]:
+    """Read what is thought before the answer, if anything is. Line breaks beside a marker belong to it."""
+    yield from source.space()
+    opening = yield from source.match(form.start)
+    if not opening:
+        rest = source.text[source.at :]
+        if source.cut and rest and form.start.startswith(rest):
+            source.take(len(source.text))  # no answer: the start was cut off
+        source.at = 0
+        if not form.opened:
+            return
+    yield from _pass_breaks(source)
+    held, end = "", None
+    while end is None:
+        piece, end = yield from source.chunk((form.end,))
+        source.settle()
+        said = (held + piece).rstrip("\n")
+        held = (held + piece)[len(said) :]
+        if said:
+            yield Thinking(said)
+    yield from _pass_breaks(source)
+
+
+def _pass_breaks(source: Source) -> Waiting[None]:
+    while (yield from source.match("\n")):
+        pass
+    source.settle()
+
+
+class Phase(Enum):
+    """How far an output has come."""
+
+    MAY_BEGIN = auto()
+    """Nothing is said yet, and the start of thinking may follow."""
+    THINKING = auto()
+    OVER = auto()
+    """Its thinking has ended, or it has none: what follows is the answer."""
+
+
+class Place(NamedTuple):
+    """A place in an output, as far as its thinking is concerned."""
+
+    phase: Phase
+    tail: str = ""
+    """The end of the text, as much of it as may belong to a marker."""
+    spent: int = 0
+    """Tokens of thinking so far."""
+
+
+OVER = Place(Phase.OVER)
+
+
+class ThinkingTrack:
+    """Tell by an output's tokens, spelled out, where its thinking begins and ends; markers may be several."""
+
+    def __init__(self, start: str, end: str, spell: Callable[[int], str], *, opened: bool) -> None:
+        self._start, self._end, self._spell = start, end, spell
+        self.first = Place(Phase.THINKING if opened else Phase.MAY_BEGIN)
+
+    def after(self, place: Place, token: int) -> Place:
+        """Return where a token leads."""
+        if place.phase == Phase.OVER:
+            return place
+        text = place.tail + self._spell(token)
+        if place.phase == Phase.MAY_BEGIN:
+            said = text.lstrip()
+            if self._start.startswith(said):
+                begun = said == self._start
+                return Place(Phase.THINKING) if begun else Place(Phase.MAY_BEGIN, text)
+            if not said.startswith(self._start):
+                return OVER
+            text = said[len(self._start) :]
+        if self._end in text:
+            return OVER._replace(spent=place.spent)
+        return Place(Phase.THINKING, text[max(len(text) - len(self._end) + 1, 0) :], place.spent + 1)
