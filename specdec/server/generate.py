@@ -89,7 +89,7 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
             prepared = await state.prepare([ids], params, request["caller"])
         tokenizer = state.engine.tokenizer
         count = ThinkingTokens(thinking, tokenizer) if thinking and tokenizer else None
-        form = Chats(tokenizer, _shown(body), Expected(thinking, offer))
+        form = Chats(tokenizer, _shown(body), Expected(thinking, offer, body.include_reasoning))
         return await _answer(request, state, body, prepared, form, until, names, count)
 
 
