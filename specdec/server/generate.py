@@ -19,7 +19,7 @@ from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
-from specdec.server.thinking import ThinkingTokens, asked_variables, span_of
+from specdec.server.thinking import ThinkingTokens, span_of, template_variables
 from specdec.server.tools.offer import untold
 
 logger = logging.getLogger(__name__)
@@ -61,11 +61,10 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     until = Deadline(state.config.request_timeout)
     body = ChatBody.read(await request.read())
     state.check_model(body.model)
-    wishes, unmet = asked_variables(body, state.template)
+    variables, unmet = template_variables(body, state.template, state.template_kwargs)
     ignored = [*untold(body.tools, body.tool_choice, told=state.told), *unmet, *body.ignored]
     request["headers"] |= state.ignored.headers(ignored)
     offer, budget = body.offer(state.calls, told=state.told), body.budget
-    variables = {**state.template_kwargs, **wishes, **(body.chat_template_kwargs or {})}
     variables |= {"tools": offer.plain} if offer else {}
     forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -90,7 +89,7 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
             prepared = await state.prepare([ids], params, request["caller"])
         tokenizer = state.engine.tokenizer
         count = ThinkingTokens(thinking, tokenizer) if thinking and tokenizer else None
-        form = Chats(tokenizer, _shown(body), Expected(thinking, offer))
+        form = Chats(tokenizer, _shown(body), Expected(thinking, offer, body.include_reasoning))
         return await _answer(request, state, body, prepared, form, until, names, count)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from specdec import RequestError, ThinkingSpan
 from specdec.core.thinking import ThinkingLimit, ThinkingTerms
-from specdec.text.answers.thinking import Phase, ThinkingTrack
+from specdec.text.answers.thinking import Phase, Place, ThinkingTrack
 from specdec.verify.limits import Allowed, Limit
 from tests.verify.test_limits import allowed
 
@@ -119,18 +119,35 @@ def test_an_output_that_may_think_opens_with_that_or_with_its_form() -> None:
     assert limit.observe(10) and form.taken == [10] and may_follow(limit, ()) == {11}
 
 
+def disagreements(shared: ThinkingTerms) -> list[tuple[int, ...]]:
+    """List the texts of which a part, drafted, is bounded otherwise than once it is accepted."""
+    found = []
+    for text in product((1, 3, 4, 5, 10), repeat=4):
+        for at, formed in product(range(len(text) + 1), (False, True)):
+            ahead, after = (shared.begin(Counting() if formed else None) for _ in range(2))
+            _observe(ahead, text[:at])
+            if _observe(after, text) and may_follow(ahead, text[at:]) != may_follow(after, ()):
+                found.append(text)
+    return found
+
+
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 2])
 def test_a_path_says_what_its_tokens_say_once_they_are_accepted(opened: bool, budget: int | None) -> None:
     """Whatever is drafted, each node is bounded as plain decoding would be there."""
-    shared = terms(opened=opened, budget=budget)
-    for text in product((1, 3, 4, 5, 10), repeat=4):
-        for at in range(len(text) + 1):
-            for formed in (False, True):
-                ahead, after = (shared.begin(Counting() if formed else None) for _ in range(2))
-                _observe(ahead, text[:at])
-                if _observe(after, text):
-                    assert may_follow(ahead, text[at:]) == may_follow(after, ()), (text, at)
+    assert not disagreements(terms(opened=opened, budget=budget))
+
+
+@pytest.mark.parametrize("mutant", ["a path is not followed", "the form sees the whole path"])
+def test_a_limit_that_misreads_paths_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow = ThinkingLimit._follow
+
+    def misread(self: ThinkingLimit, path: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None]:
+        place, own = follow(self, path)
+        return follow(self, ()) if mutant == "a path is not followed" else (place, path if own else own)
+
+    monkeypatch.setattr(ThinkingLimit, "_follow", misread)
+    assert disagreements(terms(budget=2))
 
 
 def _observe(limit: ThinkingLimit, tokens: tuple[int, ...]) -> bool:
