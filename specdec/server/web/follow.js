@@ -1,0 +1,40 @@
+// The page follows the text as it grows, until the reader scrolls up; a button leads back to the end.
+
+const NEAR_PX = 40;
+
+export class Follower {
+  constructor(box, content, button) {
+    this.box = box;
+    this.button = button;
+    this.follows = true;
+    this.last = 0;
+    box.addEventListener("scroll", () => this.look(), { passive: true });
+    button.addEventListener("click", () => this.toEnd());
+    const watcher = new ResizeObserver(() => this.grow());
+    watcher.observe(content);
+    watcher.observe(box);
+  }
+
+  /** How far the end is below what is seen. */
+  get rest() { return this.box.scrollHeight - this.box.clientHeight - this.box.scrollTop; }
+
+  /** Going up ends the following: growth alone never does, since it leaves the place where it is. */
+  look() {
+    if (this.rest < NEAR_PX) this.follows = true;
+    else if (this.box.scrollTop < this.last) this.follows = false;
+    this.last = this.box.scrollTop;
+    this.tell();
+  }
+
+  grow() {
+    if (this.follows) this.box.scrollTop = this.box.scrollHeight;
+    this.tell();
+  }
+
+  tell() { this.button.hidden = this.follows || this.rest < NEAR_PX; }
+
+  toEnd() {
+    this.follows = true;
+    this.grow();
+  }
+}

@@ -1,0 +1,51 @@
+// The conversation: its exchanges one below the other.
+
+import { make } from "./element.js";
+import { AnswerView, questionView } from "./views.js";
+
+export class Thread {
+  /** `deeds`: what can be done with an exchange: `edit`, `again`, `goOn`, and with a setting at fault: `isSetting`, `mend`. */
+  constructor(box, deeds) {
+    this.box = box;
+    this.deeds = deeds;
+  }
+
+  /** Show a conversation in place of what is shown. */
+  show(conversation, { showsTokens }) {
+    this.conversation = conversation;
+    this.showsTokens = showsTokens;
+    this.box.dataset.mode = conversation.mode;
+    this.box.dataset.tokens = showsTokens ? "yes" : "no";
+    this.box.replaceChildren();
+    this.views = [];
+    for (const exchange of conversation.exchanges) this.add(exchange);
+  }
+
+  /** Show an exchange, and those before it as they are, in place of what follows. */
+  put(exchange) {
+    const at = this.conversation.exchanges.indexOf(exchange);
+    while (this.box.children.length > at) this.box.lastElementChild.remove();
+    this.views.splice(at, Infinity);
+    return this.add(exchange);
+  }
+
+  add(exchange) {
+    const { deeds, conversation, showsTokens } = this;
+    const { question, answer } = exchange;
+    const own = {
+      again: () => deeds.again(exchange),
+      goOn: () => deeds.goOn(exchange),
+      goOnSays: conversation.isChat ? "Asks the model to go on" : "Writes on behind this text",
+      isSetting: deeds.isSetting,
+      mend: deeds.mend,
+    };
+    const prompt = conversation.isChat ? null : question;
+    const view = new AnswerView(answer, { showsTokens, prompt, deeds: own });
+    this.box.append(make("section", { className: "exchange" },
+      questionView(question, { edit: (words) => deeds.edit(exchange, words) }), view.element));
+    this.views.push(view);
+    return view;
+  }
+
+  get last() { return this.views.at(-1); }
+}
