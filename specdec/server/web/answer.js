@@ -5,22 +5,24 @@ import { Tally } from "./tally.js";
 
 export class Answer {
   /** `kept` is what an answer was kept as: the origins of its tokens are not. */
-  constructor({ text = "", reasoning = "", thoughtMs = null, finish = null, error = null, summary = "" } = {}) {
+  constructor({ text = "", reasoning = "", thoughtMs = null, finish = null, error = null, size = "", drafts = "" } = {}) {
     this.text = text;
     this.reasoning = reasoning;
     this.thoughtMs = thoughtMs;
-    this.finish = finish;
     /** Why it ended: "stop", "length", "stopped" by the user; null while it comes and where an error ended it. */
+    this.finish = finish;
     this.error = error;
-    this.summary = summary;
+    /** What it has come to, in words: size and speed, and what its drafts gave. */
+    this.size = size;
+    this.drafts = drafts;
     this.pieces = text ? [[text, null]] : [];
     this.tally = null;
     this.isWriting = false;
   }
 
   toJSON() {
-    const { text, reasoning, thoughtMs, finish, error, summary } = this;
-    return { text, reasoning, thoughtMs, finish, error, summary };
+    const { text, reasoning, thoughtMs, finish, error, size, drafts } = this;
+    return { text, reasoning, thoughtMs, finish, error, size, drafts };
   }
 
   get isThinking() { return this.isWriting && this.reasoning !== "" && this.text === ""; }

@@ -15,7 +15,7 @@ export class Curve {
     for (const [name, value] of Object.entries(about)) this.svg.setAttribute(name, value);
     [this.highest, this.lastStep] = [make("span", { className: "highest" }), make("span", { className: "last" })];
     plot.append(
-      make("span", { className: "up" }, "accepted tokens per step"), this.highest, make("span", { className: "zero" }, "0"), this.svg,
+      make("span", { className: "up" }, "tokens accepted"), this.highest, make("span", { className: "zero" }, "0"), this.svg,
       make("span", { className: "first" }, "1"), make("span", { className: "along" }, "verify step"), this.lastStep);
     this.clear();
   }

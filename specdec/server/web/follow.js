@@ -5,6 +5,7 @@ const NEAR_PX = 40;
 export class Follower {
   constructor(box, content, button) {
     this.box = box;
+    this.content = content;
     this.button = button;
     this.follows = true;
     this.last = 0;
@@ -15,8 +16,8 @@ export class Follower {
     watcher.observe(box);
   }
 
-  /** How far the end is below what is seen. */
-  get rest() { return this.box.scrollHeight - this.box.clientHeight - this.box.scrollTop; }
+  /** How far the text's end is below what is seen. */
+  get rest() { return this.content.getBoundingClientRect().bottom - this.box.getBoundingClientRect().bottom; }
 
   /** Going up ends the following: growth alone never does, since it leaves the place where it is. */
   look() {
@@ -27,7 +28,7 @@ export class Follower {
   }
 
   grow() {
-    if (this.follows) this.box.scrollTop = this.box.scrollHeight;
+    if (this.follows && this.rest > 0) this.box.scrollTop += Math.ceil(this.rest);
     this.tell();
   }
 

@@ -8,7 +8,7 @@ import { Drafts } from "./drafts.js";
 import { button, make } from "./element.js";
 import { Follower } from "./follow.js";
 import { History, openStorage } from "./history.js";
-import { summary } from "./outcome.js";
+import { decision, summary } from "./outcome.js";
 import { field, key, Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { nameOf } from "./text.js";
@@ -68,8 +68,8 @@ function render() {
   find("mode-says").textContent = mode.hint;
   prompt.spellcheck = isChat;
   settings.suit(isChat);
+  document.body.dataset.mode = conversation.mode;
   document.body.dataset.view = showsTokens() ? "tokens" : "text";
-  find("speculation").hidden = !showsTokens();
   list();
 }
 
@@ -145,7 +145,8 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
     keep(own);
     try {
       await written;
-      answer.summary = summary(answer.tally, { speculate: body.speculate, drafters: served?.drafters });
+      const { size, drafts: gave } = summary(answer.tally, { speculate: body.speculate, drafters: served?.drafters });
+      [answer.size, answer.drafts] = [size, gave];
     } catch (error) {
       blame(answer, error, options.signal);
     } finally {
@@ -157,6 +158,7 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
       keep(own);
     }
   });
+  if (showsTokens()) foresee();
   // The view may have been built anew meanwhile, and another conversation shown.
   function view() { return thread.views[own.exchanges.indexOf(exchange)]; }
 }
@@ -164,7 +166,7 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
 /** Note in an answer why it ended early. */
 function blame(answer, error, signal) {
   const tokens = answer.tally.tokens;
-  answer.summary = tokens ? `${tokens} tokens.` : "";
+  [answer.size, answer.drafts] = [tokens ? `${tokens} tokens.` : "", ""];
   if (signal.aborted) {
     answer.finish = "stopped";
     return;
@@ -172,6 +174,12 @@ function blame(answer, error, signal) {
   const known = error instanceof Trouble ? error : new Trouble(`The page itself failed: ${error.message}`);
   answer.error = { message: known.message, field: known.field };
   if (known !== error) throw error;
+}
+
+/** Say which drafts run now and why: the server decides from what it has measured. */
+async function foresee() {
+  const { speculation } = await get("server_info", key()).catch(() => ({}));
+  find("outlook").textContent = decision(speculation);
 }
 
 /** Compare the two ways to answer what stands in the input, or else the last question. Neither answer is kept. */
@@ -284,7 +292,10 @@ prompt.addEventListener("keydown", (event) => {
 });
 find("stop").addEventListener("click", () => running?.abort());
 find("compare").addEventListener("click", compare);
-find("view").addEventListener("change", render);
+find("view").addEventListener("change", () => {
+  render();
+  if (showsTokens() && served) foresee();
+});
 find("key-wanted").addEventListener("click", () => { settings.dialog.showModal(); field("key").focus(); });
 for (const mode of Object.keys(MODES)) {
   field(mode).addEventListener("change", () => { form.dataset.touched = "yes"; switchMode(mode); });

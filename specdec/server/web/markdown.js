@@ -64,7 +64,8 @@ function list({ ordered, start, items }) {
     // A tight item holds its words without a paragraph.
     const parts = tokens.flatMap((token) => token.type === "space" ? [] : token.type === "checkbox" ? inline([token])
       : token.type === "text" ? inline(token.tokens ?? [token]) : [block(token)]);
-    element.append(make("li", {}, ...parts));
+    const isTask = tokens.some(({ type }) => type === "checkbox");
+    element.append(make("li", { className: isTask ? "task" : "" }, ...parts));
   }
   return element;
 }

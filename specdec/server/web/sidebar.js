@@ -34,11 +34,10 @@ export class Sidebar {
   }
 
   show(conversations, current) {
-    this.items.replaceChildren(...conversations.map(({ id, title, mode }) => {
+    this.items.replaceChildren(...conversations.map(({ id, title }) => {
       const name = title || "Untitled";
       const open = button(name, () => this.leave(() => this.deeds.open(id)), { className: "open", title: name });
       if (id === current) open.setAttribute("aria-current", "page");
-      if (mode === "completion") open.append(make("span", { className: "muted" }, " · completion"));
       return make("li", {}, open, button("✕", () => this.deeds.remove(id), { ariaLabel: `Delete ${name}`, title: "Delete" }));
     }));
   }

@@ -47,6 +47,7 @@ export class AnswerView {
   constructor(answer, { showsTokens, prompt, deeds }) {
     this.answer = answer;
     this.deeds = deeds;
+    this.showsTokens = showsTokens;
     this.thoughts = make("div", { className: "thoughts" });
     this.summary = make("summary");
     this.thinking = make("details", { className: "thinking", hidden: true }, this.summary, this.thoughts);
@@ -55,21 +56,21 @@ export class AnswerView {
     this.end = make("span", { className: "end" });
     this.tools = make("div", { className: "tools", hidden: true });
     this.element = make("article", { className: "answer", ariaLabel: "Answer" }, this.thinking);
-    if (showsTokens || prompt !== null) this.showTokens(prompt, showsTokens);
-    else this.showProse();
+    if (showsTokens || prompt !== null) this.asTokens(prompt);
+    else this.asProse();
     this.element.append(this.waiting, this.trouble, this.tools);
     this.wasThinking = false;
     this.update();
   }
 
-  showTokens(prompt, showsTokens) {
+  asTokens(prompt) {
     const view = new TokenView("Answer");
     if (prompt !== null) view.text.give(prompt);
-    this.element.append(...showsTokens ? view.parts : [view.box]);
+    this.element.append(...this.showsTokens ? view.parts : [view.box]);
     this.show = () => view.update(this.answer);
   }
 
-  showProse() {
+  asProse() {
     const prose = make("div", { className: "prose" });
     const markdown = new Markdown(prose);
     this.element.append(prose);
@@ -114,8 +115,8 @@ export class AnswerView {
   /** Say how it ended, and what can be done now. */
   offer() {
     const { answer, deeds } = this;
-    const { finish, error, text, summary } = answer;
-    this.end.textContent = [ENDS[finish], summary].filter(Boolean).join(" ");
+    const { finish, error, text, size, drafts } = answer;
+    this.end.textContent = [ENDS[finish], size, this.showsTokens && drafts].filter(Boolean).join(" ");
     const tools = [];
     if (text) tools.push(copyButton(() => answer.text, { ariaLabel: "Copy the answer" }));
     if (finish === "length") tools.push(button("Continue", deeds.goOn, { title: deeds.goOnSays }));

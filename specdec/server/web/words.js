@@ -4,7 +4,7 @@ export const MODES = {
   chat: {
     title: "Ask something",
     label: "Message",
-    says: "The model answers with all that was said before in mind.",
+    says: "The model sees the whole conversation each time.",
     unsuited: "This model is made to complete text and was not taught to chat: switch to Completion for what it can do.",
     hint: "",
   },

@@ -52,6 +52,12 @@ class Tab:
         self.call("Page.navigate", url=url)
         self.wait("document.body?.dataset.ready")
 
+    def forget(self) -> None:
+        """Empty the storage of the page that is shown, and leave it."""
+        if self.look("location.protocol") == "http:":
+            self.call("Storage.clearDataForOrigin", origin=self.look("location.origin"), storageTypes="all")
+            self.call("Page.navigate", url="about:blank")
+
     def look(self, expression: str) -> Any:
         """Return what an expression is in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
