@@ -27,8 +27,7 @@ export class Answer {
 
   get isThinking() { return this.isWriting && this.reasoning !== "" && this.text === ""; }
 
-  /** Run a request to its end, behind what is there; tell `watch` of each chunk and of the steps that it ended,
-      by what they accepted. */
+  /** Run a request to its end, behind what is there; tell `watch` of each chunk. */
   async run({ path, body }, options, watch = () => {}) {
     this.isWriting = true;
     this.finish = this.error = null;
@@ -36,9 +35,9 @@ export class Answer {
     try {
       for await (const event of events(path, body, options)) {
         const [choice] = event.choices;
-        const ended = choice ? this.take(choice) : [];
-        if (!choice) this.tally.settle(event.usage, event.metrics);
-        watch(choice, ended);
+        if (choice) this.take(choice);
+        else this.tally.settle(event.usage, event.metrics);
+        watch(choice);
       }
     } finally {
       this.isWriting = false;
@@ -55,7 +54,7 @@ export class Answer {
     this.text += said;
     this.pieces.push(...pieces ?? (thought || said ? [[thought + said, 0]] : []));
     this.finish = finish_reason ?? this.finish;
-    return this.tally.add(origins ?? []);
+    this.tally.add(origins ?? []);
   }
 
   /** Note how long it has thought, once. */

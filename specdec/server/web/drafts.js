@@ -28,12 +28,12 @@ export class Drafts {
   }
 
   /** Take what a chunk brought; draw now and then, slowly enough to be looked at. */
-  watch(choice, ended) {
+  watch(choice) {
     for (const tree of choice?.drafts ?? []) {
       this.trees.push(tree);
+      this.curve.add(tree.accepted.length);
       this.isDrafted ||= tree.texts.length > 1;
     }
-    for (const accepted of ended) this.curve.add(accepted);
     if (performance.now() - this.drawnMs < REFRESH_MS) return;
     this.drawnMs = performance.now();
     this.refresh();

@@ -136,8 +136,8 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
   let frame = 0;
   await attempt(async (options) => {
     const wanted = { path, body: showsTokens() ? { ...body, return_drafts: true } : body };
-    const written = answer.run(wanted, options, (choice, ended) => {
-      drafts.watch(choice, ended);
+    const written = answer.run(wanted, options, (choice) => {
+      drafts.watch(choice);
       frame ||= requestAnimationFrame(() => { frame = 0; view().update(); });
     });
     thread.put(exchange);

@@ -74,14 +74,18 @@ export class AnswerView {
     const prose = make("div", { className: "prose" });
     const markdown = new Markdown(prose);
     this.element.append(prose);
-    let length = 0, nextMs = 0;
+    let length = 0, nextMs = 0, later = 0;
     this.show = () => {
       const { text, isWriting } = this.answer;
-      const nowMs = performance.now();
-      if (text.length === length || isWriting && nowMs < nextMs) return;
+      const startMs = performance.now();
+      if (text.length === length) return;
+      if (isWriting && startMs < nextMs) {
+        later ||= setTimeout(() => { later = 0; this.show(); }, nextMs - startMs);
+        return;
+      }
       markdown.show(text);
       length = text.length;
-      nextMs = performance.now() + (performance.now() - nowMs) / SHARE;
+      nextMs = performance.now() + (performance.now() - startMs) / SHARE;
     };
   }
 

@@ -54,9 +54,11 @@ class Tab:
 
     def forget(self) -> None:
         """Empty the storage of the page that is shown, and leave it."""
-        if self.look("location.protocol") == "http:":
-            self.call("Storage.clearDataForOrigin", origin=self.look("location.origin"), storageTypes="all")
-            self.call("Page.navigate", url="about:blank")
+        origin = self.look("location.origin")
+        self.call("Page.navigate", url="about:blank")  # a page that is left may still keep something
+        self.wait("location.href === 'about:blank'")
+        if origin != "null":
+            self.call("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
 
     def look(self, expression: str) -> Any:
         """Return what an expression is in the page."""
@@ -81,7 +83,7 @@ class Tab:
         """Press a key as a person does, others being held."""
         modifiers = sum(MODIFIERS[own] for own in held)
         code = {"key": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": modifiers}
-        text = {"Enter": "\r", " ": " "}.get(key) if not held else None
+        text = {"Enter": "\r", " ": " "}.get(key) if "ctrl" not in held else None
         self.call("Input.dispatchKeyEvent", type="keyDown", **code, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 

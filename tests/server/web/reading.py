@@ -11,9 +11,13 @@ ENDED = "document.querySelector('.answer') && document.getElementById('stop').hi
 LAST = ".exchange:last-child"
 STREAM = """(() => {
   const real = window.fetch;
-  const start = (control) => { window.stream = {
-    say: (...events) => { for (const own of events) control.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(own)}\\n\\n`)); },
-    end: () => { control.enqueue(new TextEncoder().encode("data: [DONE]\\n\\n")); control.close(); } }; };
+  const start = (control) => {
+    const send = (data) => control.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
+    window.stream = {
+      say: (...events) => { for (const own of events) send(JSON.stringify(own)); },
+      end: () => { send("[DONE]"); control.close(); },
+    };
+  };
   window.asked = [];
   window.fetch = async (path, options) => {
     if (!path.startsWith("v1/c")) return real(path, options);
@@ -34,7 +38,8 @@ def words(tab: Tab, selector: str) -> list[str]:
 
 
 def is_shown(tab: Tab, selector: str) -> bool:
-    return bool(tab.look(f"Boolean(document.querySelector({selector!r})?.checkVisibility())"))
+    visible = f"document.querySelector({selector!r})?.checkVisibility({{visibilityProperty: true}})"
+    return bool(tab.look(visible))
 
 
 def figures(tab: Tab, pane: str = LAST) -> dict[str, float]:

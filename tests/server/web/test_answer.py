@@ -90,7 +90,8 @@ def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
         f"""(() => {{
           getSelection().selectAllChildren(document.querySelector('{LAST} .text'));
           let found;
-          document.addEventListener("copy", (own) => {{ found = own.clipboardData.getData("text/plain"); }}, {{ once: true }});
+          const hear = (own) => {{ found = own.clipboardData.getData("text/plain"); }};
+          document.addEventListener("copy", hear, {{ once: true }});
           document.execCommand("copy");
           return found;
         }})()"""

@@ -1,9 +1,8 @@
-"""Chats: sending, editing, answering anew, what is kept and what is not, and the mode that the page opens in."""
+"""Chats: sending, editing, answering anew, what is kept, and the mode that the page opens in."""
 
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -59,8 +58,10 @@ def test_a_chat_goes_on(chat: Tab) -> None:
         {"role": "user", "content": "And a dictionary?"},
     ]
     assert words(chat, ".bubble") == ["Sort\na list.", "And a dictionary?"]
-    assert other.split() == "".join(c["delta"]["content"] for e in heard(chat) for c in e["choices"]).split()
-    assert one.split() == answer.split() and "12 tokens" in words(chat, f"{LAST} .end")[0]
+    kept = "JSON.parse(Object.entries(localStorage).find(([own]) => own.startsWith('specdec.chat.'))[1])"
+    texts = chat.look(f"{kept}.exchanges.map((own) => own.answer.text)")
+    assert texts == [answer, "".join(c["delta"]["content"] for e in heard(chat) for c in e["choices"])]
+    assert one and other and "12 tokens" in words(chat, f"{LAST} .end")[0]
     assert "temperature" in first and "seed" not in first and "return_drafts" not in first
 
     # It is there again when the page is opened anew, and goes on from there.
@@ -137,9 +138,12 @@ def test_a_thought_is_folded_once_it_is_over(chat: Tab) -> None:
 
 HOSTILE = """<img src=x onerror="window.hurt=1"><script>window.hurt=2</script>
 
-<iframe src="https://elsewhere.example/"></iframe> [a](javascript:window.hurt=3) [b](data:text/html,x) [c](/flush_cache)
+<iframe src="https://elsewhere.example/"></iframe>
 
-![pixel](https://elsewhere.example/p.png) [good](https://elsewhere.example/a "t") <b onclick=x>bold</b> &lt;&#33;
+[a](javascript:window.hurt=3) [b](data:text/html,x) [c](/flush_cache)
+
+![pixel](https://elsewhere.example/p.png) [good](https://elsewhere.example/a "t")
+<b onclick=x>bold</b> &lt;&#33;
 
 | a | b |
 |---|---|
@@ -192,7 +196,7 @@ def test_markdown_is_shown_and_can_do_nothing(chat: Tab, live: Live) -> None:
     assert chat.look("window.hurt === undefined") and all(url.startswith(live.url) for url in chat.requests)
     assert chat.complaints == []
     # Beyond what is built: the page may not read a text as HTML at all.
-    refused = "(() => { try { document.body.innerHTML = '<p>'; return 0; } catch (error) { return error.name; } })()"
+    refused = "(() => { try { document.body.innerHTML = '<p>'; } catch (error) { return error.name; } })()"
     assert chat.look(refused) == "TypeError"
     copies = """(async () => {
       let found;
@@ -220,7 +224,7 @@ def test_the_page_follows_the_text_until_the_reader_scrolls_up(chat: Tab) -> Non
     chat.click("to-end")
     chat.wait(f"{rest} < 2 && document.getElementById('to-end').hidden")
     chat.look(more)
-    chat.wait(f"document.querySelector('{PROSE}').textContent.length > 6000 && {rest} < 2")
+    chat.wait(f"document.querySelector('{PROSE}').textContent.length > 5900 && {rest} < 2")
     assert chat.look("document.documentElement.scrollWidth") == 390
 
 
@@ -251,7 +255,8 @@ def test_the_history_is_bounded_and_a_full_storage_makes_room(chat: Tab) -> None
         """(() => {
           const real = Storage.prototype.setItem;
           Storage.prototype.setItem = function (name, value) {
-            if (value.length > 700000 || Object.keys(this).length > 5) throw new DOMException("full", "QuotaExceededError");
+            const isFull = value.length > 700000 || Object.keys(this).length > 5;
+            if (isFull) throw new DOMException("full", "QuotaExceededError");
             return real.call(this, name, value);
           };
         })()"""

@@ -1,5 +1,6 @@
 """Speculation off, speculation that cannot be, and both sides of a comparison."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.server.web.devtools import Tab
 from tests.server.web.reading import (
     ENDED,
     LAST,
+    STREAM,
     answered,
     asked,
     figures,
@@ -108,8 +110,17 @@ def test_what_the_server_has_decided_on_is_told_behind_the_end(fresh: Tab) -> No
 
 
 def test_steps_without_a_draft_are_explained_where_there_were_any(tab: Tab) -> None:
-    """Two tokens are one step, which has no room for a draft; one comes of the prompt."""
-    answered(tab, "import os", max_tokens=2)
-    assert figures(tab)["steps"] == 1 and words(tab, ENDS)[0].endswith("Nothing looked worth drafting.")
+    """One token is no step: it comes of the prompt. Two are one, here without a draft."""
     answered(tab, "import os", max_tokens=1)
     assert figures(tab)["steps"] == 0 and "draft" not in words(tab, ENDS)[0]
+    tab.look(STREAM)
+    send(tab, "import os")
+    tab.wait("window.stream")
+    drafts = {"steps": 1, "accepted_tokens": 0, "drafted_tokens": 0, "acceptance_length": 1}
+    metrics = {"speculative_decoding": drafts, "time_to_first_token_s": 0.1, "total_s": 0.2}
+    tokens = {"text": "ab", "pieces": [["a", 0], ["b", 0]], "origins": [0, 0], "finish_reason": "length"}
+    for event in ({"choices": [tokens]}, {"choices": [], "metrics": metrics}):
+        tab.look(f"stream.say({json.dumps(event)})")
+    tab.look("stream.end()")
+    tab.wait(ENDED)
+    assert words(tab, ENDS)[0].endswith("Acceptance length 1.00. Nothing looked worth drafting.")
