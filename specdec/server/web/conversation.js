@@ -20,10 +20,11 @@ export class Conversation {
     return words.length > LONGEST_TITLE ? `${words.slice(0, LONGEST_TITLE - 1)}…` : words;
   }
 
-  /** Drop the exchanges from one on, and put a question in their place. */
+  /** Put a question behind all, or in the place of an exchange: of a chat, which has led to what follows, that is dropped. */
   ask(question, at = this.exchanges.length) {
-    this.exchanges.splice(at, Infinity, { question, answer: new Answer() });
-    return this.last;
+    const exchange = { question, answer: new Answer() };
+    this.exchanges.splice(at, this.isChat ? Infinity : 1, exchange);
+    return exchange;
   }
 
   /** Return a chat's messages up to an exchange's question. What was never answered is left out with its question. */

@@ -105,7 +105,7 @@ function remove(id) {
   if (gone) notice("The conversation is deleted. ", { label: "Undo", do: () => { keep(gone); open(gone.id); } });
 }
 
-/** Ask a question: behind all, or in the place of an exchange, with which all that follows is dropped. */
+/** Ask a question: behind all, or in the place of an exchange. */
 function ask(words, exchange) {
   if (running || !words.trim()) return false;
   const fields = readFields();
@@ -141,7 +141,7 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
       frame ||= requestAnimationFrame(() => { frame = 0; view().update(); });
     });
     thread.put(exchange);
-    follower.toEnd();
+    if (exchange === own.last) follower.toEnd();
     keep(own);
     try {
       await written;

@@ -3,6 +3,15 @@
 import { make } from "./element.js";
 import { AnswerView, questionView } from "./views.js";
 
+const SAYS = {
+  chat: {
+    edit: "Ask something else here; what follows is dropped",
+    again: "Answer anew; what follows is dropped",
+    goOn: "Ask the model to go on",
+  },
+  completion: { edit: "Change this text", again: "Continue this text anew", goOn: "Write on behind this text" },
+};
+
 export class Thread {
   /** `deeds`: what can be done with an exchange: `edit`, `again`, `goOn`, and with a setting at fault: `isSetting`, `mend`. */
   constructor(box, deeds) {
@@ -21,12 +30,12 @@ export class Thread {
     for (const exchange of conversation.exchanges) this.add(exchange);
   }
 
-  /** Show an exchange, and those before it as they are, in place of what follows. */
+  /** Show an exchange and those that follow it anew; those before it stay as they are. */
   put(exchange) {
     const at = this.conversation.exchanges.indexOf(exchange);
     while (this.box.children.length > at) this.box.lastElementChild.remove();
     this.views.splice(at, Infinity);
-    return this.add(exchange);
+    for (const own of this.conversation.exchanges.slice(at)) this.add(own);
   }
 
   add(exchange) {
@@ -35,17 +44,14 @@ export class Thread {
     const own = {
       again: () => deeds.again(exchange),
       goOn: () => deeds.goOn(exchange),
-      goOnSays: conversation.isChat ? "Asks the model to go on" : "Writes on behind this text",
+      says: SAYS[conversation.mode],
       isSetting: deeds.isSetting,
       mend: deeds.mend,
     };
     const prompt = conversation.isChat ? null : question;
     const view = new AnswerView(answer, { showsTokens, prompt, deeds: own });
     this.box.append(make("section", { className: "exchange" },
-      questionView(question, { edit: (words) => deeds.edit(exchange, words) }), view.element));
+      questionView(question, { edit: (words) => deeds.edit(exchange, words), says: own.says.edit }), view.element));
     this.views.push(view);
-    return view;
   }
-
-  get last() { return this.views.at(-1); }
 }

@@ -11,8 +11,8 @@ const ENDS = {
 /** Of the time, the share that reading markdown anew may take while a long answer comes. */
 const SHARE = 0.1;
 
-/** Build a question: `edit` gets its new words. */
-export function questionView(question, { edit }) {
+/** Build a question: `edit` gets its new words, `says` what that does. */
+export function questionView(question, { edit, says }) {
   const bubble = make("div", { className: "bubble" }, question);
   const tools = make("div", { className: "tools" });
   const element = make("div", { className: "question" }, bubble, tools);
@@ -31,7 +31,7 @@ export function questionView(question, { edit }) {
     tools.replaceWith(form);
     box.focus();
   };
-  tools.append(button("Edit", change, { title: "Ask something else here; what follows is dropped" }),
+  tools.append(button("Edit", change, { title: says }),
     copyButton(() => question, { ariaLabel: "Copy the message" }));
   return element;
 }
@@ -43,7 +43,7 @@ export function isSending(event) {
 
 export class AnswerView {
   /** `showsTokens`: as tokens, where they can be told apart; `prompt`: what a completion follows on; `deeds`: what its
-      buttons do. */
+      buttons do, and say. */
   constructor(answer, { showsTokens, prompt, deeds }) {
     this.answer = answer;
     this.deeds = deeds;
@@ -123,8 +123,8 @@ export class AnswerView {
     this.end.textContent = [ENDS[finish], size, this.showsTokens && drafts].filter(Boolean).join(" ");
     const tools = [];
     if (text) tools.push(copyButton(() => answer.text, { ariaLabel: "Copy the answer" }));
-    if (finish === "length") tools.push(button("Continue", deeds.goOn, { title: deeds.goOnSays }));
-    tools.push(button(error ? "Retry" : "Regenerate", deeds.again, { title: "Answer anew; what follows is dropped" }));
+    if (finish === "length") tools.push(button("Continue", deeds.goOn, { title: deeds.says.goOn }));
+    tools.push(button(error ? "Retry" : "Regenerate", deeds.again, { title: deeds.says.again }));
     if (deeds.isSetting(error?.field)) tools.push(button("Settings", () => deeds.mend(error)));
     this.tools.replaceChildren(...tools, this.end);
   }

@@ -321,3 +321,7 @@ def test_a_completion_is_continued_where_it_was_cut(tab: Tab) -> None:
     # Another text is continued by itself.
     answered(tab, "import os")
     assert asked(tab)[-1]["prompt"] == "import os" and len(words(tab, ".answer .text")) == 2
+    # So another one for the first leaves it there.
+    do(tab, "Regenerate", ".exchange:first-child")
+    tab.wait(f"window.heard.length === 4 && {ENDED}")
+    assert words(tab, ".answer .text")[0] == text and words(tab, ".given") == ["def walk(", "import os"]
