@@ -126,6 +126,7 @@ function readFields() {
   }
 }
 
+/** Answer an exchange's question; `goesOn`: behind what is there. */
 async function answer(exchange, { fields = readFields(), goesOn = false }) {
   if (!fields || running) return;
   const own = conversation, { answer } = exchange;
@@ -134,11 +135,13 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
   drafts.clear();
   find("welcome").hidden = true;
   let frame = 0;
+  // The view may have been built anew meanwhile, and another conversation may be shown.
+  const update = () => { if (own === conversation) thread.views[own.exchanges.indexOf(exchange)].update(); };
   await attempt(async (options) => {
     const wanted = { path, body: showsTokens() ? { ...body, return_drafts: true } : body };
     const written = answer.run(wanted, options, (choice) => {
       drafts.watch(choice);
-      frame ||= requestAnimationFrame(() => { frame = 0; view().update(); });
+      frame ||= requestAnimationFrame(() => { frame = 0; update(); });
     });
     thread.put(exchange);
     if (exchange === own.last) follower.toEnd();
@@ -151,16 +154,12 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
       blame(answer, error, options.signal);
     } finally {
       cancelAnimationFrame(frame);
-      if (own === conversation) {
-        drafts.refresh();
-        view().update();
-      }
+      update();
+      if (own === conversation) drafts.refresh();
       keep(own);
     }
   });
   if (showsTokens()) foresee();
-  // The view may have been built anew meanwhile, and another conversation shown.
-  function view() { return thread.views[own.exchanges.indexOf(exchange)]; }
 }
 
 /** Note in an answer why it ended early. */
@@ -234,7 +233,8 @@ function busy(isBusy) {
 async function meet() {
   const model = find("model");
   try {
-    const [info, { data }] = await Promise.all([get("server_info", key()), get("v1/models", key())]);
+    const info = await get("server_info", key());
+    const { data } = await get("v1/models", key());
     served = info;
     model.textContent = `${info.model} · ${info.dtype} on ${info.device} · drafts: ${info.drafters.join(", ") || "none"}`;
     pickable(data.map(({ id }) => id));
