@@ -50,7 +50,10 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     assert "looked up" not in verdict
     compared = [own["cache_salt"] for own in asked(tab)[-2:]]
     assert len(set(compared)) == 2 and "cache_salt" not in asked(tab)[0]
-    # It joins nothing, and is gone with the next question.
+    # It belongs to this view, joins nothing, and is gone with the next question.
+    for shown in (False, True):
+        tab.look("document.getElementById('view').click()")
+        assert is_shown(tab, "#comparison") == shown
     assert len(words(tab, ".exchange")) == 2
     answered(tab, "import os", max_tokens=4)
     assert not is_shown(tab, "#comparison")
