@@ -33,7 +33,7 @@ const thread = new Thread(find("thread"), {
 });
 const form = find("form"), prompt = field("prompt");
 const showsTokens = () => find("view").checked;
-let conversation = new Conversation();
+let conversation = history.load(location.hash.slice(1)) ?? new Conversation();
 let running = null;
 let served = null;
 
@@ -73,7 +73,11 @@ function render() {
   list();
 }
 
-const list = () => sidebar.show(history.list(), conversation.id);
+/** List what is kept; the address names what is shown, so that it is there again when the page is loaded anew. */
+function list() {
+  sidebar.show(history.list(), conversation.id);
+  globalThis.history.replaceState(null, "", conversation.isEmpty ? location.pathname : `#${conversation.id}`);
+}
 
 /** Keep a conversation in the browser's storage, unless it was deleted or has nothing in it. */
 function keep(own) {
@@ -307,6 +311,7 @@ document.addEventListener("keydown", (event) => {
 // What was written so far outlives a page that is closed, and what another page keeps is listed.
 addEventListener("pagehide", () => { if (running) keep(conversation); });
 addEventListener("storage", list);
+field(conversation.mode).checked = true;
 render();
 await meet();
 document.body.dataset.ready = "yes";

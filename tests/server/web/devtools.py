@@ -52,6 +52,12 @@ class Tab:
         self.call("Page.navigate", url=url)
         self.wait("document.body?.dataset.ready")
 
+    def reload(self) -> None:
+        """Load the page anew, as its reader would."""
+        self.look("delete document.body.dataset.ready")
+        self.call("Page.reload")
+        self.wait("document.body?.dataset.ready")
+
     def forget(self) -> None:
         """Empty the storage of the page that is shown, and leave it."""
         origin = self.look("location.origin")

@@ -90,7 +90,9 @@ def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
         f"""(() => {{
           getSelection().selectAllChildren(document.querySelector('{LAST} .text'));
           let found;
-          const hear = (own) => {{ found = own.clipboardData.getData("text/plain"); }};
+          const hear = (own) => {{
+            found = own.defaultPrevented && own.clipboardData.getData("text/plain");
+          }};
           document.addEventListener("copy", hear, {{ once: true }});
           document.execCommand("copy");
           return found;

@@ -65,10 +65,12 @@ def test_a_chat_goes_on(chat: Tab) -> None:
     assert "temperature" in first and "seed" not in first and "return_drafts" not in first
 
     # It is there again when the page is opened anew, and goes on from there.
-    chat.open(chat.look("location.href"))
-    assert words(chat, ".bubble") == [] and words(chat, "#chats .open") == ["Sort a list."]
+    chat.reload()
+    assert words(chat, ".prose") == [one, other] and words(chat, "#chats .open") == ["Sort a list."]
     enter_key(chat)
     chat.complaints.clear()  # of the key that the first look at the server lacked
+    chat.click("anew")
+    assert words(chat, ".prose") == [] and chat.look("location.hash") == ""
     chat.look("document.querySelector('#chats .open').click()")
     assert words(chat, ".prose") == [one, other] and chat.look(CHATS)
     assert chat.look("[temperature.value, system.value, key.value]") == ["0", "Be brief.", KEY]
@@ -108,8 +110,7 @@ def test_stopping_keeps_what_was_written(chat: Tab) -> None:
     chat.wait(ENDED)
     text = words(chat, PROSE)[0]
     assert "Stopped." in words(chat, f"{LAST} .end")[0] and not is_shown(chat, ".trouble")
-    chat.open(chat.look("location.href"))
-    chat.look("document.querySelector('#chats .open').click()")
+    chat.reload()
     assert words(chat, PROSE) == [text] and len(text) > 40
 
 
@@ -196,6 +197,10 @@ def test_markdown_is_shown_and_can_do_nothing(chat: Tab, live: Live) -> None:
         assert own in text
     assert chat.look("window.hurt === undefined") and all(url.startswith(live.url) for url in chat.requests)
     assert chat.complaints == []
+    # What is selected and copied is the text, without the words of buttons.
+    chat.look("getSelection().selectAllChildren(document.querySelector('.prose'))")
+    selected = chat.look("getSelection().toString()")
+    assert 'x = "<b>"' in selected and "☑ one" in selected and "Copy" not in selected
     # Beyond what is built: the page may not read a text as HTML at all.
     refused = "(() => { try { document.body.innerHTML = '<p>'; } catch (error) { return error.name; } })()"
     assert chat.look(refused) == "TypeError"
