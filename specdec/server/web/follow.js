@@ -19,16 +19,21 @@ export class Follower {
   /** How far the text's end is below what is seen. */
   get rest() { return this.content.getBoundingClientRect().bottom - this.box.getBoundingClientRect().bottom; }
 
-  /** Going up ends the following: growth alone never does, since it leaves the place where it is. */
+  /** Going up by however little ends the following, coming down near the end begins it. A text that has grown shorter
+      moves the place too, but to the end. */
   look() {
-    if (this.rest < NEAR_PX) this.follows = true;
-    else if (this.box.scrollTop < this.last) this.follows = false;
-    this.last = this.box.scrollTop;
+    const { scrollTop } = this.box;
+    const isUp = scrollTop < this.last;
+    if (this.rest < 2) this.follows = true;
+    else if (isUp) this.follows = false;
+    else if (this.rest < NEAR_PX) this.follows = true;
+    this.last = scrollTop;
     this.tell();
   }
 
   grow() {
     if (this.follows && this.rest > 0) this.box.scrollTop += Math.ceil(this.rest);
+    this.last = this.box.scrollTop;
     this.tell();
   }
 

@@ -223,7 +223,8 @@ def test_the_page_follows_the_text_until_the_reader_scrolls_up(chat: Tab) -> Non
     more = "stream.say({choices: [{delta: {content: 'word '.repeat(400) + '\\n\\n'}}]})"
     chat.look(more)
     chat.wait(f"document.getElementById('scroll').scrollTop > 100 && {rest} < 2")
-    chat.look("document.getElementById('scroll').scrollTop -= 300")
+    chat.look("document.getElementById('scroll').scrollTop -= 9")  # as a wheel begins
+    chat.look(more)
     chat.wait("!document.getElementById('to-end').hidden")
     chat.look(more)
     chat.wait(f"{rest} > 500")
