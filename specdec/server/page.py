@@ -1,8 +1,9 @@
 """The playground at `/`: the static files of `web/` and their security headers."""
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import PurePath
 
 from aiohttp import web
@@ -11,9 +12,10 @@ FOLDER = "/web/"
 """The route of the files beside the page itself, which is at `/`."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No external resources, no inline scripts, no framing by other sites."""
+"""No external resources, no inline scripts, no text read as HTML, no framing by other sites."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -21,7 +23,13 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
 
 Answer = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -29,10 +37,19 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 def playground() -> Mapping[str, Answer]:
     """Read the files once; return their handlers by route."""
     answers = {}
-    for file in files("specdec.server").joinpath("web").iterdir():
-        path = "/" if file.name == "index.html" else FOLDER + file.name
-        answers[path] = _answering(file.read_bytes(), KINDS[PurePath(file.name).suffix])
+    for name, data in _read(files("specdec.server").joinpath("web")):
+        path = "/" if name == "index.html" else FOLDER + name
+        answers[path] = _answering(data, KINDS[PurePath(name).suffix])
     return answers
+
+
+def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
+    """Yield the files of a folder and of those in it, by their paths from it."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _read(entry, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry.read_bytes()
 
 
 def _answering(data: bytes, kind: str) -> Answer:

@@ -1,5 +1,6 @@
 """The playground's files, as the server gives them."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from specdec.server.page import playground
 from tests.server.live import Live, serving
 
 WEB = Path(__file__).parents[2] / "specdec" / "server" / "web"
+VENDOR = WEB / "vendor"
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +25,10 @@ def test_the_page_and_its_files_need_no_key_and_load_nothing_from_elsewhere(live
     assert page.status == 200 and page.headers["Content-Type"] == "text/html; charset=utf-8"
     policy = page.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
+    assert policy.endswith("require-trusted-types-for 'script'; trusted-types 'none'")
     named = re.findall(r'(?:src|href)="([^"]+)"', page.data.decode())
     assert len(named) > 4
-    for path in {f"/{own}" for own in named} | {f"/web/{file.name}" for file in WEB.iterdir()}:
+    for path in {f"/{own}" for own in named} | {f"/web/{file.name}" for file in WEB.glob("*.*")}:
         if path.endswith("index.html"):
             continue
         answer = live.ask(path)
@@ -37,9 +40,24 @@ def test_the_page_and_its_files_need_no_key_and_load_nothing_from_elsewhere(live
 
 
 def test_only_known_kinds_of_files_ship() -> None:
-    assert set(playground()) == {"/", *(f"/web/{f.name}" for f in WEB.iterdir() if f.name != "index.html")}
+    shipped = {file.relative_to(WEB).as_posix() for file in WEB.rglob("*") if file.is_file()}
+    assert set(playground()) == {"/", *(f"/web/{name}" for name in shipped - {"index.html"})}
     assert not any("innerHTML" in file.read_text("utf-8") for file in WEB.glob("*.js"))
-    assert max(len(file.read_text("utf-8").splitlines()) for file in WEB.iterdir()) < 300
+    assert max(len(file.read_text("utf-8").splitlines()) for file in WEB.glob("*.*")) < 400
+
+
+def test_what_others_wrote_is_unchanged_and_has_its_licence() -> None:
+    said = (VENDOR / "VERSIONS.txt").read_text("utf-8")
+    named = dict(reversed(line.split()) for line in said.splitlines() if re.match(r"[0-9a-f]{64} ", line))
+    assert (
+        {*named}
+        == {"marked.js", "marked.LICENSE.txt"}
+        == {f.name for f in VENDOR.iterdir()} - {"VERSIONS.txt"}
+    )
+    for name, digest in named.items():
+        assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest
+    assert f"marked v{said.split()[1]}" in (VENDOR / "marked.js").read_text("utf-8")
+    assert "Permission is hereby granted" in (VENDOR / "marked.LICENSE.txt").read_text("utf-8")
 
 
 def test_the_colours_are_those_of_the_charts() -> None:

@@ -1,11 +1,22 @@
-// Accepted drafts by step, as bars. However long a text gets, there are at most so many: they are merged in pairs.
+// Accepted drafts by step, as bars between two axes. However long a text gets, there are at most so many bars: they are
+// merged in pairs.
+
+import { make } from "./element.js";
 
 const BARS = 120, WIDTH = 120, HEIGHT = 40;
+const SVG = "http://www.w3.org/2000/svg";
 
 export class Curve {
-  constructor(svg, note) {
-    this.svg = svg;
+  /** `plot` is filled with the picture and its axes, `note` says the same in words. */
+  constructor(plot, note) {
     this.note = note;
+    this.svg = document.createElementNS(SVG, "svg");
+    const about = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" };
+    for (const [name, value] of Object.entries(about)) this.svg.setAttribute(name, value);
+    [this.highest, this.lastStep] = [make("span", { className: "highest" }), make("span", { className: "last" })];
+    plot.append(
+      make("span", { className: "up" }, "tokens accepted"), this.highest, make("span", { className: "zero" }, "0"), this.svg,
+      make("span", { className: "first" }, "1"), make("span", { className: "along" }, "verify step"), this.lastStep);
     this.clear();
   }
 
@@ -37,19 +48,22 @@ export class Curve {
     }
   }
 
+  /** Draw the bars over the whole width: its right end is the last step. */
   draw() {
     if (!this.steps) return;
-    const wide = WIDTH / Math.max(this.sums.length, 40);
+    const wide = WIDTH * this.per / this.steps, top = Math.max(this.most, 1);
     const bars = this.sums.map((sum, i) => {
       const count = i === this.sums.length - 1 ? this.inLast : this.per;
-      const high = HEIGHT * sum / count / Math.max(this.most, 1);
-      return `M${i * wide} ${HEIGHT}v${-high}h${wide * .85}v${high}z`;
+      const high = HEIGHT * sum / count / top;
+      return `M${i * wide} ${HEIGHT}v${-high}h${wide * .85 * count / this.per}v${high}z`;
     });
-    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    const path = document.createElementNS(SVG, "path");
     path.setAttribute("d", bars.join(""));
     this.svg.replaceChildren(path);
-    const each = this.per > 1 ? `; each bar the mean of ${this.per} steps` : "";
-    this.note.textContent = `${this.steps} steps: ${(this.total / this.steps).toFixed(2)} accepted on average, ${this.most} at most${each}`;
-    this.svg.setAttribute("aria-label", `Accepted drafts by step. ${this.note.textContent}`);
+    this.highest.textContent = top;
+    this.lastStep.textContent = this.steps;
+    const each = this.per > 1 ? `; each bar is the mean of ${this.per} steps` : "";
+    this.note.textContent = `${this.steps} steps: ${(this.total / this.steps).toFixed(2)} accepted on average, ${this.most} at most${each}.`;
+    this.svg.setAttribute("aria-label", `Accepted draft tokens at each verify step. ${this.note.textContent}`);
   }
 }

@@ -1,135 +1,236 @@
-// What the buttons and keys do: one run at a time, of one request or of two that are compared.
+// What the buttons and keys do: one conversation is shown, and one request runs at a time.
 
+import { Answer } from "./answer.js";
 import { get, Trouble } from "./client.js";
+import { Comparison } from "./compare.js";
+import { Conversation } from "./conversation.js";
 import { Drafts } from "./drafts.js";
-import { blame, EXAMPLES, field, isChat, key, QUESTION, read, settleSeed } from "./form.js";
-import { summary, verdict } from "./outcome.js";
-import { Pane } from "./pane.js";
+import { button, make } from "./element.js";
+import { Follower } from "./follow.js";
+import { History, openStorage } from "./history.js";
+import { decision, summary } from "./outcome.js";
+import { field, key, Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
 import { nameOf } from "./text.js";
+import { Thread } from "./thread.js";
+import { isSending } from "./views.js";
+import { CHAT_EXAMPLES, COMPLETION_EXAMPLES, MODES } from "./words.js";
 
 const find = (id) => document.getElementById(id);
-const [form, send, stop, anew] = ["form", "send", "stop", "anew"].map(find);
-const BEGINNERS = [send, find("compare"), anew];
-const first = new Pane(find("first"), "Answer");
-const second = new Pane(find("second"), "Without speculation");
+const storage = openStorage();
+const history = new History(storage);
+const settings = new Settings(storage);
 const drafts = new Drafts();
-const WRITING = "Writing …";
-let turns = [];
+const comparison = new Comparison();
+const follower = new Follower(find("scroll"), find("column"), find("to-end"));
+const sidebar = new Sidebar({ open, remove, begin: () => show(new Conversation({ mode: conversation.mode })) });
+const thread = new Thread(find("thread"), {
+  edit: (exchange, words) => ask(words, exchange),
+  again: (exchange) => ask(exchange.question, exchange),
+  goOn: (exchange) => conversation.isChat ? ask("Continue.") : answer(exchange, { goesOn: true }),
+  isSetting: (name) => settings.holds(name),
+  mend: (error) => settings.blame(error),
+});
+const form = find("form"), prompt = field("prompt");
+const showsTokens = () => find("view").checked;
+let conversation = history.load(location.hash.slice(1)) ?? new Conversation();
 let running = null;
 let served = null;
 
-/** Show what a run has come to; null hides it. */
-function tell(status, { trouble = null, verdict = null } = {}) {
-  find("status").textContent = status;
-  find("trouble").hidden = trouble === null;
-  find("trouble").textContent = trouble ?? "";
-  find("verdict").hidden = verdict === null;
+/** Say something small beside the input; `act` undoes or mends it. */
+function notice(says, act = null) {
+  find("notice").replaceChildren(says, ...act ? [button(act.label, () => { notice(""); act.do(); })] : []);
 }
 
-/** Do something that can be stopped, and say in plain words how it ended. */
-async function attempt(work) {
-  if (running) return;
-  running = new AbortController();
-  const { signal } = running;
-  const begun = document.activeElement;
-  stop.disabled = false;
-  for (const button of BEGINNERS) button.disabled = true;
-  // A button that is switched off loses the focus; who works by keys goes on at the one that is on.
-  if (BEGINNERS.includes(begun)) stop.focus();
-  blame(null);
-  tell("Waiting for the first token …");
-  // On a phone the answer stands below the form.
-  if (find("answer").getBoundingClientRect().top > innerHeight * .7) find("answer").scrollIntoView();
+/** Show a conversation in place of the one that is shown; what is being written for that one ends there. */
+function show(next) {
+  running?.abort();
+  conversation = next;
+  field(conversation.mode).checked = true;
+  comparison.clear();
+  drafts.clear();
+  notice("");
+  render();
+  follower.toEnd();
+  prompt.focus();
+}
+
+function render() {
+  const { isChat, isEmpty } = conversation;
+  const mode = MODES[conversation.mode];
+  thread.show(conversation, { showsTokens: showsTokens() });
+  find("welcome").hidden = !isEmpty;
+  find("welcome-title").textContent = mode.title;
+  find("welcome-says").textContent = served === null ? mode.says : isChat && served.writes === "completions" ? mode.unsuited : mode.says;
+  find("examples").replaceChildren(...(isChat ? CHAT_EXAMPLES : COMPLETION_EXAMPLES).map(([name, text]) =>
+    button(name, () => { prompt.value = text; grow(); prompt.focus(); }, { className: "example" })));
+  find("prompt-label").textContent = prompt.placeholder = mode.label;
+  find("mode-says").textContent = mode.hint;
+  prompt.spellcheck = isChat;
+  settings.suit(isChat);
+  document.body.dataset.mode = conversation.mode;
+  document.body.dataset.view = showsTokens() ? "tokens" : "text";
+  list();
+}
+
+/** List what is kept; the address names what is shown, so that it is there again when the page is loaded anew. */
+function list() {
+  sidebar.show(history.list(), conversation.id);
+  globalThis.history.replaceState(null, "", conversation.isEmpty ? location.pathname : `#${conversation.id}`);
+}
+
+/** Keep a conversation in the browser's storage, unless it was deleted or has nothing in it. */
+function keep(own) {
+  if (own.isGone || own.isEmpty) return;
   try {
-    await work({ key: key(), signal });
+    const gone = history.save(own);
+    if (gone) notice(`${gone} of the oldest conversations made room for this one.`);
   } catch (error) {
-    if (signal.aborted) tell(`Stopped after ${first.tally.tokens} tokens.`);
-    else if (error instanceof Trouble) fail(error);
-    else {
-      fail(new Trouble(`The page itself failed: ${error.message}`));
-      throw error;
+    if (!(error instanceof Trouble)) throw error;
+    notice(error.message);
+  }
+  list();
+}
+
+function open(id) {
+  if (id === conversation.id) return;
+  const found = history.load(id);
+  if (found) show(found);
+  else list();
+}
+
+function remove(id) {
+  const gone = history.load(id);
+  history.remove(id);
+  if (id === conversation.id) {
+    conversation.isGone = true;
+    show(new Conversation({ mode: conversation.mode }));
+  } else list();
+  if (gone) notice("The conversation is deleted. ", { label: "Undo", do: () => { keep(gone); open(gone.id); } });
+}
+
+/** Ask a question: behind all, or in the place of an exchange. */
+function ask(words, exchange) {
+  if (running || !words.trim()) return false;
+  const fields = readFields();
+  if (!fields) return false;
+  const at = exchange && conversation.exchanges.indexOf(exchange);
+  answer(conversation.ask(words, at), { fields });
+  return true;
+}
+
+/** Return what the settings say, or null: then they show what is wrong. */
+function readFields() {
+  try {
+    return settings.read();
+  } catch (error) {
+    if (!(error instanceof Trouble)) throw error;
+    settings.blame(error);
+    return null;
+  }
+}
+
+/** Answer an exchange's question; `goesOn`: behind what is there. */
+async function answer(exchange, { fields = readFields(), goesOn = false }) {
+  if (!fields || running) return;
+  const own = conversation, { answer } = exchange;
+  const { path, body } = settings.request(own, exchange, fields, { goesOn });
+  comparison.clear();
+  drafts.clear();
+  find("welcome").hidden = true;
+  let frame = 0;
+  // The view may have been built anew meanwhile, and another conversation may be shown.
+  const update = () => { if (own === conversation) thread.views[own.exchanges.indexOf(exchange)].update(); };
+  await attempt(async (options) => {
+    const wanted = { path, body: showsTokens() ? { ...body, return_drafts: true } : body };
+    const written = answer.run(wanted, options, (choice) => {
+      drafts.watch(choice);
+      frame ||= requestAnimationFrame(() => { frame = 0; update(); });
+    });
+    thread.put(exchange);
+    if (exchange === own.last) follower.toEnd();
+    keep(own);
+    try {
+      await written;
+      const { size, drafts: gave } = summary(answer.tally, { speculate: body.speculate, drafters: served?.drafters });
+      [answer.size, answer.drafts] = [size, gave];
+    } catch (error) {
+      blame(answer, error, options.signal);
+    } finally {
+      cancelAnimationFrame(frame);
+      update();
+      if (own === conversation) drafts.refresh();
+      keep(own);
     }
+  });
+  if (showsTokens()) foresee();
+}
+
+/** Note in an answer why it ended early. */
+function blame(answer, error, signal) {
+  const tokens = answer.tally.tokens;
+  [answer.size, answer.drafts] = [tokens ? `${tokens} tokens.` : "", ""];
+  if (signal.aborted) {
+    answer.finish = "stopped";
+    return;
+  }
+  const known = error instanceof Trouble ? error : new Trouble(`The page itself failed: ${error.message}`);
+  answer.error = { message: known.message, field: known.field };
+  if (known !== error) throw error;
+}
+
+/** Say which drafts run now and why: the server decides from what it has measured. */
+async function foresee() {
+  const { speculation } = await get("server_info", key()).catch(() => ({}));
+  find("outlook").textContent = decision(speculation);
+}
+
+/** Compare the two ways to answer what stands in the input, or else the last question. Neither answer is kept. */
+async function compare() {
+  const fields = readFields();
+  if (!fields || running) return;
+  const isNew = prompt.value.trim() !== "";
+  if (!isNew && conversation.isEmpty) return void notice("Write something first: it is answered twice.");
+  const asked = isNew ? { question: prompt.value, answer: new Answer() } : conversation.last;
+  const copy = new Conversation({ mode: conversation.mode });
+  copy.exchanges = isNew ? [...conversation.exchanges, asked] : conversation.exchanges;
+  const own = conversation;
+  await attempt(async (options) => {
+    const tell = (says) => { if (own === conversation) notice(says); };
+    find("welcome").hidden = true;
+    follower.toEnd();
+    try {
+      await comparison.run(settings.request(copy, asked, fields), options, { served: served ?? {}, tell });
+      tell("");
+    } catch (error) {
+      if (!options.signal.aborted) tell(error.message);
+      else tell("The comparison was stopped.");
+      if (!options.signal.aborted && !(error instanceof Trouble)) throw error;
+    }
+  });
+}
+
+/** Do something that can be stopped, one thing at a time. */
+async function attempt(work) {
+  const own = running = new AbortController();
+  busy(true);
+  try {
+    await work({ key: key(), signal: own.signal });
   } finally {
-    running = null;
-    for (const button of BEGINNERS) button.disabled = false;
-    if (document.activeElement === stop) (BEGINNERS.includes(begun) ? begun : send).focus();
-    stop.disabled = true;
+    if (running === own) {
+      running = null;
+      busy(false);
+    }
   }
 }
 
-function fail(error) {
-  tell("", { trouble: error.message });
-  blame(error.field);
-}
-
-const given = ({ messages, prompt }) =>
-  messages ? [...messages, { role: "assistant", content: "" }] : [{ content: prompt }];
-
-/** Show one pane, with what its answer will follow on. */
-function single(given) {
-  find("second").hidden = true;
-  first.call("Answer");
-  first.begin(given);
-  drafts.clear();
-}
-
-async function ask(options) {
-  const request = read(turns);
-  const { messages, speculate } = request.body;
-  single(given(request.body));
-  const wanted = { ...request, body: { ...request.body, return_drafts: true } };
-  const { text, tally } = await first.run(wanted, options, (choice, ended) => {
-    if (find("status").textContent !== WRITING) tell(WRITING);
-    drafts.watch(choice, ended);
-  }).finally(() => drafts.refresh());
-  if (messages) {
-    turns = [...messages.filter(({ role }) => role !== "system"), { role: "assistant", content: text }];
-    // Who has begun the next message while this was answered keeps it.
-    if (field("prompt").value === messages.at(-1).content) field("prompt").value = "";
-  }
-  const asked = { speculate, drafters: served?.drafters };
-  const done = summary(tally, asked);
-  tell(done);
-  // What the server has decided on is told where it is still of interest: the run's end does not wait for it.
-  get("server_info", key()).then(({ speculation }) => {
-    if (find("status").textContent === done) tell(summary(tally, { ...asked, outlook: speculation }));
-  }, () => {});
-}
-
-/** Write one text twice, in turn so that neither takes the other's time, each under a salt of its own: what was
-    written or read before, by the other one too, serves neither. */
-async function compare(options) {
-  settleSeed();
-  const request = read(turns, { again: true });
-  const runs = [[first, true], [second, false]];
-  find("second").hidden = false;
-  first.call("With speculation");
-  drafts.clear();
-  for (const [pane] of runs) pane.begin(given(request.body));
-  const done = [];
-  for (const [pane, speculate] of runs) {
-    tell(speculate ? "Writing with speculation …" : "Writing without speculation …");
-    pane.begin(given(request.body));
-    const cache_salt = `${Date.now()} ${Math.random()}`;
-    done.push(await pane.run({ ...request, body: { ...request.body, speculate, cache_salt } }, options));
-  }
-  const { dtype, drafters } = served ?? {};
-  const found = verdict(...done, { dtype, drafters });
-  tell("Done.", { verdict: found });
-  const remarks = document.createElement("span");
-  remarks.textContent = found.remarks;
-  find("verdict").replaceChildren(found.says, remarks);
-  find("verdict").dataset.same = found.isSame;
-  find("verdict").dataset.ratio = found.ratio ?? "";
-}
-
-function switchMode() {
-  const chats = isChat();
-  find("prompt-label").textContent = chats ? "Message" : "Prompt";
-  find("prompt").value = chats ? QUESTION : Object.values(EXAMPLES)[0];
-  find("examples").parentNode.hidden = chats;
-  anew.hidden = find("again-help").hidden = !chats;
-  turns = [];
+/** Whoever works by keys goes on where a button was that is switched off. */
+function busy(isBusy) {
+  const [from, to] = isBusy ? [find("send"), find("stop")] : [find("stop"), find("send")];
+  const hadFocus = document.activeElement === from;
+  [from.hidden, to.hidden] = [true, false];
+  find("compare").disabled = isBusy;
+  if (hadFocus) to.focus();
 }
 
 /** Learn what is served; a server that wants a key says nothing without. */
@@ -137,60 +238,81 @@ async function meet() {
   const model = find("model");
   try {
     const info = await get("server_info", key());
-    model.textContent = `${info.model} · ${info.dtype} on ${info.device} · drafts: ${info.drafters.join(", ") || "none"}`;
+    const { data } = await get("v1/models", key());
     served = info;
+    model.textContent = `${info.model} · ${info.dtype} on ${info.device} · drafts: ${info.drafters.join(", ") || "none"}`;
+    pickable(data.map(({ id }) => id));
   } catch (error) {
     served = null;
     model.textContent = error.status === 401 ? "This server wants a key." : error.message;
+    find("key-wanted").hidden = error.status !== 401;
+    return;
   }
+  find("key-wanted").hidden = true;
+  // Open in the mode that the model is made for, unless the user has begun something.
+  if (served.writes && conversation.isEmpty && !form.dataset.touched) switchMode(served.writes === "chats" ? "chat" : "completion");
+  else render();
 }
 
-/** Open in the mode that the model is made for, unless the user has started in another. */
-function suit() {
-  if (served?.writes !== "chats" || form.dataset.touched) return;
-  field("chat").checked = true;
-  switchMode();
+/** Offer a choice where several models are served; one needs no naming. */
+function pickable(names) {
+  const models = field("models"), chosen = models.value;
+  find("models-label").hidden = names.length < 2;
+  models.replaceChildren(...names.length < 2 ? [] : names.map((name) => new Option(name)));
+  if (names.includes(chosen)) models.value = chosen;
 }
 
-for (const name of Object.keys(EXAMPLES)) find("examples").append(new Option(name));
+/** A mode is a conversation's: another one begins where something was said in this one. */
+function switchMode(mode) {
+  if (conversation.isEmpty) {
+    conversation.mode = mode;
+    field(mode).checked = true;
+    render();
+  } else show(new Conversation({ mode }));
+}
+
+/** Make the input as tall as its text; styles set the bound. */
+function grow() {
+  prompt.style.height = "auto";
+  prompt.style.height = `${prompt.scrollHeight + 2}px`;
+}
+
 for (const origin of [0, 1, 2, 3, 4, 5, 6, 7, 8]) {
-  const entry = document.createElement("li");
-  entry.className = "from";
-  entry.dataset.origin = origin;
-  entry.textContent = origin === 0 ? nameOf(0) : origin === 8 ? "8 and deeper" : origin;
-  if (origin === 1) {
-    const words = document.createElement("li");
-    words.className = "plain";
-    words.textContent = "accepted from a draft, at depth";
-    find("legend").append(words);
-  }
-  find("legend").append(entry);
+  if (origin === 1) find("legend").append(make("li", { className: "plain" }, "accepted from a draft, at depth"));
+  const name = origin === 0 ? nameOf(0) : origin === 8 ? "8 and deeper" : `${origin}`;
+  find("legend").append(make("li", { className: "from", "data-origin": origin }, name));
 }
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  attempt(ask);
+  if (!ask(prompt.value)) return;
+  prompt.value = "";
+  grow();
 });
-find("compare").addEventListener("click", () => attempt(compare));
-stop.addEventListener("click", () => running?.abort());
-anew.addEventListener("click", () => {
-  turns = [];
-  single([]);
-  tell("A new chat.");
-  field("prompt").focus();
+prompt.addEventListener("input", () => { form.dataset.touched = "yes"; grow(); });
+prompt.addEventListener("keydown", (event) => {
+  if (!isSending(event)) return;
+  event.preventDefault();
+  form.requestSubmit();
 });
-for (const name of ["prompt", "examples", "completion", "chat"]) {
-  field(name).addEventListener("input", () => { form.dataset.touched = "yes"; });
+find("stop").addEventListener("click", () => running?.abort());
+find("compare").addEventListener("click", compare);
+find("view").addEventListener("change", () => {
+  render();
+  if (showsTokens() && served) foresee();
+});
+find("key-wanted").addEventListener("click", () => { settings.dialog.showModal(); field("key").focus(); });
+for (const mode of Object.keys(MODES)) {
+  field(mode).addEventListener("change", () => { form.dataset.touched = "yes"; switchMode(mode); });
 }
-field("examples").addEventListener("change", ({ target }) => { field("prompt").value = EXAMPLES[target.value]; });
-for (const mode of ["completion", "chat"]) field(mode).addEventListener("change", switchMode);
-field("key").addEventListener("change", () => meet().then(suit));
+field("key").addEventListener("change", meet);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running) running.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-    event.preventDefault();
-    form.requestSubmit();
-  }
+  if (event.key === "Escape" && !settings.dialog.open) running?.abort();
 });
-switchMode();
-await meet().then(suit);
+// What was written so far outlives a page that is closed, and what another page keeps is listed.
+addEventListener("pagehide", () => { if (running) keep(conversation); });
+addEventListener("storage", list);
+field(conversation.mode).checked = true;
+render();
+await meet();
 document.body.dataset.ready = "yes";
+prompt.focus();

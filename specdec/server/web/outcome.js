@@ -1,12 +1,12 @@
 // What runs come to, in words: one answer, or one request answered twice, with speculation and without.
 
-/** Say what an answer has come to; `asked` holds `speculate`, and the server's `drafters` and
-    `outlook`, which drafts run and why, where it has told them. */
+/** Say what an answer has come to: its size and speed, and what its drafts gave; `asked` holds `speculate`, and the
+    server's `drafters` where it has told them. */
 export function summary(tally, asked) {
-  const length = tally.length === null ? "" : `, acceptance length ${tally.length.toFixed(2)}`;
-  const speed = tally.rate === null ? "" : `, ${tally.rate.toFixed(0)} tokens a second`;
-  const says = [`Done: ${tally.tokens} tokens${length}${speed}.`, known(tally), undrafted(tally, asked), why(asked)];
-  return says.filter(Boolean).join(" ");
+  const speed = tally.rate === null ? "" : `, ${tally.rate.toFixed(tally.rate < 10 ? 1 : 0)} tokens a second`;
+  const length = tally.length === null ? "" : `Acceptance length ${tally.length.toFixed(2)}.`;
+  const drafts = [length, known(tally), undrafted(tally, asked)].filter(Boolean).join(" ");
+  return { size: `${tally.tokens} tokens${speed}.`, drafts };
 }
 
 export function verdict(on, off, { dtype, drafters }) {
@@ -29,8 +29,8 @@ export function verdict(on, off, { dtype, drafters }) {
 }
 
 /** Say what the server has decided on by itself; what is fixed has no figures. */
-function why({ speculate, outlook }) {
-  return speculate && outlook?.cost ? `Now ${outlook.reason}.` : "";
+export function decision(outlook) {
+  return outlook?.cost ? `The server has measured what drafts earn: now ${outlook.reason}.` : "";
 }
 
 /** Say how much was no guess: the same had been written before. */

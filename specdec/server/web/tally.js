@@ -15,10 +15,9 @@ export class Tally {
     this.early = 0;
   }
 
-  /** Take the origins of some tokens; return how many drafts each step that they ended had accepted. */
+  /** Take the origins of some tokens. */
   add(origins) {
     const nowMs = performance.now();
-    const ended = [];
     for (const origin of origins) {
       this.tokens += 1;
       if (origin > 0) {
@@ -26,7 +25,6 @@ export class Tally {
         this.inStep += 1;
       } else if (this.tokens > 1) {
         this.steps += 1;
-        ended.push(this.inStep);
         this.inStep = 0;
       }
     }
@@ -36,7 +34,6 @@ export class Tally {
     }
     const sinceMs = nowMs - this.startedMs - this.firstMs;
     if (this.tokens > this.early && sinceMs > 0) this.rate = (this.tokens - this.early) / sinceMs * 1000;
-    return ended;
   }
 
   /** Hear the server's own figures at the end: its clock knows nothing of the network and of this page. */

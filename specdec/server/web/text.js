@@ -1,61 +1,27 @@
-// A text in the colours of its tokens. What comes waits until the next frame; nothing shown is touched again.
+// A text in the colours of its tokens. What is shown is not touched again.
 
 export const nameOf = (origin) => origin ? `drafted at depth ${origin}, and accepted` : "the verifier's own";
 
 export class Text {
-  /** `box` scrolls, `note` says where the token under the pointer or the arrow keys came from. */
+  /** `box` holds the text, `note` says where the token under the pointer or the arrow keys came from. */
   constructor(box, note) {
     this.box = box;
     this.note = note;
-    this.waiting = [];
-    this.frame = 0;
+    this.shown = 0;
     this.line = null;
-    this.length = 0;
-    this.whole = [];
     box.addEventListener("mouseover", ({ target }) => this.tell(target));
     box.addEventListener("keydown", (event) => this.walk(event));
+    box.addEventListener("copy", copyPlain);
   }
 
-  get said() { return this.whole.join(""); }
+  /** Show a prompt, before the text. */
+  give(text) { this.append(text, "given", null); }
 
-  clear() {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
-    this.waiting = [];
-    this.whole = [];
-    this.current = null;
-    this.note.textContent = "";
-    this.box.replaceChildren();
-    this.line = null;
-  }
-
-  /** Add text that is not streamed: a prompt, or a turn of a chat under its role. */
-  give(text, role) {
-    if (role) {
-      const heading = document.createElement("div");
-      heading.className = "role";
-      heading.textContent = role;
-      this.box.append(heading);
-      this.line = null;
-    }
-    this.append(text, "given", null);
-    this.box.scrollTop = this.box.scrollHeight;
-  }
-
-  /** Take a token's text; it is shown with the next frame. */
-  push(text, origin) {
-    this.whole.push(text);
-    this.waiting.push([text, origin]);
-    this.frame ||= requestAnimationFrame(() => this.flush());
-  }
-
-  /** Show what waits, once for all that came since the last frame. */
-  flush() {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
+  /** Show those of the pieces that are not shown yet. */
+  update(pieces) {
     const follows = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
-    for (const [text, origin] of this.waiting) this.append(text, "from", origin);
-    this.waiting = [];
+    for (const [text, origin] of pieces.slice(this.shown)) this.append(text, origin === null ? "kept" : "from", origin);
+    this.shown = pieces.length;
     if (follows) this.box.scrollTop = this.box.scrollHeight;
   }
 
@@ -90,6 +56,14 @@ export class Text {
     next.scrollIntoView({ block: "nearest" });
     this.tell(next);
   }
+}
+
+/** Copy the characters themselves: the lines' elements would add ends of their own. */
+function copyPlain(event) {
+  const selection = getSelection();
+  if (selection.rangeCount !== 1 || !this.contains(selection.getRangeAt(0).commonAncestorContainer)) return;
+  event.clipboardData.setData("text/plain", selection.getRangeAt(0).cloneContents().textContent);
+  event.preventDefault();
 }
 
 function neighbour(token, ahead) {

@@ -15,7 +15,7 @@ LISTEN = """(() => {
   window.heard = [];
   window.fetch = async (path, options) => {
     const answer = await real(path, options);
-    if (!path.startsWith("v1/")) return answer;
+    if (!path.startsWith("v1/c")) return answer;
     const [one, other] = answer.body.tee();
     window.asked.push(JSON.parse(options.body));
     window.heard.push(new Response(other).text());
@@ -40,13 +40,29 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 
 @pytest.fixture
-def tab(browser: Tab, live: Live) -> Tab:
-    """Open the page anew, with the key in its field, to complete prompts."""
+def fresh(browser: Tab) -> Tab:
+    """Return the browser with nothing in its storage and its notes."""
     browser.requests.clear()
+    browser.complaints.clear()
     browser.show(1280)
-    browser.open(f"{live.url}/")
-    enter_key(browser)
-    browser.look("document.getElementById('completion').click()")
-    browser.look(LISTEN)
-    browser.complaints.clear()  # the first look at the server had no key yet
+    browser.forget()
     return browser
+
+
+@pytest.fixture
+def tab(fresh: Tab, live: Live) -> Tab:
+    """Open the page anew, with the key in its field, to complete prompts as tokens in colour."""
+    fresh.open(f"{live.url}/")
+    enter_key(fresh)
+    fresh.look("document.getElementById('view').click()")
+    fresh.look(LISTEN)
+    fresh.complaints.clear()  # the first look at the server had no key yet
+    return fresh
+
+
+@pytest.fixture
+def chat(tab: Tab) -> Tab:
+    """Chat, with answers as text."""
+    tab.look("document.getElementById('view').click()")
+    tab.look("document.getElementById('chat').click()")
+    return tab

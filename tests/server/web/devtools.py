@@ -52,6 +52,20 @@ class Tab:
         self.call("Page.navigate", url=url)
         self.wait("document.body?.dataset.ready")
 
+    def reload(self) -> None:
+        """Load the page anew, as its reader would."""
+        self.look("delete document.body.dataset.ready")
+        self.call("Page.reload")
+        self.wait("document.body?.dataset.ready")
+
+    def forget(self) -> None:
+        """Empty the storage of the page that is shown, and leave it."""
+        origin = self.look("location.origin")
+        self.call("Page.navigate", url="about:blank")  # a page that is left may still keep something
+        self.wait("location.href === 'about:blank'")
+        if origin != "null":
+            self.call("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+
     def look(self, expression: str) -> Any:
         """Return what an expression is in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -75,7 +89,7 @@ class Tab:
         """Press a key as a person does, others being held."""
         modifiers = sum(MODIFIERS[own] for own in held)
         code = {"key": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": modifiers}
-        text = {"Enter": "\r", " ": " "}.get(key) if not held else None
+        text = {"Enter": "\r", " ": " "}.get(key) if "ctrl" not in held else None
         self.call("Input.dispatchKeyEvent", type="keyDown", **code, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 

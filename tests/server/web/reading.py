@@ -7,31 +7,55 @@ from tests.server.web.devtools import Tab
 
 KEY = "given"
 """What the server of these tests wants."""
-DONE = "document.getElementById('status').textContent.startsWith('Done')"
+ENDED = "document.querySelector('.answer') && document.getElementById('stop').hidden"
+LAST = ".exchange:last-child"
+STREAM = """(() => {
+  const real = window.fetch;
+  const start = (control) => {
+    const send = (data) => control.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
+    window.stream = {
+      say: (...events) => { for (const own of events) send(JSON.stringify(own)); },
+      end: () => { send("[DONE]"); control.close(); },
+    };
+  };
+  window.asked = [];
+  window.fetch = async (path, options) => {
+    if (!path.startsWith("v1/c")) return real(path, options);
+    window.asked.push(JSON.parse(options.body));
+    return new Response(new ReadableStream({ start }));
+  };
+})()"""
+"""Answers what the test says, when it says so: for texts that the model of these tests does not write."""
 
 
 def said(tab: Tab, element: str) -> str:
     return str(tab.look(f"document.getElementById('{element}').textContent"))
 
 
-def is_shown(tab: Tab, element: str) -> bool:
-    return bool(tab.look(f"!document.getElementById('{element}').hidden"))
+def words(tab: Tab, selector: str) -> list[str]:
+    """Read the texts of elements."""
+    return list(tab.look(f"[...document.querySelectorAll({selector!r})].map(e => e.textContent)"))
 
 
-def figures(tab: Tab, pane: str = "first") -> dict[str, float]:
+def is_shown(tab: Tab, selector: str) -> bool:
+    visible = f"document.querySelector({selector!r})?.checkVisibility({{visibilityProperty: true}})"
+    return bool(tab.look(visible))
+
+
+def figures(tab: Tab, pane: str = LAST) -> dict[str, float]:
     """Read the raw figures of an answer."""
     found = tab.look(
-        f"Object.fromEntries([...document.querySelectorAll('#{pane} [data-figure]')]"
+        f"Object.fromEntries([...document.querySelectorAll('{pane} [data-figure]')]"
         ".map(e => [e.dataset.figure, Number(e.dataset.value)]))"
     )
     return dict(found)
 
 
-def pieces(tab: Tab, pane: str = "first") -> list[list[Any]]:
+def pieces(tab: Tab, pane: str = LAST) -> list[list[Any]]:
     """Read the coloured text: each part with its origin."""
     return list(
         tab.look(
-            f"[...document.querySelectorAll('#{pane} .from')].map(e => [e.textContent, +e.dataset.origin])"
+            f"[...document.querySelectorAll('{pane} .from')].map(e => [e.textContent, +e.dataset.origin])"
         )
     )
 
@@ -55,18 +79,38 @@ def choices(events: list[Any], name: str) -> list[Any]:
     return [own for event in events for choice in event["choices"] for own in choice[name]]
 
 
-def send(tab: Tab, prompt: str | None = None, **fields: Any) -> None:
-    """Fill the form in and press Ctrl-Enter in the prompt."""
+def fill(tab: Tab, **fields: Any) -> None:
+    """Write into the settings, and leave them."""
+    tab.look("document.getElementById('settings-open').click()")
+    tab.look("document.querySelector('#settings details').open = true")
     for name, value in fields.items():
-        tab.write(name, str(value))
-    tab.look("document.getElementById('prompt').focus()")
-    if prompt is not None:
-        tab.write("prompt", prompt)
-    tab.press("Enter", "ctrl")
+        if isinstance(value, bool):
+            tab.look(f"document.getElementById('{name}').checked !== {str(value).lower()} && {name}.click()")
+        else:
+            tab.write(name, str(value))
+    tab.press("Escape")
+
+
+def send(tab: Tab, prompt: str, **fields: Any) -> None:
+    """Fill the settings in, write, and press Enter."""
+    if fields:
+        fill(tab, **fields)
+    tab.write("prompt", prompt)
+    tab.press("Enter")
+
+
+def answered(tab: Tab, prompt: str, **fields: Any) -> None:
+    """Send, and wait until the answer has ended."""
+    send(tab, prompt, **fields)
+    tab.wait(ENDED)
 
 
 def enter_key(tab: Tab) -> None:
     """Write the key, leave its field, and wait until the page knows what is served."""
-    tab.write("key", KEY)
-    tab.look("document.getElementById('key').blur()")
+    fill(tab, key=KEY)
     tab.wait("document.getElementById('model').textContent.includes('drafts: ')")
+
+
+def do(tab: Tab, label: str, at: str = LAST) -> None:
+    """Press a button of an exchange by its name."""
+    tab.look(f"[...document.querySelectorAll('{at} button')].find(e => e.textContent === {label!r}).click()")

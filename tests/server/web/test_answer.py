@@ -1,8 +1,21 @@
-"""An answer: what is shown is what was answered, however long it is."""
+"""An answer as its tokens: what is shown is what was answered, however long it is."""
 
 from tests.server.live import Live
 from tests.server.web.devtools import Tab
-from tests.server.web.reading import DONE, KEY, choices, figures, heard, pieces, said, send, text_of
+from tests.server.web.reading import (
+    ENDED,
+    KEY,
+    LAST,
+    answered,
+    choices,
+    figures,
+    heard,
+    is_shown,
+    pieces,
+    said,
+    send,
+    text_of,
+)
 
 HOSTILE = 'x = "<img src=x onerror=window.hurt=1>&amp;"\n\n\ndef f(x):\n'
 
@@ -39,9 +52,7 @@ def test_bodies_ask_for_no_drafts_and_for_trees(live: Live) -> None:
 
 
 def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
-    tab.complaints.clear()
-    send(tab, HOSTILE, max_tokens=60, temperature=0.7, seed=5)
-    tab.wait(DONE)
+    answered(tab, HOSTILE, max_tokens=60, temperature=0.7, seed=5)
     events = heard(tab)
     drafted = events[-1]["metrics"]["speculative_decoding"]
     shown = figures(tab)
@@ -69,11 +80,32 @@ def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
     lit = [origin for kind, origin in boxes if kind == "lit"]
     assert len(boxes) == len(tree["parents"]) + 1 and boxes[0][0] == "root"
     assert lit == [*map(str, range(1, len(tree["accepted"]) + 1)), "0"]
-    # The prompt, which would be a picture in a page that took it for one, is a text.
-    assert tab.look("document.querySelector('#first .text').textContent").startswith(HOSTILE)
+    steps = tab.look("[...document.querySelectorAll('.plot span')].map(e => e.textContent)")
+    most = max(len(own["accepted"]) for own in trees)
+    assert steps == ["tokens accepted", str(most), "0", "1", "verify step", str(len(trees))]
+    # The prompt, which would be a picture in a page that took it for one, is a text; and so it is copied.
+    text = HOSTILE + text_of(whole)
+    assert tab.look(f"document.querySelector('{LAST} .text').textContent") == text
+    copied = tab.look(
+        f"""(() => {{
+          getSelection().selectAllChildren(document.querySelector('{LAST} .text'));
+          let found;
+          const hear = (own) => {{
+            found = own.defaultPrevented && own.clipboardData.getData("text/plain");
+          }};
+          document.addEventListener("copy", hear, {{ once: true }});
+          document.execCommand("copy");
+          return found;
+        }})()"""
+    )
+    assert copied == text
     assert tab.look("document.querySelectorAll('main img').length") == 0 and not tab.look("window.hurt")
     assert all(url.startswith((live.url, "about:")) for url in tab.requests) and len(tab.requests) > 10
     assert tab.complaints == []
+    # Without the view of speculation it is the same text, plain; nothing about drafts is seen.
+    tab.look("document.getElementById('view').click()")
+    assert tab.look(f"document.querySelector('{LAST} .text').textContent") == text
+    assert not any(is_shown(tab, own) for own in ("#speculation", "#compare", ".figures"))
 
 
 def test_a_long_text_is_shown_without_touching_what_stands_there(tab: Tab) -> None:
@@ -100,17 +132,22 @@ def test_a_long_text_is_shown_without_touching_what_stands_there(tab: Tab) -> No
           window.added = 0;
           new MutationObserver((all) => {
             for (const one of all) {
+              if (!one.target.closest(".text")) continue;
               window.taken += one.removedNodes.length;
               window.added += [...one.addedNodes].filter((node) => node.className === "from").length;
             }
-          }).observe(document.querySelector("#first .text"), { childList: true, subtree: true });
+          }).observe(document.querySelector("#thread"), { childList: true, subtree: true });
         })()"""
     )
     send(tab, "x")
-    tab.wait(DONE)
+    tab.wait(ENDED)
     parts = pieces(tab)
     assert len(parts) == 10_000 and len(text_of(parts)) > 45_000
     assert tab.look("window.taken") == 0 and tab.look("window.added") <= 10_000
     assert figures(tab)["tokens"] == 10_000 and figures(tab)["steps"] == 1999
     assert tab.look("document.querySelectorAll('#curve path').length") == 1
     assert tab.look("document.querySelectorAll('#tree g').length") == 3
+    # The page has followed it to the end.
+    rest = "(e => e.scrollHeight - e.clientHeight - e.scrollTop)(document.getElementById('scroll'))"
+    tab.wait(f"{rest} < 2")
+    assert not is_shown(tab, "#to-end")

@@ -1,93 +1,334 @@
-"""Chats, and the mode that the page opens in."""
+"""Chats: sending, editing, answering anew, what is kept, and the mode that the page opens in."""
 
+import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from specdec.models.folder import SHIPPED
 from tests.server.live import Live
 from tests.server.web.devtools import Tab
-from tests.server.web.reading import DONE, KEY, enter_key, heard, pieces, said, send, text_of
+from tests.server.web.reading import (
+    ENDED,
+    KEY,
+    LAST,
+    STREAM,
+    answered,
+    asked,
+    do,
+    enter_key,
+    fill,
+    heard,
+    is_shown,
+    said,
+    send,
+    words,
+)
 
 CHATS = "document.getElementById('chat').checked"
-HOLD = """(() => {
-  const event = { choices: [{ delta: { content: "abc" }, pieces: [["abc", 0]], origins: [0] }] };
-  const start = (control) => {
-    const say = (data) => control.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
-    say(JSON.stringify(event));
-    window.finish = () => { say("[DONE]"); control.close(); };
-  };
-  window.fetch = async () => new Response(new ReadableStream({ start }));
-})()"""
-"""Answers one word, and ends when the test says so."""
+PROSE = f"{LAST} .prose"
 
 
-def test_a_chat_goes_on(tab: Tab) -> None:
-    tab.look("document.getElementById('completion').focus()")
-    tab.press("ArrowRight")
-    assert tab.look("document.activeElement.id") == "chat" and said(tab, "prompt-label") == "Message"
-    for count, message in enumerate(("Sort a list.", "And a dictionary?"), start=1):
-        send(tab, message, max_tokens=12, temperature=0)
-        tab.wait(f"window.heard.length === {count} && {DONE}")
-    roles = tab.look("[...document.querySelectorAll('#first .role')].map(e => e.textContent)")
-    assert roles == ["user", "assistant", "user", "assistant"]
-    assert text_of(pieces(tab)) == "".join(
-        choice["delta"]["content"] for event in heard(tab) for choice in event["choices"]
+def test_a_chat_goes_on(chat: Tab) -> None:
+    """Enter sends, with Shift it makes a line, and while a word is composed it does neither."""
+    fill(chat, max_tokens=12, temperature=0, system="Be brief.")
+    chat.write("prompt", "Sort")
+    chat.press("Enter", "shift")
+    chat.call("Input.insertText", text="a list.")
+    compose = (
+        "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true})"
+    )
+    assert chat.look(f"document.getElementById('prompt').dispatchEvent({compose})")
+    assert asked(chat) == [] and chat.look("document.getElementById('prompt').value") == "Sort\na list."
+    chat.press("Enter")
+    chat.wait(ENDED)
+    answered(chat, "And a dictionary?")
+    first, second = asked(chat)
+    one, other = words(chat, ".prose")
+    system, question = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Sort\na list."},
+    )
+    assert first["messages"] == [system, question]
+    answer = second["messages"][2]["content"]
+    assert second["messages"] == [
+        *first["messages"],
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "And a dictionary?"},
+    ]
+    assert words(chat, ".bubble") == ["Sort\na list.", "And a dictionary?"]
+    kept = "JSON.parse(Object.entries(localStorage).find(([own]) => own.startsWith('specdec.chat.'))[1])"
+    texts = chat.look(f"{kept}.exchanges.map((own) => own.answer.text)")
+    assert texts == [answer, "".join(c["delta"]["content"] for e in heard(chat) for c in e["choices"])]
+    assert one and other and "12 tokens" in words(chat, f"{LAST} .end")[0]
+    assert "temperature" in first and "seed" not in first and "return_drafts" not in first
+
+    # It is there again when the page is opened anew, and goes on from there.
+    chat.reload()
+    assert words(chat, ".prose") == [one, other] and words(chat, "#chats .open") == ["Sort a list."]
+    enter_key(chat)
+    chat.complaints.clear()  # of the key that the first look at the server lacked
+    chat.click("anew")
+    assert words(chat, ".prose") == [] and chat.look("location.hash") == ""
+    chat.look("document.querySelector('#chats .open').click()")
+    assert words(chat, ".prose") == [one, other] and chat.look(CHATS)
+    assert chat.look("[temperature.value, system.value, key.value]") == ["0", "Be brief.", KEY]
+    chat.look(STREAM)
+    do(chat, "Regenerate")
+    chat.wait("window.asked.length === 1")
+    assert asked(chat)[0]["messages"] == second["messages"]
+    chat.look("stream.say({choices: [{delta: {content: 'new'}, finish_reason: 'stop'}]}); stream.end()")
+    chat.wait(ENDED)
+    assert words(chat, ".prose") == [one, "new"]
+
+    # An edited question drops what follows it.
+    do(chat, "Edit", ".exchange:first-child")
+    assert chat.look("document.activeElement.value") == "Sort\na list."
+    chat.call("Input.insertText", text=" Please.")
+    chat.press("Enter")
+    chat.wait("window.asked.length === 2")
+    chat.look("stream.say({choices: [{delta: {content: 'done'}, finish_reason: 'stop'}]}); stream.end()")
+    chat.wait(ENDED)
+    assert words(chat, ".bubble") == ["Sort\na list. Please."] and words(chat, ".prose") == ["done"]
+    assert [own["content"] for own in asked(chat)[1]["messages"]] == ["Be brief.", "Sort\na list. Please."]
+
+    # Deleting takes it from the storage, and can be taken back.
+    kept = "Object.keys(localStorage).filter((own) => own.startsWith('specdec.chat.')).length"
+    chat.look("document.querySelector('#chats [aria-label^=Delete]').click()")
+    assert (chat.look(kept), words(chat, ".bubble"), words(chat, "#chats .open")) == (0, [], [])
+    chat.look("document.querySelector('#notice button').click()")
+    assert words(chat, ".prose") == ["done"] and chat.look(kept) == 1
+    assert chat.complaints == []
+
+
+def test_stopping_keeps_what_was_written(chat: Tab) -> None:
+    send(chat, "Sort a list.", max_tokens=3000, ignore_eos=True)
+    chat.wait(f"document.querySelector('{PROSE}')?.textContent.length > 40")
+    assert not is_shown(chat, "#send") and is_shown(chat, "#stop")
+    chat.press("Escape")
+    chat.wait(ENDED)
+    text = words(chat, PROSE)[0]
+    assert "Stopped." in words(chat, f"{LAST} .end")[0] and not is_shown(chat, ".trouble")
+    chat.reload()
+    assert words(chat, PROSE) == [text] and len(text) > 40
+
+
+def test_a_thought_is_folded_once_it_is_over(chat: Tab) -> None:
+    chat.look(STREAM)
+    send(chat, "Sort a list.")
+    chat.wait("window.stream")
+    chat.look("stream.say({choices: [{delta: {reasoning_content: 'A slice '}}]})")
+    chat.wait("document.querySelector('.thinking').open")
+    assert words(chat, ".thinking summary") == ["Thinking …"]
+    chat.look(
+        "stream.say({choices: [{delta: {reasoning: 'will do.'}}]}, {choices: [{delta: {content: 'Yes'}}]})"
+    )
+    chat.wait("!document.querySelector('.thinking').open")
+    assert words(chat, ".thoughts") == ["A slice will do."] and words(chat, PROSE) == ["Yes"]
+    assert words(chat, ".thinking summary")[0].startswith("Thought for ")
+    # What was begun meanwhile stays in the input.
+    chat.write("prompt", "And a dict")
+    chat.look("stream.say({choices: [{delta: {}, finish_reason: 'length'}]}); stream.end()")
+    chat.wait(ENDED)
+    assert chat.look("document.getElementById('prompt').value") == "And a dict"
+    assert words(chat, f"{LAST} .end")[0].startswith("Cut off by max tokens.")
+    do(chat, "Continue")
+    chat.wait("window.asked.length === 2")
+    assert [own["content"] for own in asked(chat)[1]["messages"]] == ["Sort a list.", "Yes", "Continue."]
+
+
+HOSTILE = """<img src=x onerror="window.hurt=1"><script>window.hurt=2</script>
+
+<iframe src="https://elsewhere.example/"></iframe>
+
+[a](javascript:window.hurt=3) [b](data:text/html,x) [c](/flush_cache)
+
+![pixel](https://elsewhere.example/p.png) [good](https://elsewhere.example/a "t")
+<b onclick=x>bold</b> &lt;&#33;
+
+| a | b |
+|---|---|
+| <br> | `c` |
+
+- [x] one
+  1. *two* **three** ~~four~~
+
+> said
+
+```python
+x = "<b>"
+"""
+
+
+def test_markdown_is_shown_and_can_do_nothing(chat: Tab, live: Live) -> None:
+    """In pieces of odd sizes; what is not closed yet is shown as far as it goes, and all is harmless."""
+    chat.look(STREAM)
+    chat.requests.clear()
+    send(chat, "Sort a list.")
+    chat.wait("window.stream")
+    events = [{"choices": [{"delta": {"content": HOSTILE[at : at + 7]}}]} for at in range(0, len(HOSTILE), 7)]
+    for part in (events[:20], events[20:]):
+        chat.look(f"stream.say(...{json.dumps(part)})")
+    chat.wait("document.querySelector('.code code')?.textContent === 'x = \"<b>\"'")
+    chat.look("stream.end()")
+    chat.wait(ENDED)
+    made = chat.look(
+        "[...new Set([...document.querySelectorAll('.prose *')].map(e => e.localName))].sort().join(' ')"
+    )
+    assert made == (
+        "a blockquote br button code del div em figcaption figure li ol p pre span strong table tbody td th "
+        "thead tr ul"
+    )
+    assert chat.look(
+        "[...document.querySelectorAll('.prose a')].map(e => [e.textContent, e.href, e.rel])"
+    ) == [
+        ["pixel", "https://elsewhere.example/p.png", "noopener noreferrer nofollow"],
+        ["good", "https://elsewhere.example/a", "noopener noreferrer nofollow"],
+    ]
+    text = words(chat, PROSE)[0]
+    for own in (
+        '<img src=x onerror="window.hurt=1">',
+        "[a](javascript:window.hurt=3)",
+        "[c](/flush_cache)",
+        "<!",
+        "☑ one",
+    ):
+        assert own in text
+    assert chat.look("window.hurt === undefined") and all(url.startswith(live.url) for url in chat.requests)
+    assert chat.complaints == []
+    # What is selected and copied is the text, without the words of buttons.
+    chat.look("getSelection().selectAllChildren(document.querySelector('.prose'))")
+    selected = chat.look("getSelection().toString()")
+    assert 'x = "<b>"' in selected and "☑ one" in selected and "Copy" not in selected
+    # Beyond what is built: the page may not read a text as HTML at all.
+    refused = "(() => { try { document.body.innerHTML = '<p>'; } catch (error) { return error.name; } })()"
+    assert chat.look(refused) == "TypeError"
+    copies = """(async () => {
+      let found;
+      navigator.clipboard.writeText = async (text) => { found = text; };
+      document.querySelector('.code button').click();
+      await 0;
+      return found;
+    })()"""
+    assert chat.look(copies) == 'x = "<b>"'
+
+
+def test_the_page_follows_the_text_until_the_reader_scrolls_up(chat: Tab) -> None:
+    chat.show(390, 700)
+    chat.look(STREAM)
+    send(chat, "Sort a list.")
+    chat.wait("window.stream")
+    rest = "(e => e.scrollHeight - e.clientHeight - e.scrollTop)(document.getElementById('scroll'))"
+    more = "stream.say({choices: [{delta: {content: 'word '.repeat(400) + '\\n\\n'}}]})"
+    chat.look(more)
+    chat.wait(f"document.getElementById('scroll').scrollTop > 100 && {rest} < 2")
+    chat.look("document.getElementById('scroll').scrollTop -= 9")  # as a wheel begins
+    chat.look(more)
+    chat.wait("!document.getElementById('to-end').hidden")
+    chat.look(more)
+    chat.wait(f"{rest} > 500")
+    chat.click("to-end")
+    chat.wait(f"{rest} < 2 && document.getElementById('to-end').hidden")
+    chat.look(more)
+    chat.wait(f"document.querySelector('{PROSE}').textContent.length > 5900 && {rest} < 2")
+    assert chat.look("document.documentElement.scrollWidth") == 390
+
+
+def test_the_history_is_bounded_and_a_full_storage_makes_room(chat: Tab) -> None:
+    old = {"mode": "chat", "exchanges": [{"question": "x" * 200_000, "answer": None}]}
+    chat.look(
+        f"""for (let i = 0; i < 9; i += 1) localStorage.setItem(`specdec.chat.${{i}}`,
+          JSON.stringify({{ ...{json.dumps(old)}, id: `${{i}}`, title: `old ${{i}}`, updated: i }}))"""
+    )
+    chat.look("localStorage.setItem('specdec.chat.bad', '{')")
+    chat.look(STREAM)
+    answer = (
+        "stream.say({choices: [{delta: {content: 'y'.repeat(%d)}, finish_reason: 'stop'}]}); stream.end()"
     )
 
+    def ask(question: str, length: int) -> None:
+        chat.look("window.stream = null")
+        send(chat, question)
+        chat.wait("window.stream")
+        chat.look(answer % length)
+        chat.wait(ENDED)
 
-def test_a_message_that_is_begun_while_another_is_answered_is_kept(tab: Tab) -> None:
-    tab.look("document.getElementById('chat').click()")
-    tab.look(HOLD)
-    send(tab, "Sort a list.")
-    tab.wait("document.querySelectorAll('#first .from').length")
-    tab.write("prompt", "And a dict")
-    tab.look("window.finish()")
-    tab.wait(DONE)
-    assert tab.look("document.getElementById('prompt').value") == "And a dict"
+    ask("big", 500_000)  # two million characters in all
+    assert words(chat, "#chats .open") == ["big", *(f"old {i}" for i in range(8, 1, -1))]
+    assert "2 of the oldest conversations made room" in said(chat, "notice")
+    # The browser itself has less room than that.
+    chat.look(
+        """(() => {
+          const real = Storage.prototype.setItem;
+          Storage.prototype.setItem = function (name, value) {
+            const isFull = value.length > 700000 || Object.keys(this).length > 5;
+            if (isFull) throw new DOMException("full", "QuotaExceededError");
+            return real.call(this, name, value);
+          };
+        })()"""
+    )
+    ask("bigger", 100_000)
+    listed = words(chat, "#chats .open")
+    assert listed[0] == "big" and 1 < len(listed) < 6
+    ask("too big", 300_000)
+    assert "storage is full" in said(chat, "notice") and words(chat, ".bubble")[-1] == "too big"
 
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Serve a model with a chat template that is not known to be no chat model."""
+    """Serve a model with a chat template that is not known to be no chat model, by two names."""
     folder = tmp_path_factory.mktemp("chatting") / "model"
     shutil.copytree(SHIPPED["tiny"], folder)
-    with Live("--draft", "none", "--api-key", KEY, model=str(folder)) as own:
+    names = ("--served-model-name", "one", "--served-model-name", "two")
+    with Live("--draft", "none", "--api-key", KEY, *names, model=str(folder)) as own:
         yield own
 
 
-@pytest.mark.parametrize("begun", ["nothing", "a mode", "a prompt", "an example"])
-def test_a_model_with_a_chat_template_is_met_by_a_chat(browser: Tab, chatting: Live, begun: str) -> None:
+def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
+    fresh: Tab, chatting: Live, live: Live
+) -> None:
     """What is served is known once the key is there; what somebody has begun until then stays."""
-    browser.open(f"{chatting.url}/")
-    if begun == "a mode":
-        browser.look("document.getElementById('completion').focus()")
-        browser.press("ArrowRight")
-        browser.press("ArrowLeft")
-    elif begun == "a prompt":
-        browser.write("prompt", "import os")
-    elif begun == "an example":
-        browser.look("document.getElementById('examples').focus()")
-        browser.press("ArrowDown")
-    assert not browser.look(CHATS)
-    enter_key(browser)
-    assert browser.look(CHATS) == (begun == "nothing")
-    assert said(browser, "prompt-label") == ("Message" if begun == "nothing" else "Prompt")
-
-
-def test_a_model_without_a_chat_template_is_met_by_a_completion(browser: Tab, hybrid: Path) -> None:
-    with Live("--draft", "none", model=str(hybrid)) as live:
-        info = live.ask("/server_info").json
-        assert (info["chat_template"], info["writes"]) == (False, "completions")
-        browser.open(f"{live.url}/")
-        assert not browser.look(CHATS) and said(browser, "prompt-label") == "Prompt"
-
-
-def test_the_model_that_ships_is_met_by_a_completion(browser: Tab, live: Live) -> None:
-    """It has a chat template, and knows code alone."""
-    browser.open(f"{live.url}/")
-    enter_key(browser)
+    fresh.open(f"{chatting.url}/")
+    assert said(fresh, "model") == "This server wants a key." and is_shown(fresh, "#key-wanted")
+    fresh.click("key-wanted")
+    assert fresh.look("document.activeElement.id") == "key"
+    fresh.press("Escape")
+    fresh.look("document.getElementById('completion').focus()")
+    fresh.press(" ")
+    enter_key(fresh)
+    assert not fresh.look(CHATS)
+    fresh.open(f"{chatting.url}/")
+    enter_key(fresh)
+    assert fresh.look(CHATS) and said(fresh, "prompt-label") == "Message"
+    fresh.look("models.value = 'two'")
+    fresh.look(STREAM)
+    send(fresh, "x")
+    fresh.wait("window.stream")
+    assert asked(fresh)[0]["model"] == "two"
+    # The one that ships has a chat template, and knows code alone.
+    fresh.open(f"{live.url}/")
+    enter_key(fresh)
     assert live.ask("/server_info", Authorization=f"Bearer {KEY}").json["chat_template"]
-    assert not browser.look(CHATS) and said(browser, "prompt-label") == "Prompt"
+    assert not fresh.look(CHATS) and said(fresh, "prompt-label") == "Text to be continued"
+    assert not is_shown(fresh, "#models")
+    fresh.look("document.getElementById('chat').click()")
+    assert "was not taught to chat" in said(fresh, "welcome-says")
+
+
+def test_a_completion_is_continued_where_it_was_cut(tab: Tab) -> None:
+    answered(tab, "def walk(", max_tokens=6, temperature=0)
+    text = words(tab, f"{LAST} .text")[0]
+    assert text.startswith("def walk(") and words(tab, f"{LAST} .end")[0].startswith("Cut off by max tokens.")
+    do(tab, "Continue")
+    tab.wait(f"window.heard.length === 2 && {ENDED}")
+    assert [own["prompt"] for own in asked(tab)] == ["def walk(", text]
+    longer = words(tab, f"{LAST} .text")
+    assert len(longer) == 1 and longer[0].startswith(text) and len(longer[0]) > len(text)
+    # Another text is continued by itself.
+    answered(tab, "import os")
+    assert asked(tab)[-1]["prompt"] == "import os" and len(words(tab, ".answer .text")) == 2
+    # So another one for the first leaves it there.
+    do(tab, "Regenerate", ".exchange:first-child")
+    tab.wait(f"window.heard.length === 4 && {ENDED}")
+    assert words(tab, ".answer .text")[0] == text and words(tab, ".given") == ["def walk(", "import os"]

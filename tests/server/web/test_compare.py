@@ -1,34 +1,48 @@
 """Speculation off, speculation that cannot be, and both sides of a comparison."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.server.live import Live
 from tests.server.web.devtools import Tab
-from tests.server.web.reading import DONE, asked, figures, is_shown, pieces, said, send, text_of
+from tests.server.web.reading import (
+    ENDED,
+    LAST,
+    STREAM,
+    answered,
+    asked,
+    figures,
+    is_shown,
+    pieces,
+    said,
+    send,
+    text_of,
+    words,
+)
 
-COMPARED = "!document.getElementById('verdict').hidden"
+COMPARED = "document.getElementById('verdict').checkVisibility()"
+ENDS = f"{LAST} .end"
 
 
 def test_speculation_off_and_compared(tab: Tab) -> None:
     prompt = "class Parser:\n    def "
-    send(tab, prompt, max_tokens=40, temperature=0.7, seed=3)
-    tab.wait(DONE)
+    answered(tab, prompt, max_tokens=40, temperature=0.7, seed=3)
     drafted = pieces(tab)
     tab.look("document.getElementById('speculate').focus()")
     tab.press(" ")
-    send(tab)
-    tab.wait(f"window.heard.length === 2 && {DONE}")
+    answered(tab, prompt)
     plain, shown = pieces(tab), figures(tab)
     assert text_of(plain) == text_of(drafted) and {origin for _, origin in plain} == {0}
     assert (shown["drafted"], shown["accepted"], shown["length"]) == (0, 0, 1)
-    assert said(tab, "status").endswith("Speculation was off.") and not is_shown(tab, "drafts")
+    assert words(tab, ENDS)[0].endswith("Speculation was off.") and not is_shown(tab, "#drafts")
+    assert said(tab, "drafts-none") == "Nothing was drafted for the last answer."
     tab.click("compare")
     tab.wait(COMPARED)
-    on, off = figures(tab), figures(tab, "second")
+    on, off = figures(tab, "#first"), figures(tab, "#second")
     assert on["accepted"] > off["accepted"] == 0 and on["steps"] < off["steps"] == 39
-    assert text_of(pieces(tab)) == text_of(pieces(tab, "second")) == text_of(plain)
+    assert text_of(pieces(tab, "#first")) == text_of(pieces(tab, "#second")) == text_of(plain)
     same, ratio = tab.look("(d => [d.same, Number(d.ratio)])(document.getElementById('verdict').dataset)")
     assert same == "true" and ratio == pytest.approx(on["rate"] / off["rate"])
     verdict = said(tab, "verdict")
@@ -36,17 +50,21 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     assert "looked up" not in verdict
     compared = [own["cache_salt"] for own in asked(tab)[-2:]]
     assert len(set(compared)) == 2 and "cache_salt" not in asked(tab)[0]
+    # It belongs to this view, joins nothing, and is gone with the next question.
+    for shown in (False, True):
+        tab.look("document.getElementById('view').click()")
+        assert is_shown(tab, "#comparison") == shown
+    assert len(words(tab, ".exchange")) == 2
+    answered(tab, "import os", max_tokens=4)
+    assert not is_shown(tab, "#comparison")
 
 
 def test_a_chat_without_a_new_message_is_compared_up_to_its_last(tab: Tab) -> None:
     """Both sides answer that message, not the answer to it; and nothing of it joins the chat."""
     tab.look("document.getElementById('chat').click()")
-    tab.write("prompt", "")
     tab.click("compare")
-    assert said(tab, "trouble") == "Write a message first."
-    tab.look("document.querySelector('details').open = true")
-    send(tab, "Sort a list.", max_tokens=20, temperature=0.7, seed=3, system="Be brief.")
-    tab.wait(DONE)
+    assert "Write something first" in said(tab, "notice")
+    answered(tab, "Sort a list.", max_tokens=20, temperature=0.7, seed=3, system="Be brief.")
     answer = text_of(pieces(tab))
     tab.click("compare")
     tab.wait(COMPARED)
@@ -54,60 +72,58 @@ def test_a_chat_without_a_new_message_is_compared_up_to_its_last(tab: Tab) -> No
     assert [own["speculate"] for own in twice] == [True, False]
     assert once["messages"] == twice[0]["messages"] == twice[1]["messages"]
     assert [message["role"] for message in once["messages"]] == ["system", "user"]
-    assert text_of(pieces(tab)) == text_of(pieces(tab, "second")) == answer
+    assert text_of(pieces(tab, "#first")) == text_of(pieces(tab, "#second")) == answer
     assert twice[0]["cache_salt"] != twice[1]["cache_salt"] and "looked up" not in said(tab, "verdict")
     tab.write("prompt", "And a dictionary?")
     tab.click("compare")
-    tab.wait(f"{COMPARED} && window.asked.length === 5")
-    send(tab)
-    tab.wait(f"window.heard.length === 6 && {DONE}")
+    tab.wait(f"window.asked.length === 5 && {COMPARED}")
+    answered(tab, "And a dictionary?")
     *_, compared, sent = asked(tab)
     assert compared["messages"] == sent["messages"]
     assert compared["messages"][:-1] == [*once["messages"], {"role": "assistant", "content": answer}]
     assert compared["messages"][-1]["content"] == "And a dictionary?"
 
 
-def test_a_new_chat_begins_with_one_empty_pane(tab: Tab) -> None:
-    tab.look("document.getElementById('chat').click()")
-    send(tab, "Sort a list.", max_tokens=4)
-    tab.wait(DONE)
-    tab.click("compare")
-    tab.wait(COMPARED)
-    assert is_shown(tab, "second") and said(tab, "first-title") == "With speculation"
-    tab.click("anew")
-    assert not is_shown(tab, "second") and not is_shown(tab, "verdict")
-    assert said(tab, "first-title") == "Answer" and pieces(tab) == []
-
-
-def test_a_server_without_drafters_says_so(browser: Tab, hybrid: Path) -> None:
+def test_a_server_without_drafters_says_so(fresh: Tab, hybrid: Path) -> None:
     with Live("--draft", "none", model=str(hybrid)) as live:
-        browser.open(f"{live.url}/")
-        send(browser, "abc", max_tokens=12)
-        browser.wait(DONE)
-        assert said(browser, "status").endswith("This server has no drafters.")
-        assert not is_shown(browser, "drafts")
-        browser.click("compare")
-        browser.wait(COMPARED)
-        verdict = said(browser, "verdict")
+        info = live.ask("/server_info").json
+        assert (info["chat_template"], info["writes"]) == (False, "completions")
+        fresh.open(f"{live.url}/")
+        assert said(fresh, "prompt-label") == "Text to be continued"
+        fresh.look("document.getElementById('view').click()")
+        answered(fresh, "abc", max_tokens=12)
+        assert words(fresh, ENDS)[0].endswith("This server has no drafters.")
+        assert not is_shown(fresh, "#drafts")
+        fresh.click("compare")
+        fresh.wait(COMPARED)
+        verdict = said(fresh, "verdict")
         assert "equal. This server has no drafters: both were written without drafts." in verdict
         assert "times as fast" not in verdict and "looked" not in verdict
 
 
-def test_what_the_server_has_decided_on_is_told_behind_the_end(browser: Tab) -> None:
+def test_what_the_server_has_decided_on_is_told_behind_the_end(fresh: Tab) -> None:
     with Live() as live:
-        browser.open(f"{live.url}/")
-        send(browser, "import os", max_tokens=48)
-        browser.wait(f"{DONE} && document.getElementById('status').textContent.includes(' Now ')")
-        assert said(browser, "status").endswith(
-            f" Now {live.ask('/server_info').json['speculation']['reason']}."
+        fresh.open(f"{live.url}/")
+        fresh.look("document.getElementById('view').click()")
+        send(fresh, "import os", max_tokens=48)
+        fresh.wait(f"{ENDED} && document.getElementById('outlook').textContent.includes(': now ')")
+        assert said(fresh, "outlook").endswith(
+            f": now {live.ask('/server_info').json['speculation']['reason']}."
         )
 
 
 def test_steps_without_a_draft_are_explained_where_there_were_any(tab: Tab) -> None:
-    """Two tokens are one step, which has no room for a draft; one comes of the prompt."""
-    send(tab, "import os", max_tokens=2)
-    tab.wait(DONE)
-    assert figures(tab)["steps"] == 1 and said(tab, "status").endswith("Nothing looked worth drafting.")
-    send(tab, max_tokens=1)
-    tab.wait(f"window.heard.length === 2 && {DONE}")
-    assert figures(tab)["steps"] == 0 and "draft" not in said(tab, "status")
+    """One token is no step: it comes of the prompt. Two are one, here without a draft."""
+    answered(tab, "import os", max_tokens=1)
+    assert figures(tab)["steps"] == 0 and "draft" not in words(tab, ENDS)[0]
+    tab.look(STREAM)
+    send(tab, "import os")
+    tab.wait("window.stream")
+    drafts = {"steps": 1, "accepted_tokens": 0, "drafted_tokens": 0, "acceptance_length": 1}
+    metrics = {"speculative_decoding": drafts, "time_to_first_token_s": 0.1, "total_s": 0.2}
+    tokens = {"text": "ab", "pieces": [["a", 0], ["b", 0]], "origins": [0, 0], "finish_reason": "length"}
+    for event in ({"choices": [tokens]}, {"choices": [], "metrics": metrics}):
+        tab.look(f"stream.say({json.dumps(event)})")
+    tab.look("stream.end()")
+    tab.wait(ENDED)
+    assert words(tab, ENDS)[0].endswith("Acceptance length 1.00. Nothing looked worth drafting.")

@@ -1,4 +1,4 @@
-"""The form and its keys, sizes and themes, and what is told when something is wrong."""
+"""The input, the settings and their keys, sizes and themes, and what is told when something is wrong."""
 
 import json
 import urllib.request
@@ -7,57 +7,70 @@ import pytest
 
 from tests.server.live import Live, total
 from tests.server.web.devtools import Tab
-from tests.server.web.reading import DONE, KEY, enter_key, is_shown, pieces, said, send
+from tests.server.web.reading import (
+    ENDED,
+    LAST,
+    answered,
+    do,
+    fill,
+    is_shown,
+    pieces,
+    said,
+    send,
+    words,
+)
+
+TROUBLE = f"{LAST} .trouble"
+AT_FAULT = (
+    "[...document.querySelectorAll('[aria-invalid]')].map(e => e.id).join() + document.activeElement.id"
+)
 
 
 def test_keys_alone_reach_everything(tab: Tab) -> None:
-    tab.open(tab.look("location.href"))  # where nothing has been touched yet
-    reached = []
-    for _ in range(30):
+    answered(tab, "import os\n", max_tokens=12)
+    tab.look("document.getElementById('anew').focus()")
+    reached = ["anew"]
+    for _ in range(40):
         tab.press("Tab")
-        style = "getComputedStyle(document.activeElement)"
-        near = "getComputedStyle(document.activeElement.nextElementSibling ?? document.activeElement)"
+        own = "document.activeElement"
+        style = f"getComputedStyle({own})"
+        near = f"getComputedStyle({own}.nextElementSibling ?? {own})"
+        frame = f"getComputedStyle({own}.closest('form') ?? {own})"
         name, outlined = tab.look(
-            "[document.activeElement.id || document.activeElement.className,"
-            f" {style}.outlineStyle !== 'none' || {near}.outlineStyle !== 'none']"
+            f"[{own}.id || {own}.className || {own}.localName, {style}.outlineStyle !== 'none' ||"
+            f" {near}.outlineStyle !== 'none' || {frame}.boxShadow !== 'none']"
         )
+        if name == "body":
+            break
         reached.append(name)
         assert outlined, name
-        if name == "text":
-            break
     wanted = [
-        "theme",
-        "completion",
+        "anew",
+        "open",
+        "view",
+        "settings-open",
+        "text",
+        "step",
         "prompt",
-        "examples",
-        "send",
-        "compare",
+        "completion",
         "speculate",
-        "max_tokens",
-        "key",
+        "compare",
     ]
-    assert [name for name in reached if name in {*wanted, "text"}] == [*wanted, "text"]
-    assert (
-        tab.look(
-            "[...document.querySelectorAll('input, textarea, select')].filter(e => !e.labels.length).length"
-        )
-        == 0
-    )
-    tab.write("prompt", "import os\n")
-    enter_key(tab)
-    tab.look("document.getElementById('ignore_eos').checked = true")
-    send(tab, max_tokens=3000)
-    tab.wait("document.querySelectorAll('#first .from').length > 5")
-    assert tab.look("document.getElementById('send').disabled")
+    assert [name for name in reached if name in wanted] == wanted
+    assert reached[-1] == "send" and reached.count("quiet") >= 4
+    inputs = "[...document.querySelectorAll('input, textarea, select')]"
+    assert tab.look(f"{inputs}.filter(e => !e.labels.length && !e.ariaLabel).length") == 0
+    fill(tab, ignore_eos=True, max_tokens=3000)
+    send(tab, "import os\n")
+    tab.wait(f"document.querySelectorAll('{LAST} .from').length > 5")
     tab.look("document.getElementById('stop').focus()")
-    tab.press("Escape")
-    tab.wait("document.getElementById('status').textContent.startsWith('Stopped after')")
+    tab.press(" ")
+    tab.wait(ENDED)
     assert tab.look("document.activeElement.id") == "send"
-    assert not is_shown(tab, "trouble") and not tab.look("document.getElementById('send').disabled")
-    tab.look("document.querySelector('#first .text').focus()")
+    tab.look(f"document.querySelector('{LAST} .text').focus()")
     tab.press("ArrowRight")
     tab.press("ArrowRight")
-    note = tab.look("document.querySelector('#first .note').textContent")
+    note = words(tab, f"{LAST} .note")[0]
     text, origin = pieces(tab)[1]
     assert note.startswith(f"{json.dumps(text, ensure_ascii=False)}: ")
     assert ("verifier" in note) if origin == 0 else (f"depth {origin}" in note)
@@ -70,57 +83,68 @@ def test_a_phone_shows_the_page_whole_and_the_theme_can_be_changed(tab: Tab, sch
     tab.show(360, 800, scheme=scheme)
     assert tab.look("document.documentElement.scrollWidth") == 360
     assert tab.look(background) == paper[scheme]
+    tab.click("settings-open")
     for name in ("light", "dark", "system"):
         tab.click("theme")
         assert said(tab, "theme") == f"Theme: {name}"
         assert tab.look(background) == paper.get(name, paper[scheme])
-    send(tab, "import os\n", max_tokens=4)
-    tab.wait(DONE)
-    top = "document.getElementById('answer').getBoundingClientRect().top"
-    assert tab.look(f"Math.abs({top}) < 2") and tab.look("document.documentElement.scrollWidth") == 360
-    bottoms = "[...document.querySelectorAll('#first dd')].map(e => e.getBoundingClientRect().bottom)"
+    tab.press("Escape")
+    answered(tab, "import os\n", max_tokens=4)
+    assert tab.look("document.documentElement.scrollWidth") == 360
+    bottoms = f"[...document.querySelectorAll('{LAST} dd')].map(e => e.getBoundingClientRect().bottom)"
     assert tab.look(f"new Set({bottoms}).size") == 2  # the figures are a table, not one row after another
+    # The list of conversations lies over the page, and is left by Escape or by a choice.
+    assert not is_shown(tab, "#history")
+    tab.click("history-open")
+    assert is_shown(tab, "#history") and tab.look("document.activeElement.id") == "anew"
+    tab.press("Escape")
+    assert not is_shown(tab, "#history") and tab.look("document.activeElement.id") == "history-open"
+    tab.click("history-open")
+    tab.press("Enter")
+    assert not is_shown(tab, "#history") and is_shown(tab, "#welcome")
 
 
 def test_mistakes_are_told_in_plain_words(tab: Tab) -> None:
-    at_fault = (
-        "[...document.querySelectorAll('[aria-invalid]')].map(e => e.id).join() + document.activeElement.id"
-    )
     send(tab, "  \n")
-    assert said(tab, "trouble") == "Write a prompt first." and tab.look(at_fault) == "promptprompt"
-    send(tab, "x", temperature=-1)
-    tab.wait("!document.getElementById('trouble').hidden && window.heard.length === 1")
-    tab.wait(f"({at_fault}) === 'temperaturetemperature'")
-    assert "temperature cannot be -1" in said(tab, "trouble")
+    assert words(tab, ".exchange") == []
     send(tab, "x", temperature=0, seed=1.5)
-    assert said(tab, "trouble") == "Seed must be a whole number."
-    send(tab, "x", seed=1, key="wrong")
-    tab.wait(f"({at_fault}) === 'keykey'")
-    assert "wants a key" in said(tab, "trouble") and "wants a key" in said(tab, "model")
-    tab.write("key", KEY)
-    send(tab, max_tokens=4)
-    tab.wait(DONE)
-    assert not is_shown(tab, "trouble") and tab.look("document.querySelector('[aria-invalid]')") is None
+    assert said(tab, "fault") == "Seed must be a whole number." and tab.look(AT_FAULT) == "seedseed"
+    assert tab.look("document.getElementById('prompt').value") == "x" and words(tab, ".exchange") == []
+    tab.press("Escape")
+    answered(tab, "x", seed=1, temperature=-1)
+    assert "temperature cannot be -1" in words(tab, TROUBLE)[0]
+    do(tab, "Settings")
+    assert tab.look(AT_FAULT) == "temperaturetemperature"
+    tab.press("Escape")
+    answered(tab, "x", temperature=0, key="wrong")
+    assert "wants a key" in words(tab, TROUBLE)[0] and "wants a key" in said(tab, "model")
+    do(tab, "Settings")
+    assert tab.look(AT_FAULT) == "keykey"
+    tab.write("key", "given")
+    tab.press("Enter")
+    tab.look("document.querySelector('#max_tokens').value = 4")
+    do(tab, "Retry")
+    tab.wait(ENDED)
+    assert not is_shown(tab, TROUBLE) and tab.look("document.querySelector('[aria-invalid]')") is None
+    assert len(words(tab, ".exchange")) == 2 and len(pieces(tab)) > 0
 
 
-def test_a_server_that_is_busy_or_gone(browser: Tab) -> None:
+def test_a_server_that_is_busy_or_gone(fresh: Tab) -> None:
     body = {"prompt": "import os\n", "max_tokens": 3900, "ignore_eos": True, "stream": True}
     with Live("--draft", "none", "--max-queued", "1") as live:
-        browser.open(f"{live.url}/")
-        browser.write("max_tokens", "3900")
-        browser.look("document.getElementById('ignore_eos').checked = true")
-        asked = urllib.request.Request(f"{live.url}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(asked):
-            send(browser)
-            browser.wait("!document.getElementById('trouble').hidden")
-            assert said(browser, "trouble") == "The server is busy. Try again in 1 s."
+        fresh.open(f"{live.url}/")
+        fresh.look("document.getElementById('view').click()")
+        fill(fresh, max_tokens=3900, ignore_eos=True)
+        wanted = urllib.request.Request(f"{live.url}/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(wanted):
+            answered(fresh, "import os\n")
+            assert words(fresh, TROUBLE) == ["The server is busy. Try again in 1 s."]
         while total(live.metrics(), "vllm:num_requests_running"):
             pass
-        send(browser)
-        browser.wait("document.querySelectorAll('#first .from').length > 5")
+        do(fresh, "Retry")
+        fresh.wait(f"document.querySelectorAll('{LAST} .from').length > 5")
         live.process.kill()
-        browser.wait("!document.getElementById('trouble').hidden")
-        assert "broke off" in said(browser, "trouble") and len(pieces(browser)) > 5
-        send(browser)
-        browser.wait("document.getElementById('trouble').textContent.includes('cannot be reached')")
-        assert not browser.look("document.getElementById('send').disabled")
+        fresh.wait(ENDED)
+        assert "broke off" in words(fresh, TROUBLE)[0] and len(pieces(fresh)) > 5
+        answered(fresh, "x")
+        assert "cannot be reached" in words(fresh, TROUBLE)[0] and is_shown(fresh, "#send")

@@ -1,0 +1,47 @@
+// One request answered twice, with speculation and without, side by side.
+
+import { Answer } from "./answer.js";
+import { make } from "./element.js";
+import { verdict } from "./outcome.js";
+import { TokenView } from "./tokens.js";
+
+export class Comparison {
+  constructor() {
+    const find = (id) => document.getElementById(id);
+    [this.section, this.panes, this.verdict] = ["comparison", "panes", "verdict"].map(find);
+    find("comparison-close").addEventListener("click", () => this.clear());
+  }
+
+  clear() { this.section.hidden = true; }
+
+  /** Write one text twice, in turn so that neither takes the other's time, each under a salt of its own: what was
+      written or read before, by the other one too, serves neither. `tell` hears what goes on. */
+  async run({ path, body }, options, { served, tell }) {
+    this.section.hidden = false;
+    this.verdict.hidden = true;
+    const sides = [pane("first", "With speculation", body.prompt), pane("second", "Without speculation", body.prompt)];
+    this.panes.replaceChildren(...sides.map(({ article }) => article));
+    const seed = body.seed ?? crypto.getRandomValues(new Uint32Array(1))[0];
+    for (const [at, { view, answer }] of sides.entries()) {
+      tell(at === 0 ? "Writing with speculation …" : "Writing without speculation …");
+      const wanted = { ...body, seed, speculate: at === 0, cache_salt: `${Date.now()} ${Math.random()}` };
+      await answer.run({ path, body: wanted }, options, () => view.update(answer)).finally(() => view.update(answer));
+    }
+    this.say(verdict(sides[0].answer, sides[1].answer, served));
+  }
+
+  say({ isSame, ratio, says, remarks }) {
+    this.verdict.hidden = false;
+    this.verdict.replaceChildren(says, make("span", {}, remarks));
+    this.verdict.dataset.same = isSame;
+    this.verdict.dataset.ratio = ratio ?? "";
+  }
+}
+
+function pane(id, title, prompt) {
+  const view = new TokenView(title);
+  if (prompt) view.text.give(prompt);
+  const heading = make("h3", { id: `${id}-title` }, title);
+  const article = make("article", { id, className: "pane", "aria-labelledby": heading.id }, heading, ...view.parts);
+  return { article, view, answer: new Answer() };
+}

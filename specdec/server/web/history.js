@@ -1,0 +1,77 @@
+// Conversations in the browser's storage, each under its own key. There are bounds; the oldest make room.
+
+import { Trouble } from "./client.js";
+import { Conversation } from "./conversation.js";
+
+const PREFIX = "specdec.chat.";
+const MOST = 100, MOST_CHARACTERS = 2_000_000;
+
+/** The browser's storage, or where it keeps nothing for this page, one that lasts as long as the page. */
+export function openStorage() {
+  try {
+    localStorage.getItem(PREFIX);
+    return localStorage;
+  } catch {
+    const kept = new Map();
+    return {
+      get length() { return kept.size; },
+      key: (at) => [...kept.keys()][at],
+      getItem: (name) => kept.get(name) ?? null,
+      setItem: (name, value) => { kept.set(name, value); },
+      removeItem: (name) => { kept.delete(name); },
+    };
+  }
+}
+
+export class History {
+  constructor(storage) { this.storage = storage; }
+
+  /** Return what is kept, the newest first: id, title, mode, time and size. */
+  list() {
+    const names = Array.from({ length: this.storage.length }, (_, at) => this.storage.key(at));
+    const found = names.filter((name) => name.startsWith(PREFIX)).map((name) => this.read(name)).filter(Boolean);
+    return found.sort((a, b) => b.updated - a.updated);
+  }
+
+  load(id) {
+    const found = this.read(PREFIX + id);
+    return found && new Conversation(found);
+  }
+
+  /** Keep a conversation; return how many others had to go. */
+  save(conversation) {
+    const text = JSON.stringify(conversation);
+    if (text.length > MOST_CHARACTERS) throw new Trouble("This conversation is too long to be kept: it is lost when the page is closed.");
+    const others = this.list().filter(({ id }) => id !== conversation.id);
+    let characters = text.length + others.reduce((sum, { size }) => sum + size, 0);
+    for (let gone = 0; ; gone += 1) {
+      if (others.length < MOST && characters <= MOST_CHARACTERS && this.put(conversation.id, text)) return gone;
+      const oldest = others.pop();
+      if (!oldest) throw new Trouble("The browser's storage is full: this conversation is lost when the page is closed.");
+      characters -= oldest.size;
+      this.remove(oldest.id);
+    }
+  }
+
+  remove(id) { this.storage.removeItem(PREFIX + id); }
+
+  put(id, text) {
+    try {
+      this.storage.setItem(PREFIX + id, text);
+      return true;
+    } catch {
+      return false;
+    }
+  }
+
+  /** Return what a name holds; what is no conversation counts as none. */
+  read(name) {
+    const text = this.storage.getItem(name);
+    try {
+      const { id, mode, title, updated, exchanges } = JSON.parse(text);
+      return PREFIX + id === name && Array.isArray(exchanges) ? { id, mode, title, updated, exchanges, size: text.length } : null;
+    } catch {
+      return null;
+    }
+  }
+}

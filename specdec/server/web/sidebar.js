@@ -1,0 +1,44 @@
+// The list of conversations; on a phone it lies over the page until one is chosen.
+
+import { button, make } from "./element.js";
+
+export class Sidebar {
+  /** `deeds`: `open`, `remove` and `begin`. */
+  constructor(deeds) {
+    const find = (id) => document.getElementById(id);
+    [this.nav, this.items, this.opener, this.page] = ["history", "chats", "history-open", "page"].map(find);
+    this.deeds = deeds;
+    this.opener.addEventListener("click", () => this.toggle(true));
+    find("history-close").addEventListener("click", () => this.toggle(false));
+    find("anew").addEventListener("click", () => this.leave(deeds.begin));
+    this.nav.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !this.isOpen) return;
+      event.stopPropagation();
+      this.toggle(false);
+    });
+  }
+
+  get isOpen() { return this.opener.ariaExpanded === "true"; }
+
+  /** Show or hide the list where it lies over the page; beside the page it always stands. */
+  toggle(isOpen) {
+    this.opener.ariaExpanded = isOpen;
+    this.nav.classList.toggle("open", isOpen);
+    this.page.inert = isOpen;
+    (isOpen ? document.getElementById("anew") : this.opener).focus();
+  }
+
+  leave(act) {
+    if (this.isOpen) this.toggle(false);
+    act();
+  }
+
+  show(conversations, current) {
+    this.items.replaceChildren(...conversations.map(({ id, title }) => {
+      const name = title || "Untitled";
+      const open = button(name, () => this.leave(() => this.deeds.open(id)), { className: "open", title: name });
+      if (id === current) open.setAttribute("aria-current", "page");
+      return make("li", {}, open, button("✕", () => this.deeds.remove(id), { ariaLabel: `Delete ${name}`, title: "Delete" }));
+    }));
+  }
+}
