@@ -33,6 +33,7 @@ __all__ = [
     "SpecEngine",
     "SpecdecError",
     "Structure",
+    "ThinkingSpan",
 ]
 
 TYPE_CHECKING = False  # what type checkers take for true: `typing` costs more than all the rest
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from specdec.config.engine import EngineConfig
     from specdec.config.sampling import SamplingParams
     from specdec.config.structured import Structure
+    from specdec.config.thinking import ThinkingSpan
     from specdec.core.outputs import Completion, Delta, RequestStats
     from specdec.engine.engine import SpecEngine
 else:
@@ -51,6 +53,7 @@ else:
         "SamplingParams": "config.sampling",
         "SpecEngine": "engine.engine",
         "Structure": "config.structured",
+        "ThinkingSpan": "config.thinking",
     }
 
     def __getattr__(name):

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
 from specdec.config.base import Settings, contradiction
 from specdec.config.structured import Structure
+from specdec.config.thinking import ThinkingSpan
 from specdec.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
@@ -205,6 +206,11 @@ class SamplingParams(Settings):
         None,
         title="the form that the output must have; drafts keep to it too",
         description="a Structure (a JSON schema, a regular expression, ...), or None",
+    )
+    thinking: InstanceOf[ThinkingSpan] | None = Field(
+        None,
+        title="where the output thinks before it answers: its form holds behind it, and a budget may end it",
+        description="a ThinkingSpan, or None",
     )
     speculate: bool = Field(
         True,

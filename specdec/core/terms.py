@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
+from specdec.core.thinking import ThinkingTerms
 from specdec.errors import RequestError
 from specdec.text.grammar.guide import Form
 from specdec.text.tokenizer import Tokenizer
@@ -27,9 +28,12 @@ class Terms(NamedTuple):
     limits: tuple[Limit, ...] = ()
     """As they are when an output begins; what they look up is shared."""
 
-    def begin_limits(self) -> list[Limit]:
-        """Return one choice's own."""
-        return [copy.copy(limit) for limit in self.limits]
+    thinking: ThinkingTerms | None = None
+
+    def begin_limits(self, form: Limit | None = None) -> list[Limit]:
+        """Return one choice's own; its form comes first, behind its thinking."""
+        first = self.thinking.begin(form) if self.thinking else form
+        return [*([first] if first else []), *(copy.copy(limit) for limit in self.limits)]
 
 
 class Prepared(NamedTuple):

@@ -17,6 +17,7 @@ from specdec.config.tenant import Tenant
 from specdec.core.outputs import Completion, Delta, EngineStats, collect
 from specdec.core.request import Emit, Request
 from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limits
+from specdec.core.thinking import ThinkingTerms
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
 from specdec.errors import RequestError, SpecdecError
@@ -122,9 +123,11 @@ class SpecEngine:
             stop_ids = find_stops(params, spec.eos)
             has_form = params.structured_outputs is not None
             limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
+            span = params.thinking
+            thinking = ThinkingTerms(span, stop_ids, self.tokenizer, spec.vocab) if span else None
         if grammar is None and (compiling := self.begin_form(params, caller=caller)):
             grammar = compiling.result()
-        return Terms(params, grammar, tenant_of(params, caller), stop_ids, limits)
+        return Terms(params, grammar, tenant_of(params, caller), stop_ids, limits, thinking)
 
     def read_prompt(self, prompt: Prompt, terms: Terms) -> Prepared:
         """Turn a prompt into token ids and refuse what the model cannot read."""
@@ -317,9 +320,8 @@ class SpecEngine:
         return TextStream(tokenizer, params.stop, keeps_stop=params.include_stop_str_in_output)
 
     def _limits(self, terms: Terms) -> list[Limit]:
-        """Say what one choice may not choose; its form comes first."""
-        form: list[Limit] = [self._grammars.guide(terms.grammar)] if terms.grammar else []
-        return [*form, *terms.begin_limits()]
+        """Say what one choice may not choose."""
+        return terms.begin_limits(self._grammars.guide(terms.grammar) if terms.grammar else None)
 
 
 class Ticket:

@@ -223,7 +223,8 @@ async def _tokens(body: TokenizeBody, state: State) -> list[int]:
     if body.messages is not None:
         plain = as_read(body.messages)
         offer = make_offer(body.tools, None, parallel=True, form=state.calls, told=state.told)
-        variables = {**(body.chat_template_kwargs or {}), **({"tools": offer.plain} if offer else {})}
+        own = {**state.template_kwargs, **(body.chat_template_kwargs or {})}
+        variables = {**own, **({"tools": offer.plain} if offer else {})}
         chat = await state.encode_chat(plain, variables, answer=body.add_generation_prompt)
         return chat.ids
     assert body.prompt is not None

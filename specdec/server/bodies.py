@@ -18,6 +18,8 @@ from specdec.text.answers.calls import CallFormat
 Ids = Many[StrictInt]
 BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]
 """Larger ones could be chosen to collide in a hash table."""
+BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
+"""The fields by which servers bound thinking: vLLM's, Qwen's, and what several clients send."""
 B = TypeVar("B", bound="Body")
 
 
@@ -220,7 +222,13 @@ class ChatBody(Body):
     add_generation_prompt: bool = True
     add_special_tokens: Literal[False] = Field(False, description="the chat template has written them")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
-    reasoning_effort: str | None = Field(None, description="the template's variable of this name")
+    reasoning_effort: str | None = Field(
+        None, description="the template's variable of this name, or what switches its thinking on or off"
+    )
+    enable_thinking: bool | None = Field(None, description="think before the answer, if the template says so")
+    thinking_token_budget: int | None = Field(None, ge=0, description="tokens of thinking at most")
+    thinking_budget: int | None = Field(None, ge=0, description="the same in Qwen's words")
+    max_thinking_tokens: int | None = Field(None, ge=0, description="the same once more")
     tools: Many[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: Choice | None = Field(None, description="auto, none, required, or one of the tools")
     parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
@@ -239,10 +247,13 @@ class ChatBody(Body):
         return offer
 
     @property
-    def variables(self) -> dict[str, Any]:
-        """Return the chat template's variables beside the messages."""
-        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
-        return effort | (self.chat_template_kwargs or {})
+    def budget(self) -> tuple[str, int] | None:
+        """Return how many tokens of thinking there may be, and which field says so."""
+        given = {name: value for name in BUDGETS if (value := getattr(self, name)) is not None}
+        if len({*given.values()}) > 1:
+            name = list(given)[-1]
+            raise Failure(400, f"{name}: {' and '.join(given)} differ; give one.", param=name)
+        return next(iter(given.items()), None)
 
     @property
     def shown(self) -> int | None:

@@ -5,11 +5,10 @@ from typing import Any
 
 from specdec.core.outputs import Delta
 from specdec.server.events import AnswerEvents, Expected
+from specdec.server.messages import THOUGHT
 from specdec.text.answers.events import Arguments, Event, Text, Thinking
 
 Json = dict[str, Any]
-REASONING = ("reasoning_content", "reasoning")
-"""The fields of what was thought: DeepSeek's name, which most clients read, and vLLM's newer one."""
 
 
 class ChatAnswer:
@@ -25,7 +24,7 @@ class ChatAnswer:
 
     def message(self, delta: Delta) -> Json:
         """Return a whole answer."""
-        texts, calls = dict.fromkeys(("content", *REASONING), ""), list[Json]()
+        texts, calls = dict.fromkeys(("content", *THOUGHT), ""), list[Json]()
         for part in self.parts(delta):
             for name in texts:
                 texts[name] += part.get(name, "")
@@ -34,14 +33,14 @@ class ChatAnswer:
                     calls.append({name: call[name] for name in ("id", "type", "function")})
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        thought = {name: texts[name] for name in REASONING if texts[name]}
+        thought = {name: texts[name] for name in THOUGHT if texts[name]}
         content = texts["content"] if texts["content"] or not (calls or thought) else None
         message: Json = {"role": "assistant", "content": content, **thought}
         return message | ({"tool_calls": calls} if calls else {})
 
     def _part(self, event: Event) -> Json:
         if isinstance(event, Thinking):
-            return dict.fromkeys(REASONING, event.text)
+            return dict.fromkeys(THOUGHT, event.text)
         if isinstance(event, Text):
             return {"content": event.text}
         if isinstance(event, Arguments):

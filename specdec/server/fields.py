@@ -25,7 +25,7 @@ HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("parallel_tool_calls", "reasoning_effort", "verbosity", "stream_usage", "request_id", "rid"),
     *("length_penalty", "early_stopping", "spaces_between_special_tokens", "mm_processor_kwargs"),
-    *("media_io_kwargs", "separate_reasoning", "stream_reasoning", "guided_decoding_backend"),
+    *("media_io_kwargs", "stream_reasoning", "guided_decoding_backend"),
 }
 """Known, and left alone: whatever they say, an answer would be the same. (Two of them steer beams alone.)"""
 REFUSED: Mapping[str, tuple[object, ...]] = {
@@ -65,6 +65,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "stop_regex": ("", []),
     "no_stop_trim": (False,),
     "include_reasoning": (True,),
+    "separate_reasoning": (True,),
     "thinking_token_budget": (),
     "logits_processors": ([],),
     "custom_logit_processor": (),

@@ -11,6 +11,7 @@ from specdec.engine.prompts import Prompt
 from specdec.server.chat_answer import ChatAnswer
 from specdec.server.events import Expected
 from specdec.server.failures import Failure
+from specdec.server.thinking import ThinkingTokens
 from specdec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -30,6 +31,8 @@ class Usage:
 
     cached: dict[int, int] = field(default_factory=dict)
     """Tokens of each prompt found in the prefix cache by its first choice."""
+    thinking: ThinkingTokens | None = None
+    """Those of the completion that are thinking, where it thinks."""
 
     @classmethod
     def of(cls, prepared: Sequence[Prepared]) -> Self:
@@ -37,6 +40,8 @@ class Usage:
 
     def add(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
+        if self.thinking:
+            self.thinking.add(choice, delta.token_ids)
         self.accepted += sum(origin > 0 for origin in delta.origins)
         if delta.stats:
             self.ended.append(delta.stats)
@@ -54,7 +59,7 @@ class Usage:
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": max(drafted - self.accepted, 0),
                 "accepted_from_outputs": sum(stats.accepted_from_outputs for stats in self.ended),
-                "reasoning_tokens": 0,
+                "reasoning_tokens": self.thinking.total if self.thinking else 0,
                 "audio_tokens": 0,
             },
         }

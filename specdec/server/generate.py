@@ -19,6 +19,7 @@ from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
+from specdec.server.thinking import ThinkingTokens, asked_variables, span_of
 from specdec.server.tools.offer import Offer, untold
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,11 @@ async def answer_chat(
     """Answer a chat, in whichever API it came: with its names for fields, and its form of answers."""
     with naming(names):
         state.check_model(body.model)
-        untold_of = untold(body.tools, body.tool_choice, told=state.told)
-        request["headers"] |= state.ignored.headers([*untold_of, *body.ignored, *ignored])
-        offer = body.offer(state.calls, told=state.told)
+        offer, budget = body.offer(state.calls, told=state.told), body.budget
+        variables, unmet = told_of(body, offer, state)
+        unmet += untold(body.tools, body.tool_choice, told=state.told)
+        ignored = [*(names.get(name, name) for name in unmet), *body.ignored, *ignored]
+        request["headers"] |= state.ignored.headers(ignored)
         forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         default = max(state.default_max_tokens, body.min_tokens or 0)
@@ -93,23 +96,30 @@ async def answer_chat(
         names = chained({"prompt": "messages", "structured_outputs": asker}, names)
     with naming(names), state.under_way(params.n, until):
         async with until.held():
-            variables = told_of(body, offer)
             ids, thinking = await state.encode_chat(
                 as_read(body.messages), variables, answer=body.add_generation_prompt
             )
             marks = await state.marks(ids, beginnings(body.messages), variables)
             own: dict[str, Any] = {"cache_marks": marks or None}
+            if thinking and (budget or params.structured_outputs):
+                own["thinking"] = span_of(thinking, budget[1] if budget else None)
+            elif budget:
+                request["headers"] |= state.ignored.headers([names.get(budget[0], budget[0]), *ignored])
             if asked is None:
                 own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await state.prepare([ids], params, request["caller"])
         writer = write(Expected(thinking, offer), prepared)
+        if thinking and (tokenizer := state.engine.tokenizer):
+            writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
         return await _answer(request, state, prepared, writer, until, names, streams=body.stream)
 
 
-def told_of(body: ChatBody, offer: Offer | None) -> dict[str, Any]:
-    """Return what the template is told beside the messages."""
-    return {**body.variables, **({"tools": offer.plain} if offer else {})}
+def told_of(body: ChatBody, offer: Offer | None, state: State) -> tuple[dict[str, Any], list[str]]:
+    """Return what the template is told beside the messages, and the fields that it has no variables for."""
+    wishes, unmet = asked_variables(body, state.template)
+    variables = {**state.template_kwargs, **wishes, **(body.chat_template_kwargs or {})}
+    return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 
 async def _answer(

@@ -23,6 +23,8 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 """Only the first mistake is reported: collecting those of millions would block the server."""
 CACHE = "cache_control"
 MOST_MARKS = 4
+THOUGHT = ("reasoning_content", "reasoning")
+"""The fields of what an assistant thought; templates know the first."""
 
 
 class Mark(BaseModel):
@@ -70,12 +72,16 @@ class Message(BaseModel):
     role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
     content: Content | None = Field(None, description="a text, or parts of type text")
     tool_calls: Many[Called] | None = Field(None, description="what an assistant has called")
+    reasoning_content: str | None = Field(None, description="what an assistant thought before")
+    reasoning: str | None = Field(None, description="the same by its other name")
     cache_control: CacheControl | None = None
 
     def plain(self, index: int) -> dict[str, Any]:
         """Return it as a template reads it, its parts joined; it is the message of this index."""
         calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
-        own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE})
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE, *THOUGHT})
+        own |= {THOUGHT[0]: thought} if thought else {}
         return {**own, "content": _text(self.content, index), **calls}
 
     @property

@@ -1,8 +1,9 @@
 """The server's settings; the engine has its own."""
 
-from typing import Literal
+import json
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from specdec.config.base import Settings
 from specdec.config.sampling import MOST_TOKENS
@@ -109,10 +110,21 @@ class ServerConfig(Settings):
         title="seconds that running requests may go on when the server is told to stop",
         description="a number of at least 0",
     )
-    tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "none"] = Field(
+    tool_call_parser: Literal[
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "nemotron_json",
+        "granite",
+        "mistral",
+        "mistral_v3",
+        "llama3_json",
+        "kimi_k2",
+        "none",
+    ] = Field(
         "auto",
         title="how the model writes calls of tools; auto asks its chat template, none refuses tools",
-        description='"auto", "hermes", "qwen3_coder" or "none"',
+        description='"auto", "hermes", "qwen3_coder" and its like (docs/serving.md), or "none"',
     )
     reasoning_parser: Literal[
         "auto",
@@ -129,6 +141,12 @@ class ServerConfig(Settings):
         "auto",
         title="how the model marks its thinking; auto asks its chat template, none leaves it in the text",
         description='"auto", "qwen3" and its like (docs/serving.md), or "none"',
+    )
+    chat_template_kwargs: str | None = Field(
+        None,
+        title="variables of the chat template where a request does not give them, such as "
+        '{"enable_thinking": false}',
+        description="a JSON object as text, or None",
     )
     max_stored_responses: int = Field(
         1000,
@@ -154,3 +172,18 @@ class ServerConfig(Settings):
         title="how the log is written: as lines of text, or as one JSON object on each line",
         description='"text" or "json"',
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_kwargs(cls, value: str | None) -> str | None:
+        try:
+            if value is None or isinstance(json.loads(value), dict):
+                return value
+        except (ValueError, RecursionError):
+            pass
+        raise ValueError
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the default variables of the chat template."""
+        return dict(json.loads(self.chat_template_kwargs or "{}"))

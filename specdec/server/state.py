@@ -60,8 +60,9 @@ class State:
         """The model's tool call format, if it has one."""
         self.thinking = thinking_format(config.reasoning_parser, self.template)
         """How the model marks its thinking, if it does."""
-        self.told = config.tool_call_parser == "none" or self.template.takes_tools
+        self.told = config.tool_call_parser == "none" or self.template.takes("tools")
         """Whether the template states tools, or all are refused; else chats go without them."""
+        self.template_kwargs = config.template_kwargs
         self.ignored = Ignored()
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"

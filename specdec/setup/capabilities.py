@@ -97,7 +97,7 @@ SYNTHETIC_WORDS = {
         "with synthetic_acceptance drafts are accepted whatever tokens they are",
         "leave one of the two out",
     )
-    for field in ("allowed_token_ids", "bad_words")
+    for field in ("allowed_token_ids", "bad_words", "thinking")
 }
 """Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
 

@@ -50,13 +50,16 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
-            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
-            """Whether the template states tools."""
+            self._variables = find_undeclared_variables(environment.parse(self.source))
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); mend or remove it",
                 field="chat_template",
             ) from error
+
+    def takes(self, variable: str) -> bool:
+        """Tell whether the template has a variable, such as `tools`."""
+        return variable in self._variables
 
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, answer: bool = True

@@ -22,7 +22,13 @@ _SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
 BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 """The characters by which byte-level vocabularies, as GPT-2's, spell each byte."""
-SPOKEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+SPOKEN = {
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>"),
+    *("<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>", "<|python_tag|>"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+}
 """Special tokens that are detokenized all the same: calls and thinking are found by them."""
 
 

@@ -76,10 +76,10 @@ class NotYet(Ready):
     def __init__(self, ends: Collection[int], least: int, vocab: int, *, yields: bool = False) -> None:
         self.left = least
         self._ends, self._yields = frozenset(ends), yields
-        self._bits = _all_but(self._ends, vocab)
+        self._bits = all_but(self._ends, vocab)
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
-        return _words_of(self._bits) if len(path) < self.left else None
+        return words_of(self._bits) if len(path) < self.left else None
 
     def observe(self, token: int) -> bool:
         if token in self._ends and not self._yields:
@@ -96,10 +96,10 @@ class Allowed(Ready):
 
     def __init__(self, tokens: Collection[int], vocab: int) -> None:
         self._tokens = frozenset(tokens)
-        self._bits = _set_of(self._tokens, vocab)
+        self._bits = set_of(self._tokens, vocab)
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
-        return _words_of(self._bits)
+        return words_of(self._bits)
 
     def observe(self, token: int) -> bool:
         if token not in self._tokens:
@@ -126,11 +126,11 @@ class Banned(Ready):
         """The end of the output, as much of it as can stand before a forbidden token."""
         self._vocab = vocab
         self._always = self._lasts.get((), frozenset())
-        self._bits = _all_but(self._always, vocab)
+        self._bits = all_but(self._always, vocab)
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
         here = self._forbidden((*self._said, *path))
-        return _words_of(self._bits if here == self._always else _all_but(here, self._vocab))
+        return words_of(self._bits if here == self._always else all_but(here, self._vocab))
 
     def observe(self, token: int) -> bool:
         if token in self._forbidden(self._said):
@@ -158,7 +158,7 @@ def bounded_words(limits: Sequence[Limit], path: tuple[int, ...]) -> Tensor | No
     return words_W
 
 
-def _set_of(tokens: Collection[int], vocab: int) -> bytearray:
+def set_of(tokens: Collection[int], vocab: int) -> bytearray:
     """Return the words in which some tokens stand, as bytes."""
     bits = bytearray(4 * -(-vocab // 32))
     for token in tokens:
@@ -166,9 +166,9 @@ def _set_of(tokens: Collection[int], vocab: int) -> bytearray:
     return bits
 
 
-def _all_but(tokens: Collection[int], vocab: int) -> bytearray:
-    return _set_of(tokens, vocab).translate(INVERTED)
+def all_but(tokens: Collection[int], vocab: int) -> bytearray:
+    return set_of(tokens, vocab).translate(INVERTED)
 
 
-def _words_of(bits: bytearray) -> Tensor:
+def words_of(bits: bytearray) -> Tensor:
     return torch.frombuffer(bits, dtype=torch.int32)

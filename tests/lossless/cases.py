@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specdec import Completion, SamplingParams, SpecEngine, Structure
+from specdec import Completion, SamplingParams, SpecEngine, Structure, ThinkingSpan
 from specdec.core.batch import StepReport
 from specdec.core.outputs import TokenLogprob
 from specdec.core.scheduler import StepPlan
@@ -28,6 +28,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 ENDING = {END: 2.0}
 """Makes the end of a text likelier, so that some end within a draft."""
 BAD_WORDS = ["aa", "bb", "ca", "dab", "abcd"]
+PAIRS = Structure(regex=r"([a-f]{2}[0-9]?\.){2,}")
 FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "greedy": [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 20}, {"temperature": 0.0}],
     "temperature": [{"temperature": 0.7}, {"temperature": 1.3, "n": 2}],
@@ -52,14 +53,17 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "logprobs": [{"temperature": 0.0, "logprobs": 0}, {"temperature": 0.7, "logprobs": 3}],
     "stop": [{"temperature": 0.0}, {"temperature": 0.7, "ignore_eos": True}],
     "structured": [
-        {"temperature": 0.7, "structured_outputs": Structure(regex=r"([a-f]{2}[0-9]?\.){2,}")},
+        {"temperature": 0.7, "structured_outputs": PAIRS},
         {"temperature": 0.0, "structured_outputs": Structure(choice=["abcdefgh", "abcxyz123", "zz"])},
         {"temperature": 1.3, "min_tokens": 6, "logit_bias": {END: 6.0}},
+        {"temperature": 0.7, "thinking": ThinkingSpan(end="a", budget=3), "structured_outputs": PAIRS},
     ],
     "words": [
         {"temperature": 0.0, "allowed_token_ids": [*range(0, END, 3)], "ignore_eos": True},
         # Pairs of the letters that are likely here: what is forbidden hangs on the path of each node.
         {"temperature": 0.7, "logit_bias": dict.fromkeys(range(4), 6.0), "bad_words": BAD_WORDS},
+        # Thinking that its budget ends, by two tokens, in the midst of drafts.
+        {"temperature": 0.7, "thinking": ThinkingSpan(end="9.", budget=5)},
     ],
 }
 """By the names of the capability table's sampling axis."""

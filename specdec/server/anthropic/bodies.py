@@ -167,6 +167,8 @@ class CountBody(Dialect):
         "structured_outputs": "output_config.format",
         "response_format": "output_config.format",
         "reasoning_effort": "output_config.effort",
+        "enable_thinking": "thinking",
+        "thinking_token_budget": "thinking.budget_tokens",
     }
 
     messages: Many[Turn] = Field(min_length=1)
@@ -183,7 +185,7 @@ class CountBody(Dialect):
     @property
     def ignored(self) -> list[str]:
         theirs = [tool.type for tool in self.tools or () if tool.type and not tool.is_own]
-        return [*(f"tools.{kind}" for kind in theirs), *super().ignored]
+        return [*dict.fromkeys(f"tools.{kind}" for kind in theirs), *super().ignored]
 
     def chat(self) -> ChatBody:
         """Return the chat that this is."""
@@ -207,6 +209,9 @@ class CountBody(Dialect):
             own["tool_choice"] = self.tool_choice.plain
             own["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         own["reasoning_effort"] = config.effort
+        if self.thinking:
+            own["enable_thinking"] = self.thinking.type != "disabled"
+            own["thinking_token_budget"] = self.thinking.budget_tokens
         return self.as_chat(messages, **own)
 
 

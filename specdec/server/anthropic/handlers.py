@@ -37,7 +37,7 @@ async def count_tokens(request: web.Request, state: State) -> web.Response:
     request["headers"] |= state.ignored.headers(body.ignored)
     with naming(body.NAMES), state.under_way(1, until):
         asked = body.chat()
-        offer = asked.offer(state.calls, told=state.told)
+        variables, _ = told_of(asked, asked.offer(state.calls, told=state.told), state)
         async with until.held():
-            ids, _ = await state.encode_chat(as_read(asked.messages), told_of(asked, offer), answer=True)
+            ids, _ = await state.encode_chat(as_read(asked.messages), variables, answer=True)
     return web.json_response({"input_tokens": len(ids)})

@@ -16,6 +16,10 @@ LONGEST_ID = 128
 LOGPROBS = "message.output_text.logprobs"
 
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
 def _kind(value: Any) -> str:
     return "list" if isinstance(value, list) else "str"
 
@@ -86,7 +90,7 @@ class ResponseBody(Dialect):
         None, max_length=LONGEST_ID, description="go on from a response that is stored"
     )
     store: bool = Field(True, description="keep the response, for previous_response_id and GET")
-    metadata: dict[str, str] | None = None
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     max_output_tokens: int | None = Field(None, description="tokens to write at most, thinking included")
     text: Text | None = None
     reasoning: Reasoning | None = None

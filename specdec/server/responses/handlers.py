@@ -39,7 +39,8 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
     def keep(response: dict[str, Any]) -> None:
         if body.store:
             own = [*body.items, *ITEMS.validate_python(response["output"])]
-            stored = Stored(ITEMS.dump_json(own), json.dumps(response).encode(), body.previous_response_id)
+            items, whole = (json.dumps(each).encode() for each in (ITEMS.dump_python(own), response))
+            stored = Stored(items, whole, body.previous_response_id)
             responses.put(caller, response["id"], stored)
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> ResponseWriter:
@@ -51,7 +52,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
 
 
 def _items(history: Sequence[Stored]) -> list[Item]:
-    return [item for stored in history for item in ITEMS.validate_json(stored.items)]
+    return [item for stored in history for item in ITEMS.validate_python(json.loads(stored.items))]
 
 
 async def retrieve(request: web.Request, state: State) -> web.Response:

@@ -90,8 +90,8 @@ class Toolbox:
         self.tools: list[Tool] = []
         self.known: dict[str, Known] = {}
         """By the name that the model knows."""
-        self.left_out: list[str] = []
-        """Kinds of tools that are not served here."""
+        self.left_out: dict[str, None] = {}
+        """Kinds of tools that are not served here, each once."""
         for tool in given:
             if isinstance(tool, Namespace):
                 for own in tool.tools:
@@ -101,7 +101,7 @@ class Toolbox:
 
     def _add(self, tool: FunctionTool | CustomTool | BuiltIn, namespace: str | None) -> None:
         if isinstance(tool, BuiltIn):
-            self.left_out.append(f"tools.{tool.type}")
+            self.left_out[f"tools.{tool.type}"] = None
             return
         name = flat_name(tool.name, namespace)
         self.known[name] = Known(tool.name, namespace, isinstance(tool, CustomTool))

@@ -11,6 +11,7 @@ from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
 from specdec.server.tools.bodies import NamedTool, Tool
 from specdec.text.answers.calls import CallFormat, Calls
+from specdec.text.answers.formats import CALL_FORMATS
 
 Choice = Literal["none", "auto", "required"] | NamedTool
 
@@ -65,7 +66,7 @@ def make_offer(
         raise Failure(
             400,
             "tools: how this model writes calls is not known from its chat template; start the server with "
-            "--tool-call-parser hermes or qwen3_coder if it is one of these, or leave tools out.",
+            f"--tool-call-parser {', '.join(CALL_FORMATS)} if it is one of these, or leave tools out.",
             param="tools",
         )
     structure = None
@@ -112,6 +113,8 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
             raise Failure(400, f"tools: {function.name:.80}: {found}.", param="tools")
         content = {"type": "json_schema", "json_schema": schema, "style": form.style}
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
-    calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
+    calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": form.between}
     calls |= {"at_least_one": True, "stop_after_first": not several}
-    return Structure(structural_tag={"type": "structural_tag", "format": calls})
+    around = [{"type": "const_string", "value": text} for text in (form.before, form.behind)]
+    whole = {"type": "sequence", "elements": [around[0], calls, around[1]]} if form.before else calls
+    return Structure(structural_tag={"type": "structural_tag", "format": whole})

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from specdec.text.answers.events import Arguments, Text
 from specdec.text.answers.source import MalformedCall, Reading, Source
 
-UNFINISHED = re.compile(r"\s*<[^<>\s]*\Z")
+UNFINISHED = re.compile(r"\s*[<\[][^<>\[\]\s]*\Z")
 """A tag that was cut off. Within a call it is no text."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """What each function takes, as JSON schemas."""
@@ -24,6 +24,12 @@ class CallFormat(Protocol):
 
     style: str
     """xgrammar's name for the format of the arguments."""
+    leads: bool
+    """Calls stand at the answer's beginning alone: what looks like one behind text is text."""
+    before: str
+    between: str
+    behind: str
+    """What stands before, between and behind calls that are forced."""
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
         """Read a call from its opening to its end. What comes before its `Begin` may still be no call."""
@@ -50,6 +56,9 @@ def read_calls(source: Source, calls: Calls) -> Reading[None]:
         said = len(source.text[:where].rstrip())
         if said:
             yield Text(source.take(said))
+            if calls.form.leads:
+                yield from read_text(source)
+                return
             called = False
         if opening:
             source.at = where - said
@@ -67,6 +76,16 @@ def read_calls(source: Source, calls: Calls) -> Reading[None]:
             return
         else:
             yield None
+
+
+def read_text(source: Source) -> Reading[None]:
+    """Take all that comes for text."""
+    while True:
+        if source.text:
+            yield Text(source.take(len(source.text)))
+        if source.ended:
+            return
+        yield None
 
 
 def stream_value(source: Source, closing: str) -> Reading[None]:

@@ -4,10 +4,21 @@ from collections.abc import Mapping
 
 from specdec.text.answers.calls import CallFormat
 from specdec.text.answers.hermes import Hermes
+from specdec.text.answers.json_calls import JsonList, LeadingJson
+from specdec.text.answers.named_calls import CALLS, Kimi, Mistral
 from specdec.text.answers.qwen3_coder import Qwen3Coder
 from specdec.text.chat_template import ChatTemplate
 
-CALL_FORMATS: Mapping[str, CallFormat] = {"qwen3_coder": Qwen3Coder(), "hermes": Hermes()}
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "qwen3_coder": Qwen3Coder(),
+    "kimi_k2": Kimi(),
+    "nemotron_json": JsonList(("<TOOLCALL>",), "</TOOLCALL>", "<TOOLCALL>"),
+    "granite": JsonList(("<|tool_call|>", "<tool_call>"), "", "<|tool_call|>"),
+    "mistral": Mistral(),
+    "mistral_v3": JsonList((CALLS,), "", CALLS),
+    "llama3_json": LeadingJson(),
+    "hermes": Hermes(),
+}
 """The first format whose marker a chat template contains is the model's."""
 
 

@@ -1,4 +1,4 @@
-"""Calls as elements, one for each parameter: Qwen3-Coder, Qwen3.5."""
+"""Calls as elements, one for each parameter: Qwen3-Coder, Qwen3.5, Nemotron 3."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,8 @@ class Qwen3Coder:
     openings: Sequence[str] = (OPENING, FUNCTION)
     sign = FUNCTION
     style = "qwen_xml"
+    leads = False
+    before, between, behind = "", "\n", ""
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
         yield from source.match(OPENING)

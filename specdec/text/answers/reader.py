@@ -1,6 +1,6 @@
 """Read a streamed answer: what it thinks, what it says and what it calls."""
 
-from specdec.text.answers.calls import Calls, read_calls
+from specdec.text.answers.calls import Calls, read_calls, read_text
 from specdec.text.answers.events import Arguments, Event, Text, Thinking
 from specdec.text.answers.source import Reading, Source
 from specdec.text.answers.thinking import ThinkingFormat, read_thinking
@@ -47,13 +47,4 @@ class AnswerReader:
 def _read(source: Source, thinking: ThinkingFormat | None, calls: Calls | None) -> Reading[None]:
     if thinking:
         yield from read_thinking(source, thinking)
-    yield from read_calls(source, calls) if calls else _read_text(source)
-
-
-def _read_text(source: Source) -> Reading[None]:
-    while True:
-        if source.text:
-            yield Text(source.take(len(source.text)))
-        if source.ended:
-            return
-        yield None
+    yield from read_calls(source, calls) if calls else read_text(source)

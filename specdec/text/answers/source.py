@@ -17,6 +17,8 @@ LONGEST_NAME = 256
 """Characters of a function's name, or of a key. What is longer is none."""
 NAME = re.compile(rf"([^<>\s]{{1,{LONGEST_NAME}}})>")
 NAME_SO_FAR = re.compile(rf"[^<>\s]{{0,{LONGEST_NAME}}}\Z")
+WORD = re.compile(rf"[\w.:/-]{{1,{LONGEST_NAME}}}(?=[^\w.:/-])")
+WORD_SO_FAR = re.compile(rf"[\w.:/-]{{0,{LONGEST_NAME}}}\Z")
 STRING = re.compile(rf'"(?:[^"\\]|\\.){{0,{LONGEST_NAME}}}"', re.DOTALL)
 STRING_SO_FAR = re.compile(rf'(?:"(?:[^"\\]|\\.){{0,{LONGEST_NAME}}}\\?)?\Z', re.DOTALL)
 
@@ -93,6 +95,11 @@ class Source:
         """Pass a name and the `>` that ends it."""
         found = yield from self._pattern(NAME, NAME_SO_FAR)
         return found[1]
+
+    def word(self) -> Waiting[str]:
+        """Pass a name that ends where a sign stands that is of no name."""
+        found = yield from self._pattern(WORD, WORD_SO_FAR)
+        return found[0]
 
     def string(self) -> Waiting[str]:
         """Pass a short string of JSON, and return what it stands for."""

@@ -1,8 +1,9 @@
 """Thinking before an answer: the markers around it, and whether a prompt has opened it already."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from enum import Enum, auto
+from typing import NamedTuple, Self
 
 from specdec.text.answers.events import Thinking
 from specdec.text.answers.source import Reading, Source, Waiting
@@ -74,3 +75,51 @@ def _pass_breaks(source: Source) -> Waiting[None]:
     while (yield from source.match("\n")):
         pass
     source.settle()
+
+
+class Phase(Enum):
+    """How far an output has come."""
+
+    MAY_BEGIN = auto()
+    """Nothing is said yet, and the start of thinking may follow."""
+    THINKING = auto()
+    OVER = auto()
+    """Its thinking has ended, or it has none: what follows is the answer."""
+
+
+class Place(NamedTuple):
+    """A place in an output, as far as its thinking is concerned."""
+
+    phase: Phase
+    tail: str = ""
+    """The end of the text, as much of it as may belong to a marker."""
+    spent: int = 0
+    """Tokens of thinking so far."""
+
+
+OVER = Place(Phase.OVER)
+
+
+class ThinkingTrack:
+    """Tell by an output's tokens, spelled out, where its thinking begins and ends; markers may be several."""
+
+    def __init__(self, start: str, end: str, spell: Callable[[int], str], *, opened: bool) -> None:
+        self._start, self._end, self._spell = start, end, spell
+        self.first = Place(Phase.THINKING if opened else Phase.MAY_BEGIN)
+
+    def after(self, place: Place, token: int) -> Place:
+        """Return where a token leads."""
+        if place.phase == Phase.OVER:
+            return place
+        text = place.tail + self._spell(token)
+        if place.phase == Phase.MAY_BEGIN:
+            said = text.lstrip()
+            if self._start.startswith(said):
+                begun = said == self._start
+                return Place(Phase.THINKING) if begun else Place(Phase.MAY_BEGIN, text)
+            if not said.startswith(self._start):
+                return OVER
+            text = said[len(self._start) :]
+        if self._end in text:
+            return OVER._replace(spent=place.spent)
+        return Place(Phase.THINKING, text[max(len(text) - len(self._end) + 1, 0) :], place.spent + 1)

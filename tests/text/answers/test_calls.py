@@ -21,6 +21,9 @@ from specdec.text.answers.reader import AnswerReader
 from specdec.text.answers.source import Source, Waiting
 
 HERMES, CODER = Hermes(), Qwen3Coder()
+NEMOTRON, GRANITE, MISTRAL, LLAMA, KIMI = map(
+    CALL_FORMATS.__getitem__, ("nemotron_json", "granite", "mistral", "llama3_json", "kimi_k2")
+)
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SCHEMAS: dict[str, Any] = {
     "f": {
@@ -65,6 +68,12 @@ def call(arguments: str, name: str = "f") -> str:
 def element(*parameters: tuple[str, str], name: str = "f") -> str:
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
     return f"{OPEN}\n<function={name}>\n{inner}</function>\n{CLOSE}"
+
+
+def written(form: CallFormat, *calls: tuple[str, str]) -> str:
+    """Write calls, as they are forced: each one's name and the JSON of its arguments."""
+    own = [form.frame(name)[0] + arguments + form.frame(name)[1] for name, arguments in calls]
+    return form.before + form.between.join(own) + form.behind
 
 
 AWKWARD = '{"a": "say \\"}</tool_call>\\" \\\\", "b": [1, {"c": "{"}], "é": null}'
@@ -114,10 +123,64 @@ CASES: dict[str, tuple[CallFormat, str, Found]] = {
         f"{OPEN}<function=f><parameter=s>x</parameter><parameter=\nt>",
         ("<parameter=\nt>", [("f", '{"s": "x"}')]),
     ),
+    "a list": (
+        NEMOTRON,
+        f'A\n<TOOLCALL>[{{"name": "f", "arguments": {AWKWARD}}}, '
+        '{"name": "g", "arguments": {}}]</TOOLCALL>\nB',
+        ("A\nB", [("f", AWKWARD), ("g", "{}")]),
+    ),
+    "a list with ids": (
+        NEMOTRON,
+        '<TOOLCALL>[{"name": "f", "arguments": {}, "id": "x1"},'
+        '{"arguments": {"a": 1}, "name": "g"}]</TOOLCALL>',
+        ("", [("f", "{}"), ("g", '{"a": 1}')]),
+    ),
+    "a list that goes on with text": (
+        NEMOTRON,
+        '<TOOLCALL>[{"name": "f", "arguments": {}}, and so on]</TOOLCALL>',
+        (", and so on]</TOOLCALL>", [("f", "{}")]),
+    ),
+    "no list": (NEMOTRON, "<TOOLCALL>[]</TOOLCALL>", ("<TOOLCALL>[]</TOOLCALL>", [])),
+    "Granite's": (GRANITE, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', ("", [("f", '{"a": 1}')])),
+    "Granite's as a tag": (GRANITE, '<tool_call>[{"name": "f", "arguments": {}}]', ("", [("f", "{}")])),
+    "Mistral's": (
+        MISTRAL,
+        f"I look.[TOOL_CALLS]f[ARGS]{AWKWARD}[TOOL_CALLS]g-2[CALL_ID]a1[ARGS]{{}}",
+        ("I look.", [("f", AWKWARD), ("g-2", "{}")]),
+    ),
+    "Mistral's without marks": (MISTRAL, '[TOOL_CALLS]f{"a": [1]}', ("", [("f", '{"a": [1]}')])),
+    "Mistral's as a list": (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        ("", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    "Llama's": (
+        LLAMA,
+        f'{{"name": "f", "parameters": {AWKWARD}}}; {{"name": "g", "parameters": {{}}}}',
+        ("", [("f", AWKWARD), ("g", "{}")]),
+    ),
+    "Llama's behind a tag": (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}', ("", [("f", "{}")])),
+    "Llama's behind text": (
+        LLAMA,
+        'So: {"name": "f", "parameters": {}}',
+        ('So: {"name": "f", "parameters": {}}', []),
+    ),
+    "JSON that is no call": (LLAMA, '{"name": "f", "age": 3}', ('{"name": "f", "age": 3}', [])),
+    "Kimi's": (
+        KIMI,
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        + AWKWARD
+        + "<|tool_call_end|><|tool_call_begin|>g<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        + "<|tool_calls_section_end|>",
+        ("I look.", [("f", AWKWARD), ("g", "{}")]),
+    ),
     "not closed": (CODER, f"{OPEN}<function=f><parameter=s>x", ("", [("f", '{"s": "x"}')])),
 }  # fmt: skip
 PARAMETER = "<parameter="
 WORDS = [OPEN, CLOSE, "<function=", "f", ">", "</function>", "<parameter=", "s", "i", "</parameter>", "\n"]
+WORDS += ["<TOOLCALL>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ";", "<|tool_calls_section_begin|>"]
+WORDS += ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", '{"name": "f", "']
+WORDS += ['arguments": {}}', 'parameters": {}}']
 WORDS += ['{"name"', ": ", '"f"', ', "arguments"', "{", "}", '"', "\\", "1", " ", "<", "text", "null", "é"]
 
 
@@ -240,10 +303,8 @@ def test_arguments_come_as_they_are_written() -> None:
 @pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=CALL_FORMATS)
 def test_a_frame_around_json_is_a_call(form: CallFormat) -> None:
     """What forced output is to be put between reads as a call of this name, with that JSON."""
-    before, behind = form.frame("f")
-    assert read(form, [before + AWKWARD + behind]) == ("", [("f", AWKWARD)])
-    twice = (before + "{}" + behind + "\n") * 2
-    assert read(form, [twice]) == ("", [("f", "{}")] * 2)
+    assert read(form, [written(form, ("f", AWKWARD))]) == ("", [("f", AWKWARD)])
+    assert read(form, [written(form, ("f", "{}"), ("g", "{ }"))]) == ("", [("f", "{}"), ("g", "{ }")])
 
 
 @pytest.mark.parametrize(
@@ -292,11 +353,11 @@ def test_a_value_that_was_cut_off_stays_open(key: str) -> None:
 
 @pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=CALL_FORMATS)
 def test_half_a_tag_within_a_call_is_no_text(form: CallFormat) -> None:
-    before, behind = form.frame("f")
-    text = f"{before}{{}}{behind}"
-    for at in range(len(before) + 1, len(text) + 1):
+    begun = form.before + form.frame("f")[0]
+    text = written(form, ("f", "{}"))
+    for at in range(len(begun) + 1, len(text) + 1):
         assert read(form, [text[:at]], cut=True)[0] == ""
-    assert read(form, [f"{before}{{}}\n</tool"]) == ("\n</tool", [("f", "{}")])
+    assert read(form, [f"{begun}{{}}\n</tool"]) == ("\n</tool", [("f", "{}")])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Limit an output's thinking, and have its form begin behind it."""
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from specdec.config.thinking import ThinkingSpan
+from specdec.errors import RequestError
+from specdec.text.answers.thinking import OVER, Phase, Place, ThinkingTrack
+from specdec.text.tokenizer import Tokenizer
+from specdec.verify.limits import Limit, all_but, set_of, words_of
+
+Path = tuple[int, ...]
+
+
+class ThinkingTerms:
+    """What the outputs of one request share: how they think, for how long, and how that is ended."""
+
+    def __init__(
+        self, span: ThinkingSpan, ends: Collection[int], tokenizer: Tokenizer | None, vocab: int
+    ) -> None:
+        if tokenizer is None:
+            raise RequestError(
+                "thinking: the model's folder has no tokenizer.json, so its markers are no tokens; leave it "
+                "out.",
+                field="thinking",
+            )
+        start, end = (tokenizer.encode(own, special=False) for own in (span.start, span.end))
+        self.track = ThinkingTrack(span.start, span.end, tokenizer.spell, opened=span.opened)
+        self.budget = span.budget
+        self.start = start[0] if len(start) == 1 else None
+        """The token that opens thinking before a form, if one does."""
+        self.start_bits = set_of(start[:1], vocab)
+        self.end_bits = [set_of([token], vocab) for token in end]
+        """What may follow once the budget is spent, token by token."""
+        self.not_ended_bits = all_but(ends, vocab)
+
+    def begin(self, form: Limit | None) -> "ThinkingLimit":
+        """Return the limit of one choice, whose form holds from the end of its thinking on."""
+        return ThinkingLimit(self, form)
+
+
+class ThinkingLimit:
+    """Lets thinking be what it will until its budget is spent, then writes its end; then the form holds.
+
+    Where a form follows, nothing ends the output within its thinking; and an output that may still begin to
+    think opens with the one or the other.
+    """
+
+    def __init__(self, terms: ThinkingTerms, form: Limit | None) -> None:
+        self._terms, self._form = terms, form
+        first, no_start = terms.track.first, form is not None and terms.start is None
+        self._place = OVER if first.phase == Phase.MAY_BEGIN and no_start else first
+        self.field = form.field if form else "thinking"
+
+    @property
+    def fault(self) -> str | None:
+        return self._form.fault if self._form else None
+
+    @property
+    def is_over(self) -> bool:
+        return self._form is not None and self._place.phase == Phase.OVER and self._form.is_over
+
+    @property
+    def is_slow(self) -> bool:
+        return self._form is not None and self._form.is_slow
+
+    def ask(self, paths: Collection[Path]) -> None:
+        if self._form:
+            self._form.ask([own for path in paths if (own := self._follow(path)[1]) is not None])
+
+    def wait(self, until_s: float, *, always: bool) -> None:
+        if self._form:
+            self._form.wait(until_s, always=always)
+
+    def knows(self, path: Path) -> bool:
+        own = self._follow(path)[1] if self._form else None
+        return self._form is None or own is None or self._form.knows(own)
+
+    def words(self, path: Path) -> Tensor | None:
+        place, own = self._follow(path)
+        terms, form = self._terms, self._form
+        if place.phase == Phase.THINKING:
+            if terms.budget is not None and place.spent >= terms.budget:
+                return words_of(terms.end_bits[min(place.spent - terms.budget, len(terms.end_bits) - 1)])
+            return words_of(terms.not_ended_bits) if form else None
+        words_W = form.words(own) if form and own is not None else None
+        if place.phase == Phase.MAY_BEGIN and words_W is not None:
+            return words_W | words_of(terms.start_bits)
+        return words_W
+
+    def observe(self, token: int) -> bool:
+        before, self._place = self._place, self._next(self._place, token)
+        if self._form is None:
+            return self._place.phase != Phase.OVER
+        if self._place.phase == Phase.OVER and before.phase != Phase.THINKING:
+            return self._form.observe(token)
+        return True
+
+    def _next(self, place: Place, token: int) -> Place:
+        if self._form and place.phase == Phase.MAY_BEGIN:
+            return Place(Phase.THINKING) if token == self._terms.start else OVER
+        return self._terms.track.after(place, token)
+
+    def _follow(self, path: Path) -> tuple[Place, Path | None]:
+        """Return where a path leads, and what of it the form has to judge; None: it is all thinking."""
+        place = self._place
+        for at, token in enumerate(path):
+            before, place = place, self._next(place, token)
+            if place.phase == Phase.OVER:
+                return place, path[at + (before.phase == Phase.THINKING) :]
+        return place, None if place.phase == Phase.THINKING else ()

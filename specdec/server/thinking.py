@@ -1,0 +1,54 @@
+"""What a chat asks of its model's thinking, and how many tokens the thinking took."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.config.thinking import ThinkingSpan
+from specdec.server.bodies import ChatBody
+from specdec.text.answers.thinking import Place, ThinkingFormat, ThinkingTrack
+from specdec.text.chat_template import ChatTemplate
+from specdec.text.tokenizer import Tokenizer
+
+SWITCHES = ("enable_thinking", "thinking")
+"""The variables by which chat templates switch thinking: Qwen's and Nemotron's, and DeepSeek's."""
+EFFORT = "reasoning_effort"
+LITTLE = {"none", "minimal"}
+"""The efforts at which a template that can only switch thinking switches it off."""
+
+
+def asked_variables(body: ChatBody, template: ChatTemplate) -> tuple[dict[str, Any], list[str]]:
+    """Return what a chat asks of thinking in its template's variables, and the fields without any."""
+    switches, effort = [name for name in SWITCHES if template.takes(name)], body.reasoning_effort
+    own, ignored = dict[str, Any](), list[str]()
+    if effort is not None:
+        own = {EFFORT: effort} if template.takes(EFFORT) else {}
+        own |= dict.fromkeys(switches, effort not in LITTLE)
+        ignored += [] if own else [EFFORT]
+    if body.enable_thinking is not None:
+        own |= dict.fromkeys(switches, body.enable_thinking)
+        ignored += [] if switches else [SWITCHES[0]]
+    return own, ignored
+
+
+def span_of(form: ThinkingFormat, budget: int | None) -> ThinkingSpan:
+    """Return what the engine has to know of an answer's thinking."""
+    return ThinkingSpan(start=form.start, end=form.end, opened=form.opened, budget=budget)
+
+
+class ThinkingTokens:
+    """Count the tokens of thinking in a request's choices."""
+
+    def __init__(self, form: ThinkingFormat, tokenizer: Tokenizer) -> None:
+        self._track = ThinkingTrack(form.start, form.end, tokenizer.spell, opened=form.opened)
+        self._places: dict[int, Place] = {}
+
+    def add(self, choice: int, ids: Sequence[int]) -> None:
+        """Take a choice's next tokens."""
+        place = self._places.get(choice, self._track.first)
+        for token in ids:
+            place = self._track.after(place, token)
+        self._places[choice] = place
+
+    @property
+    def total(self) -> int:
+        return sum(place.spent for place in self._places.values())

@@ -1,0 +1,165 @@
+"""Calls that are objects of JSON, one or several behind one opening."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.events import Arguments, Begin
+from specdec.text.answers.source import MalformedCall, Reading, Source, Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class JsonList:
+    """`OPENING[{"name": …, "arguments": {…}}, …]CLOSING`: Nemotron-H, Granite 3, early Mistral."""
+
+    openings: Sequence[str]
+    closing: str
+    sign: str
+    style: str = "json"
+    leads: bool = False
+    between: str = ", "
+
+    @property
+    def before(self) -> str:
+        return f"{self.openings[0]}["
+
+    @property
+    def behind(self) -> str:
+        return f"]{self.closing}"
+
+    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+        yield from source.need(*self.openings)
+        yield from source.space()
+        yield from read_list(source)
+        if self.closing:
+            yield from close(source, self.closing)
+
+    def frame(self, name: str) -> tuple[str, str]:
+        return json_frame(name, "arguments")
+
+
+@dataclass(frozen=True, slots=True)
+class LeadingJson:
+    """`{"name": …, "parameters": {…}}; …` from the answer's beginning on: Llama 3."""
+
+    openings: Sequence[str] = ("<|python_tag|>", "{")
+    sign: str = "dictionary of argument name and its value"
+    style: str = "json"
+    leads: bool = True
+    before: str = ""
+    between: str = "; "
+    behind: str = ""
+
+    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+        yield from source.match(self.openings[0])
+        yield from source.space()
+        yield from read_several(source, lambda: read_object(source, "", ("parameters", "arguments")), ";")
+
+    def frame(self, name: str) -> tuple[str, str]:
+        return json_frame(name, "parameters")
+
+
+def json_frame(name: str, key: str) -> tuple[str, str]:
+    """Return what stands before and behind the arguments within an object."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ', "}"
+
+
+def read_several(source: Source, read: Callable[[], Reading[None]], between: str) -> Reading[None]:
+    """Read one call after the other. Only the first may turn out to be none and leave no call at all."""
+    yield from read()
+    while True:
+        yield from source.space()
+        if between and not (yield from source.match(between)):
+            break
+        yield from source.space()
+        try:
+            yield from read()
+        except MalformedCall:
+            if source.cut and between:  # a call of which too little was written
+                source.take(len(source.text))
+            break
+    source.at = 0
+
+
+def read_list(source: Source) -> Reading[None]:
+    """Read a list of calls, and what ends it as far as it is there."""
+    yield from source.need("[")
+    yield from source.space()
+    yield from read_several(source, lambda: read_object(source, ""), ",")
+    yield from close(source, "]")
+
+
+def read_object(source: Source, closing: str, keys: Sequence[str] = ("arguments",)) -> Reading[None]:
+    """Read a call; arguments are sent as they come, and end at the closing tag at the latest."""
+    name, arguments = yield from _head(source, closing, keys)
+    source.settle()
+    yield Begin(name)
+    if arguments is not None:
+        yield Arguments(arguments)
+        return
+    yield from stream_value(source, closing)
+    yield from _pass_rest(source)
+
+
+def _head(source: Source, closing: str, keys: Sequence[str]) -> Waiting[tuple[str, str | None]]:
+    """Read a call up to its arguments, where they come last as an object; else all of it, with them."""
+    name, arguments = "", ""
+    yield from source.need("{")
+    while True:
+        yield from source.space()
+        key = yield from source.string()
+        yield from source.space()
+        yield from source.need(":")
+        yield from source.space()
+        if key == "name" and not name:
+            name = yield from source.string()
+        elif key not in keys or arguments:
+            raise MalformedCall
+        elif name and (yield from source.sees("{")):
+            return name, None
+        else:
+            arguments = yield from _whole(source, closing)
+        yield from source.space()
+        if (yield from source.need(",", "}")) == "}":
+            if not name:
+                raise MalformedCall
+            return name, arguments or "{}"
+
+
+def _whole(source: Source, closing: str) -> Waiting[str]:
+    """Read arguments that are not to be sent yet: before the name, as a string of JSON, or null."""
+    if (yield from source.match("null")):
+        return "{}"
+    text = ""
+    for piece in source.value(closing):
+        text += piece or ""
+        if piece is None:
+            yield None
+    try:
+        value = json.loads(text)
+        if isinstance(value, str):
+            text, value = value, json.loads(value)
+    except (ValueError, RecursionError):
+        raise MalformedCall from None
+    if not isinstance(value, dict):
+        raise MalformedCall
+    return text
+
+
+def _pass_rest(source: Source) -> Waiting[None]:
+    """Pass what follows the arguments in their object, such as the call's id, and its end."""
+    yield from source.space()
+    try:
+        while (yield from source.match(",")):
+            yield from source.space()
+            yield from source.string()
+            yield from source.space()
+            yield from source.need(":")
+            yield from source.space()
+            yield from source.string()
+            yield from source.space()
+        yield from source.need("}")
+        source.settle()
+    except MalformedCall:
+        source.at = 0
