@@ -376,3 +376,28 @@ def test_leaving_a_stream_ends_its_request(
     assert left == [2]
     for path in ("/v1/messages", "/v1/responses"):
         assert any(name.startswith("http_requests_total") and f'"{path}"' in name for name in figures)
+
+
+def test_hostile_bodies_are_refused(live: Live) -> None:
+    lone = [{"type": "custom_tool_call", "call_id": "a", "name": "f", "input": "\ud800"}]
+    deep: Any = "x"
+    for _ in range(140):
+        deep = {"a": deep}
+    bodies: list[tuple[str, Json, int]] = [
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 60_000}, 400),
+        ("/v1/responses", {"input": "a", "metadata": dict.fromkeys(map(str, range(17)), "b")}, 400),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r" * 200}, 400),
+        ("/v1/responses", {"input": [{"type": []}]}, 400),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "parameters": deep}]}, 400),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2, "tools": [{"type": "x"}] * 20_000}, 200),
+        ("/v1/responses", {"input": [*lone, {"role": "user", "content": "4"}], "max_output_tokens": 2}, 200),
+        ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": [{}] * 20_000}]}, 400),
+        ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": [[]]}]}, 400),
+        ("/v1/messages", {"max_tokens": 10**30, "messages": [{"role": "user", "content": "4"}]}, 400),
+    ]
+    for path, body, status in bodies:
+        answer = post(live, path, body)
+        assert answer.status == status and len(answer.data) < 1 << 20, (body.keys(), answer.data[:300])
+    made = post(live, "/v1/responses", {"input": [*lone, {"role": "user", "content": "4"}]}).json["id"]
+    assert post(live, "/v1/responses", {"input": "Ask 4", "previous_response_id": made}).status == 200
+    assert live.ask("/v1/responses/" + "a" * 5000, authorization=f"Bearer {KEYS[0]}").status == 404
