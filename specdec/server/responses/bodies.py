@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure
-from specdec.server.messages import Many
+from specdec.server.messages import Many, Mark
 from specdec.server.responses.items import Item, Said, as_messages
 from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
 
@@ -121,4 +121,7 @@ class ResponseBody(Dialect):
         own["parallel_tool_calls"] = self.parallel_tool_calls
         if self.reasoning:
             own["reasoning_effort"] = self.reasoning.effort
-        return self.as_chat(as_messages(self.instructions, [*before, *self.items]), **own)
+        messages = as_messages(self.instructions, [*before, *self.items])
+        if messages:  # the next request of a conversation begins with all of this one's
+            messages[-1].cache_control = Mark(type="ephemeral")
+        return self.as_chat(messages, **own)
