@@ -30,7 +30,7 @@ def test_kernels_package_is_empty() -> None:
 def test_public_names_are_these() -> None:
     assert " ".join(specdec.__all__) == (
         "CapacityError CheckpointError Completion ConfigError Delta EngineConfig EngineError RequestError "
-        "RequestStats SamplingParams SpecEngine SpecdecError Structure"
+        "RequestStats SamplingParams SpecEngine SpecdecError Structure ThinkingSpan"
     )
     for name in specdec.__all__:
         assert getattr(specdec, name).__name__ == name

@@ -19,7 +19,7 @@ from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
-from specdec.server.thinking import ThinkingTokens, asked_variables, span_of
+from specdec.server.thinking import ThinkingTokens, span_of, template_variables
 from specdec.server.tools.offer import Offer, untold
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,7 @@ async def answer_chat(
 
 def told_of(body: ChatBody, offer: Offer | None, state: State) -> tuple[dict[str, Any], list[str]]:
     """Return what the template is told beside the messages, and the fields that it has no variables for."""
-    wishes, unmet = asked_variables(body, state.template)
-    variables = {**state.template_kwargs, **wishes, **(body.chat_template_kwargs or {})}
+    variables, unmet = template_variables(body, state.template, state.template_kwargs)
     return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 

@@ -1,6 +1,6 @@
 """What a chat asks of its model's thinking, and how many tokens the thinking took."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.config.thinking import ThinkingSpan
@@ -16,8 +16,10 @@ LITTLE = {"none", "minimal"}
 """The efforts at which a template that can only switch thinking switches it off."""
 
 
-def asked_variables(body: ChatBody, template: ChatTemplate) -> tuple[dict[str, Any], list[str]]:
-    """Return what a chat asks of thinking in its template's variables, and the fields without any."""
+def template_variables(
+    body: ChatBody, template: ChatTemplate, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a chat's variables of its template, and the fields on thinking for which that has none."""
     switches, effort = [name for name in SWITCHES if template.takes(name)], body.reasoning_effort
     own, ignored = dict[str, Any](), list[str]()
     if effort is not None:
@@ -27,7 +29,7 @@ def asked_variables(body: ChatBody, template: ChatTemplate) -> tuple[dict[str, A
     if body.enable_thinking is not None:
         own |= dict.fromkeys(switches, body.enable_thinking)
         ignored += [] if switches else [SWITCHES[0]]
-    return own, ignored
+    return {**defaults, **own, **(body.chat_template_kwargs or {})}, ignored
 
 
 def span_of(form: ThinkingFormat, budget: int | None) -> ThinkingSpan:

@@ -45,7 +45,7 @@ def test_the_fields_are_those_of_the_api() -> None:
         "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop "
         "stop_token_ids include_stop_str_in_output skip_special_tokens ignore_eos seed logprobs logit_bias "
         "allowed_token_ids bad_words n min_tokens prompt_logprobs cache_salt cache_marks structured_outputs "
-        "speculate trees"
+        "thinking speculate trees"
     )
     assert " ".join(EngineConfig.model_fields) == (
         "device dtype kv_dtype quantize draft draft_model draft_vocab draft_window num_steps topk "

@@ -8,6 +8,7 @@ from specdec.config.engine import EngineConfig
 from specdec.config.options import add_settings, at_least, listed, settings_from, settings_table
 from specdec.config.sampling import SamplingParams
 from specdec.config.structured import Structure
+from specdec.config.thinking import ThinkingSpan
 from specdec.errors import ConfigError
 from specdec.server.settings import ServerConfig
 
@@ -119,12 +120,12 @@ def test_help_says_what_a_setting_does_and_how_a_list_is_written(
     add_settings(parser, settings, title="settings")
     text = parser.format_help()
     for name, field in settings.model_fields.items():
-        if name not in ("logit_bias", "structured_outputs"):
+        if name not in ("logit_bias", "structured_outputs", "thinking"):
             assert field.title and f"{field.title}: {field.description}" in text, name
     assert ("written 0.9,0.5" if settings is EngineConfig else "may be repeated") in text
 
 
-@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams, Structure, ServerConfig])
+@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams, Structure, ThinkingSpan, ServerConfig])
 def test_the_documentation_has_every_setting(settings: type[Settings]) -> None:
     _, after = SETTINGS.read_text("utf-8").split(f"<!-- {settings.__name__} -->\n")
     shown, _ = after.split(f"\n<!-- /{settings.__name__} -->")

@@ -19,6 +19,8 @@ from specdec.server.failures import Failure
 from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, MOST_PARTS, REFUSED
 from specdec.server.messages import as_read
 from specdec.server.state import LONG, State
+from specdec.server.thinking import template_variables
+from specdec.text.chat_template import ChatTemplate
 
 SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
 PROMPT: dict[str, Any] = {"prompt": "x"}
@@ -134,8 +136,9 @@ def listed(beginning: str) -> set[str]:
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_every_sampling_parameter_can_be_given_over_http(kind: type[Body]) -> None:
-    """Marks come as `cache_control` of messages, and `return_drafts` asks for trees."""
-    assert SamplingParams.model_fields.keys() - kind.model_fields.keys() == {"cache_marks", "trees"}
+    """Marks come as `cache_control` of messages, `return_drafts` asks for trees, and a template thinks."""
+    others = SamplingParams.model_fields.keys() - kind.model_fields.keys()
+    assert others == {"cache_marks", "trees", "thinking"}
 
 
 def test_the_documentation_lists_what_is_refused() -> None:
@@ -189,12 +192,45 @@ def test_options_of_a_stream_belong_to_one(kind: type[Body], least: Mapping[str,
     read(kind, least, stream_options={})
 
 
-def test_a_template_hears_of_the_effort() -> None:
-    assert read(ChatBody, CHAT).variables == {}
-    assert read(ChatBody, CHAT, reasoning_effort="low").variables == {"reasoning_effort": "low"}
-    own = {"reasoning_effort": "high", "enable_thinking": False}
-    assert read(ChatBody, CHAT, reasoning_effort="low", chat_template_kwargs=own).variables == own
+@pytest.mark.parametrize(
+    ("source", "fields", "variables", "ignored"),
+    [
+        ("{{ enable_thinking }}", {}, {"a": 1}, []),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, {"a": 1, "reasoning_effort": "low"}, []),
+        ("{{ enable_thinking }}", {"reasoning_effort": "minimal"}, {"a": 1, "enable_thinking": False}, []),
+        ("{{ thinking }}", {"reasoning_effort": "medium"}, {"a": 1, "thinking": True}, []),
+        ("{{ thinking }}", {"enable_thinking": False}, {"a": 1, "thinking": False}, []),
+        (
+            "{{ thinking }}{{ reasoning_effort }}",
+            {"reasoning_effort": "high", "enable_thinking": False},
+            {"a": 1, "reasoning_effort": "high", "thinking": False},
+            [],
+        ),
+        (
+            "{{ thinking }}",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "a": 2}},
+            {"a": 2, "thinking": False},
+            [],
+        ),
+        (
+            "",
+            {"reasoning_effort": "low", "enable_thinking": True},
+            {"a": 1},
+            ["reasoning_effort", "enable_thinking"],
+        ),
+    ],
+)
+def test_a_template_hears_how_to_think(
+    source: str, fields: dict[str, Any], variables: dict[str, Any], ignored: list[str]
+) -> None:
+    template = ChatTemplate(source, {}, where=Path("folder"))
+    assert template_variables(read(ChatBody, CHAT, **fields), template, {"a": 1}) == (variables, ignored)
+
+
+def test_an_effort_is_a_text_and_budgets_are_one() -> None:
     assert refusal(ChatBody, CHAT, reasoning_effort=3).param == "reasoning_effort"
+    assert read(ChatBody, CHAT, thinking_budget=3, thinking_token_budget=3).budget
+    assert refusal(ChatBody, CHAT, thinking_budget=-1).param == "thinking_budget"
 
 
 def test_special_tokens_are_the_templates_own() -> None:

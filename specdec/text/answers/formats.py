@@ -12,10 +12,10 @@ from specdec.text.chat_template import ChatTemplate
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": Qwen3Coder(),
     "kimi_k2": Kimi(),
-    "nemotron_json": JsonList(("<TOOLCALL>",), "</TOOLCALL>", "<TOOLCALL>"),
-    "granite": JsonList(("<|tool_call|>", "<tool_call>"), "", "<|tool_call|>"),
+    "nemotron_json": JsonList("<TOOLCALL>", sign="<TOOLCALL>", closing="</TOOLCALL>"),
+    "granite": JsonList("<|tool_call|>", "<tool_call>", sign="<|tool_call|>"),
     "mistral": Mistral(),
-    "mistral_v3": JsonList((CALLS,), "", CALLS),
+    "mistral_v3": JsonList(CALLS, sign=CALLS),
     "llama3_json": LeadingJson(),
     "hermes": Hermes(),
 }

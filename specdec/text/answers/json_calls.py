@@ -2,54 +2,43 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from specdec.text.answers.calls import Schemas, close, stream_value
 from specdec.text.answers.events import Arguments, Begin
 from specdec.text.answers.source import MalformedCall, Reading, Source, Waiting
 
 
-@dataclass(frozen=True, slots=True)
 class JsonList:
     """`OPENING[{"name": …, "arguments": {…}}, …]CLOSING`: Nemotron-H, Granite 3, early Mistral."""
 
-    openings: Sequence[str]
-    closing: str
-    sign: str
-    style: str = "json"
-    leads: bool = False
-    between: str = ", "
+    style = "json"
+    leads = False
+    between = ", "
 
-    @property
-    def before(self) -> str:
-        return f"{self.openings[0]}["
-
-    @property
-    def behind(self) -> str:
-        return f"]{self.closing}"
+    def __init__(self, *openings: str, sign: str, closing: str = "") -> None:
+        self.openings: Sequence[str] = openings
+        self.sign, self._closing = sign, closing
+        self.before, self.behind = f"{openings[0]}[", f"]{closing}"
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
         yield from source.need(*self.openings)
         yield from source.space()
         yield from read_list(source)
-        if self.closing:
-            yield from close(source, self.closing)
+        if self._closing:
+            yield from close(source, self._closing)
 
     def frame(self, name: str) -> tuple[str, str]:
         return json_frame(name, "arguments")
 
 
-@dataclass(frozen=True, slots=True)
 class LeadingJson:
     """`{"name": …, "parameters": {…}}; …` from the answer's beginning on: Llama 3."""
 
     openings: Sequence[str] = ("<|python_tag|>", "{")
-    sign: str = "dictionary of argument name and its value"
-    style: str = "json"
-    leads: bool = True
-    before: str = ""
-    between: str = "; "
-    behind: str = ""
+    sign = "dictionary of argument name and its value"
+    style = "json"
+    leads = True
+    before, between, behind = "", "; ", ""
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
         yield from source.match(self.openings[0])

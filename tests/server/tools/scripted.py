@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from tests.conftest import HYBRID
 
 END = "<|endoftext|>"
-TAGS = ("<tool_call>", "</tool_call>")
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 HIDDEN = 256
 OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
@@ -27,8 +27,8 @@ OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 def write_scripted(folder: Path, scripts: Mapping[str, str], template: str, *, tags: str = "") -> None:
     """Write a model that says a script when the last sign of its prompt is the script's key.
 
-    In the script of the key `tags` the tags around calls are tokens of their own, which the tokenizer calls
-    special.
+    In the script of the key `tags` the tags around calls and thinking are tokens of their own, which the
+    tokenizer calls special.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {sign: i for i, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
