@@ -16,6 +16,8 @@ from aiohttp import web
 from specdec import __version__
 from specdec.core.outputs import EngineStats
 from specdec.server.answers import Deadline
+from specdec.server.anthropic.errors import error_body, speaks_anthropic
+from specdec.server.anthropic.handlers import count_tokens, message
 from specdec.server.connections import expect_later, read_body
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
@@ -25,6 +27,7 @@ from specdec.server.origins import is_preflight, let_through
 from specdec.server.page import playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.protocol import SERVER
+from specdec.server.responses.handlers import delete, respond, retrieve
 from specdec.server.state import State, worked
 from specdec.server.streams import send_whole
 from specdec.server.tools.offer import make_offer, untold
@@ -52,6 +55,12 @@ def build_app(state: State) -> web.Application:
     routes: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/completions", complete),
         ("POST", "/v1/chat/completions", chat),
+        ("POST", "/v1/responses", respond),
+        ("GET", "/v1/responses/{name}", retrieve),
+        ("DELETE", "/v1/responses/{name}", delete),
+        ("POST", "/v1/messages", message),
+        ("POST", "/v1/messages/count_tokens", count_tokens),
+        ("POST", "/v1/embeddings", _embeddings),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:.+}", _model),
         ("GET", "/health", _health),
@@ -91,6 +100,8 @@ async def _pass(
     """Give a request its id, check its key, and turn failures into error responses."""
     number = _request_id(request.headers.get("X-Request-ID"))
     request["headers"] = {"X-Request-ID": number}
+    if speaks_anthropic(request.path):
+        request["headers"]["request-id"] = number
     start_s, state = time.perf_counter(), request.app[STATE]
     level = logging.DEBUG if request.path in POLLED else logging.INFO
     try:
@@ -120,7 +131,7 @@ async def _pass(
             about = _about(request, failure.status, start_s) | {"reason": str(failure)}
             says = "%(request_id)s %(path)s failed: %(reason)s"
             logger.error(says, about, exc_info=failure.trace, extra=about)
-        response = failure.response()
+        response = failure.response(error_body(failure) if speaks_anthropic(request.path) else None)
     resource = request.match_info.route.resource
     if resource:  # what is no address of the server could be any text
         state.metrics.answered(resource.canonical, request.method, response.status)
@@ -144,6 +155,10 @@ def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
 def _request_id(given: str | None) -> str:
     """Use the client's request id if it is safe in a header and a log; else create one."""
     return given if given and re.fullmatch(r"[\w.:\-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+
+
+async def _embeddings(request: web.Request, state: State) -> web.Response:
+    raise Failure(404, "This engine serves generation only: it makes no embeddings.", code="not_supported")
 
 
 async def _models(request: web.Request, state: State) -> web.Response:
@@ -276,6 +291,7 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "arena": asdict(stats.arena),
         "prefixes": asdict(stats.prefixes) if stats.prefixes else None,
         "speculation": _speculation(stats),
+        "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
     }
     return web.Response(text=json.dumps(shown), content_type="application/json")
 

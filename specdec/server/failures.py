@@ -66,8 +66,9 @@ class Failure(Exception):
         kind = KINDS.get(self.status, "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> web.Response:
-        text = json.dumps(self.body)
+    def response(self, body: Mapping[str, Any] | None = None) -> web.Response:
+        """Return it as a response, with the body of another API if it is given."""
+        text = json.dumps(self.body if body is None else body)
         return web.Response(
             status=self.status, text=text, content_type="application/json", headers=self.headers
         )
@@ -127,6 +128,10 @@ Names = Mapping[str, str]
 """The client's names for fields that the engine names otherwise."""
 
 
+SAME: Names = {}
+"""No field is named otherwise."""
+
+
 def renamed(error: Exception, names: Names) -> Failure:
     """Rename the fields of an error to the client's names."""
     failure = failure_of(error)
@@ -136,6 +141,11 @@ def renamed(error: Exception, names: Names) -> Failure:
     name = names[param]
     said = str(failure).replace(param, name, 1)
     return Failure(failure.status, said, param=name, code=failure.code, headers=failure.headers)
+
+
+def chained(first: Names, then: Names) -> Names:
+    """Return the names that come of renaming twice."""
+    return {**then, **{name: then.get(own, own) for name, own in first.items()}}
 
 
 @contextlib.contextmanager

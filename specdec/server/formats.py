@@ -1,10 +1,7 @@
 """Choices as JSON: completions or chats, whole or in chunks."""
 
 import codecs
-import json
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -13,6 +10,7 @@ from specdec.core.terms import Prepared
 from specdec.engine.prompts import Prompt
 from specdec.server.chat_answer import ChatAnswer
 from specdec.server.events import Expected
+from specdec.server.failures import Failure
 from specdec.server.thinking import ThinkingTokens
 from specdec.text.tokenizer import Tokenizer
 
@@ -35,6 +33,10 @@ class Usage:
     """Tokens of each prompt found in the prefix cache by its first choice."""
     thinking: ThinkingTokens | None = None
     """Those of the completion that are thinking, where it thinks."""
+
+    @classmethod
+    def of(cls, prepared: Sequence[Prepared]) -> Self:
+        return cls(sum(len(own.ids) for own in prepared), prepared[0].params.n)
 
     def add(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
@@ -92,6 +94,30 @@ class Shown:
     origins: bool = False
     drafts: bool = False
     prompt_logprobs: bool = False
+
+
+class Writer(Protocol):
+    """Writes one response in the form of its API: whole, or as events."""
+
+    usage: Usage
+    is_typed: bool
+    """Whether events are named by their `type`; others end with `[DONE]`."""
+
+    def whole(self, said: Mapping[int, Delta]) -> str:
+        """Write the whole response, from all that each choice has said."""
+        ...
+
+    def events(self, choice: int, delta: Delta) -> list[Json]:
+        """Return what a choice's next delta adds to the stream, if anything."""
+        ...
+
+    def end(self) -> list[Json]:
+        """Return what ends the stream."""
+        ...
+
+    def failed(self, failure: Failure) -> list[Json]:
+        """Return what ends a stream that has begun and fails."""
+        ...
 
 
 class Format(Protocol):
@@ -243,32 +269,6 @@ class Chats:
         text = spell(self.tokenizer, token)
         own = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
         return {"token": text, "logprob": logprob, "bytes": list(own)}
-
-
-class Envelope:
-    """What the chunks of one response share."""
-
-    def __init__(self, form: Format, model: str, prepared: Sequence[Prepared]) -> None:
-        self.form, self._prepared = form, prepared
-        self.head = {
-            "id": f"{form.prefix}-{uuid.uuid4().hex}",
-            "object": form.chunk,
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def prompt_of(self, choice: int) -> Json:
-        """Return the token ids of a choice's prompt, which go where its own go."""
-        shown, n = self.form.shown, self._prepared[0].params.n
-        return {"prompt_token_ids": list(self._prepared[choice // n].ids)} if shown.token_ids else {}
-
-    def chunk(self, choices: Sequence[Json]) -> Json:
-        return {**self.head, "choices": list(choices)}
-
-    def written(self, choices: Sequence[str], beside: Json) -> str:
-        """Write the whole answer, with choices that are JSON: one by one, since encoding holds all others."""
-        head, rest = json.dumps({**self.head, "object": self.form.whole}), json.dumps(beside)
-        return f'{head[:-1]}, "choices": [{", ".join(choices)}], {rest[1:]}'
 
 
 def _tells(delta: Delta) -> bool:

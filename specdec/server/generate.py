@@ -1,8 +1,7 @@
 """The completion and chat handlers: one request, its choices, whole or streamed."""
 
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,20 +11,22 @@ from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.server.answers import Answers, Deadline
 from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.chunks import Chunks
 from specdec.server.events import Expected
-from specdec.server.failures import Failure, Names, naming, renamed
-from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
+from specdec.server.failures import SAME, Failure, Names, chained, naming, renamed
+from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
 from specdec.server.state import State, worked
 from specdec.server.streams import EventStream, send_whole
 from specdec.server.thinking import ThinkingTokens, span_of, template_variables
-from specdec.server.tools.offer import untold
+from specdec.server.tools.offer import Offer, untold
 
 logger = logging.getLogger(__name__)
 
 SPELLING = 5
 """Times as long as reading a character takes spelling a token."""
+MakeWriter = Callable[[Expected, Sequence[Prepared]], Writer]
 
 
 async def complete(request: web.Request, state: State) -> web.StreamResponse:
@@ -53,25 +54,46 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
         form = Completions(tokenizer, _shown(body), echoes, params.n)
-        return await _answer(request, state, body, prepared, form, until, names)
+        writer = Chunks(form, body, body.model or state.names[0], prepared)
+        return await _answer(request, state, prepared, writer, until, names, streams=body.stream)
 
 
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
     until = Deadline(state.config.request_timeout)
     body = ChatBody.read(await request.read())
-    state.check_model(body.model)
-    variables, unmet = template_variables(body, state.template, state.template_kwargs)
-    ignored = [*untold(body.tools, body.tool_choice, told=state.told), *unmet, *body.ignored]
-    request["headers"] |= state.ignored.headers(ignored)
-    offer, budget = body.offer(state.calls, told=state.told), body.budget
-    variables |= {"tools": offer.plain} if offer else {}
-    forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    default = max(state.default_max_tokens, body.min_tokens or 0)
-    params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
-    asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
-    names = {"prompt": "messages", "structured_outputs": asker}
+
+    def write(expected: Expected, prepared: Sequence[Prepared]) -> Writer:
+        form = Chats(state.engine.tokenizer, _shown(body), expected)
+        return Chunks(form, body, body.model or state.names[0], prepared)
+
+    return await answer_chat(request, state, body, until, write)
+
+
+async def answer_chat(
+    request: web.Request,
+    state: State,
+    body: ChatBody,
+    until: Deadline,
+    write: MakeWriter,
+    *,
+    ignored: Sequence[str] = (),
+    names: Names = SAME,
+) -> web.StreamResponse:
+    """Answer a chat, in whichever API it came: with its names for fields, and its form of answers."""
+    with naming(names):
+        state.check_model(body.model)
+        offer, budget = body.offer(state.calls, told=state.told), body.budget
+        variables, unmet = told_of(body, offer, state)
+        unmet += untold(body.tools, body.tool_choice, told=state.told)
+        ignored = [*(names.get(name, name) for name in unmet), *body.ignored, *ignored]
+        request["headers"] |= state.ignored.headers(ignored)
+        forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        default = max(state.default_max_tokens, body.min_tokens or 0)
+        params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
+        asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
+        names = chained({"prompt": "messages", "structured_outputs": asker}, names)
     with naming(names), state.under_way(params.n, until):
         async with until.held():
             ids, thinking = await state.encode_chat(
@@ -82,85 +104,72 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
             if thinking and (budget or params.structured_outputs):
                 own["thinking"] = span_of(thinking, budget[1] if budget else None)
             elif budget:
-                request["headers"] |= state.ignored.headers([budget[0], *ignored])
+                request["headers"] |= state.ignored.headers([names.get(budget[0], budget[0]), *ignored])
             if asked is None:
                 own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await state.prepare([ids], params, request["caller"])
-        tokenizer = state.engine.tokenizer
-        count = ThinkingTokens(thinking, tokenizer) if thinking and tokenizer else None
-        form = Chats(tokenizer, _shown(body), Expected(thinking, offer, body.include_reasoning))
-        return await _answer(request, state, body, prepared, form, until, names, count)
+        writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
+        if thinking and (tokenizer := state.engine.tokenizer):
+            writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
+        return await _answer(request, state, prepared, writer, until, names, streams=body.stream)
+
+
+def told_of(body: ChatBody, offer: Offer | None, state: State) -> tuple[dict[str, Any], list[str]]:
+    """Return what the template is told beside the messages, and the fields that it has no variables for."""
+    variables, unmet = template_variables(body, state.template, state.template_kwargs)
+    return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 
 async def _answer(
     request: web.Request,
     state: State,
-    body: Body,
     prepared: Sequence[Prepared],
-    form: Format,
+    writer: Writer,
     until: Deadline,
     names: Names,
-    thinking: ThinkingTokens | None = None,
+    *,
+    streams: bool,
 ) -> web.StreamResponse:
-    envelope = Envelope(form, body.model or state.names[0], prepared)
-    answers = Answers(state.engine, state.bell, prepared, streams=body.stream, until=until)
-    usage = Usage(answers.prompt_tokens, prepared[0].params.n, thinking=thinking)
+    answers = Answers(state.engine, state.bell, prepared, streams=streams, until=until)
     stall_s = state.config.stall_timeout
     with state.metrics.request(prepared, until.start_s) as watch, answers:
-        if body.stream:
-            stream = EventStream(request, stall_s)
-            return await _stream(answers, envelope, usage, watch, body, stream, names)
-        whole = await _whole(answers, envelope, usage, watch, body)
+        if streams:
+            stream = EventStream(request, stall_s, is_typed=writer.is_typed)
+            return await _stream(answers, writer, watch, stream, names)
+        whole = await _whole(answers, writer, watch)
     return await send_whole(request, web.Response(text=whole, content_type="application/json"), stall_s)
 
 
-async def _whole(answers: Answers, envelope: Envelope, usage: Usage, watch: Watch, body: Body) -> str:
+async def _whole(answers: Answers, writer: Writer, watch: Watch) -> str:
     said: dict[int, list[Delta]] = {}
     async for own in answers:
         choice, delta, _ = own
-        usage.add(choice, delta)
+        writer.usage.add(choice, delta)
         watch.said(own)
         said.setdefault(choice, []).append(delta)
 
-    def write(choice: int) -> str:
-        return json.dumps(envelope.form.said(choice, Delta.joined(said[choice])) | envelope.prompt_of(choice))
+    def write() -> str:
+        return writer.whole({choice: Delta.joined(deltas) for choice, deltas in said.items()})
 
     spelt = sum(delta.num_told for deltas in said.values() for delta in deltas)
-    choices = await worked(spelt * SPELLING, lambda: [write(choice) for choice in sorted(said)])
-    extra = {"metrics": usage.metrics()} if body.return_metrics else {}
-    return envelope.written(choices, {"usage": usage.as_json()} | extra)
+    return await worked(spelt * SPELLING, write)
 
 
 async def _stream(
-    answers: Answers,
-    envelope: Envelope,
-    usage: Usage,
-    watch: Watch,
-    body: Body,
-    stream: EventStream,
-    names: Names,
+    answers: Answers, writer: Writer, watch: Watch, stream: EventStream, names: Names
 ) -> web.StreamResponse:
     """Stream the deltas. After the first event an error is an event too: the status has been sent."""
-    opened: set[int] = set()
     try:
         async for own in answers:
             choice, delta, _ = own
-            usage.add(choice, delta)
+            writer.usage.add(choice, delta)
             watch.said(own)
-            parts = await worked(delta.num_told * SPELLING, partial(envelope.form.parts, choice, delta))
-            if choice not in opened:
-                opened.add(choice)
-                opening = envelope.form.first(choice)
-                parts = [opening, *parts] if opening else parts
-                parts[:1] = [part | envelope.prompt_of(choice) for part in parts[:1]]
-            if parts:
-                await stream.send(*(_with_usage(envelope.chunk([part]), usage, body) for part in parts))
-        if body.includes_usage or body.return_metrics:
-            last = envelope.chunk([])
-            last |= {"usage": usage.as_json()} if body.includes_usage else {}
-            last |= {"metrics": usage.metrics()} if body.return_metrics else {}
-            await stream.send(last)
+            events = await worked(delta.num_told * SPELLING, partial(writer.events, choice, delta))
+            if events:
+                await stream.send(*events)
+        if events := writer.end():
+            await stream.send(*events)
     except Exception as error:
         if not stream.begun or isinstance(error, ConnectionError):
             raise
@@ -174,14 +183,8 @@ async def _stream(
                 exc_info=failure.trace,
                 extra={"request_id": stream.number},
             )
-        await stream.send(failure.body)
+        await stream.send(*writer.failed(failure))
     return await stream.end()
-
-
-def _with_usage(chunk: dict[str, Any], usage: Usage, body: Body) -> dict[str, Any]:
-    if body.counts_on:
-        return chunk | {"usage": usage.as_json()}
-    return chunk | {"usage": None} if body.includes_usage else chunk
 
 
 def _shown(body: Body) -> Shown:

@@ -8,12 +8,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from specdec import __version__
+from specdec.server.anthropic.bodies import CountBody, MessageBody
 from specdec.server.bodies import ChatBody, CompletionBody
 from specdec.server.plain import DetokenizeBody, TokenizeBody
+from specdec.server.responses.bodies import ResponseBody
 
 BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionBody, "Complete prompts, whole or as server-sent events"),
     "/v1/chat/completions": (ChatBody, "Answer a chat, whole or as server-sent events"),
+    "/v1/responses": (ResponseBody, "Answer in the form of OpenAI's Responses API"),
+    "/v1/messages": (MessageBody, "Answer in the form of Anthropic's Messages API"),
+    "/v1/messages/count_tokens": (CountBody, "Count the tokens of a prompt of the Messages API"),
     "/tokenize": (TokenizeBody, "Turn a text or a chat into token ids"),
     "/detokenize": (DetokenizeBody, "Turn token ids into text"),
 }
@@ -21,6 +26,7 @@ PLAIN = {
     "/": "The playground, a page for browsers",
     "/v1/models": "List what is served",
     "/v1/models/{name}": "Describe one model",
+    "/v1/responses/{name}": "Return a stored response",
     "/health": "Tell whether the engine lives",
     "/ready": "Tell whether requests are taken",
     "/metrics": "Figures for Prometheus",
@@ -33,7 +39,7 @@ ERRORS = {
     "400": "The request is at fault; `param` names the field",
     "401": "A key is wanted",
     "403": "A page from elsewhere has sent it",
-    "404": "There is no such model",
+    "404": "There is no such model, or response",
     "405": "The address takes another method",
     "408": "The body took too long to come",
     "413": "The body is too large",
@@ -52,9 +58,11 @@ def describe() -> dict[str, Any]:
     schemas = found["$defs"] | {"Error": _error()}
     paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in PLAIN.items()}
     paths |= {path: {"post": _operation(says)} for path, says in ORDERS.items()}
-    paths["/v1/models/{name}"]["get"]["parameters"] = [
-        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
+    paths["/v1/responses/{name}"]["delete"] = _operation("Forget a stored response")
+    named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    for path in (path for path in paths if "{name}" in path):
+        for operation in paths[path].values():
+            operation["parameters"] = [named]
     for path, (body, says) in BODIES.items():
         content = {"application/json": {"schema": {"$ref": REFS.format(model=body.__name__)}}}
         paths[path] = {"post": _operation(says) | {"requestBody": {"required": True, "content": content}}}

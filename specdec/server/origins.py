@@ -15,7 +15,7 @@ PORTS = {"http": ":80", "https": ":443"}
 EXPOSED = f"X-Request-ID, Retry-After, {IGNORED}"
 """Response headers exposed to pages beside the safelisted ones."""
 NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
-METHODS = "GET, HEAD, POST"
+METHODS = "GET, HEAD, POST, DELETE"
 KEPT_S = "600"
 """How long a browser may cache a preflight, in seconds."""
 

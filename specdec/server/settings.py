@@ -164,6 +164,24 @@ class ServerConfig(Settings):
         '{"enable_thinking": false}',
         description="a JSON object as text, or None",
     )
+    max_stored_responses: int = Field(
+        1000,
+        ge=0,
+        title="responses of /v1/responses kept at most, for previous_response_id; 0 keeps none",
+        description="a whole number of at least 0",
+    )
+    stored_responses_bytes: int = Field(
+        64 << 20,
+        ge=0,
+        title="bytes that they may take together; beyond, the oldest of the caller that has most are evicted",
+        description="a whole number of at least 0",
+    )
+    stored_responses_seconds: float = Field(
+        3600.0,
+        gt=0,
+        title="seconds after its last use for which a response is kept",
+        description="a number above 0",
+    )
     log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
         "text",

@@ -23,6 +23,7 @@ from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
 from specdec.server.metrics import Metrics
+from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import ServerConfig
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
@@ -73,6 +74,9 @@ class State:
         self.bell = Bell(asyncio.get_running_loop())
         self.metrics = Metrics(engine, self.names[0])
         self.connections = Connections(config.max_connections, config.idle_timeout)
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
+        )
         self.draining = False
         self._under_way: set[Deadline] = set()
         self.choices = 0

@@ -23,8 +23,8 @@ DONE = b"data: [DONE]\n\n"
 class EventStream:
     """One streamed response. It starts with its first event, so that an earlier error has its own status."""
 
-    def __init__(self, request: web.Request, stall_s: float) -> None:
-        self.request, self.stall_s = request, stall_s
+    def __init__(self, request: web.Request, stall_s: float, *, is_typed: bool) -> None:
+        self.request, self.stall_s, self.is_typed = request, stall_s, is_typed
         self._response = web.StreamResponse(headers=HEADERS)
 
     @property
@@ -38,13 +38,18 @@ class EventStream:
 
     async def send(self, *events: Mapping[str, Any]) -> None:
         """Write events, and wait while the client does not read; abort one that never does."""
-        await self._write(b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events))
+        await self._write(b"".join(self._framed(event) for event in events))
 
     async def end(self) -> web.StreamResponse:
-        await self._write(DONE)
+        if not self.is_typed:
+            await self._write(DONE)
         async with read_within(self.request, self.stall_s):
             await self._response.write_eof()
         return self._response
+
+    def _framed(self, event: Mapping[str, Any]) -> bytes:
+        name = b"event: %b\n" % str(event["type"]).encode() if self.is_typed else b""
+        return b"%bdata: %b\n\n" % (name, json.dumps(event).encode())
 
     async def _write(self, data: bytes) -> None:
         async with read_within(self.request, self.stall_s):

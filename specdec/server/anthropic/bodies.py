@@ -1,0 +1,309 @@
+"""Bodies of the Messages API, and the chats that they are."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
+from specdec.server.dialects import Dialect
+from specdec.server.failures import Failure, misfit
+from specdec.server.messages import Many, Mark, Message, Part
+from specdec.server.tools.bodies import Called, Function, NamedFunction, NamedTool, Tool
+from specdec.server.tools.offer import Choice
+
+BILLING = "x-anthropic-billing-header:"
+"""How a block begins that Claude Code puts first into the system's message, for Anthropic's servers alone. It
+differs from request to request, so that no two prompts would have a prefix in common: it is left out."""
+APART = "\n\n"
+"""What stands between the texts of blocks."""
+
+
+class CacheMark(BaseModel):
+    type: Literal["ephemeral"]
+
+
+class Marked(BaseModel):
+    cache_control: CacheMark | None = None
+
+    @property
+    def mark(self) -> Mark | None:
+        return Mark(type="ephemeral") if self.cache_control else None
+
+
+class TextBlock(Marked):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedBlock(BaseModel):
+    """Thinking that another server has hidden; it says nothing here."""
+
+    type: Literal["redacted_thinking"]
+
+
+class CallBlock(Marked):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _type(block: Any) -> str | None:
+    found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return found if isinstance(found, str) else None
+
+
+def _kind(content: Any) -> str:
+    return "list" if isinstance(content, list) else "str"
+
+
+class AnyBlock(Marked):
+    """A block of which only the text can be told to the model."""
+
+    type: str
+    text: str | None = None
+
+
+Texts = Annotated[Annotated[str, Tag("str")] | Annotated[Many[AnyBlock], Tag("list")], Discriminator(_kind)]
+
+
+class ResultBlock(Marked):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts = ""
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedBlock, Tag("redacted_thinking")]
+    | Annotated[CallBlock, Tag("tool_use")]
+    | Annotated[ResultBlock, Tag("tool_result")],
+    Discriminator(
+        _type,
+        custom_error_type="block",
+        custom_error_message="send blocks of type text, thinking, tool_use or tool_result",
+    ),
+]
+
+
+class Turn(BaseModel):
+    """A message as clients send it."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Annotated[str, Tag("str")] | Annotated[Many[Block], Tag("list")], Discriminator(_kind)]
+
+
+class AnyTool(BaseModel):
+    """A tool. Those of a type of Anthropic's own have no schema, and are left out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+    @property
+    def is_own(self) -> bool:
+        return self.type in (None, "custom")
+
+
+class ToolChoice(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @property
+    def plain(self) -> Choice:
+        """Return it as a chat says it."""
+        if self.type != "tool":
+            return "required" if self.type == "any" else self.type
+        if self.name is None:
+            raise Failure(400, "tool_choice.name: give the tool that must be called.", param="tool_choice")
+        return NamedTool(type="function", function=NamedFunction(name=self.name))
+
+
+class Thinking(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["enabled", "adaptive", "disabled", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1)
+
+
+class OutputFormat(BaseModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(Dialect):
+    """What a prompt is made of."""
+
+    REFUSED = {"mcp_servers": ([],), "container": (), "fallbacks": ([],)}  # noqa: RUF012
+    HARMLESS = frozenset(
+        {
+            *("metadata", "service_tier", "betas", "context_management", "diagnostics", "inference_geo"),
+            *("speed", "user_profile_id"),
+        }
+    )
+    NAMES = {  # noqa: RUF012
+        "prompt": "messages",
+        "stop": "stop_sequences",
+        "structured_outputs": "output_config.format",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "enable_thinking": "thinking",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+
+    messages: Many[Turn] = Field(min_length=1)
+    system: Texts | None = Field(None, description="the system's message: a text, or blocks of type text")
+    max_tokens: int | None = None
+    stop_sequences: Many[str] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = Field(None, description="effort, and a JSON schema as format")
+    output_format: OutputFormat | None = Field(None, description="the older name of output_config.format")
+    tools: Many[AnyTool] | None = None
+    tool_choice: ToolChoice | None = None
+    cache_control: CacheMark | None = Field(None, description="the same as a mark on the last block")
+
+    @property
+    def ignored(self) -> list[str]:
+        theirs = [tool.type for tool in self.tools or () if tool.type and not tool.is_own]
+        return [*dict.fromkeys(f"tools.{kind}" for kind in theirs), *super().ignored]
+
+    def chat(self) -> ChatBody:
+        """Return the chat that this is."""
+        messages = [*_system(self.system), *_messages(self.messages)]
+        if messages[-1].role == "assistant":
+            raise Failure(
+                400,
+                "messages: the last is the assistant's, and answers are not gone on with here; end with a "
+                "user's.",
+                param="messages",
+            )
+        if self.cache_control:
+            messages[-1].cache_control = Mark(type="ephemeral")
+        own: dict[str, Any] = {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        config = self.output_config or OutputConfig()
+        if form := config.format or self.output_format:
+            named = NamedSchema(schema=form.schema_)
+            own["response_format"] = ResponseFormat(type="json_schema", json_schema=named)
+        own["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools or ()) if tool.is_own] or None
+        if self.tool_choice:
+            own["tool_choice"] = self.tool_choice.plain
+            own["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        own["reasoning_effort"] = config.effort
+        if self.thinking:
+            own["enable_thinking"] = self.thinking.type != "disabled"
+            own["thinking_token_budget"] = self.thinking.budget_tokens
+        return self.as_chat(messages, **own)
+
+
+class MessageBody(CountBody):
+    max_tokens: int = Field(description="tokens to write at most, thinking included")
+
+
+def _tool(tool: AnyTool, index: int) -> Tool:
+    own = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    try:
+        function = Function(**{name: value for name, value in own.items() if value is not None})
+    except ValidationError as error:
+        failure = misfit(error)
+        raise Failure(400, f"tools.{index}.{failure}", param="tools") from None
+    return Tool(type="function", function=function)
+
+
+def _system(content: str | list[AnyBlock] | None) -> list[Message]:
+    blocks = [AnyBlock(type="text", text=content)] if isinstance(content, str) else content or []
+    own = [block for block in blocks if not (block.text or "").startswith(BILLING)]
+    return [Message(role="system", content=_parts(own, "system"))] if own else []
+
+
+def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
+    """Yield a chat's messages: what tools gave back is a message each.
+
+    What a system says between turns is told as the user's, as many templates take it at the beginning alone.
+    """
+    for index, turn in enumerate(turns):
+        given = turn.content
+        blocks = [TextBlock(type="text", text=given)] if isinstance(given, str) else given
+        if turn.role == "assistant":
+            yield _answer(blocks, index)
+            continue
+        texts: list[TextBlock] = []
+        for block in blocks:
+            if isinstance(block, TextBlock):
+                texts.append(block)
+            elif isinstance(block, ResultBlock):
+                if texts:
+                    yield Message(role="user", content=_parts(texts, ""))
+                    texts = []
+                yield _result(block, index)
+            else:
+                raise _misplaced(index, block.type, turn.role)
+        if texts or not blocks:
+            yield Message(role="user", content=_parts(texts, ""))
+
+
+def _answer(blocks: Sequence[Block], index: int) -> Message:
+    """Return an assistant's message."""
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    own: dict[str, Any] = {"role": "assistant", "content": _parts(texts, "")}
+    calls: list[Called] = []
+    thoughts: list[str] = []
+    for block in blocks:
+        match block:
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case CallBlock():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append(Called(**{"id": block.id, "type": "function", "function": function}))
+                own |= {"cache_control": block.mark} if block.mark else {}
+            case ResultBlock():
+                raise _misplaced(index, block.type, "assistant")
+    own |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    return Message(**own, **({"tool_calls": calls} if calls else {}))
+
+
+def _result(block: ResultBlock, index: int) -> Message:
+    given = block.content
+    content = given if isinstance(given, str) else _parts(given, f"messages.{index}.content")
+    own: dict[str, Any] = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    return Message(**own, cache_control=block.mark)
+
+
+def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[Part]:
+    """Return blocks as the parts of a message, set apart from each other."""
+    parts = []
+    for i, block in enumerate(blocks):
+        if block.type != "text" or block.text is None:
+            raise Failure(
+                400,
+                f"{where}.{i}: a block of type {block.type!r:.40}; this server takes text alone.",
+                param=where.partition(".")[0],
+            )
+        text = block.text if i + 1 == len(blocks) else block.text + APART
+        parts.append(Part(type="text", text=text, cache_control=block.mark))
+    return parts
+
+
+def _misplaced(index: int, kind: str, role: str) -> Failure:
+    return Failure(
+        400, f"messages.{index}.content: a block of type {kind} in a message of the {role}.", param="messages"
+    )

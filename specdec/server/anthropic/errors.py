@@ -1,0 +1,27 @@
+"""Errors in the form that clients of Anthropic's API expect."""
+
+from typing import Any
+
+from specdec.server.failures import Failure
+
+PATH = "/v1/messages"
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""The error type by status; any other of the client's is an invalid request, of the server's an API error."""
+
+
+def error_body(failure: Failure) -> dict[str, Any]:
+    other = "invalid_request_error" if failure.status < 500 else "api_error"
+    return {"type": "error", "error": {"type": KINDS.get(failure.status, other), "message": str(failure)}}
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Tell whether errors at an address are those of Anthropic's API."""
+    return path == PATH or path.startswith(f"{PATH}/")

@@ -1,0 +1,43 @@
+"""The handlers of the Messages API."""
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from specdec.core.terms import Prepared
+from specdec.server.answers import Deadline
+from specdec.server.anthropic.bodies import CountBody, MessageBody
+from specdec.server.anthropic.writer import MessageWriter
+from specdec.server.events import Expected
+from specdec.server.failures import naming
+from specdec.server.formats import Usage
+from specdec.server.generate import answer_chat, told_of
+from specdec.server.messages import as_read
+from specdec.server.state import State
+
+
+async def message(request: web.Request, state: State) -> web.StreamResponse:
+    """Answer /v1/messages."""
+    until = Deadline(state.config.request_timeout)
+    body = MessageBody.read(await request.read())
+    with naming(body.NAMES):
+        asked = body.chat()
+
+    def write(expected: Expected, prepared: Sequence[Prepared]) -> MessageWriter:
+        return MessageWriter(expected, Usage.of(prepared), body.model or state.names[0])
+
+    return await answer_chat(request, state, asked, until, write, ignored=body.ignored, names=body.NAMES)
+
+
+async def count_tokens(request: web.Request, state: State) -> web.Response:
+    """Count the tokens of a prompt."""
+    until = Deadline(state.config.request_timeout)
+    body = CountBody.read(await request.read())
+    state.check_model(body.model)
+    request["headers"] |= state.ignored.headers(body.ignored)
+    with naming(body.NAMES), state.under_way(1, until):
+        asked = body.chat()
+        variables, _ = told_of(asked, asked.offer(state.calls, told=state.told), state)
+        async with until.held():
+            ids, _ = await state.encode_chat(as_read(asked.messages), variables, answer=True)
+    return web.json_response({"input_tokens": len(ids)})

@@ -1,0 +1,115 @@
+"""One answer in the form of the Messages API: whole, or as its typed events."""
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.core.outputs import Delta
+from specdec.server.anthropic.errors import error_body
+from specdec.server.blocks import Block, Blocks
+from specdec.server.events import Expected
+from specdec.server.failures import Failure
+from specdec.server.formats import Usage
+
+Json = dict[str, Any]
+SIGNATURE = "specdec"
+"""Clients send thinking back with its signature, and some leave out what has none. This one signs nothing."""
+REASONS = {"stop": "end_turn", "length": "max_tokens"}
+BROKEN = "INVALID_JSON"
+"""The field in which arguments stand that are no JSON: a call's input must be an object."""
+
+
+class MessageWriter(Blocks):
+    is_typed = True
+
+    def __init__(self, expected: Expected, usage: Usage, model: str) -> None:
+        super().__init__(expected)
+        self.usage = usage
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._content: list[Json] = []
+        self._begun = False
+
+    def whole(self, said: Mapping[int, Delta]) -> str:
+        self.push(said[0])
+        return json.dumps({**self._head, "content": self._content, **self._why(), "usage": self._usage()})
+
+    def events(self, choice: int, delta: Delta) -> list[Json]:
+        return [*self._begin_stream(), *self.push(delta)]
+
+    def end(self) -> list[Json]:
+        delta = {"type": "message_delta", "delta": self._why(), "usage": self._usage()}
+        return [delta, {"type": "message_stop"}]
+
+    def failed(self, failure: Failure) -> list[Json]:
+        return [error_body(failure)]
+
+    def opened(self, block: Block) -> list[Json]:
+        empty = _content(block) | ({"input": {}} if block.kind == "call" else {})
+        empty |= {"signature": ""} if block.kind == "thinking" else {}
+        return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
+
+    def added(self, block: Block, text: str) -> list[Json]:
+        kind, name = {
+            "thinking": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        return [_delta(block, {"type": kind, name: text})]
+
+    def closed(self, block: Block, *, is_cut: bool) -> list[Json]:
+        self._content.append(_content(block))
+        signed = [_delta(block, {"type": "signature_delta", "signature": SIGNATURE})]
+        stop = {"type": "content_block_stop", "index": block.index}
+        return [*(signed if block.kind == "thinking" else []), stop]
+
+    def _begin_stream(self) -> list[Json]:
+        if self._begun:
+            return []
+        self._begun = True
+        own: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return [{"type": "message_start", "message": self._head | own}, {"type": "ping"}]
+
+    def _why(self) -> Json:
+        """Return why the answer ended."""
+        assert self.delta
+        if self.has_called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(sequence := self.delta.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+        why = REASONS.get(self.delta.finish_reason or "", "end_turn")
+        return {"stop_reason": why, "stop_sequence": None}
+
+    def _usage(self) -> Json:
+        own = self.usage.as_json()
+        cached = own["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": own["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": own["completion_tokens"],
+            "output_tokens_details": {
+                "thinking_tokens": own["completion_tokens_details"]["reasoning_tokens"],
+            },
+        }
+
+
+def _delta(block: Block, delta: Json) -> Json:
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+
+def _content(block: Block) -> Json:
+    """Return a block as a whole answer has it."""
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": f"toolu_{block.key}", "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> Json:
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {BROKEN: arguments}

@@ -1,0 +1,94 @@
+"""Answers as blocks, one after the other: the form of the Responses API and of the Messages API."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+from specdec.core.outputs import Delta
+from specdec.server.events import AnswerEvents, Expected
+from specdec.text.answers.events import Begin, Event, Text, Thinking
+
+Json = dict[str, Any]
+Kind = Literal["thinking", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """Thinking, a text, or a call with its arguments."""
+
+    kind: Kind
+    index: int
+    key: str
+    """What its ids are made of."""
+    name: str = ""
+    """Of the function that is called."""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Blocks(ABC):
+    """Write one answer as events: a block is opened, added to, and closed before the next is opened."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._events = AnswerEvents(expected)
+        self._open: Block | None = None
+        self._count = 0
+        self.delta: Delta | None = None
+        """The last delta, once it has come."""
+
+    def push(self, delta: Delta) -> list[Json]:
+        """Return the events that a piece of the answer adds."""
+        events = [own for event in self._events.push(delta) for own in self._take(event)]
+        if delta.finish_reason:
+            self.delta = delta
+            events += self._close(is_cut=delta.finish_reason != "stop")
+        return events
+
+    @property
+    def has_called(self) -> bool:
+        """Tell whether the answer ended with calls, and was not cut off."""
+        return self.delta is not None and self._events.finish_reason(self.delta.finish_reason) == "tool_calls"
+
+    def _take(self, event: Event) -> list[Json]:
+        match event:
+            case Begin(name):
+                return [*self._close(), *self._begin("call", name)]
+            case Thinking():
+                before = self._in("thinking")
+            case Text():
+                before = self._in("text")
+            case _:
+                before = []  # arguments are those of the call that was begun last
+        assert self._open
+        self._open.pieces.append(event.text)
+        return [*before, *self.added(self._open, event.text)]
+
+    def _in(self, kind: Kind) -> list[Json]:
+        if self._open and self._open.kind == kind:
+            return []
+        return [*self._close(), *self._begin(kind)]
+
+    def _begin(self, kind: Kind, name: str = "") -> list[Json]:
+        self._open = Block(kind, self._count, uuid4().hex[:24], name)
+        self._count += 1
+        return self.opened(self._open)
+
+    def _close(self, *, is_cut: bool = False) -> list[Json]:
+        block, self._open = self._open, None
+        return self.closed(block, is_cut=is_cut) if block else []
+
+    @abstractmethod
+    def opened(self, block: Block) -> list[Json]:
+        """Return the events that open a block."""
+
+    @abstractmethod
+    def added(self, block: Block, text: str) -> list[Json]:
+        """Return the events that add a piece to it."""
+
+    @abstractmethod
+    def closed(self, block: Block, *, is_cut: bool) -> list[Json]:
+        """Return the events that close it, now that it is whole or was cut off."""

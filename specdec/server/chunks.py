@@ -1,0 +1,72 @@
+"""Completions and chats as answers and chunks: what those of one response share, around its choices."""
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.core.outputs import Delta
+from specdec.core.terms import Prepared
+from specdec.server.bodies import Body
+from specdec.server.failures import Failure
+from specdec.server.formats import Format, Usage
+
+Json = dict[str, Any]
+
+
+class Chunks:
+    """Write the response to one request."""
+
+    is_typed = False
+
+    def __init__(self, form: Format, body: Body, model: str, prepared: Sequence[Prepared]) -> None:
+        self.usage = Usage.of(prepared)
+        self._form, self._body, self._prepared = form, body, prepared
+        self._opened: set[int] = set()
+        self._head = {
+            "id": f"{form.prefix}-{uuid.uuid4().hex}",
+            "object": form.chunk,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, said: Mapping[int, Delta]) -> str:
+        """Write choices as JSON one by one: encoding holds all others."""
+        choices = [
+            json.dumps(self._form.said(choice, said[choice]) | self._prompt_of(choice))
+            for choice in sorted(said)
+        ]
+        extra = {"metrics": self.usage.metrics()} if self._body.return_metrics else {}
+        head = json.dumps({**self._head, "object": self._form.whole})
+        rest = json.dumps({"usage": self.usage.as_json()} | extra)
+        return f'{head[:-1]}, "choices": [{", ".join(choices)}], {rest[1:]}'
+
+    def events(self, choice: int, delta: Delta) -> list[Json]:
+        parts = self._form.parts(choice, delta)
+        if choice not in self._opened:
+            self._opened.add(choice)
+            opening = self._form.first(choice)
+            parts = [opening, *parts] if opening else parts
+            parts[:1] = [part | self._prompt_of(choice) for part in parts[:1]]
+        return [self._with_usage({**self._head, "choices": [part]}) for part in parts]
+
+    def end(self) -> list[Json]:
+        body, last = self._body, {**self._head, "choices": []}
+        if not body.includes_usage and not body.return_metrics:
+            return []
+        last |= {"usage": self.usage.as_json()} if body.includes_usage else {}
+        return [last | ({"metrics": self.usage.metrics()} if body.return_metrics else {})]
+
+    def failed(self, failure: Failure) -> list[Json]:
+        return [failure.body]
+
+    def _prompt_of(self, choice: int) -> Json:
+        """Return the token ids of a choice's prompt, which go where its own go."""
+        shown, n = self._form.shown, self._prepared[0].params.n
+        return {"prompt_token_ids": list(self._prepared[choice // n].ids)} if shown.token_ids else {}
+
+    def _with_usage(self, chunk: Json) -> Json:
+        if self._body.counts_on:
+            return chunk | {"usage": self.usage.as_json()}
+        return chunk | {"usage": None} if self._body.includes_usage else chunk

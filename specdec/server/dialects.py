@@ -1,0 +1,67 @@
+"""Bodies in the words of other APIs, which are answered as chats."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
+
+from specdec.server.bodies import ChatBody
+from specdec.server.failures import Failure, Names, misfit
+from specdec.server.fields import given_fields
+from specdec.server.messages import Message
+
+SHARED = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "cache_salt", "chat_template_kwargs"),
+)
+
+
+class Dialect(BaseModel):
+    """Fields that mean in every API what they mean in a chat; the bounds are those of `SamplingParams`."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Known and not supported, with the values at which they ask for nothing."""
+    HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    """Known, and without effect on what is answered."""
+    NAMES: ClassVar[Names] = {}
+    """This API's names for fields of a chat."""
+
+    model: str | None = Field(None, description="the served model's name, as /v1/models lists it")
+    stream: bool = False
+    temperature: float | None = Field(None, description="0 always takes the likeliest token; default 1")
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
+    cache_salt: SkipValidation[str | None] = Field(
+        None, description="share what was read and written with requests of this key and salt alone"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """Parse a body, and refuse fields that ask for something unsupported."""
+        try:
+            body = cls.model_validate(given_fields(data))
+        except ValidationError as error:
+            raise misfit(error) from None
+        for name, value in (body.model_extra or {}).items():
+            if name in cls.REFUSED and value not in cls.REFUSED[name]:
+                raise Failure(400, f"{name}: this server does not support it here; leave it out.", param=name)
+        return body
+
+    @property
+    def ignored(self) -> list[str]:
+        """List what has no effect and may have been meant to: fields that are unknown here, and tools."""
+        return [name for name in self.model_extra or {} if name not in {*self.REFUSED, *self.HARMLESS}]
+
+    def as_chat(self, messages: Sequence[Message], **own: Any) -> ChatBody:
+        """Return a chat of these messages with the shared fields and others that were given."""
+        shared = {name: getattr(self, name) for name in SHARED}
+        given = {name: value for name, value in {**shared, **own}.items() if value is not None}
+        try:
+            return ChatBody(messages=list(messages), **given)
+        except ValidationError as error:
+            raise misfit(error) from None

@@ -1,0 +1,127 @@
+"""Bodies of the Responses API."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
+from specdec.server.dialects import Dialect
+from specdec.server.failures import Failure
+from specdec.server.messages import Many, Mark
+from specdec.server.responses.items import Item, Said, as_messages
+from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
+
+LONGEST_ID = 128
+LOGPROBS = "message.output_text.logprobs"
+
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+def _kind(value: Any) -> str:
+    return "list" if isinstance(value, list) else "str"
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        """Return it as a chat says it."""
+        own = None if self.schema_ is None else NamedSchema(name=self.name, schema=self.schema_)
+        return ResponseFormat(type=self.type, json_schema=own)
+
+
+class Text(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    format: TextFormat | None = None
+
+
+class Reasoning(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = Field(
+        None, description="thinking as the summary of its item, whole; without it, it is the item's content"
+    )
+
+    @property
+    def as_summary(self) -> bool:
+        return self.summary not in (None, "none")
+
+
+class ResponseBody(Dialect):
+    REFUSED = {  # noqa: RUF012
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "moderation": (),
+        "context_management": ([],),
+        "top_logprobs": (0,),
+    }
+    HARMLESS = frozenset(
+        {
+            *("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
+            *("prompt_cache_retention", "client_metadata", "stream_options", "max_tool_calls"),
+            *("access_programs", "truncation"),
+        }
+    )
+    NAMES = {  # noqa: RUF012
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "structured_outputs": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+    input: Annotated[
+        Annotated[str, Tag("str")] | Annotated[Many[Item], Tag("list")], Discriminator(_kind)
+    ] = Field(description="a text, or items")
+    instructions: str | None = Field(None, description="the system's message; of this request alone")
+    previous_response_id: str | None = Field(
+        None, max_length=LONGEST_ID, description="go on from a response that is stored"
+    )
+    store: bool = Field(True, description="keep the response, for previous_response_id and GET")
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    max_output_tokens: int | None = Field(None, description="tokens to write at most, thinking included")
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    tools: Many[AnyTool] | None = Field(None, description="functions, custom tools, and namespaces of them")
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
+    include: Many[str] | None = Field(None, description="adds nothing; log-probabilities are refused")
+
+    @property
+    def items(self) -> list[Item]:
+        return [Said(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        body = super().read(data)
+        if LOGPROBS in (body.include or ()):
+            raise Failure(400, f"include: {LOGPROBS} is not supported here; leave it out.", param="include")
+        return body
+
+    def chat(self, before: Sequence[Item], toolbox: Toolbox) -> ChatBody:
+        """Return the chat that this is, behind what was said before."""
+        own: dict[str, Any] = {"max_tokens": self.max_output_tokens}
+        if self.text and self.text.format:
+            own["response_format"] = self.text.format.response_format
+        if toolbox.tools:
+            own["tools"] = toolbox.tools
+        own["tool_choice"] = toolbox.choice(self.tool_choice)
+        own["parallel_tool_calls"] = self.parallel_tool_calls
+        if self.reasoning:
+            own["reasoning_effort"] = self.reasoning.effort
+        messages = as_messages(self.instructions, [*before, *self.items])
+        if messages:  # the next request of a conversation begins with all of this one's
+            messages[-1].cache_control = Mark(type="ephemeral")
+        return self.as_chat(messages, **own)

@@ -1,0 +1,70 @@
+"""The handlers of the Responses API."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from pydantic import TypeAdapter
+
+from specdec.core.terms import Prepared
+from specdec.server.answers import Deadline
+from specdec.server.events import Expected
+from specdec.server.failures import Failure, naming
+from specdec.server.formats import Usage
+from specdec.server.generate import answer_chat
+from specdec.server.responses.bodies import ResponseBody
+from specdec.server.responses.items import Item
+from specdec.server.responses.store import Stored
+from specdec.server.responses.tools import Toolbox
+from specdec.server.responses.writer import ResponseWriter
+from specdec.server.state import State, worked
+
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+async def respond(request: web.Request, state: State) -> web.StreamResponse:
+    """Answer /v1/responses."""
+    until = Deadline(state.config.request_timeout)
+    body = ResponseBody.read(await request.read())
+    state.check_model(body.model)
+    caller, responses = request["caller"], state.responses
+    history = responses.history(caller, body.previous_response_id)
+    before = await worked(sum(own.size for own in history), partial(_items, history))
+    toolbox = Toolbox(body.tools or ())
+    with naming(body.NAMES):
+        asked = body.chat(before, toolbox)
+
+    def keep(response: dict[str, Any]) -> None:
+        if body.store:
+            own = [*body.items, *ITEMS.validate_python(response["output"])]
+            items, whole = (json.dumps(each).encode() for each in (ITEMS.dump_python(own), response))
+            stored = Stored(items, whole, body.previous_response_id)
+            responses.put(caller, response["id"], stored)
+
+    def write(expected: Expected, prepared: Sequence[Prepared]) -> ResponseWriter:
+        model = body.model or state.names[0]
+        return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
+
+    ignored = [*toolbox.left_out, *body.ignored]
+    return await answer_chat(request, state, asked, until, write, ignored=ignored, names=body.NAMES)
+
+
+def _items(history: Sequence[Stored]) -> list[Item]:
+    return [item for stored in history for item in ITEMS.validate_python(json.loads(stored.items))]
+
+
+async def retrieve(request: web.Request, state: State) -> web.Response:
+    """Return a stored response."""
+    if request.query.get("stream", "false") != "false":
+        raise Failure(400, "stream: a stored response is whole; leave it out.", param="stream")
+    stored = state.responses.get(request["caller"], request.match_info["name"])
+    return web.Response(body=stored.response, content_type="application/json")
+
+
+async def delete(request: web.Request, state: State) -> web.Response:
+    """Forget a stored response."""
+    name = request.match_info["name"]
+    state.responses.delete(request["caller"], name)
+    return web.json_response({"id": name, "object": "response", "deleted": True})

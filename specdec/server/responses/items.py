@@ -1,0 +1,164 @@
+"""Items of a conversation in the Responses API, and the chat that they are."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from specdec.server.failures import Failure
+from specdec.server.messages import Many, Message
+from specdec.server.tools.bodies import Called
+
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+
+class Part(BaseModel):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+def _kind(content: Any) -> str:
+    return "list" if isinstance(content, list) else "str"
+
+
+Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")], Discriminator(_kind)]
+
+
+class Said(BaseModel):
+    """A message. One without a type is one too."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class Reasoning(BaseModel):
+    type: Literal["reasoning"]
+    summary: Many[Part] = []
+    content: Many[Part] | None = None
+
+
+class Call(BaseModel):
+    """A function that was called; `namespace` is the group of tools that it belongs to."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str = Field(description="JSON")
+
+
+class CustomCall(BaseModel):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class Output(BaseModel):
+    """What a call gave back."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+
+def _type(item: Any) -> str:
+    kind = (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return "output" if isinstance(kind, str) and kind.endswith("call_output") else str(kind)
+
+
+Item = Annotated[
+    Annotated[Said, Tag("message")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[Call, Tag("function_call")]
+    | Annotated[CustomCall, Tag("custom_tool_call")]
+    | Annotated[Output, Tag("output")],
+    Discriminator(
+        _type,
+        custom_error_type="item",
+        custom_error_message="send items of type message, reasoning, function_call, function_call_output, "
+        "custom_tool_call or custom_tool_call_output",
+    ),
+]
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a tool of a namespace."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
+@dataclass(slots=True)
+class Turn:
+    """What an assistant has said in one turn so far, as a template reads it."""
+
+    reasoning: str = ""
+    text: str | None = None
+    calls: list[Called] = field(default_factory=list)
+
+    @property
+    def message(self) -> Message:
+        own: dict[str, Any] = {"role": "assistant", "content": self.text or ""}
+        own |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return Message(**own, **({"tool_calls": self.calls} if self.calls else {}))
+
+
+def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
+    """Return the chat that items are: an assistant's reasoning, texts and calls in a row are one message.
+
+    What systems and developers say before the first turn is one message of the system, for many templates
+    take only one, at the beginning; what they say later is told as the user's.
+    """
+    system = [instructions] if instructions else []
+    messages: list[Message] = []
+    turn: Turn | None = None
+    for index, item in enumerate(items):
+        if isinstance(item, Output) or (isinstance(item, Said) and item.role != "assistant"):
+            messages += [turn.message] if turn else []
+            turn = None
+        match item:
+            case Said(role="assistant"):
+                if turn and turn.text is not None and not turn.calls:
+                    messages.append(turn.message)
+                    turn = None
+                turn = turn or Turn()
+                turn.text = (turn.text or "") + _text(item.content, index)
+            case Said(role="system" | "developer") if not messages:
+                system.append(_text(item.content, index))
+            case Said():
+                messages.append(Message(role="user", content=_text(item.content, index)))
+            case Output():
+                text = _text(item.output, index)
+                messages.append(Message(**{"role": "tool", "tool_call_id": item.call_id, "content": text}))
+            case Reasoning():
+                if turn and (turn.text is not None or turn.calls):
+                    messages.append(turn.message)
+                    turn = None
+                turn = turn or Turn()
+                turn.reasoning += _text(item.content or item.summary, index)
+            case Call() | CustomCall():
+                turn = turn or Turn()
+                turn.calls.append(_called(item))
+    messages += [turn.message] if turn else []
+    return [*([Message(role="system", content="\n\n".join(system))] if system else []), *messages]
+
+
+def _called(item: Call | CustomCall) -> Called:
+    arguments = item.arguments if isinstance(item, Call) else json.dumps({"input": item.input})
+    function = {"name": flat_name(item.name, item.namespace), "arguments": arguments}
+    return Called(**{"id": item.call_id, "type": "function", "function": function})
+
+
+def _text(content: str | list[Part], index: int) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in TEXTS or part.text is part.refusal is None:
+            raise Failure(
+                400, f"input.{index}: a part of type {part.type!r:.40}; send text alone.", param="input"
+            )
+    return "".join(part.text or part.refusal or "" for part in content)

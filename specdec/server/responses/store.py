@@ -1,0 +1,129 @@
+"""Responses that are kept for a while, so that later ones can go on from them."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specdec.server.failures import Failure
+
+OVERHEAD = 1024
+"""Bytes that an entry takes beside what it holds."""
+
+
+class Stored(NamedTuple):
+    """One response: the items that it was asked with and those that it said, and itself, as JSON."""
+
+    items: bytes
+    response: bytes
+    previous: str | None
+    """The response that it went on from."""
+    used_s: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return len(self.items) + len(self.response) + OVERHEAD
+
+
+@dataclass(slots=True)
+class Shelf:
+    """The responses of one caller, the one least recently used first."""
+
+    entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    size: int = 0
+
+
+class ResponseStore:
+    """Keep responses by caller: each finds its own alone.
+
+    Both bounds are those of all callers together. Beyond them the caller that has most loses first what it
+    has not used for longest. Using a response uses those that it went on from, so that a conversation loses
+    its end before its beginning.
+    """
+
+    def __init__(
+        self, most: int, most_bytes: int, keep_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.most, self.most_bytes, self.keep_s, self._clock = most, most_bytes, keep_s, clock
+        self._shelves: dict[str, Shelf] = {}
+
+    @property
+    def count(self) -> int:
+        return sum(len(shelf.entries) for shelf in self._shelves.values())
+
+    @property
+    def size(self) -> int:
+        return sum(shelf.size for shelf in self._shelves.values())
+
+    def put(self, caller: str, name: str, stored: Stored) -> None:
+        """Keep a response; one that is larger than all that may be kept is not."""
+        if not self.most or stored.size > self.most_bytes:
+            return
+        shelf = self._shelves.setdefault(caller, Shelf())
+        shelf.entries[name] = stored
+        shelf.size += stored.size
+        self._use(shelf, name)
+        self._expire()
+        while self.count > self.most or self.size > self.most_bytes:
+            by_count = self.count > self.most
+            most = max(self._shelves, key=lambda own: self._weight(own, by_count=by_count))
+            self._drop(most, next(iter(self._shelves[most].entries)))
+
+    def get(self, caller: str, name: str) -> Stored:
+        """Return a caller's response, or refuse what is unknown: to others' it says the same."""
+        stored = self._find(caller, name, None)
+        self._use(self._shelves[caller], name)
+        return stored
+
+    def _find(self, caller: str, name: str, param: str | None) -> Stored:
+        self._expire()
+        shelf = self._shelves.get(caller)
+        if shelf is None or name not in shelf.entries:
+            why = "it may have been evicted" if self.most else "none are stored here"
+            raise Failure(
+                404,
+                f"{param or 'response'}: there is no response {name!r:.80} of yours; {why}. Send the "
+                "conversation as input instead.",
+                param=param,
+                code="previous_response_not_found" if param else "not_found",
+            )
+        return shelf.entries[name]
+
+    def history(self, caller: str, name: str | None) -> list[Stored]:
+        """Return the responses of which this one is the last, the first one first."""
+        found, last = list[Stored](), name
+        while name is not None:
+            found.append(self._find(caller, name, "previous_response_id"))
+            name = found[-1].previous
+        if found:
+            self._use(self._shelves[caller], last)
+        return found[::-1]
+
+    def delete(self, caller: str, name: str) -> None:
+        self.get(caller, name)
+        self._drop(caller, name)
+
+    def _use(self, shelf: Shelf, name: str | None) -> None:
+        """Note that a response was used, and after it those that it went on from."""
+        while name is not None and name in shelf.entries:
+            shelf.entries[name] = shelf.entries[name]._replace(used_s=self._clock())
+            shelf.entries.move_to_end(name)
+            name = shelf.entries[name].previous
+
+    def _weight(self, caller: str, *, by_count: bool) -> int:
+        shelf = self._shelves[caller]
+        return len(shelf.entries) if by_count else shelf.size
+
+    def _drop(self, caller: str, name: str) -> None:
+        shelf = self._shelves[caller]
+        shelf.size -= shelf.entries.pop(name).size
+        if not shelf.entries:
+            del self._shelves[caller]
+
+    def _expire(self) -> None:
+        """Drop what was not used for too long; entries stand in the order of their last use."""
+        oldest_s = self._clock() - self.keep_s
+        for caller, shelf in list(self._shelves.items()):
+            while shelf.entries and (first := next(iter(shelf.entries.items())))[1].used_s < oldest_s:
+                self._drop(caller, first[0])

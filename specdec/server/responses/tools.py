@@ -1,0 +1,133 @@
+"""Tools of the Responses API, and the functions that the model is told of instead."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from specdec.server.failures import Failure, misfit
+from specdec.server.messages import Many
+from specdec.server.responses.items import flat_name
+from specdec.server.tools.bodies import Function, NamedFunction, NamedTool, Tool
+from specdec.server.tools.offer import Choice
+from specdec.text.answers.source import LONGEST_NAME
+
+INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""What a custom tool takes: a text."""
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+
+class CustomTool(BaseModel):
+    """A tool that takes a text: the model is told of a function with one parameter, `input`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["custom"]
+    name: str = Field(max_length=LONGEST_NAME, pattern=r"^[^\s<>]+$")
+    description: str | None = None
+
+
+class BuiltIn(BaseModel):
+    """A tool that OpenAI runs itself, such as web_search. It is left out, as there is none here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def _type(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return kind if kind in ("function", "custom", "namespace") else "built_in"
+
+
+Own = Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")]
+Leaf = Annotated[Own | Annotated[BuiltIn, Tag("built_in")], Discriminator(_type)]
+
+
+class Namespace(BaseModel):
+    """A group of tools, such as those of an MCP server."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["namespace"]
+    name: str = Field(max_length=128)
+    tools: Many[Leaf]
+
+
+AnyTool = Annotated[
+    Own | Annotated[Namespace, Tag("namespace")] | Annotated[BuiltIn, Tag("built_in")], Discriminator(_type)
+]
+
+
+class ChosenTool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class Known(NamedTuple):
+    """A tool by the client's names."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+class Toolbox:
+    """The tools of one request: as a chat has them, and what a call of each is in this API."""
+
+    def __init__(self, given: Iterable[AnyTool]) -> None:
+        self.tools: list[Tool] = []
+        self.known: dict[str, Known] = {}
+        """By the name that the model knows."""
+        self.left_out: dict[str, None] = {}
+        """Kinds of tools that are not served here, each once."""
+        for tool in given:
+            if isinstance(tool, Namespace):
+                for own in tool.tools:
+                    self._add(own, tool.name)
+            else:
+                self._add(tool, None)
+
+    def _add(self, tool: FunctionTool | CustomTool | BuiltIn, namespace: str | None) -> None:
+        if isinstance(tool, BuiltIn):
+            self.left_out[f"tools.{tool.type}"] = None
+            return
+        name = flat_name(tool.name, namespace)
+        self.known[name] = Known(tool.name, namespace, isinstance(tool, CustomTool))
+        own = tool.model_dump(exclude_unset=True, exclude={"type"})
+        if isinstance(tool, CustomTool):
+            own = {name: own[name] for name in ("name", "description") if name in own} | {"parameters": INPUT}
+        try:
+            function = Function(**own | {"name": name})
+        except ValidationError as error:  # the two names together may be too long
+            raise Failure(400, f"tools: {namespace!r:.80}: {misfit(error)}", param="tools") from None
+        self.tools.append(Tool(type="function", function=function))
+
+    def called(self, name: str) -> Known:
+        """Return which tool a call is of; the model may call what it was not told of."""
+        return self.known.get(name) or Known(name, None, False)
+
+    def choice(self, given: str | ChosenTool | None) -> Choice | None:
+        """Return which of the tools must be called, as a chat says it."""
+        if not isinstance(given, ChosenTool):
+            return given  # type: ignore[return-value]
+        if given.type not in ("function", "custom") or given.name is None:
+            raise Failure(
+                400,
+                f"tool_choice: {given.type!r:.40} is not served here; give auto, none, required or "
+                '{"type": "function", "name": …}.',
+                param="tool_choice",
+            )
+        named = NamedFunction(name=flat_name(given.name, given.namespace))
+        return NamedTool(type="function", function=named)

@@ -1,0 +1,67 @@
+"""What the writers of events do where a server need not be asked: streams that fail, and broken arguments."""
+
+import json
+from typing import Any
+
+from anthropic.types import Message
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from specdec.core.outputs import Delta
+from specdec.server.anthropic.writer import BROKEN, MessageWriter
+from specdec.server.events import Expected
+from specdec.server.failures import Failure
+from specdec.server.formats import Usage
+from specdec.server.responses.bodies import ResponseBody
+from specdec.server.responses.tools import Toolbox
+from specdec.server.responses.writer import ResponseWriter
+from specdec.server.tools.bodies import Function, Tool
+from specdec.server.tools.offer import Offer
+from specdec.text.answers.formats import CALL_FORMATS
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TOOL = Tool(type="function", function=Function(name="f"))
+OFFER = Offer((TOOL,), CALL_FORMATS["hermes"], parallel=True, structure=None)
+FAILURE = Failure(503, "The server is stopping.", code="stopping")
+
+
+def response_writer(kept: list[Any], **fields: Any) -> ResponseWriter:
+    body = ResponseBody.read(json.dumps({"input": "a", **fields}).encode())
+    toolbox = Toolbox(body.tools or ())
+    return ResponseWriter(Expected(None, OFFER), Usage(3), body, toolbox, "m", kept.append)
+
+
+def test_streams_that_fail_say_so_in_the_form_of_their_api() -> None:
+    kept: list[Any] = []
+    own = response_writer(kept)
+    events = [*own.events(0, Delta("ab", (1, 2))), *own.failed(FAILURE)]
+    for event in events:
+        EVENT.validate_python(event)
+    error, failed = events[-2:]
+    assert (error["type"], error["code"]) == ("error", "stopping") and not kept
+    assert failed["response"]["status"] == "failed" and failed["response"]["error"]["code"] == "server_error"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    message = MessageWriter(Expected(), Usage(3), "m")
+    message.events(0, Delta("ab", (1, 2)))
+    assert message.failed(FAILURE) == [
+        {"type": "error", "error": {"type": "overloaded_error", "message": "The server is stopping."}}
+    ]
+
+
+def test_arguments_that_are_no_json_are_given_as_they_are() -> None:
+    broken = '{"a": }'
+    text = f'<tool_call>\n{{"name": "f", "arguments": {broken}}}\n</tool_call>'
+    said = {0: Delta(text, (1,), finish_reason="stop")}
+    message = json.loads(MessageWriter(Expected(None, OFFER), Usage(3), "m").whole(said))
+    assert Message.model_validate(message).stop_reason == "tool_use"
+    assert message["content"][0]["input"] == {BROKEN: broken}
+    for tool in ({"type": "function", "name": "f"}, {"type": "custom", "name": "f"}):
+        (item,) = json.loads(response_writer([], tools=[tool]).whole(said))["output"]
+        assert broken in (item.get("arguments"), item.get("input"))
+
+
+def test_an_empty_answer_has_no_blocks() -> None:
+    said = {0: Delta("", (1,), finish_reason="stop")}
+    assert json.loads(response_writer([]).whole(said))["output"] == []
+    message = json.loads(MessageWriter(Expected(), Usage(3), "m").whole(said))
+    assert message["content"] == [] and message["stop_reason"] == "end_turn"
