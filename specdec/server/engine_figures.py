@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 from specdec.core.outputs import EngineStats, PrefixStats
 from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
+
+Labels = dict[str, str]
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CONTEXT = {
@@ -34,9 +36,27 @@ OLDER = {
 
 
 class EngineFigures(Collector):
-    """Reads the engine's counters while it steps: values may be a step apart."""
+    """Reads the counters of engines while they step: values may be a step apart."""
 
-    def __init__(self, engine: SpecEngine, labels: dict[str, str]) -> None:
+    def __init__(self, engines: Iterable[tuple[SpecEngine, Labels]]) -> None:
+        self.engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every family once, with the series of all models."""
+        families: dict[str, Metric] = {}
+        for engine, labels in self.engines:
+            for own in OneEngine(engine, labels).collect():
+                if own.name in families:
+                    families[own.name].samples += own.samples
+                else:
+                    families[own.name] = own
+        return families.values()
+
+
+class OneEngine:
+    """Reads the counters of one engine."""
+
+    def __init__(self, engine: SpecEngine, labels: Labels) -> None:
         self.engine, self.labels = engine, labels
 
     def collect(self) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from specdec.server.failures import Failure, Names, naming, renamed
 from specdec.server.formats import Chats, Completions, Echo, Envelope, Format, Shown, Usage
 from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
-from specdec.server.state import State, worked
+from specdec.server.state import Served, State, worked
 from specdec.server.streams import EventStream, send_whole
 from specdec.server.tools.offer import untold
 
@@ -30,7 +30,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/completions."""
     until = Deadline(state.config.request_timeout)
     body = CompletionBody.read(await request.read())
-    state.check_model(body.model)
+    served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
     if len(body.prompts) > state.config.max_prompts:
         most = state.config.max_prompts
@@ -38,65 +38,68 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
     params = body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
-    tokenizer = state.engine.tokenizer
+    tokenizer = served.engine.tokenizer
 
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
         return [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)]
 
     names = {"structured_outputs": "response_format"} if body.response_format else {}
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
-    with naming(names), state.under_way(choices, until, field=field):
+    with naming(names), state.under_way(served, choices, until, field=field):
         async with until.held():
-            prepared = await state.prepare(body.prompts, params, request["caller"])
+            await served.ready()
+            prepared = await served.prepare(body.prompts, params, request["caller"])
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
         form = Completions(tokenizer, _shown(body), echoes, params.n)
-        return await _answer(request, state, body, prepared, form, until, names)
+        return await _answer(request, state, served, body, prepared, form, until, names)
 
 
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
     until = Deadline(state.config.request_timeout)
     body = ChatBody.read(await request.read())
-    state.check_model(body.model)
-    untold_of = untold(body.tools, body.tool_choice, told=state.told)
+    served = state.named(body.model)
+    untold_of = untold(body.tools, body.tool_choice, told=served.told)
     request["headers"] |= state.ignored.headers([*untold_of, *body.ignored])
-    offer = body.offer(state.calls, told=state.told)
+    offer = body.offer(served.calls, told=served.told)
     variables = {**body.variables, **({"tools": offer.plain} if offer else {})}
     forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    default = max(state.default_max_tokens, body.min_tokens or 0)
+    default = max(served.default_max_tokens, body.min_tokens or 0)
     params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
     asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
     names = {"prompt": "messages", "structured_outputs": asker}
-    with naming(names), state.under_way(params.n, until):
+    with naming(names), state.under_way(served, params.n, until):
         async with until.held():
-            ids = await state.encode_chat(
+            await served.ready()
+            ids = await served.encode_chat(
                 as_read(body.messages), variables, answer=body.add_generation_prompt
             )
-            marks = await state.marks(ids, beginnings(body.messages), variables)
+            marks = await served.marks(ids, beginnings(body.messages), variables)
             own: dict[str, Any] = {"cache_marks": marks or None}
             if asked is None:
-                own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
+                own["max_tokens"] = max(min(default, served.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)
-            prepared = await state.prepare([ids], params, request["caller"])
-        form = Chats(state.engine.tokenizer, _shown(body), offer)
-        return await _answer(request, state, body, prepared, form, until, names)
+            prepared = await served.prepare([ids], params, request["caller"])
+        form = Chats(served.engine.tokenizer, _shown(body), offer)
+        return await _answer(request, state, served, body, prepared, form, until, names)
 
 
 async def _answer(
     request: web.Request,
     state: State,
+    served: Served,
     body: Body,
     prepared: Sequence[Prepared],
     form: Format,
     until: Deadline,
     names: Names,
 ) -> web.StreamResponse:
-    envelope = Envelope(form, body.model or state.names[0], prepared)
-    answers = Answers(state.engine, state.bell, prepared, streams=body.stream, until=until)
+    envelope = Envelope(form, body.model or served.name, prepared)
+    answers = Answers(served.engine, state.bell, prepared, streams=body.stream, until=until)
     usage, stall_s = Usage(answers.prompt_tokens, prepared[0].params.n), state.config.stall_timeout
-    with state.metrics.request(prepared, until.start_s) as watch, answers:
+    with served.metrics.request(prepared, until.start_s) as watch, answers:
         if body.stream:
             stream = EventStream(request, stall_s)
             return await _stream(answers, envelope, usage, watch, body, stream, names)

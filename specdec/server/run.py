@@ -178,14 +178,17 @@ async def _watch(state: State, told: asyncio.Event) -> None:
 
     The process also ends if this task is not run any more because something holds the interpreter.
     """
-    engine, limit_s, ends = state.engine, state.config.step_timeout, state.config.exit_on_failure
-    while engine.fault is None:
+    limit_s, ends = state.config.step_timeout, state.config.exit_on_failure
+    while all(served.engine.fault is None for served in state.served):
         if ends:
             faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=STDERR)
         await asyncio.sleep(min(WATCH_S, limit_s / 4))
-        if engine.step_seconds > limit_s:
-            logger.critical("a step of the engine has taken more than step_timeout, which is %g s", limit_s)
-            engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
+        for engine in (served.engine for served in state.served):
+            if engine.step_seconds > limit_s:
+                logger.critical(
+                    "a step of the engine has taken more than step_timeout, which is %g s", limit_s
+                )
+                engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
     faulthandler.cancel_dump_traceback_later()
     if ends:
         told.set()
@@ -193,7 +196,8 @@ async def _watch(state: State, told: asyncio.Event) -> None:
 
 async def _report(state: State) -> None:
     """Log what was done since the last line, if anything."""
-    counts = state.engine.model.loop.counts
+    (served,) = state.served
+    counts = served.engine.model.loop.counts
     before = (0, 0, 0, 0, 0.0)
     while True:
         await asyncio.sleep(REPORT_S)
@@ -202,7 +206,7 @@ async def _report(state: State) -> None:
         seconds, before = (now[4] - before[4]) if before[4] else REPORT_S, now
         if not steps:
             continue
-        stats = state.engine.stats()
+        stats = served.engine.stats()
         logger.info(
             "running %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
             *(stats.running, stats.waiting, tokens / seconds, tokens / steps, accepted, drafted),

@@ -21,7 +21,7 @@ from specdec.server.answers import Bell, Deadline
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
-from specdec.server.metrics import Metrics
+from specdec.server.metrics import Metrics, ModelMetrics
 from specdec.server.settings import ServerConfig
 from specdec.server.tools.offer import format_of
 from specdec.text.chat_template import Message, load_template, longest_answer
@@ -44,37 +44,45 @@ class State:
     """Owned by the event loop's thread."""
 
     def __init__(self, engine: SpecEngine, config: ServerConfig, folder: Path) -> None:
-        self.engine, self.config = engine, config
-        self.template = load_template(folder)
-        self.calls = format_of(config.tool_call_parser, self.template)
-        """The model's tool call format, if it has one."""
-        self.told = config.tool_call_parser == "none" or self.template.takes_tools
-        """Whether the template states tools, or all are refused; else chats go without them."""
+        self.config = config
+        names = config.served_model_name or [folder.name]
+        self.metrics = Metrics({names[0]: engine})
+        self.served = [Served(engine, config, folder, names, self.metrics.of(names[0]))]
+        """The models; requests that name none ask the first."""
         self.ignored = Ignored()
-        is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
-        self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
-        """The playground's mode: the shipped model has a chat template but knows code alone."""
-        self.names = config.served_model_name or [folder.name]
-        self.max_model_len = engine.model.settings.max_model_len
-        longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
-        self.default_max_tokens = min(longest, self.max_model_len)
         self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
-        self.metrics = Metrics(engine, self.names[0])
         self.connections = Connections(config.max_connections, config.idle_timeout)
         self.draining = False
         self._under_way: set[Deadline] = set()
         self.choices = 0
         """Choices in progress, over all requests."""
-        self._marks_refused = False
-        """Whether the log says already that a mark was ignored."""
         self.idle = asyncio.Event()
         self.idle.set()
 
+    @property
+    def names(self) -> list[str]:
+        return [name for own in self.served for name in own.names]
+
+    def named(self, name: str | None) -> "Served":
+        """Return the model that a request asks for."""
+        if name is None:
+            return self.served[0]
+        for own in self.served:
+            if name in own.names:
+                return own
+        raise Failure(
+            404,
+            f"model: {name!r:.80} is not served here; use {' or '.join(map(repr, self.names))}.",
+            param="model",
+            code="model_not_found",
+        )
+
     @contextlib.contextmanager
-    def under_way(self, choices: int, until: Deadline, *, field: str = "n") -> Iterator[None]:
-        """Admit a request, or refuse it if too many choices are in progress; blame this field."""
-        self.check_engine()
+    def under_way(
+        self, served: "Served", choices: int, until: Deadline, *, field: str = "n"
+    ) -> Iterator[None]:
+        """Admit a request of a model, or refuse it if too many choices are in progress; blame this field."""
         if self.draining:
             raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
         most = self.config.max_queued
@@ -106,6 +114,41 @@ class State:
         """Fail all requests in progress: the server stops."""
         for until in list(self._under_way):
             until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
+
+
+class Served:
+    """One model as requests see it: its engine, its names, its template and its figures."""
+
+    def __init__(
+        self,
+        engine: SpecEngine,
+        config: ServerConfig,
+        folder: Path,
+        names: Sequence[str],
+        metrics: ModelMetrics,
+    ) -> None:
+        self.engine, self.config, self.names, self.metrics = engine, config, tuple(names), metrics
+        self.template = load_template(folder)
+        self.calls = format_of(config.tool_call_parser, self.template)
+        """The model's tool call format, if it has one."""
+        self.told = config.tool_call_parser == "none" or self.template.takes_tools
+        """Whether the template states tools, or all are refused; else chats go without them."""
+        is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
+        self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
+        """The playground's mode: the shipped model has a chat template but knows code alone."""
+        self.max_model_len = engine.model.settings.max_model_len
+        longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
+        self.default_max_tokens = min(longest, self.max_model_len)
+        self._marks_refused = False
+        """Whether the log says already that a mark was ignored."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    async def ready(self) -> None:
+        """Wait until the model takes requests; raise why it does not."""
+        self.check_engine()
 
     def check_step(self) -> None:
         """Refuse requests if a step has been running for too long."""
@@ -177,15 +220,6 @@ class State:
             pairs = zip(own, ids, strict=False)
             found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
         return [mark for mark in found if mark]
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            raise Failure(
-                404,
-                f"model: {name!r:.80} is not served here; use {' or '.join(map(repr, self.names))}.",
-                param="model",
-                code="model_not_found",
-            )
 
 
 def _size(params: SamplingParams) -> int:
