@@ -90,6 +90,12 @@ class Runner(ABC):
         self._over = self._over or self._is_interrupted()
         return self._run()
 
+    def stop(self) -> None:
+        """Take the batch back after its last step, if there is one."""
+        if self.batch.held:
+            self._drain()
+            self.batch.end()
+
     def abandon(self) -> None:
         """Forget the batch after a step that failed."""
         self.batch.abandon()
@@ -101,8 +107,7 @@ class Runner(ABC):
         advanced = not self._over and self._advance()
         self._over |= not self.batch.run.serves([own.request for own in self.batch.held])
         if self._over or not advanced or len(self.batch.requests) <= FEWEST * len(self.batch.held):
-            self._drain()
-            self.batch.end()
+            self.stop()
         return advanced
 
     def _suits(self, request: Request) -> bool:
