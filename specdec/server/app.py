@@ -165,6 +165,7 @@ def _card(served: Served, name: str) -> dict[str, Any]:
         "root": served.name,
         "parent": None,
         "max_model_len": served.max_model_len,
+        "state": served.resident.status,
     }
 
 
@@ -222,24 +223,31 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(DetokenizeBody, await request.read())
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
+    until = Deadline(state.config.request_timeout)
+    with state.under_way(served, 1, until):
+        async with until.held():
+            await served.ready()
+            return web.json_response({"prompt": await _text(body, served)})
+
+
+async def _text(body: DetokenizeBody, served: Served) -> str:
     tokenizer, vocab = served.engine.tokenizer, served.engine.model.network.spec.vocab
     if tokenizer is None:
         raise Failure(400, "tokens: the model has no tokenizer, so they have no text.", param="tokens")
-    if len(body.tokens) > (most := served.max_model_len):
+    if len(body.tokens) > (most := served.engine.model.settings.max_model_len):
         raise Failure(
             400, f"tokens: {len(body.tokens):,} are more than {most:,}, the max_model_len.", param="tokens"
         )
     if any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
-    text = await worked(len(body.tokens), partial(tokenizer.decode, body.tokens))
-    return web.json_response({"prompt": text})
+    return await worked(len(body.tokens), partial(tokenizer.decode, body.tokens))
 
 
 async def _flush_cache(request: web.Request, state: State) -> web.Response:
     """Flush the caller's cached prefixes and the outputs that drafters look up."""
     async with Deadline(state.config.request_timeout).held():
-        for served in state.served:
-            await asyncio.wrap_future(served.engine.begin_flush(request["caller"]))
+        for engine in state.engines:
+            await asyncio.wrap_future(engine.begin_flush(request["caller"]))
     return web.json_response({"status": "ok"})
 
 
@@ -248,13 +256,21 @@ async def _openapi(request: web.Request, state: State) -> web.Response:
 
 
 async def _server_info(request: web.Request, state: State) -> web.Response:
-    """Show the engine's resolved settings and counters; they contain no key and no prompt."""
+    """Show a model's resolved settings and counters; they contain no key and no prompt."""
     served = state.named(request.query.get("model"))
-    engine = served.engine
-    stats = engine.stats()
     shown = {
         "version": __version__,
         "model": served.name,
+        "models": {own.name: own.resident.status for own in state.served},
+        **(_engine_info(served) if served.resident.engine else {}),
+    }
+    return web.Response(text=json.dumps(shown), content_type="application/json")
+
+
+def _engine_info(served: Served) -> dict[str, Any]:
+    engine = served.engine
+    stats = engine.stats()
+    return {
         **_settled(engine.model.settings),
         "chat_template": not served.template.is_plain,
         "writes": served.writes,
@@ -280,7 +296,6 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "prefixes": asdict(stats.prefixes) if stats.prefixes else None,
         "speculation": _speculation(stats),
     }
-    return web.Response(text=json.dumps(shown), content_type="application/json")
 
 
 def _speculation(stats: EngineStats) -> dict[str, Any] | None:

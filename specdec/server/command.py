@@ -13,14 +13,20 @@ from specdec.server.settings import ServerConfig
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_serve)
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or tiny")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="+",
+        help="folder of a Hugging Face checkpoint, or tiny; of several, requests name theirs",
+    )
     add_settings(parser, ServerConfig, title="server")
     add_settings(parser, EngineConfig, title="engine")
 
 
 def _serve(args: argparse.Namespace) -> Run:
     config, engine_config = settings_from(args, ServerConfig), settings_from(args, EngineConfig)
-    find_folder(args.model)
+    for model in args.model:
+        find_folder(model)
     # Imported here, for no other command needs a web server.
     from specdec.server.run import run
 

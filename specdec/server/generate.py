@@ -38,20 +38,20 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
     params = body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
-    tokenizer = served.engine.tokenizer
 
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
-        return [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)]
+        return [Echo.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)]
 
     names = {"structured_outputs": "response_format"} if body.response_format else {}
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
-    with naming(names), state.under_way(served, choices, until, field=field):
+    kept_s = body.keep_alive_s
+    with naming(names), state.under_way(served, choices, until, field=field, keep_alive_s=kept_s):
         async with until.held():
             await served.ready()
             prepared = await served.prepare(body.prompts, params, request["caller"])
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
-        form = Completions(tokenizer, _shown(body), echoes, params.n)
+        form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
         return await _answer(request, state, served, body, prepared, form, until, names)
 
 
@@ -70,7 +70,7 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
     params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
     asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
     names = {"prompt": "messages", "structured_outputs": asker}
-    with naming(names), state.under_way(served, params.n, until):
+    with naming(names), state.under_way(served, params.n, until, keep_alive_s=body.keep_alive_s):
         async with until.held():
             await served.ready()
             ids = await served.encode_chat(
@@ -79,7 +79,8 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
             marks = await served.marks(ids, beginnings(body.messages), variables)
             own: dict[str, Any] = {"cache_marks": marks or None}
             if asked is None:
-                own["max_tokens"] = max(min(default, served.max_model_len - len(ids)), 1)
+                most = served.engine.model.settings.max_model_len
+                own["max_tokens"] = max(min(default, most - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await served.prepare([ids], params, request["caller"])
         form = Chats(served.engine.tokenizer, _shown(body), offer)
@@ -99,7 +100,8 @@ async def _answer(
     envelope = Envelope(form, body.model or served.name, prepared)
     answers = Answers(served.engine, state.bell, prepared, streams=body.stream, until=until)
     usage, stall_s = Usage(answers.prompt_tokens, prepared[0].params.n), state.config.stall_timeout
-    with served.metrics.request(prepared, until.start_s) as watch, answers:
+    metrics, resident = served.metrics, served.resident
+    with metrics.request(prepared, until.start_s) as watch, resident.answering(), answers:
         if body.stream:
             stream = EventStream(request, stall_s)
             return await _stream(answers, envelope, usage, watch, body, stream, names)

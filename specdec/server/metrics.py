@@ -2,17 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
-from specdec.engine.engine import SpecEngine
 from specdec.errors import RequestError
 from specdec.server.answers import Said
 from specdec.server.engine_figures import EngineFigures, Labels, renamed
 from specdec.server.failures import Failure
+from specdec.server.resident import Resident
 
 FIRST = (
     0.001,
@@ -69,9 +70,9 @@ def labels_of(model: str) -> Labels:
 class Metrics:
     """What a scrape reads: counts of what requests see, by model, and those of the engines themselves."""
 
-    def __init__(self, engines: Mapping[str, SpecEngine]) -> None:
+    def __init__(self, residents: Sequence[Resident]) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self.registry.register(EngineFigures([(own, labels_of(name)) for name, own in engines.items()]))
+        self.registry.register(EngineFigures([(own, labels_of(own.name)) for own in residents]))
         ProcessCollector(registry=self.registry)
         self.answers = Counter(
             "http_requests",
@@ -79,7 +80,7 @@ class Metrics:
             ["handler", "method", "status"],
             registry=self.registry,
         )
-        self._families: dict[str, Counter | Histogram] = {}
+        self._families: dict[str, Any] = {}
 
     def of(self, model: str) -> "ModelMetrics":
         """Return what is counted of a model."""

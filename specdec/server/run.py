@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -11,19 +10,19 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from specdec.config.engine import EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.errors import ConfigError
-from specdec.models.folder import SHIPPED
 from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.connections import LINGER_S
 from specdec.server.settings import ServerConfig
-from specdec.server.state import State
+from specdec.server.shares import open_models
+from specdec.server.state import Served, State
+from specdec.server.switcher import Switcher
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,8 @@ FAILED = 70
 """Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
 
 
-def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
-    """Load a model and serve it until stopped. Errors in the server's settings are raised before loading."""
-    folder = SHIPPED.get(model, Path(model)).resolve()
+def run(models: Sequence[str], engine_config: EngineConfig, config: ServerConfig) -> None:
+    """Load models and serve them until stopped. Errors in the server's settings are raised before loading."""
     access = Access(config)
     if access.is_open:
         logger.warning(
@@ -54,27 +52,27 @@ def run(model: str, engine_config: EngineConfig, config: ServerConfig) -> None:
         )
     elif access.is_open_to_pages:
         logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
-    with _bind(config) as sock, SpecEngine(model, engine_config) as engine:
-        # What was loaded stays. A garbage collection that scanned it would stall every request for 0.2 s.
-        gc.collect()
-        gc.freeze()
-        asyncio.run(serve(engine, config, folder, sock))
-        failed = engine.fault is not None
-        ended = engine.close(0 if failed else GRACE_S)
+    switcher = open_models(models, engine_config, config)
+    with _bind(config) as sock, contextlib.closing(switcher):
+        switcher.start()
+        asyncio.run(serve(switcher, config, sock))
+        fault = switcher.fault
+        failed = fault is not None
+        ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
-            logger.critical("ending the process: %s", engine.fault if failed else "a step does not end")
+            logger.critical("ending the process: %s", fault or "a step does not end")
         # A thread that is in a step, or that compiles a form, cannot be stopped, and would crash in an
         # interpreter that is being finalized.
         if failed or any(thread.daemon and thread.name.startswith(OURS) for thread in threading.enumerate()):
             _leave(FAILED if failed else 0)
 
 
-async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket) -> None:
+async def serve(switcher: Switcher, config: ServerConfig, sock: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
     A second signal stops without waiting. An engine that fails for good counts as a first signal.
     """
-    state = State(engine, config, folder)
+    state = State(switcher, config)
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
     await runner.setup()
     assert runner.server
@@ -92,18 +90,23 @@ async def serve(engine: SpecEngine, config: ServerConfig, folder: Path, sock: so
         sock.listen(BACKLOG)
         host, port = sock.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        names = ", ".join(own.name for own in state.served)
         _say(
-            f"serving {state.names[0]} at {address}/v1 (playground: {address}/, health: {address}/health, "
+            f"serving {names} at {address}/v1 (playground: {address}/, health: {address}/health, "
             f"figures: {address}/metrics); Ctrl-C stops it"
         )
-        tasks = [asyncio.create_task(_report(state)), asyncio.create_task(_watch(state, told))]
-        tasks[1].add_done_callback(
-            lambda task: told.set() if not task.cancelled() and task.exception() else None
-        )
+        reports = [asyncio.create_task(_report(state, own)) for own in state.served]
+        tasks = [asyncio.create_task(own) for own in (_watch(state, told), switcher.run())]
+        for task in tasks:
+            task.add_done_callback(
+                lambda task: told.set() if not task.cancelled() and task.exception() else None
+            )
         await told.wait()
-        tasks[0].cancel()
+        for task in reports:
+            task.cancel()
         await _drain(state, hurried)
-        tasks[1].cancel()
+        for task in tasks:
+            task.cancel()
     finally:
         faulthandler.cancel_dump_traceback_later()
         if listener:
@@ -179,11 +182,11 @@ async def _watch(state: State, told: asyncio.Event) -> None:
     The process also ends if this task is not run any more because something holds the interpreter.
     """
     limit_s, ends = state.config.step_timeout, state.config.exit_on_failure
-    while all(served.engine.fault is None for served in state.served):
+    while state.switcher.fault is None:
         if ends:
             faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=STDERR)
         await asyncio.sleep(min(WATCH_S, limit_s / 4))
-        for engine in (served.engine for served in state.served):
+        for engine in state.engines:
             if engine.step_seconds > limit_s:
                 logger.critical(
                     "a step of the engine has taken more than step_timeout, which is %g s", limit_s
@@ -194,21 +197,25 @@ async def _watch(state: State, told: asyncio.Event) -> None:
         told.set()
 
 
-async def _report(state: State) -> None:
-    """Log what was done since the last line, if anything."""
-    (served,) = state.served
-    counts = served.engine.model.loop.counts
-    before = (0, 0, 0, 0, 0.0)
+async def _report(state: State, served: Served) -> None:
+    """Log what a model has done since the last line, if anything."""
+    named = f"{served.name}: " if len(state.served) > 1 else ""
+    before, engine = (0, 0, 0, 0, 0.0), None
     while True:
         await asyncio.sleep(REPORT_S)
+        if engine is not served.resident.engine:  # loaded anew, it counts anew
+            before, engine = (0, 0, 0, 0, 0.0), served.resident.engine
+        if engine is None:
+            continue
+        counts = engine.model.loop.counts
         now = (counts.steps, counts.tokens, counts.drafted, counts.accepted, time.monotonic())
         steps, tokens, drafted, accepted, _ = (a - b for a, b in zip(now, before, strict=True))
         seconds, before = (now[4] - before[4]) if before[4] else REPORT_S, now
         if not steps:
             continue
-        stats = served.engine.stats()
+        stats = engine.stats()
         logger.info(
-            "running %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
-            *(stats.running, stats.waiting, tokens / seconds, tokens / steps, accepted, drafted),
+            "%srunning %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
+            *(named, stats.running, stats.waiting, tokens / seconds, tokens / steps, accepted, drafted),
             100 * accepted / drafted if drafted else 0.0,
         )

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.config.sampling import SamplingParams
@@ -22,7 +21,9 @@ from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
 from specdec.server.metrics import Metrics, ModelMetrics
+from specdec.server.resident import Resident
 from specdec.server.settings import ServerConfig
+from specdec.server.switcher import Switcher
 from specdec.server.tools.offer import format_of
 from specdec.text.chat_template import Message, load_template, longest_answer
 from specdec.text.grammar.guide import Form
@@ -43,11 +44,10 @@ STOPPING = {"Retry-After": "10"}
 class State:
     """Owned by the event loop's thread."""
 
-    def __init__(self, engine: SpecEngine, config: ServerConfig, folder: Path) -> None:
-        self.config = config
-        names = config.served_model_name or [folder.name]
-        self.metrics = Metrics({names[0]: engine})
-        self.served = [Served(engine, config, folder, names, self.metrics.of(names[0]))]
+    def __init__(self, switcher: Switcher, config: ServerConfig) -> None:
+        self.switcher, self.config = switcher, config
+        self.metrics = Metrics(switcher.residents)
+        self.served = [Served(own, config, self.metrics.of(own.name)) for own in switcher.residents]
         """The models; requests that name none ask the first."""
         self.ignored = Ignored()
         self.access = Access(config)
@@ -63,6 +63,11 @@ class State:
     @property
     def names(self) -> list[str]:
         return [name for own in self.served for name in own.names]
+
+    @property
+    def engines(self) -> list[SpecEngine]:
+        """List the engines of the models that are loaded."""
+        return [own.engine for own in self.switcher.residents if own.engine]
 
     def named(self, name: str | None) -> "Served":
         """Return the model that a request asks for."""
@@ -80,7 +85,13 @@ class State:
 
     @contextlib.contextmanager
     def under_way(
-        self, served: "Served", choices: int, until: Deadline, *, field: str = "n"
+        self,
+        served: "Served",
+        choices: int,
+        until: Deadline,
+        *,
+        field: str = "n",
+        keep_alive_s: float | None = None,
     ) -> Iterator[None]:
         """Admit a request of a model, or refuse it if too many choices are in progress; blame this field."""
         if self.draining:
@@ -102,9 +113,11 @@ class State:
         self.choices += choices
         self.idle.clear()
         self._under_way.add(until)
+        served.resident.enter()
         try:
             yield
         finally:
+            served.resident.leave(keep_alive_s)
             self._under_way.discard(until)
             self.choices -= choices
             if not self.choices:
@@ -119,15 +132,9 @@ class State:
 class Served:
     """One model as requests see it: its engine, its names, its template and its figures."""
 
-    def __init__(
-        self,
-        engine: SpecEngine,
-        config: ServerConfig,
-        folder: Path,
-        names: Sequence[str],
-        metrics: ModelMetrics,
-    ) -> None:
-        self.engine, self.config, self.names, self.metrics = engine, config, tuple(names), metrics
+    def __init__(self, resident: Resident, config: ServerConfig, metrics: ModelMetrics) -> None:
+        self.resident, self.config, self.metrics = resident, config, metrics
+        self.names, folder = resident.names, resident.folder
         self.template = load_template(folder)
         self.calls = format_of(config.tool_call_parser, self.template)
         """The model's tool call format, if it has one."""
@@ -136,9 +143,7 @@ class Served:
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's mode: the shipped model has a chat template but knows code alone."""
-        self.max_model_len = engine.model.settings.max_model_len
-        longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
-        self.default_max_tokens = min(longest, self.max_model_len)
+        self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
         self._marks_refused = False
         """Whether the log says already that a mark was ignored."""
 
@@ -146,13 +151,30 @@ class Served:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def engine(self) -> SpecEngine:
+        """The engine, of a model that is loaded: it stays so while a request is under way that was ready."""
+        assert self.resident.engine, "the model is not loaded"
+        return self.resident.engine
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of a sequence at most; None: the model was never loaded."""
+        return self.resident.max_model_len
+
+    @property
+    def default_max_tokens(self) -> int:
+        return min(self._longest, self.max_model_len or self._longest)
+
     async def ready(self) -> None:
-        """Wait until the model takes requests; raise why it does not."""
+        """Wait until the model is loaded; raise why it is not, or takes no requests."""
+        await self.resident.ready()
         self.check_engine()
 
     def check_step(self) -> None:
         """Refuse requests if a step has been running for too long."""
-        took_s, most_s = self.engine.step_seconds, min(STALLED_S, self.config.step_timeout / 2)
+        engine = self.resident.engine
+        took_s, most_s = engine.step_seconds if engine else 0.0, min(STALLED_S, self.config.step_timeout / 2)
         if took_s > most_s:
             raise Failure(
                 503,
@@ -164,7 +186,7 @@ class Served:
 
     def check_engine(self) -> None:
         """Refuse requests if the engine has failed for good."""
-        if fault := self.engine.fault:
+        if self.resident.engine and (fault := self.resident.engine.fault):
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
     async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams, caller: str) -> list[Prepared]:
