@@ -186,13 +186,13 @@ class Resident:
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
         self.engine = engine
-        settle_garbage()
 
     async def load_meanwhile(self) -> None:
         """Build the engine beside the event loop; whoever waits for it hears of what is wrong."""
         self.is_loading = True
         try:
             await asyncio.to_thread(self.load)
+            settle_garbage()
         except SpecdecError as error:
             logger.error("%s cannot be loaded: %s", self.name, error)
         except Exception:

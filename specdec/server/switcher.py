@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from specdec.errors import SpecdecError
-from specdec.server.resident import Resident
+from specdec.server.resident import Resident, settle_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Switcher:
         """Load, before any request comes, what fits; raise what is wrong where none can be loaded."""
         faults: list[SpecdecError] = []
         for own in self.residents:
-            if not self._fits(own):
+            if not (own.refusal or self._fits(own)):
                 continue
             try:
                 own.load()
@@ -55,6 +55,7 @@ class Switcher:
                 own.is_resting = True
         if len(faults) == len(self.residents):
             raise faults[0]
+        settle_garbage()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End all engines; tell if their threads have ended."""

@@ -121,7 +121,7 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
         read_prompt=lambda prompt, terms: prompt,
     )
     served: Any = Served.__new__(Served)
-    served.engine, served.config = engine, SimpleNamespace(log_prompts=False)
+    served.resident, served.config = SimpleNamespace(engine=engine), SimpleNamespace(log_prompts=False)
     assert asyncio.run(served.prepare(["x"] * 64, SamplingParams(**fields), "")) == ["x"] * 64
     assert [own is not threading.main_thread() for own in looked] == [beside]
 

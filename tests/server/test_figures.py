@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec import EngineConfig, SamplingParams
 from specdec.core.outputs import Delta, RequestStats
 from specdec.core.terms import Terms
 from specdec.engine.engine import Prepared
@@ -61,15 +61,9 @@ ASKED = (
 PER_PROMPT = ("request_params_n", "request_max_num_generation_tokens")
 
 
-@pytest.fixture(scope="module")
-def engine(hybrid: Path) -> Iterator[SpecEngine]:
-    with SpecEngine(hybrid, draft="none") as own:
-        yield own
-
-
 @pytest.fixture
-def metrics(engine: SpecEngine) -> ModelMetrics:
-    return Metrics({"m": engine}).of("m")
+def metrics() -> ModelMetrics:
+    return Metrics([]).of("m")
 
 
 @pytest.fixture(scope="module")
