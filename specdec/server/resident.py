@@ -15,6 +15,7 @@ from specdec.config.engine import EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import EngineError, SpecdecError
 from specdec.server.failures import Failure
+from specdec.state_slots.pages import release_heap
 
 logger = logging.getLogger(__name__)
 
@@ -240,10 +241,11 @@ class Resident:
 
 
 def settle_garbage() -> None:
-    """Free what an unloaded model left, and set aside what was loaded.
+    """Free what an unloaded model and the loading of one left, and set aside what was loaded.
 
     A garbage collection that scanned a loaded model would stall every request for 0.2 s.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    release_heap()

@@ -11,10 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from aiohttp import web
 
 from specdec.config.engine import EngineConfig
+from specdec.core.stats import Counts
+from specdec.engine.engine import SpecEngine
 from specdec.errors import ConfigError
 from specdec.server.access import Access
 from specdec.server.app import build_app
@@ -177,45 +180,66 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:
-    """Watch the engine: report a step that hangs to every client, and stop the server when the engine fails.
+    """Watch the engines: report a step that hangs to its clients, and stop the server when an engine fails.
 
     The process also ends if this task is not run any more because something holds the interpreter.
     """
     limit_s, ends = state.config.step_timeout, state.config.exit_on_failure
-    while state.switcher.fault is None:
+    while not (ends and state.switcher.fault):
         if ends:
             faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=STDERR)
         await asyncio.sleep(min(WATCH_S, limit_s / 4))
-        for engine in state.engines:
-            if engine.step_seconds > limit_s:
-                logger.critical(
-                    "a step of the engine has taken more than step_timeout, which is %g s", limit_s
-                )
-                engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
+        _abandon_hung(state.engines, limit_s)
     faulthandler.cancel_dump_traceback_later()
-    if ends:
-        told.set()
+    told.set()
+
+
+def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
+    for engine in engines:
+        if engine.fault is None and engine.step_seconds > limit_s:
+            logger.critical("a step of the engine has taken more than step_timeout, which is %g s", limit_s)
+            engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
 
 
 async def _report(state: State, served: Served) -> None:
     """Log what a model has done since the last line, if anything."""
     named = f"{served.name}: " if len(state.served) > 1 else ""
-    before, engine = (0, 0, 0, 0, 0.0), None
+    before = Tally.of(None)
     while True:
         await asyncio.sleep(REPORT_S)
-        if engine is not served.resident.engine:  # loaded anew, it counts anew
-            before, engine = (0, 0, 0, 0, 0.0), served.resident.engine
-        if engine is None:
-            continue
-        counts = engine.model.loop.counts
-        now = (counts.steps, counts.tokens, counts.drafted, counts.accepted, time.monotonic())
-        steps, tokens, drafted, accepted, _ = (a - b for a, b in zip(now, before, strict=True))
-        seconds, before = (now[4] - before[4]) if before[4] else REPORT_S, now
-        if not steps:
-            continue
+        # No engine is kept from one line to the next: it may be unloaded meanwhile.
+        before = _report_since(before, served.resident.engine, named)
+
+
+class Tally(NamedTuple):
+    """What was counted, and when."""
+
+    steps: int
+    tokens: int
+    drafted: int
+    accepted: int
+    at_s: float
+    counts: Counts | None
+
+    @classmethod
+    def of(cls, counts: Counts | None) -> "Tally":
+        own = (counts.steps, counts.tokens, counts.drafted, counts.accepted) if counts else (0, 0, 0, 0)
+        return cls(*own, time.monotonic(), counts)
+
+
+def _report_since(before: Tally, engine: SpecEngine | None, named: str) -> Tally:
+    """Log what an engine has done since a tally, if anything; return the next one."""
+    if engine is None:
+        return Tally.of(None)
+    now = Tally.of(engine.model.loop.counts)
+    since = before if before.counts is now.counts else Tally(0, 0, 0, 0, before.at_s, None)  # loaded anew
+    steps, tokens = now.steps - since.steps, now.tokens - since.tokens
+    drafted, accepted = now.drafted - since.drafted, now.accepted - since.accepted
+    if steps:
         stats = engine.stats()
         logger.info(
             "%srunning %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
-            *(named, stats.running, stats.waiting, tokens / seconds, tokens / steps, accepted, drafted),
-            100 * accepted / drafted if drafted else 0.0,
+            *(named, stats.running, stats.waiting, tokens / (now.at_s - since.at_s), tokens / steps),
+            *(accepted, drafted, 100 * accepted / drafted if drafted else 0.0),
         )
+    return now

@@ -11,6 +11,15 @@ CAN_RELEASE = sys.platform == "linux"
 """Whether pages that are given back are free at once, and hold zeros when they are touched again."""
 
 
+def release_heap() -> None:
+    """Have the C library give back what it keeps of freed memory: most of an unloaded model's weights.
+
+    Another library than glibc is left alone.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def release_pages(data: Tensor) -> None:
     """Free the memory of a tensor of the host; it stays where it is, and is zero from now on.
 

@@ -44,7 +44,7 @@ class Asker:
         self._random = random.Random(1)
 
     def prompt(self) -> list[int]:
-        return [self._random.randrange(1000, 9000) for _ in range(self.prompt_tokens)]
+        return [self._random.randrange(10, 250) for _ in range(self.prompt_tokens)]
 
     def ask(self, model: str, prompt: Sequence[int], tokens: int) -> Answer:
         """Ask for a greedy answer of so many tokens."""
@@ -53,7 +53,9 @@ class Asker:
         start_s, first_s, said, reason = time.perf_counter(), 0.0, list[int](), None
         with contextlib.closing(http.client.HTTPConnection(self.host, self.port, timeout=300)) as connection:
             connection.request("POST", "/v1/completions", body)
-            for line in connection.getresponse():
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            for line in response:
                 if not line.startswith(b"data: {"):
                     continue
                 (choice,) = json.loads(line[6:]).get("choices") or [{}]
@@ -84,13 +86,16 @@ def watched_memory(process: int) -> Iterator[list[int]]:
 
 
 def resident_bytes(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * mmap.PAGESIZE
+    """Count the bytes of a process that are no file's: pages of checkpoints are the cache's."""
+    pages = Path(f"/proc/{process}/statm").read_text().split()
+    return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--memory-bytes", default="512MiB", type=parse_bytes)
+    parser.add_argument("--weights-bytes", type=parse_bytes, help="so little that models are unloaded")
     parser.add_argument("--switch-after", default=1.0, type=float)
     parser.add_argument("--write", action="store_true", help="write the models, and measure nothing")
     for option, default in (("--models", 3), ("--rounds", 8), ("--prompt-tokens", 128), ("--burst", 3)):
@@ -102,6 +107,7 @@ def main() -> None:
     names = [f"m{i}" for i in range(args.models)]
     options = ["--draft", "none", "--memory-bytes", str(args.memory_bytes)]
     options += ["--switch-after", str(args.switch_after)]
+    options += ["--weights-bytes", str(args.weights_bytes)] if args.weights_bytes else []
     options += [word for name in names for word in ("--served-model-name", name)]
     with Live(*options, model=folders[0], beside=folders[1:]) as live:
         asker = Asker(live, args.prompt_tokens)
@@ -115,27 +121,29 @@ def _switches(live: Live, asker: Asker, names: Sequence[str], rounds: int) -> di
     """Measure first tokens with a switch and without, in turn."""
     switched: list[float] = []
     stayed: list[float] = []
-    for index in range(rounds + 1):
-        for name in names:
-            for times in (switched, stayed):
-                answer = asker.ask(name, asker.prompt(), 2)
-                if index:  # the first round touches pages and records tapes
-                    times.append(answer.first_s)
+    with watched_memory(live.process.pid) as seen:
+        for index in range(rounds + 1):
+            for name in names:
+                for times in (switched, stayed):
+                    answer = asker.ask(name, asker.prompt(), 2)
+                    if index:  # the first round touches pages and records tapes
+                        times.append(answer.first_s)
     apart = [own - other for own, other in zip(switched, stayed, strict=True)]
     figures = live.metrics()
-    wakes, wake_s = (
-        total({key: value for key, value in figures.items() if 'kind="wake"' in key}, f"specdec:{name}_total")
-        for name in ("model_switches", "model_switch_seconds")
-    )
     found = {
         "switched_ms": _ms(switched),
         "stayed_ms": _ms(stayed),
         "apart_ms": {**_ms(apart), "most": round(max(apart) * 1e3, 1)},
-        "wakes": wakes,
-        "mean_wake_ms": round(wake_s / wakes * 1e3, 1),
+        "resident_mib": [seen[0] // MIB, max(seen) // MIB],
     }
+    for kind in ("wake", "load"):
+        own = {key: value for key, value in figures.items() if f'kind="{kind}"' in key}
+        count, seconds = (
+            total(own, f"specdec:{name}_total") for name in ("model_switches", "model_switch_seconds")
+        )
+        found[f"{kind}s"], found[f"mean_{kind}_ms"] = count, round(seconds / max(count, 1) * 1e3, 1)
     print(f"first token after a switch {found['switched_ms']}, without {found['stayed_ms']} ms; ")
-    print(f"in the same round {found['apart_ms']} ms more; {wakes:.0f} wakes of {found['mean_wake_ms']} ms")
+    print(f"in the same round {found['apart_ms']} ms more; {found}")
     return found
 
 

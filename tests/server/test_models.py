@@ -12,7 +12,7 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.core.batch import StepReport
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CapacityError, CheckpointError, ConfigError
 from specdec.models.folder import SHIPPED
 from specdec.server import resident as resident_module
 from specdec.server import shares
