@@ -66,8 +66,10 @@ class Scheduler:
         self.preemptions = 0
         self.is_paused = False
         """Whether nothing is admitted: all wait for `resume`."""
+        self.is_catching_up = False
+        """Whether what the last pause took back is still to be computed anew; any thread may ask."""
         self._paused: list[Request] = []
-        """Those whose memory the last pause took back."""
+        """Those that it took back."""
         self._last_limit = ""
         self._events = Events()
 
@@ -85,7 +87,7 @@ class Scheduler:
     def pause(self) -> None:
         """Preempt all that run, and admit none until `resume`; the order of requests stays."""
         self._paused = [*self.running, *(r for r in self._paused if r in self.waiting)]
-        self.is_paused = True
+        self.is_paused, self.is_catching_up = True, bool(self._paused)
         while self.running:
             self._preempt(self.running[-1])
 
@@ -93,17 +95,15 @@ class Scheduler:
         """Admit requests again; those that were preempted are computed anew, and go on with the same text."""
         self.is_paused = False
 
-    @property
-    def is_catching_up(self) -> bool:
-        """Tell whether what the last pause took back is being computed anew; any thread may ask.
-
-        Those that there is no memory for are not counted: they wait for others to end.
-        """
+    def _note_catching_up(self) -> None:
+        """Look whether all have caught up but those for which there is no memory: these wait for others."""
         waits = self._last_limit in ("", "chunk_tokens", PREFIXES)
-        return any(
+        self.is_catching_up = any(
             own.finish_reason is None and not own.is_decoding and (waits or own in self.running)
             for own in self._paused
         )
+        if not (self.is_catching_up or self.is_paused):
+            self._paused = []
 
     def schedule(self) -> StepPlan:
         """Choose the step's rows; every request in them holds the memory that its row needs.
@@ -120,6 +120,8 @@ class Scheduler:
         )
         while self._admit(budget):
             budget -= self.running[-1].num_schedulable_tokens
+        if self._paused:
+            self._note_catching_up()
         rows: list[ScheduledRequest] = []
         budget = self.chunk_tokens
         for request in self.running:

@@ -101,7 +101,7 @@ async def _answer(
     answers = Answers(served.engine, state.bell, prepared, streams=body.stream, until=until)
     usage, stall_s = Usage(answers.prompt_tokens, prepared[0].params.n), state.config.stall_timeout
     metrics, resident = served.metrics, served.resident
-    with metrics.request(prepared, until.start_s) as watch, resident.answering(), answers:
+    with metrics.request(prepared, until.start_s) as watch, answers, resident.answering(answers):
         if body.stream:
             stream = EventStream(request, stall_s)
             return await _stream(answers, envelope, usage, watch, body, stream, names)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from specdec.config.engine import EngineConfig
 from specdec.engine.engine import SpecEngine
@@ -38,6 +39,13 @@ class Status(StrEnum):
     """It could not be loaded, or its engine has failed for good."""
 
 
+class Work(Protocol):
+    """Something that an engine was asked for."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+
 class Resident:
     """Owned by the event loop's thread."""
 
@@ -63,8 +71,8 @@ class Resident:
         self._failed_s = 0.0
         self.users = 0
         """Requests under way: it is not unloaded meanwhile."""
-        self.running = 0
-        """Of these, the ones whose prompts the engine has: they want an arena."""
+        self._answers: set[Work] = set()
+        """What the engine was asked for."""
         self.at_gate = 0
         """Of the users, those that wait until it is loaded."""
         self.wanted_s: float | None = None
@@ -103,8 +111,13 @@ class Resident:
         return self.status is Status.WARM
 
     @property
+    def running(self) -> int:
+        """Answers that the engine has not ended yet, read or not: they want an arena."""
+        return sum(not own.is_over for own in self._answers)
+
+    @property
     def is_idle(self) -> bool:
-        return not (self.running or self.at_gate)
+        return not (self.at_gate or self.running)
 
     @property
     def inside(self) -> int:
@@ -158,14 +171,14 @@ class Resident:
         self.look()
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """Ask for an arena as long as a request runs."""
-        self.running += 1
+    def answering(self, answer: Work) -> Iterator[None]:
+        """Ask for an arena until an answer is over."""
+        self._answers.add(answer)
         self.look()
         try:
             yield
         finally:
-            self.running -= 1
+            self._answers.remove(answer)
             self.look()
 
     def seconds_kept(self, now_s: float) -> float | None:

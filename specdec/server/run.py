@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from aiohttp import web
@@ -101,9 +102,7 @@ async def serve(switcher: Switcher, config: ServerConfig, sock: socket.socket) -
         reports = [asyncio.create_task(_report(state, own)) for own in state.served]
         tasks = [asyncio.create_task(own) for own in (_watch(state, told), switcher.run())]
         for task in tasks:
-            task.add_done_callback(
-                lambda task: told.set() if not task.cancelled() and task.exception() else None
-            )
+            task.add_done_callback(partial(_stop_if_failed, told))
         await told.wait()
         for task in reports:
             task.cancel()
@@ -177,6 +176,13 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
         state.end_all()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(state.idle.wait(), LINGER_S)
+
+
+def _stop_if_failed(told: asyncio.Event, task: "asyncio.Task[None]") -> None:
+    """Stop the server where one of its own tasks has failed."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.critical("a task of the server has failed", exc_info=error)
+        told.set()
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:

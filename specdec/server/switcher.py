@@ -109,7 +109,7 @@ class Switcher:
         waiting = [
             own
             for own in self.residents
-            if own.wanted_s is not None and not (own.engine and own.engine.fault)
+            if own.wanted_s is not None and not own.is_idle and not (own.engine and own.engine.fault)
         ]
         return min(waiting, key=lambda own: (not own.is_draining, own.wanted_s), default=None)
 

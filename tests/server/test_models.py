@@ -5,6 +5,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,26 @@ async def switching(switcher: Switcher) -> AsyncIterator[None]:
             await task
 
 
+@dataclass(eq=False)
+class Asked:
+    is_over: bool = False
+
+
 async def ask(
-    own: Resident, prompt: str = PROMPTS[0], params: SamplingParams = SHORT, keep: float | None = None
+    own: Resident,
+    prompt: str = PROMPTS[0],
+    params: SamplingParams = SHORT,
+    keep: float | None = None,
+    slow_s: float = 0.0,
 ) -> tuple[list[int], int]:
     """Do as the server's handlers do; return a text's tokens, and how often it was preempted."""
     own.enter()
     try:
         engine = await own.ready()
-        with own.answering():
+        with own.answering(work := Asked()):
             deltas = [delta async for delta in engine.stream(prompt, params)]
+            work.is_over = True
+            await asyncio.sleep(slow_s)
     finally:
         own.leave(keep)
     assert deltas[-1].stats
@@ -234,6 +246,12 @@ def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
             assert second.is_resting and second.wanted_s is None
             await long
             assert len((await ask(second))[0]) == SHORT.max_tokens  # an idle one makes way at once
+            # So does one whose answer is over and still being read.
+            read = asyncio.create_task(ask(first, slow_s=60.0))
+            await until(lambda: first.is_warm and first.is_idle)
+            assert len((await ask(second))[0]) == SHORT.max_tokens and not read.done()
+            assert first.is_resting and first.wanted_s is None
+            read.cancel()
 
         run(switcher, turns)
 
