@@ -217,11 +217,10 @@ class Resident:
 
     async def unload(self) -> None:
         """Close the engine and free its memory."""
-        engine, self.engine = self.engine, None
-        assert engine
-        self.is_draining = False
-        await asyncio.to_thread(engine.close)
-        del engine
+        assert self.engine
+        closing, self.engine, self.is_draining = [self.engine], None, False
+        # Nothing but the call itself holds the engine: the thread lets go of what it was given too late.
+        await asyncio.to_thread(lambda: closing.pop().close())
         settle_garbage()
         self.look()
 
