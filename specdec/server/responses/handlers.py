@@ -30,6 +30,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
     body = ResponseBody.read(await request.read())
     state.check_model(body.model)
     caller, responses = request["caller"], state.responses
+    body.store = body.store and responses.most > 0
     history = responses.history(caller, body.previous_response_id)
     before = await worked(sum(own.size for own in history), partial(_items, history))
     toolbox = Toolbox(body.tools or ())
