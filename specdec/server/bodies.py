@@ -226,6 +226,7 @@ class ChatBody(Body):
         None, description="the template's variable of this name, or what switches its thinking on or off"
     )
     enable_thinking: bool | None = Field(None, description="think before the answer, if the template says so")
+    include_reasoning: bool = Field(True, description="false leaves out what was thought")
     thinking_token_budget: int | None = Field(None, ge=0, description="tokens of thinking at most")
     thinking_budget: int | None = Field(None, ge=0, description="the same in Qwen's words")
     max_thinking_tokens: int | None = Field(None, ge=0, description="the same once more")

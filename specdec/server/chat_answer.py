@@ -34,7 +34,8 @@ class ChatAnswer:
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         thought = {name: texts[name] for name in THOUGHT if texts[name]}
-        content = texts["content"] if texts["content"] or not (calls or thought) else None
+        is_silent = not texts["content"] and (calls or self._events.has_thought)
+        content = None if is_silent else texts["content"]
         message: Json = {"role": "assistant", "content": content, **thought}
         return message | ({"tool_calls": calls} if calls else {})
 

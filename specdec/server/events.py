@@ -15,6 +15,7 @@ class Expected:
 
     thinking: ThinkingFormat | None = None
     offer: Offer | None = None
+    shows_thinking: bool = True
 
 
 class AnswerEvents:
@@ -27,8 +28,11 @@ class AnswerEvents:
         offer = expected.offer
         self._reader = AnswerReader(expected.thinking, offer.calls if offer else None)
         self._most_calls = None if offer is None or offer.parallel else 1
+        self._shows_thinking = expected.shows_thinking
         self._speaks = offer is None or offer.structure is None
         self._calls = 0
+        self.has_thought = False
+        """Whether anything was thought, shown or not."""
 
     def push(self, delta: Delta) -> list[Event]:
         """Return what a piece of the answer adds, in order; the last piece brings what was held back."""
@@ -45,4 +49,7 @@ class AnswerEvents:
         self._calls += isinstance(event, Begin)
         if isinstance(event, Text):
             return self._speaks
-        return isinstance(event, Thinking) or self._most_calls is None or self._calls <= self._most_calls
+        if isinstance(event, Thinking):
+            self.has_thought = True
+            return self._shows_thinking
+        return self._most_calls is None or self._calls <= self._most_calls

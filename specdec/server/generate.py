@@ -109,7 +109,7 @@ async def answer_chat(
                 own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await state.prepare([ids], params, request["caller"])
-        writer = write(Expected(thinking, offer), prepared)
+        writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := state.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
         return await _answer(request, state, prepared, writer, until, names, streams=body.stream)

@@ -96,6 +96,13 @@ def test_thinking_is_switched_off(live: Live, fields: dict[str, Any]) -> None:
     assert (own["content"].strip(), len(own["tool_calls"])) == (SAID, 1) and "reasoning_content" not in own
 
 
+def test_thinking_is_left_out_where_it_is_not_wanted(live: Live) -> None:
+    own = message(live, asked(include_reasoning=False))
+    assert (own["content"], len(own["tool_calls"])) == (SAID, 1) and "reasoning_content" not in own
+    answer = live.ask(CHAT, asked(include_reasoning=False, max_tokens=3)).json
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": None}
+
+
 def test_an_answer_that_is_cut_off_within_thinking_is_none(live: Live) -> None:
     """Its tokens are counted as they are: all but the end's that follows them."""
     whole = live.ask(CHAT, asked(enable_thinking=True)).json["usage"]

@@ -174,6 +174,8 @@ CASES: dict[str, tuple[CallFormat, str, Found]] = {
         + "<|tool_calls_section_end|>",
         ("I look.", [("f", AWKWARD), ("g", "{}")]),
     ),
+    "no call of Kimi's": (KIMI, "<|tool_calls_section_begin|>x {}", ("<|tool_calls_section_begin|>x {}", [])),
+    "no call of Mistral's": (MISTRAL, "[TOOL_CALLS]f [ARGS]{}", ("[TOOL_CALLS]f [ARGS]{}", [])),
     "not closed": (CODER, f"{OPEN}<function=f><parameter=s>x", ("", [("f", '{"s": "x"}')])),
 }  # fmt: skip
 PARAMETER = "<parameter="
