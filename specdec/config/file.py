@@ -24,21 +24,21 @@ class Entry:
     line: int
 
 
-def add_model_and_file(parser: argparse.ArgumentParser, says: str) -> None:
-    """Add MODEL, described so, which a file may name too, and `--config`."""
-    absent = argparse.SUPPRESS
-    parser.add_argument(MODEL, metavar="MODEL", nargs="?", default=absent, help=says)
+def add_model_and_file(parser: argparse.ArgumentParser, says: str, *, several: bool = False) -> None:
+    """Add MODEL, described so, or a list of them, which a file may name too, and `--config`."""
+    nargs, absent = "*" if several else "?", argparse.SUPPRESS
+    parser.add_argument(MODEL, metavar="MODEL", nargs=nargs, default=absent, help=says)
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="settings in YAML; options come before them"
     )
 
 
-def fill_in(args: argparse.Namespace, *classes: type[Settings]) -> None:
+def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = False) -> None:
     """Set the settings of these classes, and MODEL, that the file has and the command line has not.
 
     The file is checked by itself, whatever the command line says.
     """
-    entries = _settled(args.config, classes) if args.config is not None else {}
+    entries = _settled(args.config, classes, several=several) if args.config is not None else {}
     for settings in classes:
         _check(args.config, settings, entries)
     for field, entry in entries.items():
@@ -48,12 +48,12 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings]) -> None:
         raise ConfigError("MODEL is missing: name it, or a file with --config that does", field=MODEL)
 
 
-def _settled(path: Path, classes: tuple[type[Settings], ...]) -> dict[str, Entry]:
+def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, Entry]:
     """Find the field that each entry stands for; two entries for one are refused."""
     found: dict[str, Entry] = {}
     for entry in _entries(path):
         try:
-            meaning = _meaning(entry, classes)
+            meaning = _meaning(entry, classes, several=several)
         except ConfigError as error:
             raise ConfigError(f"{path}, line {entry.line}: {error}", field=error.field) from None
         for field, value in meaning.items():
@@ -68,14 +68,18 @@ def _settled(path: Path, classes: tuple[type[Settings], ...]) -> dict[str, Entry
     return found
 
 
-def _meaning(entry: Entry, classes: tuple[type[Settings], ...]) -> Mapping[str, object]:
+def _meaning(entry: Entry, classes: tuple[type[Settings], ...], *, several: bool) -> Mapping[str, object]:
     """Return the fields that an entry sets."""
     fields = {name: field for settings in classes for name, field in settings.model_fields.items()}
     name = entry.name.replace("-", "_")
     if name == MODEL:
-        if not isinstance(entry.value, str):
-            raise ConfigError(f"{entry.name} cannot be {entry.value!r}; give a folder or a name", field=name)
-        return {name: entry.value}
+        models = entry.value if several and isinstance(entry.value, list) else [entry.value]
+        if not models or not all(isinstance(own, str) for own in models):
+            more = ", or a list of them" if several else ""
+            raise ConfigError(
+                f"{entry.name} cannot be {entry.value!r}; give a folder or a name{more}", field=name
+            )
+        return {name: models if several else models[0]}
     if name in fields:
         return {name: _value(fields[name], entry.value)}
     aliases = {name: own for name, own in ALIASES.items() if fields.keys() >= {*own.fields}}

@@ -112,7 +112,8 @@ class Parser(argparse.ArgumentParser):
         whole = {action: action.help for action in self._actions if isinstance(action.help, Help)}
         if not whole:
             return self.format_all()
-        names = [str(action.metavar) for action in self._actions if not action.option_strings]
+        own = [action for action in self._actions if not action.option_strings]
+        names = [f"{action.metavar}{' …' if action.nargs == '*' else ''}" for action in own]
         self.usage = " ".join(["%(prog)s [options]", *names])
         for action, text in whole.items():
             action.help = text.brief or argparse.SUPPRESS

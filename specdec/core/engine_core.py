@@ -85,6 +85,14 @@ class EngineCore:
         while self.has_work:
             self.step()
 
+    def rest(self) -> None:
+        """Preempt what runs and give the arena's bytes back; requests wait from now on."""
+        self.loop.rest()
+
+    def wake(self) -> None:
+        """Use the arena again and go on with what waits."""
+        self.loop.wake()
+
     def check_idle(self) -> None:
         """Prove, while there is nothing to do, that memory is as it should be."""
         self.loop.check_idle()

@@ -296,6 +296,28 @@ class DecodeLoop:
             else:
                 request.send(request.take_delta())
 
+    @torch.inference_mode()
+    def rest(self) -> None:
+        """Preempt what runs, move prefixes to the tier below, and give the arena's bytes back.
+
+        Nothing is admitted until `wake`; what ends meanwhile is still told of. All that holds addresses in
+        the arena, tapes too, stays valid.
+        """
+        if self.runner:
+            self.runner.stop()
+        if self.prefixes and self.prefixes.cache.lower:
+            self.prefixes.keep_running(self.scheduler.running)
+        self.scheduler.pause()
+        self._follow(self.scheduler.schedule().events)
+        if self.scheduler.cache:
+            self.scheduler.cache.move_down()
+        self.check_idle()
+        self.arena.give_back()
+
+    def wake(self) -> None:
+        """Use the arena again: those that wait are admitted, and those that were preempted computed anew."""
+        self.scheduler.resume()
+
     def recover(self) -> None:
         """Put memory, drafters and the batch on the device back to empty after a step that failed.
 

@@ -55,13 +55,23 @@ class Prefixes:
     def keep(self, ended: Sequence[Request], ahead: Ahead | None) -> None:
         """Keep what ended requests have read, and their states, for those that begin alike."""
         done = [self._left(r, ahead) for r in ended if r.lease and r.finish_reason]
+        self._keep(done, ahead)
+        for left in done:
+            self._learn(left.request)
+
+    def keep_running(self, running: Sequence[Request]) -> None:
+        """Keep what requests have read that are about to be preempted, so that they go on from there.
+
+        Their states are the tree's from now on: they must not run any more.
+        """
+        self._keep([self._left(r, None) for r in running if r.lease and r.num_computed_tokens], None)
+
+    def _keep(self, done: list["Left"], ahead: Ahead | None) -> None:
         # A node without a state grows with a text that goes on from it: the longest comes first.
         done.sort(key=lambda left: -left.length)
         if ahead is None:
             # Later requests share these blocks: the head must have read as far.
             self.speculation.read_ended([(left.request, left.skipped) for left in done])
-        for left in done:
-            self._learn(left.request)
         nodes = [self._share(left.request, left.length) for left in done]
         kept = [
             (left, left.committed, node)

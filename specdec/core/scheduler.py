@@ -64,6 +64,12 @@ class Scheduler:
         self.limited_by: Counter[str] = Counter()
         """How many steps left a request waiting, by what it waited for."""
         self.preemptions = 0
+        self.is_paused = False
+        """Whether nothing is admitted: all wait for `resume`."""
+        self.is_catching_up = False
+        """Whether what the last pause took back is still to be computed anew; any thread may ask."""
+        self._paused: list[Request] = []
+        """Those that it took back."""
         self._last_limit = ""
         self._events = Events()
 
@@ -76,7 +82,28 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return not self.is_paused and bool(self.waiting or self.running)
+
+    def pause(self) -> None:
+        """Preempt all that run, and admit none until `resume`; the order of requests stays."""
+        self._paused = [*self.running, *(r for r in self._paused if r in self.waiting)]
+        self.is_paused, self.is_catching_up = True, bool(self._paused)
+        while self.running:
+            self._preempt(self.running[-1])
+
+    def resume(self) -> None:
+        """Admit requests again; those that were preempted are computed anew, and go on with the same text."""
+        self.is_paused = False
+
+    def _note_catching_up(self) -> None:
+        """Look whether all have caught up but those for which there is no memory: these wait for others."""
+        waits = self._last_limit in ("", "chunk_tokens", PREFIXES)
+        self.is_catching_up = any(
+            own.finish_reason is None and not own.is_decoding and (waits or own in self.running)
+            for own in self._paused
+        )
+        if not (self.is_catching_up or self.is_paused):
+            self._paused = []
 
     def schedule(self) -> StepPlan:
         """Choose the step's rows; every request in them holds the memory that its row needs.
@@ -93,6 +120,8 @@ class Scheduler:
         )
         while self._admit(budget):
             budget -= self.running[-1].num_schedulable_tokens
+        if self._paused:
+            self._note_catching_up()
         rows: list[ScheduledRequest] = []
         budget = self.chunk_tokens
         for request in self.running:
@@ -196,6 +225,9 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's memory back; it waits at the front to be computed anew."""
         logger.info("preempted request %d: no KV block was free", request.number)
+        self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
         self._take_back(request)
         self._events.preempted.append(request)
         self.waiting.appendleft(request)
@@ -204,7 +236,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> bool:
         """Move the first waiting request to the running ones if its state and all its tokens fit."""
-        if not self.waiting:
+        if not self.waiting or self.is_paused:
             return False
         lease, limit = self._room_for(self.waiting[0], budget)
         if limit:

@@ -20,7 +20,7 @@ from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limi
 from specdec.core.thinking import ThinkingTerms
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
-from specdec.errors import RequestError, SpecdecError
+from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import find_models
 from specdec.setup.build import build
 from specdec.setup.capabilities import check_request
@@ -200,6 +200,37 @@ class SpecEngine:
     def begin_flush(self, caller: str | None = None) -> "Future[None]":
         """Have that done between two steps; of all, or of one caller."""
         return self._worker.flush(caller)
+
+    def rest(self) -> None:
+        """Give the arena's bytes back until `wake`.
+
+        Requests that run are preempted, those that come wait, and all go on afterwards with the text that
+        they would have had. Prefixes move to the host's tier, if there is one, or else are forgotten.
+        """
+        self.begin_rest().result()
+
+    def begin_rest(self) -> "Future[None]":
+        """Have that done between two steps."""
+        if not self.model.loop.arena.can_rest:
+            raise ConfigError(
+                "device: only an engine on a CPU under Linux can give its arena back for a while; close it "
+                "instead.",
+                field="device",
+            )
+        return self._worker.rest()
+
+    def wake(self) -> None:
+        """Go on after `rest`."""
+        self.begin_wake().result()
+
+    def begin_wake(self) -> "Future[None]":
+        """Have that done between two steps."""
+        return self._worker.wake()
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether what `rest` took back of running requests is still being computed anew."""
+        return self.model.loop.scheduler.is_catching_up
 
     @property
     def fault(self) -> str | None:

@@ -117,17 +117,41 @@ class Worker:
 
     def flush(self, caller: str | None = None) -> "Future[None]":
         """Forget what ended requests left, or one caller's, between two steps."""
+        return self._between_steps(lambda: self._core.flush(caller))
+
+    def rest(self) -> "Future[None]":
+        """Have what runs preempted between two steps, and the arena's bytes given back."""
+        return self._between_steps(self._rest)
+
+    def wake(self) -> "Future[None]":
+        """Have requests run again."""
+        return self._between_steps(lambda: self._core.wake())
+
+    def _between_steps(self, work: Callable[[], None]) -> "Future[None]":
         done: Future[None] = Future()
 
-        def flush() -> None:
+        def run() -> None:
+            self._step_start_s = time.monotonic()
             try:
-                self._core.flush(caller)
+                work()
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)
+            self._step_start_s = None
 
-        self._put(flush)
+        self._put(run)
         return done
+
+    def _rest(self) -> None:
+        """Rest; what fails on the way ends the requests that it may have spoilt, and memory begins afresh."""
+        try:
+            self._core.rest()
+        except Exception as failure:
+            logger.exception(
+                "resting failed; the requests that ran end with an error, and the engine goes on"
+            )
+            self._core.recover(failure)
+            self._core.rest()
 
     def _put(self, work: Callable[[], None]) -> None:
         self.check_process()

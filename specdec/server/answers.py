@@ -136,6 +136,11 @@ class Answers:
         self._ticket.cancel()
 
     @property
+    def is_over(self) -> bool:
+        """Whether the engine has no more to do for it, read or not."""
+        return not self._unended or self._error is not None
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(prepared.ids) for prepared in self.prepared)
 

@@ -28,7 +28,7 @@ from specdec.server.page import playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.protocol import SERVER
 from specdec.server.responses.handlers import delete, respond, retrieve
-from specdec.server.state import State, worked
+from specdec.server.state import Served, State, worked
 from specdec.server.streams import send_whole
 from specdec.server.tools.offer import make_offer, untold
 from specdec.setup.settings import Resolved
@@ -162,37 +162,40 @@ async def _embeddings(request: web.Request, state: State) -> web.Response:
 
 
 async def _models(request: web.Request, state: State) -> web.Response:
-    return web.json_response({"object": "list", "data": [_card(state, name) for name in state.names]})
+    cards = [_card(own, name) for own in state.served for name in own.names]
+    return web.json_response({"object": "list", "data": cards})
 
 
 async def _model(request: web.Request, state: State) -> web.Response:
     name = request.match_info["name"]
-    state.check_model(name)
-    return web.json_response(_card(state, name))
+    return web.json_response(_card(state.named(name), name))
 
 
-def _card(state: State, name: str) -> dict[str, Any]:
+def _card(served: Served, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "specdec",
-        "root": state.names[0],
+        "root": served.name,
         "parent": None,
-        "max_model_len": state.max_model_len,
+        "max_model_len": served.max_model_len,
+        "state": served.resident.status,
     }
 
 
 async def _health(request: web.Request, state: State) -> web.Response:
-    """Report whether the engine is alive and stepping."""
-    state.check_engine()
-    state.check_step()
+    """Report whether the engines are alive and stepping."""
+    for served in state.served:
+        served.check_engine()
+        served.check_step()
     return web.json_response({"status": "ok"})
 
 
 async def _ready(request: web.Request, state: State) -> web.Response:
     """Report whether requests are accepted."""
-    state.check_engine()
+    for served in state.served:
+        served.check_engine()
     if state.draining:
         raise Failure(503, "The server is stopping.", code="stopping")
     return await _health(request, state)
@@ -207,52 +210,61 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 async def _tokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(TokenizeBody, await request.read())
-    state.check_model(body.model)
-    request["headers"] |= state.ignored.headers([*untold(body.tools, None, told=state.told), *body.ignored])
+    served = state.named(body.model)
+    request["headers"] |= state.ignored.headers([*untold(body.tools, None, told=served.told), *body.ignored])
     until = Deadline(state.config.request_timeout)
-    with state.under_way(1, until):
+    with state.under_way(served, 1, until):
         async with until.held():
-            ids = await _tokens(body, state)
-        found = {"tokens": ids, "count": len(ids), "max_model_len": state.max_model_len}
+            await served.ready()
+            ids = await _tokens(body, served)
+        found = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
         return await send_whole(request, web.json_response(found), state.config.stall_timeout)
 
 
-async def _tokens(body: TokenizeBody, state: State) -> list[int]:
+async def _tokens(body: TokenizeBody, served: Served) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
         plain = as_read(body.messages)
-        offer = make_offer(body.tools, None, parallel=True, form=state.calls, told=state.told)
-        own = {**state.template_kwargs, **(body.chat_template_kwargs or {})}
+        offer = make_offer(body.tools, None, parallel=True, form=served.calls, told=served.told)
+        own = {**served.template_kwargs, **(body.chat_template_kwargs or {})}
         variables = {**own, **({"tools": offer.plain} if offer else {})}
-        chat = await state.encode_chat(plain, variables, answer=body.add_generation_prompt)
+        chat = await served.encode_chat(plain, variables, answer=body.add_generation_prompt)
         return chat.ids
     assert body.prompt is not None
-    state.engine.check_length(body.prompt)
-    return await state.encode(body.prompt, special=body.add_special_tokens)
+    served.engine.check_length(body.prompt)
+    return await served.encode(body.prompt, special=body.add_special_tokens)
 
 
 async def _detokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(DetokenizeBody, await request.read())
-    state.check_model(body.model)
+    served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
-    tokenizer, vocab = state.engine.tokenizer, state.engine.model.network.spec.vocab
+    until = Deadline(state.config.request_timeout)
+    with state.under_way(served, 1, until):
+        async with until.held():
+            await served.ready()
+            return web.json_response({"prompt": await _text(body, served)})
+
+
+async def _text(body: DetokenizeBody, served: Served) -> str:
+    tokenizer, vocab = served.engine.tokenizer, served.engine.model.network.spec.vocab
     if tokenizer is None:
         raise Failure(400, "tokens: the model has no tokenizer, so they have no text.", param="tokens")
-    if len(body.tokens) > (most := state.max_model_len):
+    if len(body.tokens) > (most := served.engine.model.settings.max_model_len):
         raise Failure(
             400, f"tokens: {len(body.tokens):,} are more than {most:,}, the max_model_len.", param="tokens"
         )
     if any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
-    text = await worked(len(body.tokens), partial(tokenizer.decode, body.tokens))
-    return web.json_response({"prompt": text})
+    return await worked(len(body.tokens), partial(tokenizer.decode, body.tokens))
 
 
 async def _flush_cache(request: web.Request, state: State) -> web.Response:
     """Flush the caller's cached prefixes and the outputs that drafters look up."""
     async with Deadline(state.config.request_timeout).held():
-        await asyncio.wrap_future(state.engine.begin_flush(request["caller"]))
+        for engine in state.engines:
+            await asyncio.wrap_future(engine.begin_flush(request["caller"]))
     return web.json_response({"status": "ok"})
 
 
@@ -261,15 +273,25 @@ async def _openapi(request: web.Request, state: State) -> web.Response:
 
 
 async def _server_info(request: web.Request, state: State) -> web.Response:
-    """Show the engine's resolved settings and counters; they contain no key and no prompt."""
-    engine = state.engine
-    stats = engine.stats()
+    """Show a model's resolved settings and counters; they contain no key and no prompt."""
+    served = state.named(request.query.get("model"))
     shown = {
         "version": __version__,
-        "model": state.names[0],
+        "model": served.name,
+        "models": {own.name: own.resident.status for own in state.served},
+        "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
+        **(_engine_info(served) if served.resident.engine else {}),
+    }
+    return web.Response(text=json.dumps(shown), content_type="application/json")
+
+
+def _engine_info(served: Served) -> dict[str, Any]:
+    engine = served.engine
+    stats = engine.stats()
+    return {
         **_settled(engine.model.settings),
-        "chat_template": not state.template.is_plain,
-        "writes": state.writes,
+        "chat_template": not served.template.is_plain,
+        "writes": served.writes,
         "engine": engine.config.model_dump(mode="json", exclude_defaults=True),
         "steps": stats.steps,
         "tokens": stats.tokens,
@@ -291,9 +313,7 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "arena": asdict(stats.arena),
         "prefixes": asdict(stats.prefixes) if stats.prefixes else None,
         "speculation": _speculation(stats),
-        "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
     }
-    return web.Response(text=json.dumps(shown), content_type="application/json")
 
 
 def _speculation(stats: EngineStats) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Request bodies, with the field names of OpenAI's API and of vLLM's extensions."""
 
+import re
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -20,6 +21,8 @@ BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]
 """Larger ones could be chosen to collide in a hash table."""
 BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 """The fields by which servers bound thinking: vLLM's, Qwen's, and what several clients send."""
+DURATION = re.compile(r"(?P<number>-?\d{1,12}(\.\d{1,9})?)(?P<unit>s|m|h)?")
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 B = TypeVar("B", bound="Body")
 
 
@@ -108,6 +111,9 @@ class Body(BaseModel):
     speculate: bool | None = Field(
         None, description="false: no drafts for this request; the text is the same"
     )
+    keep_alive: float | str | None = Field(
+        None, description="seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 for good"
+    )
     return_drafts: bool = Field(
         False,
         description="put each verify step's draft beside the text: token_ids, texts and parents of its nodes "
@@ -170,6 +176,23 @@ class Body(BaseModel):
                 param="structured_outputs",
             )
         return given[0] if given else None
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Return how long the model is to be kept after this request; None: it does not say."""
+        given = self.keep_alive
+        if given is None:
+            return None
+        found = DURATION.fullmatch(str(given))
+        if not found:
+            raise Failure(
+                400,
+                f"keep_alive: {given!r:.40} is no time; give seconds, or a text such as 30s, 5m or 2h; -1 "
+                "keeps the model for good.",
+                param="keep_alive",
+            )
+        seconds = float(found["number"]) * SECONDS[found["unit"] or "s"]
+        return max(seconds, -1.0)
 
     @property
     def includes_usage(self) -> bool:

@@ -7,26 +7,26 @@ from functools import partial
 from specdec.config.engine import EngineConfig
 from specdec.config.file import add_model_and_file, fill_in
 from specdec.config.options import Run, add_settings, settings_from
-from specdec.models.folder import GIVEN, find_models
+from specdec.models.folder import find_models
 from specdec.server.logs import FORMATTERS
 from specdec.server.settings import ServerConfig
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_serve)
-    add_model_and_file(parser, GIVEN)
+    add_model_and_file(parser, "folders, OWNER/NAME on the Hugging Face hub, or tiny", several=True)
     add_settings(parser, ServerConfig, title="server")
     add_settings(parser, EngineConfig, title="engine")
 
 
 def _serve(args: argparse.Namespace) -> Run:
-    fill_in(args, ServerConfig, EngineConfig)
+    fill_in(args, ServerConfig, EngineConfig, several=True)
     config, engine_config = settings_from(args, ServerConfig), settings_from(args, EngineConfig)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(FORMATTERS[config.log_format])
     logging.getLogger("specdec").setLevel(logging.DEBUG if args.verbose else logging.INFO)
-    folder, engine_config = find_models(args.model, engine_config)
+    found = [find_models(model, engine_config) for model in args.model]
     # Imported here, for no other command needs a web server.
     from specdec.server.run import run
 
-    return partial(run, folder, engine_config, config)
+    return partial(run, [folder for folder, _ in found], found[0][1], config)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -15,6 +15,10 @@ from prometheus_client.registry import Collector
 from specdec.core.outputs import EngineStats, PrefixStats
 from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
+from specdec.server.resident import Resident, Status
+from specdec.setup.settings import Resolved
+
+Labels = dict[str, str]
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CONTEXT = {
@@ -34,18 +38,52 @@ OLDER = {
 
 
 class EngineFigures(Collector):
-    """Reads the engine's counters while it steps: values may be a step apart."""
+    """Reads the counters of loaded models while they step: values may be a step apart."""
 
-    def __init__(self, engine: SpecEngine, labels: dict[str, str]) -> None:
-        self.engine, self.labels = engine, labels
+    def __init__(self, residents: Iterable[tuple[Resident, Labels]]) -> None:
+        self.residents = residents
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every family once, with the series of all models."""
+        families: dict[str, Metric] = {}
+        for resident, labels in self.residents:
+            for own in OneModel(resident, labels).collect():
+                if own.name in families:
+                    families[own.name].samples += own.samples
+                else:
+                    families[own.name] = own
+        return families.values()
+
+
+class OneModel:
+    """Reads the counters of one model: where it is, and if it is loaded what its engine does."""
+
+    def __init__(self, resident: Resident, labels: Labels) -> None:
+        self.resident, self.labels = resident, labels
 
     def collect(self) -> Iterator[Metric]:
-        stats, counts = self.engine.stats(), self.engine.model.loop.counts
+        status, resident = self.resident.status, self.resident
+        states = {str(own): int(own is status) for own in Status}
+        family = GaugeMetricFamily(
+            "specdec:model_state", "1 where the model is.", labels=[*self.labels, "state"]
+        )
+        for state, is_there in states.items():
+            family.add_metric([*self.labels.values(), state], is_there)
+        yield family
+        switches = "Times that the model got an arena, by kind: a loaded one wakes."
+        yield self._by("specdec:model_switches", switches, "kind", resident.switches)
+        seconds = "Seconds that this took, waking or loading, and making room for it."
+        yield self._by("specdec:model_switch_seconds", seconds, "kind", resident.switch_seconds)
+        if resident.engine:
+            yield from self._engine(resident.engine, is_awake=status is Status.WARM)
+
+    def _engine(self, engine: SpecEngine, *, is_awake: bool) -> Iterator[Metric]:
+        stats, counts = engine.stats(), engine.model.loop.counts
         yield self._gauge("vllm:num_requests_running", "Sequences that are running.", stats.running)
         yield self._gauge(
             "vllm:num_requests_waiting", "Sequences that wait for memory or a slot.", stats.waiting
         )
-        yield from self._state(stats.waiting)
+        yield from self._state(engine.model.settings, stats.waiting, is_awake=is_awake)
         yield self._sizes(counts.sizes.copy())
         yield from self._memory(stats)
         yield from self._speculation(counts)
@@ -141,8 +179,8 @@ class EngineFigures(Collector):
         says = "States and KV blocks that were evicted or flushed."
         yield self._by("specdec:prefix_evicted", says, "kind", evicted)
 
-    def _state(self, waiting: int) -> Iterator[Metric]:
-        """Report the engine's state as vLLM does: always awake, waiting only for capacity."""
+    def _state(self, settings: Resolved, waiting: int, *, is_awake: bool) -> Iterator[Metric]:
+        """Report the engine's state as vLLM does: awake or not, waiting only for capacity."""
         for name, says, label, values in (
             (
                 "num_requests_waiting_by_reason",
@@ -150,13 +188,12 @@ class EngineFigures(Collector):
                 "reason",
                 {"capacity": waiting},
             ),
-            ("engine_sleep_state", "1: the engine is awake.", "sleep_state", {"awake": 1}),
+            ("engine_sleep_state", "1: the engine is awake.", "sleep_state", {"awake": int(is_awake)}),
         ):
             family = GaugeMetricFamily(f"vllm:{name}", says, labels=[*self.labels, label])
             for key, value in values.items():
                 family.add_metric([*self.labels.values(), key], value)
             yield family
-        settings = self.engine.model.settings
         layout = settings.layout
         told = {
             "block_size": layout.block_tokens,

@@ -17,7 +17,7 @@ from specdec.server.failures import SAME, Failure, Names, chained, naming, renam
 from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
-from specdec.server.state import State, worked
+from specdec.server.state import Served, State, worked
 from specdec.server.streams import EventStream, send_whole
 from specdec.server.thinking import ThinkingTokens, span_of, template_variables
 from specdec.server.tools.offer import Offer, untold
@@ -33,7 +33,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/completions."""
     until = Deadline(state.config.request_timeout)
     body = CompletionBody.read(await request.read())
-    state.check_model(body.model)
+    served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
     if len(body.prompts) > state.config.max_prompts:
         most = state.config.max_prompts
@@ -41,38 +41,41 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
     params = body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
-    tokenizer = state.engine.tokenizer
 
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
-        return [Echo.of(*each, tokenizer) for each in zip(body.prompts, prepared, strict=True)]
+        return [Echo.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)]
 
     names = {"structured_outputs": "response_format"} if body.response_format else {}
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
-    with naming(names), state.under_way(choices, until, field=field):
+    kept_s = body.keep_alive_s
+    with naming(names), state.under_way(served, choices, until, field=field, keep_alive_s=kept_s):
         async with until.held():
-            prepared = await state.prepare(body.prompts, params, request["caller"])
+            await served.ready()
+            prepared = await served.prepare(body.prompts, params, request["caller"])
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
-        form = Completions(tokenizer, _shown(body), echoes, params.n)
-        writer = Chunks(form, body, body.model or state.names[0], prepared)
-        return await _answer(request, state, prepared, writer, until, names, streams=body.stream)
+        form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
+        writer = Chunks(form, body, body.model or served.name, prepared)
+        return await _answer(request, state, served, prepared, writer, until, names, streams=body.stream)
 
 
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
     until = Deadline(state.config.request_timeout)
     body = ChatBody.read(await request.read())
+    served = state.named(body.model)
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> Writer:
-        form = Chats(state.engine.tokenizer, _shown(body), expected)
-        return Chunks(form, body, body.model or state.names[0], prepared)
+        form = Chats(served.engine.tokenizer, _shown(body), expected)
+        return Chunks(form, body, body.model or served.name, prepared)
 
-    return await answer_chat(request, state, body, until, write)
+    return await answer_chat(request, state, served, body, until, write)
 
 
 async def answer_chat(
     request: web.Request,
     state: State,
+    served: Served,
     body: ChatBody,
     until: Deadline,
     write: MakeWriter,
@@ -82,48 +85,50 @@ async def answer_chat(
 ) -> web.StreamResponse:
     """Answer a chat, in whichever API it came: with its names for fields, and its form of answers."""
     with naming(names):
-        state.check_model(body.model)
-        offer, budget = body.offer(state.calls, told=state.told), body.budget
-        variables, unmet = told_of(body, offer, state)
-        unmet += untold(body.tools, body.tool_choice, told=state.told)
+        offer, budget = body.offer(served.calls, told=served.told), body.budget
+        variables, unmet = told_of(body, offer, served)
+        unmet += untold(body.tools, body.tool_choice, told=served.told)
         ignored = [*(names.get(name, name) for name in unmet), *body.ignored, *ignored]
         request["headers"] |= state.ignored.headers(ignored)
         forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        default = max(state.default_max_tokens, body.min_tokens or 0)
+        default = max(served.default_max_tokens, body.min_tokens or 0)
         params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
         asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
         names = chained({"prompt": "messages", "structured_outputs": asker}, names)
-    with naming(names), state.under_way(params.n, until):
+    with naming(names), state.under_way(served, params.n, until, keep_alive_s=body.keep_alive_s):
         async with until.held():
-            ids, thinking = await state.encode_chat(
+            await served.ready()
+            ids, thinking = await served.encode_chat(
                 as_read(body.messages), variables, answer=body.add_generation_prompt
             )
-            marks = await state.marks(ids, beginnings(body.messages), variables)
+            marks = await served.marks(ids, beginnings(body.messages), variables)
             own: dict[str, Any] = {"cache_marks": marks or None}
             if thinking and (budget or params.structured_outputs):
                 own["thinking"] = span_of(thinking, budget[1] if budget else None)
             elif budget:
                 request["headers"] |= state.ignored.headers([names.get(budget[0], budget[0]), *ignored])
             if asked is None:
-                own["max_tokens"] = max(min(default, state.max_model_len - len(ids)), 1)
+                most = served.engine.model.settings.max_model_len
+                own["max_tokens"] = max(min(default, most - len(ids)), 1)
             params = params.model_copy(update=own)
-            prepared = await state.prepare([ids], params, request["caller"])
+            prepared = await served.prepare([ids], params, request["caller"])
         writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
-        if thinking and (tokenizer := state.engine.tokenizer):
+        if thinking and (tokenizer := served.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
-        return await _answer(request, state, prepared, writer, until, names, streams=body.stream)
+        return await _answer(request, state, served, prepared, writer, until, names, streams=body.stream)
 
 
-def told_of(body: ChatBody, offer: Offer | None, state: State) -> tuple[dict[str, Any], list[str]]:
+def told_of(body: ChatBody, offer: Offer | None, served: Served) -> tuple[dict[str, Any], list[str]]:
     """Return what the template is told beside the messages, and the fields that it has no variables for."""
-    variables, unmet = template_variables(body, state.template, state.template_kwargs)
+    variables, unmet = template_variables(body, served.template, served.template_kwargs)
     return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 
 async def _answer(
     request: web.Request,
     state: State,
+    served: Served,
     prepared: Sequence[Prepared],
     writer: Writer,
     until: Deadline,
@@ -131,9 +136,9 @@ async def _answer(
     *,
     streams: bool,
 ) -> web.StreamResponse:
-    answers = Answers(state.engine, state.bell, prepared, streams=streams, until=until)
-    stall_s = state.config.stall_timeout
-    with state.metrics.request(prepared, until.start_s) as watch, answers:
+    answers = Answers(served.engine, state.bell, prepared, streams=streams, until=until)
+    stall_s, metrics, resident = state.config.stall_timeout, served.metrics, served.resident
+    with metrics.request(prepared, until.start_s) as watch, answers, resident.answering(answers):
         if streams:
             stream = EventStream(request, stall_s, is_typed=writer.is_typed)
             return await _stream(answers, writer, watch, stream, names)

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
-from specdec.engine.engine import SpecEngine
 from specdec.errors import RequestError
 from specdec.server.answers import Said
-from specdec.server.engine_figures import EngineFigures, renamed
+from specdec.server.engine_figures import EngineFigures, Labels, renamed
 from specdec.server.failures import Failure
+from specdec.server.resident import Resident
 
 FIRST = (
     0.001,
@@ -61,43 +62,77 @@ OUTSIDE = (Failure, ConnectionError, asyncio.CancelledError, RequestError)
 """What ends a choice from outside: its time is over, the server stops, its client has left or erred."""
 
 
+def labels_of(model: str) -> Labels:
+    """Return the labels that every series of a model has, as in vLLM."""
+    return {"model_name": model, "engine": "0"}
+
+
 class Metrics:
-    """Counts what requests see; the engine's own counts are read at each scrape.
+    """What a scrape reads: counts of what requests see, by model, and those of the engines themselves."""
 
-    As in vLLM every choice is a request: n choices of a prompt are n times, n lengths and n prompts. One
-    that came to no end of its own has nothing but its reason, and its first token if there was one.
-    """
-
-    def __init__(self, engine: SpecEngine, model: str) -> None:
+    def __init__(self, residents: Sequence[Resident]) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self._labels = {"model_name": model, "engine": "0"}
-        self.registry.register(EngineFigures(engine, self._labels))
+        self.registry.register(EngineFigures([(own, labels_of(own.name)) for own in residents]))
         ProcessCollector(registry=self.registry)
-        self._add_times()
-        self._add_tokens()
         self.answers = Counter(
             "http_requests",
             "Responses by route, method and status class, without those of disconnected clients.",
             ["handler", "method", "status"],
             registry=self.registry,
         )
-        ended = Counter(
-            "vllm:request_success",
-            "Finished requests by reason: abort is external, error a failure.",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
-        )
-        self.ended = {why: ended.labels(**self._labels, finished_reason=why) for why in REASONS}
+        self._families: dict[str, Any] = {}
+
+    def of(self, model: str) -> "ModelMetrics":
+        """Return what is counted of a model."""
+        return ModelMetrics(self, labels_of(model))
+
+    def histogram(self, name: str, says: str, buckets: tuple[float, ...], labels: Labels) -> Histogram:
+        """Return a model's histogram of a family, which begins here if there is none."""
+        if name not in self._families:
+            self._families[name] = Histogram(
+                name, says, list(labels), buckets=buckets, registry=self.registry
+            )
+        found: Histogram = self._families[name].labels(**labels)
+        return found
+
+    def counter(self, name: str, says: str, labels: Labels) -> Counter:
+        """Return a model's counter of a family, which begins here if there is none."""
+        if name not in self._families:
+            self._families[name] = Counter(name, says, list(labels), registry=self.registry)
+        found: Counter = self._families[name].labels(**labels)
+        return found
+
+    def answered(self, path: str, method: str, status: int) -> None:
+        """Count an answer of one of the server's addresses."""
+        self.answers.labels(handler=path, method=method, status=f"{status // 100}xx").inc()
+
+    def text(self) -> bytes:
+        """Write all figures, those of vLLM's that were renamed by their older names too."""
+        return renamed(generate_latest(self.registry))
+
+
+class ModelMetrics:
+    """Counts what requests of one model see.
+
+    As in vLLM every choice is a request: n choices of a prompt are n times, n lengths and n prompts. One
+    that came to no end of its own has nothing but its reason, and its first token if there was one.
+    """
+
+    def __init__(self, metrics: Metrics, labels: Labels) -> None:
+        self.shared, self._labels = metrics, labels
+        self._add_times()
+        self._add_tokens()
+        says = "Finished requests by reason: abort is external, error a failure."
+        self.ended = {
+            why: metrics.counter("vllm:request_success", says, {**labels, "finished_reason": why})
+            for why in REASONS
+        }
 
     def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-        own = Histogram(f"vllm:{name}", says, list(self._labels), buckets=buckets, registry=self.registry)
-        found: Histogram = own.labels(**self._labels)
-        return found
+        return self.shared.histogram(f"vllm:{name}", says, buckets, self._labels)
 
     def _counter(self, name: str, says: str) -> Counter:
-        own = Counter(f"vllm:{name}", says, list(self._labels), registry=self.registry)
-        found: Counter = own.labels(**self._labels)
-        return found
+        return self.shared.counter(f"vllm:{name}", says, self._labels)
 
     def _add_times(self) -> None:
         self.first_s = self._histogram(
@@ -158,19 +193,11 @@ class Metrics:
         finally:
             watch.close()
 
-    def answered(self, path: str, method: str, status: int) -> None:
-        """Count an answer of one of the server's addresses."""
-        self.answers.labels(handler=path, method=method, status=f"{status // 100}xx").inc()
-
-    def text(self) -> bytes:
-        """Write all figures, those of vLLM's that were renamed by their older names too."""
-        return renamed(generate_latest(self.registry))
-
 
 class Watch:
     """Follows the choices that were asked for together."""
 
-    def __init__(self, metrics: Metrics, prepared: Sequence[Prepared], start_s: float) -> None:
+    def __init__(self, metrics: ModelMetrics, prepared: Sequence[Prepared], start_s: float) -> None:
         self.metrics, self.prepared, self.start_s = metrics, prepared, start_s
         self._why = ""
         """What ended the choices that came to no end of their own."""

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -12,20 +11,25 @@ import ssl
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from aiohttp import web
 
 from specdec.config.engine import EngineConfig
+from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
 from specdec.errors import ConfigError
-from specdec.models.folder import find_folder
 from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.connections import LINGER_S
 from specdec.server.settings import ServerConfig
-from specdec.server.state import State
+from specdec.server.shares import open_models
+from specdec.server.state import Served, State
 from specdec.server.supervisor import READY, STOPPING, tell_supervisor
+from specdec.server.switcher import Switcher
 from specdec.server.tls import tls_context
 
 logger = logging.getLogger(__name__)
@@ -49,9 +53,8 @@ FAILED = 70
 """Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
 
 
-def run(model: str | Path, engine_config: EngineConfig, config: ServerConfig) -> None:
-    """Load a model and serve it until stopped. Errors in the server's settings are raised before loading."""
-    folder = find_folder(model).resolve()
+def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConfig) -> None:
+    """Load models and serve them until stopped. Errors in the server's settings are raised before loading."""
     access, tls = Access(config), tls_context(config)
     if access.is_open:
         logger.warning(
@@ -59,15 +62,15 @@ def run(model: str | Path, engine_config: EngineConfig, config: ServerConfig) ->
         )
     elif access.is_open_to_pages:
         logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
-    with _bind(config) as sock, SpecEngine(model, engine_config) as engine:
-        # What was loaded stays. A garbage collection that scanned it would stall every request for 0.2 s.
-        gc.collect()
-        gc.freeze()
-        asyncio.run(serve(engine, config, folder, sock, tls))
-        failed = engine.fault is not None
-        ended = engine.close(0 if failed else GRACE_S)
+    switcher = open_models(folders, engine_config, config)
+    with _bind(config) as sock, contextlib.closing(switcher):
+        switcher.start()
+        asyncio.run(serve(switcher, config, sock, tls))
+        fault = switcher.fault
+        failed = fault is not None
+        ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
-            logger.critical("ending the process: %s", engine.fault if failed else "a step does not end")
+            logger.critical("ending the process: %s", fault or "a step does not end")
         # A thread that is in a step, or that compiles a form, cannot be stopped, and would crash in an
         # interpreter that is being finalized.
         if failed or any(thread.daemon and thread.name.startswith(OURS) for thread in threading.enumerate()):
@@ -75,13 +78,13 @@ def run(model: str | Path, engine_config: EngineConfig, config: ServerConfig) ->
 
 
 async def serve(
-    engine: SpecEngine, config: ServerConfig, folder: Path, sock: socket.socket, tls: ssl.SSLContext | None
+    switcher: Switcher, config: ServerConfig, sock: socket.socket, tls: ssl.SSLContext | None
 ) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
     A second signal stops without waiting. An engine that fails for good counts as a first signal.
     """
-    state = State(engine, config, folder)
+    state = State(switcher, config)
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
     await runner.setup()
     assert runner.server
@@ -106,20 +109,23 @@ async def serve(
         host, port = sock.getsockname()[:2]
         scheme = "https" if tls else "http"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        names = ", ".join(own.name for own in state.served)
         _say(
-            f"serving {state.names[0]} at {address}/v1 (playground: {address}/, health: {address}/health, "
+            f"serving {names} at {address}/v1 (playground: {address}/, health: {address}/health, "
             f"figures: {address}/metrics); Ctrl-C stops it"
         )
         tell_supervisor(READY)
-        tasks = [asyncio.create_task(_report(state)), asyncio.create_task(_watch(state, told))]
-        tasks[1].add_done_callback(
-            lambda task: told.set() if not task.cancelled() and task.exception() else None
-        )
+        reports = [asyncio.create_task(_report(state, own)) for own in state.served]
+        tasks = [asyncio.create_task(own) for own in (_watch(state, told), switcher.run())]
+        for task in tasks:
+            task.add_done_callback(partial(_stop_if_failed, told))
         await told.wait()
         tell_supervisor(STOPPING)
-        tasks[0].cancel()
+        for task in reports:
+            task.cancel()
         await _drain(state, hurried)
-        tasks[1].cancel()
+        for task in tasks:
+            task.cancel()
     finally:
         faulthandler.cancel_dump_traceback_later()
         if listener:
@@ -189,38 +195,74 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
             await asyncio.wait_for(state.idle.wait(), LINGER_S)
 
 
-async def _watch(state: State, told: asyncio.Event) -> None:
-    """Watch the engine: report a step that hangs to every client, and stop the server when the engine fails.
-
-    The process also ends if this task is not run any more because something holds the interpreter.
-    """
-    engine, limit_s, ends = state.engine, state.config.step_timeout, state.config.exit_on_failure
-    while engine.fault is None:
-        if ends:
-            faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=STDERR)
-        await asyncio.sleep(min(WATCH_S, limit_s / 4))
-        if engine.step_seconds > limit_s:
-            logger.critical("a step of the engine has taken more than step_timeout, which is %g s", limit_s)
-            engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
-    faulthandler.cancel_dump_traceback_later()
-    if ends:
+def _stop_if_failed(told: asyncio.Event, task: "asyncio.Task[None]") -> None:
+    """Stop the server where one of its own tasks has failed."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.critical("a task of the server has failed", exc_info=error)
         told.set()
 
 
-async def _report(state: State) -> None:
-    """Log what was done since the last line, if anything."""
-    counts = state.engine.model.loop.counts
-    before = (0, 0, 0, 0, 0.0)
+async def _watch(state: State, told: asyncio.Event) -> None:
+    """Watch the engines: report a step that hangs to its clients, and stop the server when an engine fails.
+
+    The process also ends if this task is not run any more because something holds the interpreter.
+    """
+    limit_s, ends = state.config.step_timeout, state.config.exit_on_failure
+    while not (ends and state.switcher.fault):
+        if ends:
+            faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=STDERR)
+        await asyncio.sleep(min(WATCH_S, limit_s / 4))
+        _abandon_hung(state.engines, limit_s)
+    faulthandler.cancel_dump_traceback_later()
+    told.set()
+
+
+def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
+    for engine in engines:
+        if engine.fault is None and engine.step_seconds > limit_s:
+            logger.critical("a step of the engine has taken more than step_timeout, which is %g s", limit_s)
+            engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
+
+
+async def _report(state: State, served: Served) -> None:
+    """Log what a model has done since the last line, if anything."""
+    named = f"{served.name}: " if len(state.served) > 1 else ""
+    before = Tally.of(None)
     while True:
         await asyncio.sleep(REPORT_S)
-        now = (counts.steps, counts.tokens, counts.drafted, counts.accepted, time.monotonic())
-        steps, tokens, drafted, accepted, _ = (a - b for a, b in zip(now, before, strict=True))
-        seconds, before = (now[4] - before[4]) if before[4] else REPORT_S, now
-        if not steps:
-            continue
-        stats = state.engine.stats()
+        # No engine is kept from one line to the next: it may be unloaded meanwhile.
+        before = _report_since(before, served.resident.engine, named)
+
+
+class Tally(NamedTuple):
+    """What was counted, and when."""
+
+    steps: int
+    tokens: int
+    drafted: int
+    accepted: int
+    at_s: float
+    counts: Counts | None
+
+    @classmethod
+    def of(cls, counts: Counts | None) -> "Tally":
+        own = (counts.steps, counts.tokens, counts.drafted, counts.accepted) if counts else (0, 0, 0, 0)
+        return cls(*own, time.monotonic(), counts)
+
+
+def _report_since(before: Tally, engine: SpecEngine | None, named: str) -> Tally:
+    """Log what an engine has done since a tally, if anything; return the next one."""
+    if engine is None:
+        return Tally.of(None)
+    now = Tally.of(engine.model.loop.counts)
+    since = before if before.counts is now.counts else Tally(0, 0, 0, 0, before.at_s, None)  # loaded anew
+    steps, tokens = now.steps - since.steps, now.tokens - since.tokens
+    drafted, accepted = now.drafted - since.drafted, now.accepted - since.accepted
+    if steps:
+        stats = engine.stats()
         logger.info(
-            "running %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
-            *(stats.running, stats.waiting, tokens / seconds, tokens / steps, accepted, drafted),
-            100 * accepted / drafted if drafted else 0.0,
+            "%srunning %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
+            *(named, stats.running, stats.waiting, tokens / (now.at_s - since.at_s), tokens / steps),
+            *(accepted, drafted, 100 * accepted / drafted if drafted else 0.0),
         )
+    return now

@@ -1,11 +1,11 @@
 """The server's settings; the engine has its own."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from specdec.config.base import Settings
+from specdec.config.base import MAX_BYTES, Settings, parse_bytes
 from specdec.config.sampling import MOST_TOKENS
 
 
@@ -125,6 +125,34 @@ class ServerConfig(Settings):
         ge=0,
         title="seconds that running requests may go on when the server is told to stop",
         description="a number of at least 0",
+    )
+    arenas: int | None = Field(
+        None,
+        ge=1,
+        title="of several models so many may run at once, each in an equal part of memory_bytes; the others "
+        "rest until it is their turn. None: 1, on a GPU one for each model",
+        description="a whole number of at least 1, or None",
+    )
+    weights_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
+        None,
+        ge=1,
+        le=MAX_BYTES,
+        title="memory for the weights of all models; those that do not fit are loaded when they are asked "
+        "for, in place of others. None: of several 60 % of what is free at the start, on a GPU all of it",
+        description='a number of bytes such as 8589934592 or "8GiB", or None',
+    )
+    switch_after: float = Field(
+        3.0,
+        ge=0,
+        title="seconds that a model runs at least while others wait for its arena",
+        description="a number of at least 0",
+    )
+    keep_alive: float = Field(
+        -1.0,
+        ge=-1,
+        title="seconds that a model stays loaded after its last request; -1: for good; requests may say "
+        "otherwise for theirs",
+        description="a number of at least 0, or -1",
     )
     tool_call_parser: Literal[
         "auto",

@@ -7,10 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from specdec.config.folders import model_name
 from specdec.config.sampling import SamplingParams
 from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine
@@ -22,9 +20,11 @@ from specdec.server.answers import Bell, Deadline
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
-from specdec.server.metrics import Metrics
+from specdec.server.metrics import Metrics, ModelMetrics
+from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import ServerConfig
+from specdec.server.switcher import Switcher
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, Message, load_template, longest_answer
@@ -52,27 +52,14 @@ class EncodedChat(NamedTuple):
 class State:
     """Owned by the event loop's thread."""
 
-    def __init__(self, engine: SpecEngine, config: ServerConfig, folder: Path) -> None:
-        self.engine, self.config = engine, config
-        self.template = load_template(folder)
-        self.calls = call_format(config.tool_call_parser, self.template)
-        """The model's tool call format, if it has one."""
-        self.thinking = thinking_format(config.reasoning_parser, self.template)
-        """How the model marks its thinking, if it does."""
-        self.told = config.tool_call_parser == "none" or self.template.takes("tools")
-        """Whether the template states tools, or all are refused; else chats go without them."""
-        self.template_kwargs = config.template_kwargs
+    def __init__(self, switcher: Switcher, config: ServerConfig) -> None:
+        self.switcher, self.config = switcher, config
+        self.metrics = Metrics(switcher.residents)
+        self.served = [Served(own, config, self.metrics.of(own.name)) for own in switcher.residents]
+        """The models; requests that name none ask the first."""
         self.ignored = Ignored()
-        is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
-        self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
-        """The playground's mode: the shipped model has a chat template but knows code alone."""
-        self.names = config.served_model_name or [model_name(folder)]
-        self.max_model_len = engine.model.settings.max_model_len
-        longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
-        self.default_max_tokens = min(longest, self.max_model_len)
         self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
-        self.metrics = Metrics(engine, self.names[0])
         self.connections = Connections(config.max_connections, config.idle_timeout)
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
@@ -81,15 +68,43 @@ class State:
         self._under_way: set[Deadline] = set()
         self.choices = 0
         """Choices in progress, over all requests."""
-        self._marks_refused = False
-        """Whether the log says already that a mark was ignored."""
         self.idle = asyncio.Event()
         self.idle.set()
 
+    @property
+    def names(self) -> list[str]:
+        return [name for own in self.served for name in own.names]
+
+    @property
+    def engines(self) -> list[SpecEngine]:
+        """List the engines of the models that are loaded."""
+        return [own.engine for own in self.switcher.residents if own.engine]
+
+    def named(self, name: str | None) -> "Served":
+        """Return the model that a request asks for."""
+        if name is None:
+            return self.served[0]
+        for own in self.served:
+            if name in own.names:
+                return own
+        raise Failure(
+            404,
+            f"model: {name!r:.80} is not served here; use {' or '.join(map(repr, self.names))}.",
+            param="model",
+            code="model_not_found",
+        )
+
     @contextlib.contextmanager
-    def under_way(self, choices: int, until: Deadline, *, field: str = "n") -> Iterator[None]:
-        """Admit a request, or refuse it if too many choices are in progress; blame this field."""
-        self.check_engine()
+    def under_way(
+        self,
+        served: "Served",
+        choices: int,
+        until: Deadline,
+        *,
+        field: str = "n",
+        keep_alive_s: float | None = None,
+    ) -> Iterator[None]:
+        """Admit a request of a model, or refuse it if too many choices are in progress; blame this field."""
         if self.draining:
             raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
         most = self.config.max_queued
@@ -109,9 +124,11 @@ class State:
         self.choices += choices
         self.idle.clear()
         self._under_way.add(until)
+        served.resident.enter()
         try:
             yield
         finally:
+            served.resident.leave(keep_alive_s)
             self._under_way.discard(until)
             self.choices -= choices
             if not self.choices:
@@ -122,9 +139,56 @@ class State:
         for until in list(self._under_way):
             until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
 
+
+class Served:
+    """One model as requests see it: its engine, its names, its template and its figures."""
+
+    def __init__(self, resident: Resident, config: ServerConfig, metrics: ModelMetrics) -> None:
+        self.resident, self.config, self.metrics = resident, config, metrics
+        self.names, folder = resident.names, resident.folder
+        self.template = load_template(folder)
+        self.calls = call_format(config.tool_call_parser, self.template)
+        """The model's tool call format, if it has one."""
+        self.thinking = thinking_format(config.reasoning_parser, self.template)
+        """How the model marks its thinking, if it does."""
+        self.told = config.tool_call_parser == "none" or self.template.takes("tools")
+        """Whether the template states tools, or all are refused; else chats go without them."""
+        self.template_kwargs = config.template_kwargs
+        is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
+        self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
+        """The playground's mode: the shipped model has a chat template but knows code alone."""
+        self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
+        self._marks_refused = False
+        """Whether the log says already that a mark was ignored."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def engine(self) -> SpecEngine:
+        """The engine, of a model that is loaded: it stays so while a request is under way that was ready."""
+        assert self.resident.engine, "the model is not loaded"
+        return self.resident.engine
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of a sequence at most; None: the model was never loaded."""
+        return self.resident.max_model_len
+
+    @property
+    def default_max_tokens(self) -> int:
+        return min(self._longest, self.max_model_len or self._longest)
+
+    async def ready(self) -> None:
+        """Wait until the model is loaded; raise why it is not, or takes no requests."""
+        await self.resident.ready()
+        self.check_engine()
+
     def check_step(self) -> None:
         """Refuse requests if a step has been running for too long."""
-        took_s, most_s = self.engine.step_seconds, min(STALLED_S, self.config.step_timeout / 2)
+        engine = self.resident.engine
+        took_s, most_s = engine.step_seconds if engine else 0.0, min(STALLED_S, self.config.step_timeout / 2)
         if took_s > most_s:
             raise Failure(
                 503,
@@ -136,7 +200,7 @@ class State:
 
     def check_engine(self) -> None:
         """Refuse requests if the engine has failed for good."""
-        if fault := self.engine.fault:
+        if self.resident.engine and (fault := self.resident.engine.fault):
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
     async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams, caller: str) -> list[Prepared]:
@@ -193,15 +257,6 @@ class State:
             pairs = zip(own, ids, strict=False)
             found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
         return [mark for mark in found if mark]
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            raise Failure(
-                404,
-                f"model: {name!r:.80} is not served here; use {' or '.join(map(repr, self.names))}.",
-                param="model",
-                code="model_not_found",
-            )
 
 
 def _size(params: SamplingParams) -> int:

@@ -160,6 +160,7 @@ def resolve(
         quantize=config.quantize,
         weights=weights,
         layout=layout,
+        weight_bytes=held,
         memory_bytes=memory_bytes,
         max_model_len=longest,
         drafters=drafters,

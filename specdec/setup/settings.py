@@ -31,6 +31,8 @@ class Resolved:
     weights: str | None
     """The format that large matrices are kept in; None: all are in `dtype`."""
     layout: Layout
+    weight_bytes: int
+    """What the weights take, as they are kept."""
     memory_bytes: int
     max_model_len: int
     drafters: tuple[str, ...]
@@ -61,6 +63,6 @@ class Resolved:
         named["layout"] = ", ".join(
             f"{name} {value:,}" for name, value in asdict(self.layout.describe()).items()
         )
-        named["memory_bytes"] = f"{self.memory_bytes:,}"
+        named |= {name: f"{named[name]:,}" for name in ("weight_bytes", "memory_bytes")}
         named["drafters"] = ", ".join(self.drafters) or "none"
         return "".join(f"\n  {name}: {value}" for name, value in named.items())

@@ -11,6 +11,7 @@ from specdec.errors import CapacityError
 from specdec.kernels.group import RecurrentMemory
 from specdec.state_slots.integrity import IntegrityError, prove
 from specdec.state_slots.layout import Layout
+from specdec.state_slots.pages import CAN_RELEASE, release_pages
 from specdec.state_slots.pinned import Runtime, pin
 from specdec.state_slots.slots import Kind, Owner, SlabList, SlotPool
 from specdec.state_slots.views import page_views, recurrent_views
@@ -314,6 +315,19 @@ class Arena:
         self._slabs.forget()
         for pool in self._pools.values():
             pool.forget()
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether its bytes can be given back and taken again at the same addresses."""
+        return CAN_RELEASE and self.data.device.type == "cpu"
+
+    def give_back(self) -> None:
+        """Give the bytes of an arena in which no slot is live back to the system.
+
+        Views and addresses stay valid: the first access takes pages of zeros anew.
+        """
+        self.check_owners()
+        release_pages(self.data)
 
     def _flat(self, kind: Kind, slot: SlotId) -> int:
         if isinstance(slot, int):

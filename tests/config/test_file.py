@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 def serve(path: Path, *argv: str) -> argparse.Namespace:
     args = _parser().parse_args(["serve", *argv, "--config", str(path)])
-    fill_in(args, *SERVE)
+    fill_in(args, *SERVE, several=True)
     return args
 
 
@@ -51,13 +51,15 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def test_a_file_says_what_options_say_and_they_come_first(path: Path) -> None:
     path.write_text(WHOLE.replace("no-such-comment: 1\n", ""))
     said = {
-        **{"model": "tiny", "port": 8001, "served_model_name": ["small"], "api_key": ["one", "two"]},
+        **{"model": ["tiny"], "port": 8001, "served_model_name": ["small"], "api_key": ["one", "two"]},
         **{"request_timeout": 60, "ssl_keyfile": None, "max_running": 7, "memory_bytes": 2 << 30},
         **{"quantize": None, "prefix_cache": False, "draft": "mtp", "num_steps": 3, "topk": 1},
     }
     assert given(serve(path)) == said
     changed = given(serve(path, "FOLDER", "--port", "1", "--max-running", "9", "--prefix-cache"))
-    assert changed == said | {"model": "FOLDER", "port": 1, "max_running": 9, "prefix_cache": True}
+    assert changed == said | {"model": ["FOLDER"], "port": 1, "max_running": 9, "prefix_cache": True}
+    path.write_text("model: [tiny, FOLDER]")
+    assert given(serve(path)) == {"model": ["tiny", "FOLDER"]}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_a_file_says_what_options_say_and_they_come_first(path: Path) -> None:
             "line 1: gpu-memory-utilization is no setting here: give --memory-bytes",
         ),
         ("speculative-config: {method: x}", "line 1: speculative_config: the method 'x'"),
-        ("model: [a, b]", "line 1: model cannot be ['a', 'b']"),
+        ("model: [a, 2]", "line 1: model cannot be ['a', 2]"),
         ("no: 1", "line 1: False is no option's name"),
         ("port: !!python/object:os.system {}", "line 1: it is no YAML: could not determine a constructor"),
         ("port: [1", "it is no YAML"),

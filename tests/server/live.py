@@ -10,7 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -54,12 +54,13 @@ class Live:
         self,
         *options: str,
         model: str = "tiny",
+        beside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         entry: str = "specdec.cli",
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tls = tls
-        self.command = [sys.executable, "-m", entry, "serve", model, "--port", "0", *options]
+        self.command = [sys.executable, "-m", entry, "serve", model, *beside, "--port", "0", *options]
         self.env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
 
     def __enter__(self) -> Self:

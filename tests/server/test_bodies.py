@@ -18,7 +18,7 @@ from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
 from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, MOST_PARTS, REFUSED
 from specdec.server.messages import as_read
-from specdec.server.state import LONG, State
+from specdec.server.state import LONG, Served
 from specdec.server.thinking import template_variables
 from specdec.text.chat_template import ChatTemplate
 
@@ -122,9 +122,9 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
         read_terms=lambda *_, caller: looked.append(threading.current_thread()),
         read_prompt=lambda prompt, terms: prompt,
     )
-    state: Any = State.__new__(State)
-    state.engine, state.config = engine, SimpleNamespace(log_prompts=False)
-    assert asyncio.run(state.prepare(["x"] * 64, SamplingParams(**fields), "")) == ["x"] * 64
+    served: Any = Served.__new__(Served)
+    served.resident, served.config = SimpleNamespace(engine=engine), SimpleNamespace(log_prompts=False)
+    assert asyncio.run(served.prepare(["x"] * 64, SamplingParams(**fields), "")) == ["x"] * 64
     assert [own is not threading.main_thread() for own in looked] == [beside]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec import EngineConfig, SamplingParams
 from specdec.core.outputs import Delta, RequestStats
 from specdec.core.terms import Terms
 from specdec.engine.engine import Prepared
@@ -18,7 +18,7 @@ from specdec.errors import CapacityError, EngineError
 from specdec.models.folder import SHIPPED
 from specdec.server.answers import Said
 from specdec.server.failures import Failure
-from specdec.server.metrics import REASONS, Metrics
+from specdec.server.metrics import REASONS, Metrics, ModelMetrics
 from specdec.setup.resolve import open_model
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
@@ -61,15 +61,9 @@ ASKED = (
 PER_PROMPT = ("request_params_n", "request_max_num_generation_tokens")
 
 
-@pytest.fixture(scope="module")
-def engine(hybrid: Path) -> Iterator[SpecEngine]:
-    with SpecEngine(hybrid, draft="none") as own:
-        yield own
-
-
 @pytest.fixture
-def metrics(engine: SpecEngine) -> Metrics:
-    return Metrics(engine, "m")
+def metrics() -> ModelMetrics:
+    return Metrics([]).of("m")
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +78,15 @@ def live(fault: Path) -> Iterator[Live]:
         yield own
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float:
-    found = metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", "engine": "0", **labels})
+def value(metrics: ModelMetrics, name: str, **labels: str) -> float:
+    found = metrics.shared.registry.get_sample_value(
+        f"vllm:{name}", {"model_name": "m", "engine": "0", **labels}
+    )
     assert found is not None
     return found
 
 
-def ends(metrics: Metrics) -> dict[str, float]:
+def ends(metrics: ModelMetrics) -> dict[str, float]:
     found = {why: value(metrics, "request_success_total", finished_reason=why) for why in REASONS}
     return {why: count for why, count in found.items() if count}
 
@@ -104,7 +100,7 @@ def end(choice: int, at_s: float, stats: RequestStats) -> Said:
     return Said(choice, Delta("", tokens, finish_reason="stop", stats=stats), ((at_s, len(tokens)),))
 
 
-def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics: Metrics) -> None:
+def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics: ModelMetrics) -> None:
     with metrics.request(ask(), 0.0) as watch:
         watch.start_s = 100.0
         watch.said(end(0, 108.0, RequestStats(3, 5, queued_s=1.0, first_token_s=3.0, total_s=7.0)))
@@ -112,14 +108,14 @@ def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics
     assert all(value(metrics, f"{name}_count") == 1 for name in (*PER_CHOICE, *PER_PROMPT))
 
 
-def test_a_choice_of_one_token_has_no_time_between_tokens(metrics: Metrics) -> None:
+def test_a_choice_of_one_token_has_no_time_between_tokens(metrics: ModelMetrics) -> None:
     with metrics.request(ask(), 0.0) as watch:
         watch.said(end(0, 9.0, RequestStats(3, 1, queued_s=1.0, first_token_s=3.0, total_s=3.0)))
     assert value(metrics, "request_decode_time_seconds_count") == 1
     assert value(metrics, "request_time_per_output_token_seconds_count") == 0
 
 
-def test_every_choice_is_a_request_and_every_prompt_has_its_longest(metrics: Metrics) -> None:
+def test_every_choice_is_a_request_and_every_prompt_has_its_longest(metrics: ModelMetrics) -> None:
     with metrics.request(ask(prompts=2, n=2), 0.0) as watch:
         for choice, tokens in enumerate((2, 6, 4, 3)):
             watch.said(end(choice, 9.0, RequestStats(3, tokens)))
@@ -145,7 +141,7 @@ def test_every_choice_is_a_request_and_every_prompt_has_its_longest(metrics: Met
 )
 @pytest.mark.parametrize("told", [True, False])
 def test_what_came_to_no_end_is_counted_by_what_ended_it(
-    metrics: Metrics, error: BaseException, why: str, told: bool
+    metrics: ModelMetrics, error: BaseException, why: str, told: bool
 ) -> None:
     """Of what is told in mid-stream the telling may fail too, which is no reason any more."""
     with contextlib.suppress(type(error), ConnectionResetError), metrics.request(ask(2, n=2), 0.0) as watch:

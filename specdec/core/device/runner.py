@@ -108,6 +108,12 @@ class Runner(ABC):
         self.steps = 0
         self.refusals = Counter(dict.fromkeys(self.refusals, 0))
 
+    def stop(self) -> None:
+        """Take the batch back after its last step, if there is one."""
+        if self.batch.held:
+            self._drain()
+            self.batch.end()
+
     def abandon(self) -> None:
         """Forget the batch after a step that failed."""
         self.batch.abandon()
@@ -119,8 +125,7 @@ class Runner(ABC):
         advanced = not self._over and self._advance()
         self._over |= self.batch.run.refusal([own.request for own in self.batch.held]) is not None
         if self._over or not advanced or len(self.batch.requests) <= FEWEST * len(self.batch.held):
-            self._drain()
-            self.batch.end()
+            self.stop()
         return advanced
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:

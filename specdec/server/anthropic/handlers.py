@@ -20,24 +20,28 @@ async def message(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/messages."""
     until = Deadline(state.config.request_timeout)
     body = MessageBody.read(await request.read())
+    served = state.named(body.model)
     with naming(body.NAMES):
         asked = body.chat()
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> MessageWriter:
-        return MessageWriter(expected, Usage.of(prepared), body.model or state.names[0])
+        return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
 
-    return await answer_chat(request, state, asked, until, write, ignored=body.ignored, names=body.NAMES)
+    return await answer_chat(
+        request, state, served, asked, until, write, ignored=body.ignored, names=body.NAMES
+    )
 
 
 async def count_tokens(request: web.Request, state: State) -> web.Response:
     """Count the tokens of a prompt."""
     until = Deadline(state.config.request_timeout)
     body = CountBody.read(await request.read())
-    state.check_model(body.model)
+    served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
-    with naming(body.NAMES), state.under_way(1, until):
+    with naming(body.NAMES), state.under_way(served, 1, until):
         asked = body.chat()
-        variables, _ = told_of(asked, asked.offer(state.calls, told=state.told), state)
+        variables, _ = told_of(asked, asked.offer(served.calls, told=served.told), served)
         async with until.held():
-            ids, _ = await state.encode_chat(as_read(asked.messages), variables, answer=True)
+            await served.ready()
+            ids, _ = await served.encode_chat(as_read(asked.messages), variables, answer=True)
     return web.json_response({"input_tokens": len(ids)})

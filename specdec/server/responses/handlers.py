@@ -28,8 +28,9 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/responses."""
     until = Deadline(state.config.request_timeout)
     body = ResponseBody.read(await request.read())
-    state.check_model(body.model)
+    served = state.named(body.model)
     caller, responses = request["caller"], state.responses
+    body.store = body.store and responses.most > 0
     history = responses.history(caller, body.previous_response_id)
     before = await worked(sum(own.size for own in history), partial(_items, history))
     toolbox = Toolbox(body.tools or ())
@@ -44,11 +45,11 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
             responses.put(caller, response["id"], stored)
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> ResponseWriter:
-        model = body.model or state.names[0]
+        model = body.model or served.name
         return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
 
     ignored = [*toolbox.left_out, *body.ignored]
-    return await answer_chat(request, state, asked, until, write, ignored=ignored, names=body.NAMES)
+    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.NAMES)
 
 
 def _items(history: Sequence[Stored]) -> list[Item]:

@@ -1,5 +1,6 @@
 """Responses that are kept for a while, so that later ones can go on from them."""
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class ResponseStore:
 
     Both bounds are those of all callers together. Beyond them the caller that has most loses first what it
     has not used for longest. Using a response uses those that it went on from, so that a conversation loses
-    its end before its beginning.
+    its end before its beginning. Long answers are written beside the event loop, so that a lock is needed.
     """
 
     def __init__(
@@ -47,34 +48,39 @@ class ResponseStore:
     ) -> None:
         self.most, self.most_bytes, self.keep_s, self._clock = most, most_bytes, keep_s, clock
         self._shelves: dict[str, Shelf] = {}
+        self._lock = threading.RLock()
 
     @property
     def count(self) -> int:
-        return sum(len(shelf.entries) for shelf in self._shelves.values())
+        with self._lock:
+            return sum(len(shelf.entries) for shelf in self._shelves.values())
 
     @property
     def size(self) -> int:
-        return sum(shelf.size for shelf in self._shelves.values())
+        with self._lock:
+            return sum(shelf.size for shelf in self._shelves.values())
 
     def put(self, caller: str, name: str, stored: Stored) -> None:
         """Keep a response; one that is larger than all that may be kept is not."""
         if not self.most or stored.size > self.most_bytes:
             return
-        shelf = self._shelves.setdefault(caller, Shelf())
-        shelf.entries[name] = stored
-        shelf.size += stored.size
-        self._use(shelf, name)
-        self._expire()
-        while self.count > self.most or self.size > self.most_bytes:
-            by_count = self.count > self.most
-            most = max(self._shelves, key=lambda own: self._weight(own, by_count=by_count))
-            self._drop(most, next(iter(self._shelves[most].entries)))
+        with self._lock:
+            shelf = self._shelves.setdefault(caller, Shelf())
+            shelf.entries[name] = stored
+            shelf.size += stored.size
+            self._use(shelf, name)
+            self._expire()
+            while self.count > self.most or self.size > self.most_bytes:
+                by_count = self.count > self.most
+                most = max(self._shelves, key=lambda own: self._weight(own, by_count=by_count))
+                self._drop(most, next(iter(self._shelves[most].entries)))
 
     def get(self, caller: str, name: str) -> Stored:
         """Return a caller's response, or refuse what is unknown: to others' it says the same."""
-        stored = self._find(caller, name, None)
-        self._use(self._shelves[caller], name)
-        return stored
+        with self._lock:
+            stored = self._find(caller, name, None)
+            self._use(self._shelves[caller], name)
+            return stored
 
     def _find(self, caller: str, name: str, param: str | None) -> Stored:
         self._expire()
@@ -93,16 +99,18 @@ class ResponseStore:
     def history(self, caller: str, name: str | None) -> list[Stored]:
         """Return the responses of which this one is the last, the first one first."""
         found, last = list[Stored](), name
-        while name is not None:
-            found.append(self._find(caller, name, "previous_response_id"))
-            name = found[-1].previous
-        if found:
-            self._use(self._shelves[caller], last)
+        with self._lock:
+            while name is not None:
+                found.append(self._find(caller, name, "previous_response_id"))
+                name = found[-1].previous
+            if found:
+                self._use(self._shelves[caller], last)
         return found[::-1]
 
     def delete(self, caller: str, name: str) -> None:
-        self.get(caller, name)
-        self._drop(caller, name)
+        with self._lock:
+            self.get(caller, name)
+            self._drop(caller, name)
 
     def _use(self, shelf: Shelf, name: str | None) -> None:
         """Note that a response was used, and after it those that it went on from."""

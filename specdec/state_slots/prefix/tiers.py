@@ -162,11 +162,15 @@ class Tier:
         if self.lower:
             self.lower.flush(caller)
         lower, self.lower = self.lower, None
+        self.move_down(caller)
+        self.lower = lower
+
+    def move_down(self, caller: str | None = None) -> None:
+        """Evict every prefix that no request holds; the tier below, if there is one, takes them over."""
         while evictable := [node for node in self.tree.nodes() if self._is_evictable(node, caller)]:
             for node in evictable:
                 if self._is_evictable(node, caller) and self.tree.holds(node):
                     self._evict(node)
-        self.lower = lower
 
     def forget(self) -> None:
         """Drop every prefix after the arena has taken all memory back."""

@@ -1,0 +1,120 @@
+"""What several models of one process are called, and what each may take of its memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.config.engine import EngineConfig
+from specdec.config.folders import model_name
+from specdec.errors import CapacityError, ConfigError, SpecdecError
+from specdec.models.folder import find_folder
+from specdec.server.resident import Resident
+from specdec.server.settings import ServerConfig
+from specdec.server.switcher import Switcher
+from specdec.setup.devices import free_memory, pick_device
+from specdec.setup.memory import AUTO_MEMORY_SHARE
+from specdec.setup.resolve import open_model
+from specdec.setup.settings import Resolved
+from specdec.state_slots.pages import CAN_RELEASE
+
+WEIGHTS_SHARE = 0.6
+"""Part of the free memory that the weights of several models take on a CPU when nothing says how much."""
+
+
+def open_models(models: Sequence[str | Path], engine_config: EngineConfig, config: ServerConfig) -> Switcher:
+    """Name the models and share the memory out; nothing large is read.
+
+    `memory_bytes` is cut into as many equal parts as models run at once, `host_cache_bytes` into one for
+    each model.
+    """
+    folders = [find_folder(model).resolve() for model in models]
+    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise ConfigError(f"model: {twice} was given twice; give each model once.", field="model")
+    names, arenas = _names(folders, config), _arenas(len(folders), engine_config, config)
+    weights_bytes = config.weights_bytes
+    if len(folders) == 1 and weights_bytes is None:
+        residents = [Resident(folders[0], names[0], engine_config, keep_alive_s=config.keep_alive)]
+        return Switcher(residents)
+    opened = [_open(folder, engine_config) for folder in folders]
+    free_bytes = free_memory(pick_device(engine_config.device))
+    if weights_bytes is None and _can_rest(engine_config):
+        weights_bytes = int(WEIGHTS_SHARE * free_bytes)
+    held = sum(own.weight_bytes for own in opened if isinstance(own, Resolved))
+    left_bytes = free_bytes - (held if weights_bytes is None else min(held, weights_bytes))
+    residents = []
+    for folder, own_names, own in zip(folders, names, opened, strict=True):
+        resident = Resident(folder, own_names, engine_config, keep_alive_s=config.keep_alive)
+        residents.append(resident)
+        if isinstance(own, SpecdecError):
+            resident.refusal = own
+            continue
+        resident.weight_bytes = own.weight_bytes
+        if weights_bytes is not None and own.weight_bytes > weights_bytes:
+            resident.refusal = CapacityError(
+                f"weights_bytes: the weights of {resident.name} take {own.weight_bytes:,} bytes, and those "
+                f"of all models may take {weights_bytes:,}; raise it.",
+                field="weights_bytes",
+            )
+        if len(folders) > 1:
+            resident.config = _share(own, left_bytes, arenas=arenas, models=len(folders))
+    return Switcher(residents, arenas=arenas, weights_bytes=weights_bytes, switch_after_s=config.switch_after)
+
+
+def _names(folders: Sequence[Path], config: ServerConfig) -> list[list[str]]:
+    """Name each model: by its folder, or as is given; a single one may have several names."""
+    given = config.served_model_name
+    if given and len(folders) == 1:
+        return [given]
+    if given and len(given) != len(folders):
+        raise ConfigError(
+            f"served_model_name: {len(given)} names were given for {len(folders)} models; give one for each, "
+            "in their order.",
+            field="served_model_name",
+        )
+    names = given or [model_name(folder) for folder in folders]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(
+            f"served_model_name: two models would be called {twice!r}; give each a name of its own.",
+            field="served_model_name",
+        )
+    return [[name] for name in names]
+
+
+def _can_rest(engine_config: EngineConfig) -> bool:
+    return CAN_RELEASE and pick_device(engine_config.device).type == "cpu"
+
+
+def _arenas(models: int, engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Settle how many models run at once; refuse what is built for a CPU alone."""
+    if _can_rest(engine_config):
+        return min(config.arenas or 1, models)
+    for field, is_set in (
+        ("arenas", config.arenas is not None and config.arenas < models),
+        ("weights_bytes", config.weights_bytes is not None),
+        ("keep_alive", config.keep_alive >= 0),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{field}: models rest, and are unloaded, on a CPU under Linux alone; leave it out, and all "
+                "run at once, each in an equal part of memory_bytes.",
+                field=field,
+            )
+    return models
+
+
+def _open(folder: Path, engine_config: EngineConfig) -> Resolved | SpecdecError:
+    """Settle how a model would run alone, or say why it cannot."""
+    try:
+        return open_model(folder, engine_config).settings
+    except SpecdecError as error:
+        return error
+
+
+def _share(own: Resolved, left_bytes: int, *, arenas: int, models: int) -> EngineConfig:
+    """Return a model's own configuration: with its part of what is given, or else of what weights leave."""
+    given, device = own.config, own.device.type
+    whole = given.memory_bytes or int(AUTO_MEMORY_SHARE[device] * max(left_bytes, 0))
+    memory_bytes = whole // arenas if given.memory_bytes else min(whole // arenas, own.memory_bytes)
+    changes: dict[str, object] = {"memory_bytes": max(memory_bytes, 1)}
+    if given.host_cache_bytes:
+        changes["host_cache_bytes"] = max(given.host_cache_bytes // models, 1)
+    return EngineConfig.of(given, changes)

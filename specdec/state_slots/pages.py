@@ -1,0 +1,40 @@
+"""Give pages of memory back to the system, and keep their addresses."""
+
+import ctypes
+import mmap
+import os
+import sys
+
+from torch import Tensor
+
+CAN_RELEASE = sys.platform == "linux"
+"""Whether pages that are given back are free at once, and hold zeros when they are touched again."""
+
+
+def release_heap() -> None:
+    """Have the C library give back what it keeps of freed memory: most of an unloaded model's weights.
+
+    Another library than glibc is left alone.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
+def release_pages(data: Tensor) -> None:
+    """Free the memory of a tensor of the host; it stays where it is, and is zero from now on.
+
+    Whatever has noted its address, as a tape has, may go on using it: the next access takes a page anew.
+    Bytes that share their page with something else stay in memory, and are set to zero.
+    """
+    assert CAN_RELEASE and data.device.type == "cpu" and data.is_contiguous()
+    bytes_X, page = data.view(-1), mmap.PAGESIZE
+    first = -data.data_ptr() % page
+    count = max(data.nbytes - first, 0) // page * page
+    if count:
+        libc = ctypes.CDLL(None, use_errno=True)
+        start = ctypes.c_void_p(data.data_ptr() + first)
+        if libc.madvise(start, ctypes.c_size_t(count), mmap.MADV_DONTNEED):
+            error = ctypes.get_errno()
+            raise OSError(error, f"memory cannot be given back: {os.strerror(error)}")
+    bytes_X[:first].zero_()
+    bytes_X[first + count :].zero_()

@@ -1,0 +1,350 @@
+"""Several models in one process: they take turns on the memory, and no request loses or changes a word."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.core.batch import StepReport
+from specdec.errors import CapacityError, CheckpointError, ConfigError
+from specdec.models.folder import SHIPPED
+from specdec.server import resident as resident_module
+from specdec.server import shares
+from specdec.server.failures import Failure
+from specdec.server.resident import Resident, Status
+from specdec.server.settings import ServerConfig
+from specdec.server.shares import open_models
+from specdec.server.switcher import Switcher
+from tests.server.live import Live, total
+
+NAMES = ("anna", "berta", "clara")
+ARENA = 24 << 20
+DRAFTS: dict[str, Any] = {"draft": "suffix", "adaptive": False, "num_steps": 3}
+"""Nothing is timed before the first request: three are loaded in each test."""
+CONFIG = EngineConfig(dtype="float32", memory_bytes=ARENA, max_running=4, max_model_len=512, **DRAFTS)
+PROMPTS = ("def fib(n):\n", "import os\n\nclass Reader:\n", "for i in range(")
+LONG = SamplingParams(max_tokens=72, temperature=0.8, seed=5, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return copies of the model that ships, each under a name of its own."""
+    where = tmp_path_factory.mktemp("models")
+    leave = shutil.ignore_patterns("eagle3", "*.svg", "README.md")
+    return [str(shutil.copytree(SHIPPED["tiny"], where / name, ignore=leave)) for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def plain(folders: list[str]) -> list[list[int]]:
+    """Return the texts of a model that has a process of its own."""
+    with SpecEngine(folders[0], CONFIG) as engine:
+        return [list(done.token_ids) for done in engine.generate(PROMPTS, LONG)]
+
+
+@contextmanager
+def opened(folders: Sequence[str], **own: Any) -> Iterator[Switcher]:
+    """Load models as a server does, and check at the end that each arena is whole."""
+    switcher = open_models(folders, CONFIG, ServerConfig(**own))
+    try:
+        switcher.start()
+        yield switcher
+        for resident in switcher.residents:
+            if resident.engine:
+                resident.engine.model.loop.arena.check_integrity()
+    finally:
+        switcher.close()
+
+
+@asynccontextmanager
+async def switching(switcher: Switcher) -> AsyncIterator[None]:
+    task = asyncio.create_task(switcher.run())
+    try:
+        yield
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@dataclass(eq=False)
+class Asked:
+    is_over: bool = False
+
+
+async def ask(
+    own: Resident,
+    prompt: str = PROMPTS[0],
+    params: SamplingParams = SHORT,
+    keep: float | None = None,
+    slow_s: float = 0.0,
+) -> tuple[list[int], int]:
+    """Do as the server's handlers do; return a text's tokens, and how often it was preempted."""
+    own.enter()
+    try:
+        engine = await own.ready()
+        with own.answering(work := Asked()):
+            deltas = [delta async for delta in engine.stream(prompt, params)]
+            work.is_over = True
+            await asyncio.sleep(slow_s)
+    finally:
+        own.leave(keep)
+    assert deltas[-1].stats
+    return [token for delta in deltas for token in delta.token_ids], deltas[-1].stats.preemptions
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def run(switcher: Switcher, work: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with switching(switcher):
+            await work()
+
+    asyncio.run(main())
+
+
+def watched(switcher: Switcher, most: int) -> list[int]:
+    """Note at every step how many arenas hold anything, of which there may be so many."""
+    held: list[int] = []
+
+    def observe(_: StepReport) -> None:
+        engines = [own.engine for own in switcher.residents if own.engine]
+        held.append(sum(engine.model.loop.arena.held > 0 for engine in engines))
+
+    for own in switcher.residents:
+        assert own.engine
+        own.engine.model.loop.observers.append(observe)
+    return held
+
+
+@pytest.mark.parametrize("arenas", [1, 2])
+def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[int]], arenas: int) -> None:
+    """Turns are so short that answers are preempted in the middle, several times."""
+    with opened(folders, switch_after=0.01, arenas=arenas) as switcher:
+        assert [own.status for own in switcher.residents].count(Status.WARM) == arenas
+        engines = [own.engine for own in switcher.residents]
+        size = ARENA // arenas
+        assert all(engine and engine.model.settings.memory_bytes == size for engine in engines)
+        held = watched(switcher, arenas)
+        answers: list[tuple[list[int], int]] = []
+
+        async def burst() -> None:
+            asked = [ask(own, prompt, LONG) for prompt in PROMPTS for own in switcher.residents]
+            answers.extend(await asyncio.gather(*asked))
+
+        run(switcher, burst)
+        assert [tokens for tokens, _ in answers] == [text for text in plain for _ in NAMES]
+        assert sum(preemptions for _, preemptions in answers) >= 3
+        assert held and max(held) <= arenas
+        for own in switcher.residents:
+            assert own.engine and own.switches["wake"] >= 1 and not own.switches["load"]
+            if own.is_resting:
+                assert not own.engine.model.loop.arena.data.any()
+
+
+def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended(
+    folders: list[str], plain: list[list[int]]
+) -> None:
+    weight_bytes = open_models(folders, CONFIG, ServerConfig()).residents[0].weight_bytes
+    assert weight_bytes > 1 << 20
+    with opened(folders, switch_after=0.01, weights_bytes=2 * weight_bytes + 1) as switcher:
+        statuses = [own.status for own in switcher.residents]
+        assert statuses == [Status.WARM, Status.RESTING, Status.UNLOADED]
+        most = 0
+
+        async def burst() -> None:
+            nonlocal most
+            asked = [ask(own, prompt, LONG) for prompt in PROMPTS for own in switcher.residents]
+            answers = asyncio.gather(*asked)
+            while not answers.done():
+                most = max(most, sum(own.engine is not None for own in switcher.residents))
+                await asyncio.sleep(0.002)
+            assert [tokens for tokens, _ in await answers] == [text for text in plain for _ in NAMES]
+
+        run(switcher, burst)
+        assert most == 2 and switcher.residents[2].switches["load"] == 1
+
+
+def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
+    with opened(folders[:1], keep_alive=-1) as switcher:
+        (own,) = switcher.residents
+
+        async def turns() -> None:
+            first, _ = await ask(own)
+            await asyncio.sleep(0.05)
+            assert own.status is Status.WARM
+            await ask(own, keep=0.0)
+            await until(lambda: own.status is Status.UNLOADED)
+            again, _ = await ask(own)
+            assert again == first and own.switches["load"] == 1
+            await ask(own, keep=0.02)
+            assert own.status is Status.WARM
+            await until(lambda: own.status is Status.UNLOADED)
+
+        run(switcher, turns)
+
+
+def test_one_that_cannot_be_loaded_takes_no_other_down(
+    folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[0], broken)
+    with opened([str(broken), *folders[:1]], keep_alive=0) as switcher:
+        bad, good = switcher.residents
+        weights = broken / "model.safetensors"
+
+        async def turns() -> None:
+            await until(lambda: not (bad.engine or good.engine))
+            kept = weights.read_bytes()
+            weights.write_bytes(kept[:2000])
+            with pytest.raises(Failure, match=r"'broken' could not be loaded: .*safetensors") as raised:
+                await ask(bad)
+            assert raised.value.status == 503 and bad.status is Status.FAILED
+            assert len((await ask(good))[0]) == SHORT.max_tokens
+            weights.write_bytes(kept)
+            with pytest.raises(Failure, match="could not be loaded"):
+                await ask(bad)  # it is not tried at every request
+            monkeypatch.setattr(resident_module, "RETRY_S", 0.0)
+            assert len((await ask(bad, keep=9.0))[0]) == SHORT.max_tokens and bad.status is Status.WARM
+
+        run(switcher, turns)
+    (broken / "config.json").write_text("{}")
+    with opened([str(broken), *folders[:1]]) as switcher:
+        assert [own.status for own in switcher.residents] == [Status.FAILED, Status.WARM]
+    with pytest.raises(CheckpointError), opened([str(broken)]):
+        pass
+    with pytest.raises(CapacityError, match="weights_bytes"), opened(folders[:1], weights_bytes=1 << 20):
+        pass
+
+
+def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
+    with opened(folders[:2], switch_after=60.0) as switcher:
+        first, second = switcher.residents
+
+        async def turns() -> None:
+            long = asyncio.create_task(ask(first, params=LONG.model_copy(update={"max_tokens": 400})))
+            await until(lambda: first.running == 1)
+            waits = asyncio.create_task(ask(second, params=LONG))
+            await until(lambda: second.running == 1)
+            waits.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waits
+            assert second.engine and second.engine.fault is None
+            await until(lambda: not second.engine or second.engine.stats().waiting == 0)
+            assert second.is_resting and second.wanted_s is None
+            await long
+            assert len((await ask(second))[0]) == SHORT.max_tokens  # an idle one makes way at once
+            # So does one whose answer is over and still being read.
+            read = asyncio.create_task(ask(first, slow_s=60.0))
+            await until(lambda: first.is_warm and first.is_idle)
+            assert len((await ask(second))[0]) == SHORT.max_tokens and not read.done()
+            assert first.is_resting and first.wanted_s is None
+            read.cancel()
+
+        run(switcher, turns)
+
+
+def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) -> None:
+    with opened(folders[:2], switch_after=60.0) as switcher:
+        first, second = switcher.residents
+
+        async def turns() -> None:
+            assert first.engine
+            first.engine.abandon("It hangs.")
+            assert first.status is Status.FAILED and switcher.fault == "It hangs."
+            assert len((await ask(second))[0]) == SHORT.max_tokens
+
+        run(switcher, turns)
+
+
+def test_names_and_shares(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fields(*models: str, **own: Any) -> str | None:
+        with pytest.raises(ConfigError) as raised:
+            open_models(models, CONFIG, ServerConfig(**own))
+        return raised.value.field
+
+    a, b, _ = folders
+    assert fields(a, b, a) == "model"
+    assert fields(a, b, served_model_name=["x"]) == fields(a, b, served_model_name=["x", "x"])
+    assert fields(a, b, served_model_name=["x"]) == "served_model_name"
+    (one,) = open_models([a], CONFIG, ServerConfig(served_model_name=["x", "y"])).residents
+    assert one.names == ("x", "y") and one.config is CONFIG
+    two = open_models([a, b], CONFIG, ServerConfig(served_model_name=["x", "y"])).residents
+    assert [own.names for own in two] == [("x",), ("y",)]
+    config = EngineConfig(max_running=2, max_model_len=256, host_cache_bytes=30 << 20)
+    unset = open_models(folders, config, ServerConfig(arenas=3)).residents
+    assert {own.config.host_cache_bytes for own in unset} == {10 << 20}
+    alone = shares._open(Path(a), config)
+    assert not isinstance(alone, Exception)
+    assert {own.config.memory_bytes for own in unset} == {alone.memory_bytes}, "no more than it wants"
+
+    monkeypatch.setattr(shares, "CAN_RELEASE", False)
+    assert fields(a, b, arenas=1) == "arenas" and fields(a, b, keep_alive=1) == "keep_alive"
+    assert fields(a, b, weights_bytes=1 << 30) == "weights_bytes"
+    split = open_models(folders, CONFIG, ServerConfig())
+    assert split.arenas == 3 and {own.config.memory_bytes for own in split.residents} == {ARENA // 3}
+
+
+@pytest.fixture(scope="module")
+def live(folders: list[str]) -> Iterator[Live]:
+    options = ["--memory-bytes", str(ARENA), "--dtype", "float32", "--switch-after", "0.05"]
+    options += ["--draft", "suffix", "--no-adaptive"]
+    with Live(*options, model=folders[0], beside=folders[1:]) as own:
+        yield own
+
+
+def complete(live: Live, model: str | None, **own: Any) -> Any:
+    return live.ask(
+        "/v1/completions",
+        {"model": model, "prompt": PROMPTS[0], "max_tokens": 60, "seed": 5, "ignore_eos": True, **own},
+    )
+
+
+def states(live: Live) -> dict[str, str]:
+    return {card["id"]: card["state"] for card in live.ask("/v1/models").json["data"]}
+
+
+def test_over_http_the_models_name_picks(live: Live) -> None:
+    assert states(live) == {"anna": "warm", "berta": "resting", "clara": "resting"}
+    with ThreadPoolExecutor(9) as pool:
+        found = [*pool.map(lambda name: complete(live, name, temperature=0.8), NAMES * 3)]
+    assert {(own.status, own.json["choices"][0]["text"]) for own in found} == {
+        (200, found[0].json["choices"][0]["text"])
+    }
+    assert [own.json["model"] for own in found] == [*NAMES * 3]
+    assert complete(live, None).json["model"] == "anna"
+    refused = complete(live, "doris")
+    assert refused.status == 404 and all(name in refused.error["message"] for name in NAMES)
+    figures = live.metrics()
+    for name in NAMES:
+        key = f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{name}"}}'
+        assert figures[key] == 3 + (name == "anna")
+    assert total(figures, "specdec:model_switches_total") >= 3
+    assert total(figures, "specdec:model_state") == 3
+    assert live.ask("/server_info?model=berta").json["model"] == "berta"
+    assert live.ask("/tokenize", {"model": "clara", "prompt": "def"}).json["count"] > 0
+
+
+def test_over_http_a_request_says_how_long_its_model_is_kept(live: Live) -> None:
+    wrong = complete(live, "berta", keep_alive="soon")
+    assert wrong.status == 400 and wrong.error["param"] == "keep_alive"
+    assert complete(live, "berta", keep_alive="0s").status == 200
+    for _ in range(200):
+        if states(live)["berta"] == "unloaded":
+            break
+    info = live.ask("/server_info?model=berta").json
+    assert info["models"]["berta"] == "unloaded" and "steps" not in info
+    assert live.ask("/health").status == 200
+    assert complete(live, "berta").status == 200 and states(live)["berta"] == "warm"
