@@ -17,7 +17,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="+",
-        help="folder of a Hugging Face checkpoint, or tiny; of several, requests name theirs",
+        help="folders of Hugging Face checkpoints, or tiny",
     )
     add_settings(parser, ServerConfig, title="server")
     add_settings(parser, EngineConfig, title="engine")
