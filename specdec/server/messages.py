@@ -23,6 +23,10 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 """Only the first mistake is reported: collecting those of millions would block the server."""
 CACHE = "cache_control"
 MOST_MARKS = 4
+MEDIA = frozenset(
+    {"audio", "image", "image_url", "images", "input_audio", "input_image", "video", "video_url", "videos"}
+)
+"""Fields by which clients send what is no text, beside a message's or a part's own."""
 THOUGHT = ("reasoning_content", "reasoning")
 """The fields of what an assistant thought; templates know the first."""
 
@@ -54,6 +58,8 @@ CacheControl = Annotated[Mark, WrapValidator(_whole_mark)]
 
 
 class Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
     type: str = "text"
     text: str | None = None
     cache_control: CacheControl | None = None
@@ -80,6 +86,7 @@ class Message(BaseModel):
         """Return it as a template reads it, its parts joined; it is the message of this index."""
         calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
         thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        _refuse_media(self, f"messages.{index}")
         own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE, *THOUGHT})
         own |= {THOUGHT[0]: thought} if thought else {}
         return {**own, "content": _text(self.content, index), **calls}
@@ -122,4 +129,15 @@ def _text(content: str | list[Part] | None, index: int) -> str:
                 f"messages.{index}.content: a part of type {part.type!r:.40}; send text alone.",
                 param="messages",
             )
+        _refuse_media(part, f"messages.{index}.content")
     return "".join(part.text or "" for part in content)
+
+
+def _refuse_media(given: Message | Part, where: str) -> None:
+    """Refuse what is no text in fields that a template or a part would leave unread."""
+    extra = given.model_extra or {}
+    for name in MEDIA & extra.keys():
+        if extra[name]:
+            raise Failure(
+                400, f"{where}.{name}: this engine reads text alone; leave it out.", param="messages"
+            )

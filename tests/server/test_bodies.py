@@ -79,6 +79,31 @@ def test_what_has_too_many_parts_is_refused(value: object) -> None:
     assert as_read(read(ChatBody, CHAT, unheard_of=[0] * 2 * MOST_PARTS).messages)
 
 
+PICTURE = {"image_url": {"url": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"content": "x", "images": ["eA=="]}, "messages.0.images"),
+        ({"content": "x", "image_url": "data:,x"}, "messages.0.image_url"),
+        (
+            {"content": [{"type": "text", "text": "x", "image_url": {"url": "x"}}]},
+            "messages.0.content.image_url",
+        ),
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages.0.content: a part of type",
+        ),
+    ],
+)
+def test_pictures_are_refused_wherever_they_stand(message: dict[str, Any], where: str) -> None:
+    with pytest.raises(Failure, match=re.escape(where)) as caught:
+        as_read(read(ChatBody, {"messages": [{"role": "user", **message}]}).messages)
+    assert caught.value.param == "messages"
+    assert as_read(read(ChatBody, {"messages": [{"role": "user", "content": "x", "audio": None}]}).messages)
+
+
 @pytest.mark.parametrize(
     ("fields", "kinds"),
     [

@@ -88,7 +88,8 @@ Block = Annotated[
     Discriminator(
         _type,
         custom_error_type="block",
-        custom_error_message="send blocks of type text, thinking, tool_use or tool_result",
+        custom_error_message="send blocks of type text, thinking, tool_use or tool_result: images and "
+        "documents are not read",
     ),
 ]
 
