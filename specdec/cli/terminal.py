@@ -18,8 +18,8 @@ from specdec.core.outputs import Completion, Delta, RequestStats
 from specdec.engine.engine import SpecEngine
 from specdec.text.tokenizer import Piece
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, but for tab and newline."""
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters, but for tab and newline; those that turn the direction of what follows are some too."""
 
 ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
 """The colour of accepted draft tokens, and the reset."""
@@ -96,7 +96,12 @@ def visible(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Escape control characters: a terminal obeys them."""
-    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROLS.sub(_as_code, text)
+
+
+def _as_code(found: re.Match[str]) -> str:
+    point = ord(found[0])
+    return f"\\x{point:02x}" if point < 0x100 else f"\\u{point:04x}"
 
 
 def binary(num_bytes: float) -> str:

@@ -141,7 +141,9 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
         "ServerConfig": MappingProxyType(
             {
+                "model": "name the model without an option: specdec serve MODEL",
                 "model_path": "name the model without an option: specdec serve MODEL",
+                "ctx_size": "give --max-model-len",
                 "enable_auto_tool_choice": _ALWAYS,
                 "enable_metrics": _ALWAYS,
                 "chat_template": "the folder's own is read; put it there as chat_template.jinja",

@@ -67,7 +67,10 @@ class Parser(argparse.ArgumentParser):
         given: dict[str, str] = {}
         for option in self._own_options(words):
             if option not in self._option_string_actions:
-                self.error(f"{option} is no option of {self.prog}{near(option, self._option_string_actions)}")
+                known = [
+                    name for name, own in self._option_string_actions.items() if own.help != argparse.SUPPRESS
+                ]
+                self.error(f"{option} is no option of {self.prog}{near(option, known)}")
             self._refuse_twice(option, given)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:

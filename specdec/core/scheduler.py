@@ -102,7 +102,7 @@ class Scheduler:
             own.finish_reason is None and not own.is_decoding and (waits or own in self.running)
             for own in self._paused
         )
-        if not (self.is_catching_up or self.is_paused):
+        if not self.is_catching_up:
             self._paused = []
 
     def schedule(self) -> StepPlan:
@@ -120,7 +120,7 @@ class Scheduler:
         )
         while self._admit(budget):
             budget -= self.running[-1].num_schedulable_tokens
-        if self._paused:
+        if self._paused and not self.is_paused:
             self._note_catching_up()
         rows: list[ScheduledRequest] = []
         budget = self.chunk_tokens

@@ -131,6 +131,9 @@ class Worker:
         done: Future[None] = Future()
 
         def run() -> None:
+            # From here on its caller cannot give it up: to tell it nothing would end the engine.
+            if not done.set_running_or_notify_cancel():
+                return
             self._step_start_s = time.monotonic()
             try:
                 work()

@@ -33,6 +33,12 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
         return folder
     if name := HubName.read(str(model)):
         return _download(name, scratch)
+    if folder.suffix == ".gguf":
+        raise CheckpointError(
+            f"{short(folder)} is a GGUF file, which is not read; give the folder, or the name on the hub, of "
+            "the checkpoint that it was made from, and --quantize int4 or int8",
+            field="model",
+        )
     raise CheckpointError(
         f"{short(folder)} is not a folder; give the path of a Hugging Face checkpoint, OWNER/NAME of one on "
         f"the hub, or {' or '.join(SHIPPED)}, which ships with specdec",

@@ -263,8 +263,8 @@ async def _text(body: DetokenizeBody, served: Served) -> str:
 async def _flush_cache(request: web.Request, state: State) -> web.Response:
     """Flush the caller's cached prefixes and the outputs that drafters look up."""
     async with Deadline(state.config.request_timeout).held():
-        for engine in state.engines:
-            await asyncio.wrap_future(engine.begin_flush(request["caller"]))
+        flushing = [engine.begin_flush(request["caller"]) for engine in state.engines if not engine.fault]
+        await asyncio.gather(*map(asyncio.wrap_future, flushing))
     return web.json_response({"status": "ok"})
 
 

@@ -12,7 +12,7 @@ ANY = "*"
 ORIGIN = re.compile(r"([a-z][a-z0-9+.\-]*)://[^\s/?#@,]+")
 PORTS = {"http": ":80", "https": ":443"}
 """Default ports, which browsers omit."""
-EXPOSED = f"X-Request-ID, Retry-After, {IGNORED}"
+EXPOSED = f"X-Request-ID, Request-ID, Retry-After, {IGNORED}"
 """Response headers exposed to pages beside the safelisted ones."""
 NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
 METHODS = "GET, HEAD, POST, DELETE"

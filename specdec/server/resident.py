@@ -57,17 +57,20 @@ class Resident:
         *,
         weight_bytes: int = 0,
         keep_alive_s: float = -1.0,
+        may_unload: bool = True,
     ) -> None:
         self.folder, self.names, self.config = folder, tuple(names), config
         self.weight_bytes, self.keep_alive_s = weight_bytes, keep_alive_s
+        self.may_unload = may_unload
+        """Whether requests may say how long it is kept."""
         self.engine: SpecEngine | None = None
         self.is_resting = self.is_loading = False
         self.is_draining = False
         """Whether no request enters: it is to be unloaded once those within have ended."""
         self.refusal: SpecdecError | None = None
         """Why it can never be loaded by this process."""
-        self.failure: Exception | None = None
-        """Why it could not be loaded the last time."""
+        self.failure: str | None = None
+        """Why it could not be loaded the last time; the error itself would keep alive what was loaded."""
         self._failed_s = 0.0
         self.users = 0
         """Requests under way: it is not unloaded meanwhile."""
@@ -107,6 +110,11 @@ class Resident:
         return Status.RESTING if self.is_resting else Status.WARM
 
     @property
+    def is_sound(self) -> bool:
+        """Whether it is loaded and its engine works: one that hangs cannot be unloaded."""
+        return self.engine is not None and self.engine.fault is None
+
+    @property
     def is_warm(self) -> bool:
         return self.status is Status.WARM
 
@@ -133,14 +141,14 @@ class Resident:
         self._news.clear()
 
     def check_loadable(self) -> None:
-        """Refuse requests of a model that could not be loaded just now."""
-        if self.failure and time.monotonic() < self._failed_s + RETRY_S:
+        """Refuse requests of a model that can never be loaded, or could not be just now."""
+        if self.refusal or (self.failure and time.monotonic() < self._failed_s + RETRY_S):
             raise Failure(
                 503,
-                f"model: {self.name!r} could not be loaded: {self.failure}",
+                f"model: {self.name!r} could not be loaded: {self.refusal or self.failure}",
                 param="model",
                 code="model_not_loaded",
-                headers={"Retry-After": f"{RETRY_S:.0f}"},
+                headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
             )
 
     async def ready(self) -> SpecEngine:
@@ -159,8 +167,14 @@ class Resident:
                 self.look()
         return self.engine
 
-    def enter(self) -> None:
+    def enter(self, keep_alive_s: float | None = None) -> None:
         """Count a request, which may not be ready yet."""
+        if keep_alive_s is not None and not self.may_unload:
+            raise Failure(
+                400,
+                "keep_alive: models are unloaded on a CPU under Linux alone; leave it out.",
+                param="keep_alive",
+            )
         self.users += 1
 
     def leave(self, keep_alive_s: float | None) -> None:
@@ -183,7 +197,7 @@ class Resident:
 
     def seconds_kept(self, now_s: float) -> float | None:
         """Return how long the model is still to be kept; None: there is no end to it yet."""
-        if self.engine is None or self.users or self.kept_s < 0:
+        if not self.is_sound or self.users or self.kept_s < 0:
             return None
         return max(self.used_s + self.kept_s - now_s, 0.0)
 
@@ -194,7 +208,7 @@ class Resident:
                 raise self.refusal
             engine = SpecEngine(self.folder, self.config)
         except Exception as error:
-            self.failure, self._failed_s = error, time.monotonic()
+            self.failure, self._failed_s = str(error) or repr(error), time.monotonic()
             raise
         self.failure, self.is_resting, self.is_draining = None, False, False
         self.max_model_len = engine.model.settings.max_model_len

@@ -65,8 +65,7 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
     switcher = open_models(folders, engine_config, config)
     with _bind(config) as sock, contextlib.closing(switcher):
         switcher.start()
-        asyncio.run(serve(switcher, config, sock, tls))
-        fault = switcher.fault
+        fault = asyncio.run(serve(switcher, config, sock, tls))
         failed = fault is not None
         ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
@@ -79,10 +78,11 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
 
 async def serve(
     switcher: Switcher, config: ServerConfig, sock: socket.socket, tls: ssl.SSLContext | None
-) -> None:
+) -> str | None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
-    A second signal stops without waiting. An engine that fails for good counts as a first signal.
+    A second signal stops without waiting. An engine that fails for good counts as a first signal, a task of
+    the server that fails as both. Return what has failed, if anything has.
     """
     state = State(switcher, config)
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
@@ -118,14 +118,16 @@ async def serve(
         reports = [asyncio.create_task(_report(state, own)) for own in state.served]
         tasks = [asyncio.create_task(own) for own in (_watch(state, told), switcher.run())]
         for task in tasks:
-            task.add_done_callback(partial(_stop_if_failed, told))
+            task.add_done_callback(partial(_stop_if_failed, told, hurried))
         await told.wait()
         tell_supervisor(STOPPING)
         for task in reports:
             task.cancel()
         await _drain(state, hurried)
+        broken = any(task.done() and task.exception() for task in tasks)
         for task in tasks:
             task.cancel()
+        return "a task of the server has failed" if broken else switcher.fault
     finally:
         faulthandler.cancel_dump_traceback_later()
         if listener:
@@ -195,11 +197,12 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
             await asyncio.wait_for(state.idle.wait(), LINGER_S)
 
 
-def _stop_if_failed(told: asyncio.Event, task: "asyncio.Task[None]") -> None:
-    """Stop the server where one of its own tasks has failed."""
+def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.Task[None]") -> None:
+    """Stop the server where one of its own tasks has failed: what waits for it would wait in vain."""
     if not task.cancelled() and (error := task.exception()):
         logger.critical("a task of the server has failed", exc_info=error)
         told.set()
+        hurried.set()
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:

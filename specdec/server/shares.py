@@ -32,8 +32,7 @@ def open_models(models: Sequence[str | Path], engine_config: EngineConfig, confi
     names, arenas = _names(folders, config), _arenas(len(folders), engine_config, config)
     weights_bytes = config.weights_bytes
     if len(folders) == 1 and weights_bytes is None:
-        residents = [Resident(folders[0], names[0], engine_config, keep_alive_s=config.keep_alive)]
-        return Switcher(residents)
+        return Switcher([_resident(folders[0], names[0], engine_config, config)])
     opened = [_open(folder, engine_config) for folder in folders]
     free_bytes = free_memory(pick_device(engine_config.device))
     if weights_bytes is None and _can_rest(engine_config):
@@ -42,7 +41,7 @@ def open_models(models: Sequence[str | Path], engine_config: EngineConfig, confi
     left_bytes = free_bytes - (held if weights_bytes is None else min(held, weights_bytes))
     residents = []
     for folder, own_names, own in zip(folders, names, opened, strict=True):
-        resident = Resident(folder, own_names, engine_config, keep_alive_s=config.keep_alive)
+        resident = _resident(folder, own_names, engine_config, config)
         residents.append(resident)
         if isinstance(own, SpecdecError):
             resident.refusal = own
@@ -77,6 +76,13 @@ def _names(folders: Sequence[Path], config: ServerConfig) -> list[list[str]]:
             field="served_model_name",
         )
     return [[name] for name in names]
+
+
+def _resident(
+    folder: Path, names: Sequence[str], engine_config: EngineConfig, config: ServerConfig
+) -> Resident:
+    may_unload = _can_rest(engine_config)
+    return Resident(folder, names, engine_config, keep_alive_s=config.keep_alive, may_unload=may_unload)
 
 
 def _can_rest(engine_config: EngineConfig) -> bool:

@@ -121,10 +121,10 @@ class State:
                 code="too_many_requests",
                 headers=BUSY,
             )
+        served.resident.enter(keep_alive_s)
         self.choices += choices
         self.idle.clear()
         self._under_way.add(until)
-        served.resident.enter()
         try:
             yield
         finally:

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Sequence
 
-from specdec.errors import SpecdecError
 from specdec.server.resident import Resident, settle_garbage
 
 logger = logging.getLogger(__name__)
@@ -39,13 +38,13 @@ class Switcher:
 
     def start(self) -> None:
         """Load, before any request comes, what fits; raise what is wrong where none can be loaded."""
-        faults: list[SpecdecError] = []
+        faults: list[Exception] = []
         for own in self.residents:
             if not (own.refusal or self._fits(own)):
                 continue
             try:
                 own.load()
-            except SpecdecError as error:
+            except Exception as error:
                 faults.append(error)
                 if len(self.residents) > 1:
                     logger.error("%s cannot be loaded: %s", own.name, error)
@@ -81,7 +80,7 @@ class Switcher:
         """
         now_s = time.monotonic()
         for each in self.residents:
-            if each.seconds_kept(now_s) == 0 or (each.is_draining and not each.inside):
+            if each.is_sound and (each.seconds_kept(now_s) == 0 or (each.is_draining and not each.inside)):
                 await self._unload(each)
         own = self._first()
         if own is None:
@@ -145,12 +144,13 @@ class Switcher:
     async def _free_weights(self, own: Resident) -> Resident | None:
         """Unload idle models until this one's weights fit; return the one that has to drain first."""
         while not self._fits(own):
-            others = [other for other in self.residents if other.engine and other is not own]
+            others = [other for other in self.residents if other.is_sound and other is not own]
             idle = [other for other in others if not other.users]
             if not idle:
                 before = next((other for other in others if other.is_draining), None)
-                before = before or min(others, key=lambda other: other.turn_s)
-                before.is_draining = True
+                before = before or min(others, key=lambda other: other.turn_s, default=None)
+                if before:
+                    before.is_draining = True
                 return before
             await self._unload(min(idle, key=lambda other: other.used_s))
         return None

@@ -101,7 +101,7 @@ def test_a_target_that_the_compiler_does_not_know_is_passed_over(
     with caplog.at_level(logging.INFO):
         found = uncached()
     assert found is not None and found.target == targets.NATIVE
-    said = [record.message for record in caplog.records]
+    said = [record.message for record in caplog.records if "ompil" not in record.message[:30]]
     assert len(said) == 2 and "newer" in said[0] and "no-such-unit" in said[0]
     assert "native" in said[1] and [own.name.split("-")[0] for own in cache.iterdir()] == ["native"]
 

@@ -122,7 +122,8 @@ def test_texts_are_those_without_a_cache(
     known: Callable[[str], Known], family: str, drafter: str, backing: str, steps: str
 ) -> None:
     own = known(family)
-    shape = {"adaptive": False, **SHAPES["tree"]} if drafter != "none" else {}
+    kind = "chain" if drafter == "self-int4" else "tree"
+    shape = {"adaptive": False, **SHAPES[kind]} if drafter != "none" else {}
     fields = {"draft": drafter, "slots": backing, "graphs": steps == "device", **shape, **SETTINGS}
     with SpecEngine(own.folder, prefix_cache=False, **fields) as engine:
         layout = engine.model.settings.layout

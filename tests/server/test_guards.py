@@ -193,11 +193,11 @@ def test_it_stops_in_bounded_time(twice: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (("--port", "70000"), "port"),
-        (("--host", "no.such.host.invalid"), "host"),
-        (("--api-key-file", "/nowhere"), "api_key_file"),
-        (("--max-queued", "0"), "max_queued"),
-        (("--draft", "none", "--topk", "2"), "topk"),
+        (("--port", "70000"), "--port"),
+        (("--host", "no.such.host.invalid"), "--host"),
+        (("--api-key-file", "/nowhere"), "--api-key-file"),
+        (("--max-queued", "0"), "--max-queued"),
+        (("--draft", "none", "--topk", "2"), "--topk"),
     ],
 )
 def test_settings_that_do_not_fit_are_named_in_one_line(

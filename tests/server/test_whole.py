@@ -12,7 +12,8 @@ import pytest
 from specdec.core.outputs import Delta, TokenLogprob
 from specdec.server import generate
 from specdec.server.answers import Said
-from specdec.server.formats import Completions, Envelope, Shown, Usage
+from specdec.server.chunks import Chunks
+from specdec.server.formats import Completions, Shown
 from specdec.server.state import LONG
 
 OWN = TokenLogprob(7, -0.5, top=tuple((token, -1.0) for token in range(20)))
@@ -39,10 +40,14 @@ async def told(tokens: int) -> AsyncIterator[Said]:
 
 @pytest.mark.parametrize(("tokens", "beside"), [(1, False), (LONG // 20, True)])
 def test_long_answers_are_written_beside_the_event_loop(tokens: int, beside: bool) -> None:
-    form, body = Watched(), SimpleNamespace(return_metrics=True)
+    form: Any = Watched()
+    body: Any = SimpleNamespace(return_metrics=True)
     prepared: Any = [SimpleNamespace(params=SimpleNamespace(n=CHOICES), ids=(1,))]
-    envelope, watch = Envelope(form, 'a "model"', prepared), SimpleNamespace(said=lambda own: None)
-    parts: Any = told(tokens), envelope, Usage(1, CHOICES), watch, body
+    parts: Any = (
+        told(tokens),
+        Chunks(form, body, 'a "model"', prepared),
+        SimpleNamespace(said=lambda own: None),
+    )
     whole = json.loads(asyncio.run(generate._whole(*parts)))
     assert [own is not threading.main_thread() for own in form.threads] == [beside]
     assert list(whole) == ["id", "object", "created", "model", "choices", "usage", "metrics"]

@@ -76,14 +76,12 @@ def _system(chat: Chat, text: str) -> Reply:
 def _set(chat: Chat, argument: str) -> Reply:
     name, _, text = argument.partition(" ")
     name = name.replace("-", "_")
-    if name in NOT_IN_CHATS:
-        raise RequestError(
-            f"/set: {name} is no setting of a chat; known are {', '.join(SETTINGS)}.", field=name
-        )
     if not name:
         return Reply(rows=[(each, _value(chat, each)) for each in SETTINGS])
-    if name not in SamplingParams.model_fields:
-        SamplingParams.model_validate({name: text})  # which refuses it, and says what is near
+    if name not in SETTINGS:
+        near = difflib.get_close_matches(name, SETTINGS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(SETTINGS)}."
+        raise RequestError(f"/set: {name} is no setting of a chat; {hint}", field=name)
     known, text = SamplingParams.model_fields[name], text.strip()
     if not text:
         return Reply(f"{name} {_value(chat, name)}: {known.title}; {known.description}")

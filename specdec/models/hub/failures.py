@@ -74,7 +74,7 @@ def _explain(error: BaseException, name: HubName) -> str:
     if isinstance(error, HTTPError):
         return (
             f"{hub} cannot be reached for {name} ({_first_line(error)}); check the network and HF_ENDPOINT, "
-            "then run this again, or give the path of a folder"
+            f"then run this again, or give the path of a folder: there is none called {name} here"
         )
     if isinstance(error, OSError) and error.errno in FULL:
         return (

@@ -10,7 +10,8 @@ MAIN = "main"
 """The branch that is meant where no revision is named."""
 
 _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w.+/-]+))?", re.ASCII)
+_REVISION = r"\w[\w.+-]*(?:/\w[\w.+-]*)*"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_REVISION}))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

@@ -34,6 +34,7 @@ class Marked(BaseModel):
 class TextBlock(Marked):
     type: Literal["text"]
     text: str
+    source: None = Field(None, description="images are not read")
 
 
 class ThinkingBlock(BaseModel):

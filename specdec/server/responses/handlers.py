@@ -12,6 +12,7 @@ from specdec.core.terms import Prepared
 from specdec.server.answers import Deadline
 from specdec.server.events import Expected
 from specdec.server.failures import Failure, naming
+from specdec.server.fields import MOST_PARTS
 from specdec.server.formats import Usage
 from specdec.server.generate import answer_chat
 from specdec.server.responses.bodies import ResponseBody
@@ -32,6 +33,12 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
     caller, responses = request["caller"], state.responses
     body.store = body.store and responses.most > 0
     history = responses.history(caller, body.previous_response_id)
+    if sum(own.num_items for own in history) + len(body.items) > MOST_PARTS:
+        raise Failure(
+            400,
+            f"previous_response_id: the conversation has more than {MOST_PARTS:,} items; begin a new one.",
+            param="previous_response_id",
+        )
     before = await worked(sum(own.size for own in history), partial(_items, history))
     toolbox = Toolbox(body.tools or ())
     with naming(body.NAMES):
@@ -41,7 +48,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
         if body.store:
             own = [*body.items, *ITEMS.validate_python(response["output"])]
             items, whole = (json.dumps(each).encode() for each in (ITEMS.dump_python(own), response))
-            stored = Stored(items, whole, body.previous_response_id)
+            stored = Stored(items, whole, body.previous_response_id, len(own))
             responses.put(caller, response["id"], stored)
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> ResponseWriter:

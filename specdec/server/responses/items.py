@@ -14,17 +14,19 @@ from specdec.server.tools.bodies import Called
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
-class Part(BaseModel):
+class ItemPart(BaseModel):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: None = Field(None, description="images are not read")
+    file_id: None = Field(None, description="files are not read")
 
 
 def _kind(content: Any) -> str:
     return "list" if isinstance(content, list) else "str"
 
 
-Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")], Discriminator(_kind)]
+Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[ItemPart], Tag("list")], Discriminator(_kind)]
 
 
 class Said(BaseModel):
@@ -37,8 +39,8 @@ class Said(BaseModel):
 
 class Reasoning(BaseModel):
     type: Literal["reasoning"]
-    summary: Many[Part] = []
-    content: Many[Part] | None = None
+    summary: Many[ItemPart] = []
+    content: Many[ItemPart] | None = None
 
 
 class Call(BaseModel):
@@ -69,7 +71,7 @@ class Output(BaseModel):
 
 def _type(item: Any) -> str:
     kind = (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return "output" if isinstance(kind, str) and kind.endswith("call_output") else str(kind)
+    return "output" if kind in ("function_call_output", "custom_tool_call_output") else str(kind)
 
 
 Item = Annotated[
@@ -82,7 +84,7 @@ Item = Annotated[
         _type,
         custom_error_type="item",
         custom_error_message="send items of type message, reasoning, function_call, function_call_output, "
-        "custom_tool_call or custom_tool_call_output",
+        "custom_tool_call or custom_tool_call_output; images and files are not read",
     ),
 ]
 
@@ -153,7 +155,7 @@ def _called(item: Call | CustomCall) -> Called:
     return Called(**{"id": item.call_id, "type": "function", "function": function})
 
 
-def _text(content: str | list[Part], index: int) -> str:
+def _text(content: str | list[ItemPart], index: int) -> str:
     if isinstance(content, str):
         return content
     for part in content:

@@ -20,6 +20,8 @@ class Stored(NamedTuple):
     response: bytes
     previous: str | None
     """The response that it went on from."""
+    num_items: int = 0
+    """How many items there are."""
     used_s: float = 0.0
 
     @property

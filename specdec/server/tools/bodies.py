@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specdec.text.answers.source import LONGEST_NAME
 
+LONGEST_READ = 1 << 18
+"""Characters of a call's arguments that are read; longer ones are told to the template as text."""
+
 
 class Function(BaseModel):
     model_config = ConfigDict(extra="allow")
@@ -57,7 +60,7 @@ class Called(BaseModel):
         arguments = self.function.arguments
         if isinstance(arguments, str):
             try:
-                found = json.loads(arguments or "{}")
+                found = json.loads(arguments or "{}") if len(arguments) <= LONGEST_READ else None
             except (ValueError, RecursionError):
                 found = None
             arguments = found if isinstance(found, dict) else arguments

@@ -7,6 +7,8 @@ import { lexer } from "./vendor/marked.js";
 const OPTIONS = { gfm: true, breaks: true };
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
+/** So many blanks take the library minutes. */
+const BLANKS = /[ \t]{2000}/;
 const BREAK = /^<br\s*\/?>\s*$/i;
 
 /** Text that grows: each time only the blocks that have changed are built anew. */
@@ -29,6 +31,7 @@ export class Markdown {
 
 /** Return the text's blocks; what the library cannot read, such as quotes in quotes by the thousand, is one block of text. */
 function blocks(text) {
+  if (BLANKS.test(text)) return [{ type: "text", text }];
   try {
     return [...lexer(text, OPTIONS)].filter(({ type }) => type !== "space" && type !== "def");
   } catch {
@@ -96,7 +99,7 @@ function inline(tokens) {
 /** Return a link, or null for an address that leads to no other page. */
 function link(href, parts) {
   if (!URL.canParse(href) || !SCHEMES.has(new URL(href).protocol)) return null;
-  return make("a", { href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...parts);
+  return make("a", { href: new URL(href).href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...parts);
 }
 
 /** Return a token's own words. */
@@ -104,7 +107,7 @@ function plain({ type, raw, text }) {
   if (type === "html") return raw.trim();
   return text.replace(/&(?:#(\d{1,7})|#x([\da-f]{1,6})|([a-z]+));/gi, (whole, decimal, hex, name) => {
     const point = decimal ? Number(decimal) : hex ? parseInt(hex, 16) : null;
-    if (point === null) return ENTITIES[name] ?? whole;
+    if (point === null) return Object.hasOwn(ENTITIES, name) ? ENTITIES[name] : whole;
     return point <= 0x10ffff ? String.fromCodePoint(point) : whole;
   });
 }

@@ -10,6 +10,8 @@ from specdec.text.answers.source import MalformedCall, Reading, Source
 
 UNFINISHED = re.compile(r"\s*[<\[][^<>\[\]\s]*\Z")
 """A tag that was cut off. Within a call it is no text."""
+MOST_REREAD = 1 << 18
+"""Characters of an answer that may turn out to be no calls; beyond, all is text, so that reading ends."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """What each function takes, as JSON schemas."""
 
@@ -68,8 +70,12 @@ def read_calls(source: Source, calls: Calls) -> Reading[None]:
                 if source.cut and UNFINISHED.match(source.text):
                     source.take(len(source.text))
             except MalformedCall:
+                source.reread += source.at
                 yield Text(source.take(where - said + len(opening)))
                 called = False
+                if source.reread > MOST_REREAD:
+                    yield from read_text(source)
+                    return
         elif source.ended:
             if source.text.strip() or (source.text and not called):
                 yield Text(source.take(len(source.text)))

@@ -41,6 +41,8 @@ class Source:
         """Nothing follows the text."""
         self.cut = False
         """It ended because it had to, not because its writer had finished."""
+        self.reread = 0
+        """Characters that were read as calls and were none, so that they are read once more."""
 
     def take(self, length: int) -> str:
         """Give up the first characters; what is looked at next is what follows them."""
