@@ -147,6 +147,24 @@ def test_a_rest_that_fails_ends_what_ran_and_no_more(
     assert engine.generate(PROMPTS[0], PARAMS[0])[0].token_ids == plain.token_ids
 
 
+def test_a_flush_that_its_caller_gives_up_ends_no_engine(
+    engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was given up before it began, or while it was under way."""
+    begun, on = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        begun.set()
+        assert on.wait(60)
+
+    monkeypatch.setattr(engine._worker._core, "flush", hold)
+    first, second = engine.begin_flush(), engine.begin_flush()
+    assert begun.wait(60) and not first.cancel() and second.cancel()
+    on.set()
+    first.result(60)
+    assert engine.fault is None and engine.generate(PROMPTS[0], PARAMS[0])
+
+
 def test_an_arena_that_holds_something_is_not_given_back(engine: SpecEngine) -> None:
     engine.flush()
     arena = engine.model.loop.arena

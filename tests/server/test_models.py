@@ -269,6 +269,30 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
         run(switcher, turns)
 
 
+def test_a_model_that_can_never_be_loaded_is_refused_at_once(folders: list[str]) -> None:
+    """However long ago it was tried, nobody is unloaded for it."""
+    with opened(folders[:2]) as switcher:
+        first, second = switcher.residents
+        assert second.engine
+        second.engine.close()
+        second.engine, second.refusal = None, ConfigError("no", field="quantize")
+
+        async def turns() -> None:
+            with pytest.raises(Failure, match="could not be loaded: no") as caught:
+                await ask(second)
+            assert caught.value.code == "model_not_loaded" and not caught.value.headers
+            assert first.engine and len((await ask(first))[0]) == SHORT.max_tokens
+
+        run(switcher, turns)
+
+
+def test_weights_that_can_never_fit_end_no_task(folders: list[str]) -> None:
+    with opened(folders[:1], weights_bytes=1 << 40) as switcher:
+        (only,) = switcher.residents
+        only.weight_bytes = 1 << 41
+        assert asyncio.run(switcher._free_weights(only)) is None and only.engine
+
+
 def test_names_and_shares(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fields(*models: str, **own: Any) -> str | None:
         with pytest.raises(ConfigError) as raised:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from specdec.text.answers import source
-from specdec.text.answers.calls import CallFormat, Calls
+from specdec.text.answers.calls import MOST_REREAD, CallFormat, Calls
 from specdec.text.answers.events import Arguments, Begin, Text
 from specdec.text.answers.formats import CALL_FORMATS
 from specdec.text.answers.hermes import Hermes
@@ -382,3 +382,15 @@ def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
     parser = AnswerReader(calls=Calls(CODER, {"f": schema}))
     events = parser.push(element(("k", "1"))) + parser.finish(cut=False)
     assert "".join(event[0] for event in events) == 'f{"k": "1"}'
+
+
+@pytest.mark.parametrize(
+    ("form", "unit"), [(HERMES, f'{OPEN}{{"arguments": {{'), (MISTRAL, '[TOOL_CALLS][{"arguments":{')]
+)
+def test_what_is_read_again_is_bounded(form: CallFormat, unit: str) -> None:
+    """Each opening leads to a value that never ends: looking at the rest anew for each would take forever."""
+    text = unit * 3000
+    reader = AnswerReader(None, Calls(form, SCHEMAS))
+    events = [*reader.push(text), *reader.finish(cut=False)]
+    assert "".join(event[0] for event in events) == text and all(isinstance(own, Text) for own in events)
+    assert reader._source.reread <= MOST_REREAD + len(text)
