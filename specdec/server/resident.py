@@ -216,7 +216,7 @@ class Resident:
         self.engine = engine
 
     async def load_meanwhile(self) -> None:
-        """Build the engine beside the event loop; whoever waits for it hears of what is wrong."""
+        """Build the engine beside the event loop; requests that wait for it are told what is wrong."""
         self.is_loading = True
         try:
             await asyncio.to_thread(self.load)

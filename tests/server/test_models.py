@@ -270,7 +270,7 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
 
 
 def test_a_model_that_can_never_be_loaded_is_refused_at_once(folders: list[str]) -> None:
-    """However long ago it was tried, nobody is unloaded for it."""
+    """However long ago it was tried, no other is unloaded for it."""
     with opened(folders[:2]) as switcher:
         first, second = switcher.residents
         assert second.engine

@@ -42,7 +42,7 @@ def chat(
     *,
     colour: str,
 ) -> None:
-    """Answer a message and end, or without one talk with whoever is at the terminal."""
+    """Answer a message and end, or without one converse at the terminal."""
     with SpecEngine(folder, config) as engine:
         own = Chat(engine, folder, params, is_completion=folder in SHIPPED.values())
         if opening.system:

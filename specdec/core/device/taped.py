@@ -57,7 +57,7 @@ class TapedSteps:
         self._run(("prefill", key, size), partial(self.step.prefill_drafter, self.rows.part(0, size), key))
 
     def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Play what was recorded of a form, or record it; whoever listens to calls hears each of them."""
+        """Play what was recorded of a form, or record it; an observer of calls sees each of them."""
         if listening.recorder:
             return run()
         known = self._tapes.of(form)

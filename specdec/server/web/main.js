@@ -224,7 +224,7 @@ async function attempt(work) {
   }
 }
 
-/** Whoever works by keys goes on where a button was that is switched off. */
+/** The focus goes on where a button was that is switched off. */
 function busy(isBusy) {
   const [from, to] = isBusy ? [find("send"), find("stop")] : [find("stop"), find("send")];
   const hadFocus = document.activeElement === from;
