@@ -60,7 +60,7 @@ class Prefixes:
             self._learn(left.request)
 
     def keep_running(self, running: Sequence[Request]) -> None:
-        """Keep what requests have read that are about to be preempted, so that they go on from there.
+        """Keep what requests have read that are about to be preempted or dropped, for later ones.
 
         Their states are the tree's from now on: they must not run any more.
         """

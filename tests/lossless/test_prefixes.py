@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, SamplingParams, SpecdecError, SpecEngine
+from specdec.core.batch import StepReport
 from specdec.errors import ConfigError, RequestError
 from specdec.models.network import Block
 from specdec.state_slots.prefix.cache import PrefixCache
@@ -239,6 +240,47 @@ def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: st
         hits = [engine.generate([chat], params)[0].stats.cached_tokens for chat in chats]
         loop.check_idle()
     assert hits == [len(chat) - 2 for chat in chats]
+
+
+@pytest.mark.parametrize(
+    ("draft", "slots", "graphs"),
+    [
+        ("none", "record", False),
+        ("mtp", "record", True),
+        ("mtp", "snapshot", False),
+        ("suffix", "record", True),
+    ],
+)
+def test_a_stopped_answer_need_not_be_read_again(
+    folder: Path, alone: list[Completion], draft: str, slots: str, graphs: bool
+) -> None:
+    """Its caller leaves after some tokens while others go on; the next turn goes on from the last of them."""
+    params, stops = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True), (1, 2, 6, 15)
+    own = {**SETTINGS, **DRAFTS[draft], "slots": slots, "graphs": graphs}
+    with (
+        SpecEngine(folder, prefix_cache=True, **own) as engine,
+        SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as plain,
+    ):
+        left: dict[int, list[int]] = {}
+
+        def leave(report: StepReport) -> None:
+            for request in (row.request for row in report.result.rows):
+                which = next(i for i in range(4) if request.tokens[:90] == prompts[i][:90])
+                if turn == 0 and len(request.tokens) - request.prompt_length >= stops[which]:
+                    request.cancelled = True
+                    left[which] = request.tokens[: request.num_computed_tokens]
+
+        engine.model.loop.observers.append(leave)
+        prompts = [[i, *PROMPTS[0][:89]] for i in range(4)]
+        for turn in range(2):
+            if turn:
+                prompts = [[*left[i], 5, i] for i in range(4)]
+            found = engine.generate(prompts, params)
+        engine.model.loop.check_idle()
+        stats = engine.stats()
+        assert stats.failed_steps == 0 and bool(stats.device_steps) == graphs
+        assert [f.token_ids for f in found] == [f.token_ids for f in plain.generate(prompts, params)]
+        assert [f.stats.cached_tokens for f in found] == [len(prompt) - 2 for prompt in prompts]
 
 
 def test_what_only_the_host_knows_is_where_prompts_part_too(folder: Path) -> None:
