@@ -12,6 +12,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -50,8 +51,28 @@ def _whole_mark(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("mark", 'give {"type": "ephemeral"}, or leave it out') from None
 
 
-def _kind(content: Any) -> str:
-    return "list" if isinstance(content, list) else "str"
+def _kind(content: Any) -> str | None:
+    return next((kind.__name__ for kind in (str, list) if isinstance(content, kind)), None)
+
+
+EITHER = Discriminator(
+    _kind, custom_error_type="either", custom_error_message="give a text, or a list of parts"
+)
+"""A text or a list: errors are those of the kind that was given, with their place in it."""
+
+
+class TextAlone(BaseModel):
+    """What has fields of its own, and none for images, audio or videos: they are refused by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_media(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (
+            found := sorted(name for name in MEDIA & given.keys() if given[name])
+        ):
+            said = "{name} is not read: this engine takes text alone; leave it out"
+            raise PydanticCustomError("media", said, {"name": found[0]})
+        return given
 
 
 CacheControl = Annotated[Mark, WrapValidator(_whole_mark)]
@@ -65,11 +86,7 @@ class Part(BaseModel):
     cache_control: CacheControl | None = None
 
 
-Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")],
-    # Errors are those of the kind that was given, with their place in it.
-    Discriminator(_kind),
-]
+Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")], EITHER]
 
 
 class Message(BaseModel):
@@ -103,6 +120,13 @@ class Message(BaseModel):
         return _text(self.content[:mark] if isinstance(self.content, list) else self.content, 0)
 
 
+def unread(kind: str, *, lacks: bool) -> str:
+    """Say why a part is refused: it has a type that is not read, or lacks its text."""
+    return f"a part of type {kind!r:.40} " + (
+        "lacks its text; give it" if lacks else "is not read; send text alone"
+    )
+
+
 def as_read(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in the form that a chat template takes."""
     return [message.plain(i) for i, message in enumerate(messages)]
@@ -126,7 +150,7 @@ def _text(content: str | list[Part] | None, index: int) -> str:
         if part.type != "text" or part.text is None:
             raise Failure(
                 400,
-                f"messages.{index}.content: a part of type {part.type!r:.40}; send text alone.",
+                f"messages.{index}.content: {unread(part.type, lacks=part.type == 'text')}.",
                 param="messages",
             )
         _refuse_media(part, f"messages.{index}.content")

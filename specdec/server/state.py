@@ -274,11 +274,15 @@ async def apart(work: Callable[[], T]) -> T:
     """Do work that may never end in a daemon thread."""
     doing: Future[T] = Future()
 
+    doing.set_running_or_notify_cancel()  # a client that hangs up does not cancel it: its end is set once
+
     def run() -> None:
         try:
-            doing.set_result(work())
+            done = work()
         except BaseException as error:
             doing.set_exception(error)
+        else:
+            doing.set_result(done)
 
     threading.Thread(target=run, name="specdec-template", daemon=True).start()
     return await asyncio.wrap_future(doing)

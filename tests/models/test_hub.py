@@ -1,6 +1,8 @@
 """Models by name, from a hub that is served here."""
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -20,8 +22,10 @@ from specdec.config.folders import model_name
 from specdec.errors import CheckpointError
 from specdec.models.files import HEAD_FOLDERS, INDEX, SINGLE
 from specdec.models.folder import SHIPPED, describable, find_folder, find_models
-from specdec.models.hub import transfer
+from specdec.models.hub import repository, transfer
+from specdec.models.hub.cached import find_cached
 from specdec.models.hub.names import HubName
+from specdec.models.hub.repository import Repository
 from specdec.setup.footprint import describe_model
 from tests.models.hub_server import Hub, Repo, serve
 
@@ -91,9 +95,59 @@ def test_a_name_serves_as_its_folder_does_and_is_downloaded_once(
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids") as refused:
         find_folder("specdec/other")
     assert refused.value.field == "model"
-    (newer / SINGLE).unlink()
-    with pytest.raises(CheckpointError, match="or not whole"):
-        find_folder(NAME)
+
+
+def test_a_snapshot_in_part_is_refused_where_the_hub_is_out_of_reach(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = {f"model-{i}-of-2.safetensors": bytes(i) for i in (1, 2)}
+    index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
+    more = {"tokenizer_config.json": b"{}", "eagle3/config.json": b"{}", "eagle3/model.safetensors": b"x"}
+    repo = hub.repos["a/b"] = Repo({**SMALL, **shards, **more, INDEX: index, "README.md": b"x"})
+
+    # Before each of its files is linked, the last one too, a snapshot does not look whole.
+    linked: list[str] = []
+    download = Repository._link
+
+    def link(self: Repository, file: str) -> None:
+        cached = find_cached(HubName("a/b", repo.commit))
+        assert cached is None or cached.lacks
+        linked.append(file)
+        download(self, file)
+
+    monkeypatch.setattr(Repository, "_link", link)
+    monkeypatch.setattr(repository, "FILES_AT_ONCE", 1)
+    folder = find_folder("a/b")
+    assert sorted(linked) == sorted({*repo.files} - {"README.md"}) and linked[-2:] == [*shards]
+
+    # Other programs link in any order; what they note of a commit's files says what it lacks, too.
+    hub.status = 503
+    for gone, said in (
+        ("config.json", "lacks config.json, and http"),
+        ("tokenizer.json", "lacks tokenizer.json"),
+        ("eagle3/model.safetensors", "lacks eagle3/model.safetensors"),
+        ("model-2-of-2.safetensors", r"lacks model-2-of-2.safetensors, .* answered 503 .* give the path of"),
+        (INDEX, "lacks model.safetensors"),
+    ):
+        (folder / gone).rename(folder.parent / "gone")
+        with pytest.raises(CheckpointError, match=said) as refused:
+            find_folder("a/b")
+        assert str(folder) in str(refused.value)
+        (folder.parent / "gone").rename(folder / gone)
+        assert find_folder("a/b") == folder
+    (folder / INDEX).unlink()
+    (folder / INDEX).write_text("damaged")
+    with pytest.raises(CheckpointError, match=f"lacks a {INDEX} that can be read"):
+        find_folder("a/b")
+    (folder / INDEX).write_bytes(index)
+    trees = folder.parents[1] / "trees"
+    trees.mkdir()
+    listed = {"format_version": 1, "files": {file: {} for file in [*repo.files, "chat_template.jinja"]}}
+    (trees / f"{folder.name}.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match=r"lacks chat_template.jinja"):
+        find_folder("a/b")
+    (trees / f"{folder.name}.json").write_text("damaged")
+    assert find_folder("a/b") == folder
 
 
 def test_a_folder_of_that_name_comes_first(hub: Hub, tmp_path: Path) -> None:
@@ -151,15 +205,8 @@ def test_shards_are_those_that_the_index_names(hub: Hub) -> None:
     index = json.dumps({"weight_map": dict(zip("abc", (*shards, *shards), strict=False))}).encode()
     files = {**SMALL, **shards, INDEX: index, "model-old.safetensors": b"x", "pytorch_model.bin": b"x"}
     hub.repos["a/b"] = Repo(files)
-    folder = find_folder("a/b")
+    find_folder("a/b")
     assert hub.fetched() == sorted([*SMALL, *shards, INDEX])
-    hub.status = 503
-    assert find_folder("a/b") == folder
-    (folder / INDEX).unlink()
-    (folder / INDEX).write_text("damaged")
-    with pytest.raises(CheckpointError, match="answered 503"):
-        find_folder("a/b")
-    hub.status = None
     del hub.repos["a/b"].files["model-2-of-2.safetensors"]
     with pytest.raises(CheckpointError, match=r"lacks model-2-of-2.safetensors, which its .* names"):
         find_folder("a/b")
@@ -213,6 +260,32 @@ def test_every_failure_says_what_to_do(
     with pytest.raises(CheckpointError, match=r"^draft_model: ") as refused:
         find_models("tiny", EngineConfig(draft="eagle", draft_model=name))
     assert refused.value.field == "draft_model"
+
+
+def test_a_password_in_the_mirrors_address_is_not_shown(
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address.replace("//", "//user:s3cret@"))
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
+    repo.cuts[SINGLE] = [10, 0]
+    find_folder("a/b")
+    repo.files["tokenizer.json"] = b"[1]"
+    repo.swaps[SINGLE] = repo.swaps["tokenizer.json"] = b"other"
+    said = []
+    for what in ({}, {"status": 503}, {"status": 401}, {"status": 404}, {"garbage": True}):
+        vars(hub).update(what)
+        with pytest.raises(CheckpointError) as refused:
+            find_folder("no/such")
+        said.append(str(refused.value))
+        with contextlib.suppress(CheckpointError):
+            find_folder("a/b")
+    assert "trying again" in caplog.text and not any("user" in text for text in said)
+    assert not any("s3cret" in text for text in (caplog.text, *capfd.readouterr()))
 
 
 def test_a_token_opens_what_is_private_and_stays_with_the_hub(

@@ -1,6 +1,9 @@
 """What went wrong between here and the hub, and what to do about it."""
 
 import errno
+import logging
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +19,12 @@ RAISED = (HTTPError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """What asking the hub may raise; the last four where what answers is no hub."""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+SHOWN = 3
+"""Files that an error names."""
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+LOGGERS = ("huggingface_hub.utils._http", "httpx", "httpx2")
+"""Those that log addresses."""
+_USER = re.compile(r"(https?://)[^/\s@]*@", re.I)
 
 
 def cache_folder() -> Path:
@@ -29,9 +37,33 @@ def size_of(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes ({num_bytes / 2**30:.1f} GiB)"
 
 
+def few(files: Iterable[str]) -> str:
+    """Show the first of some files."""
+    shown = sorted(files)
+    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return f"{', '.join(shown[:SHOWN]) or 'nothing'}{more}"
+
+
+def without_user(text: object) -> str:
+    """Leave out the user and the password that an address may hold."""
+    return _USER.sub(r"\1", str(text))
+
+
 def explain(error: Exception, name: HubName) -> CheckpointError:
     """Say what went wrong with a model, and the remedy."""
-    return CheckpointError(_explain(error, name), field="model")
+    return CheckpointError(without_user(_explain(error, name)), field="model")
+
+
+def in_part(name: HubName, folder: Path, lacks: Iterable[str], error: Exception) -> CheckpointError:
+    """Say that the cache does not have all of a model, and why the rest cannot be downloaded."""
+    why = without_user(_explain(error, name))
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE forbids to download the rest; unset that and run this again"
+    return CheckpointError(
+        f"{name} is in the cache only in part: {folder} lacks {few(lacks)}, and {why}; or give the path of "
+        "that folder, if it is whole without",
+        field="model",
+    )
 
 
 def no_room(name: HubName, needed: int, free: int) -> CheckpointError:
@@ -44,10 +76,17 @@ def no_room(name: HubName, needed: int, free: int) -> CheckpointError:
 
 
 def check_endpoint() -> None:
-    """Refuse an HF_ENDPOINT that is no address."""
+    """Refuse an HF_ENDPOINT that is no address, and keep what it may hold of a password out of logs."""
     parts = urlsplit(constants.ENDPOINT)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"HF_ENDPOINT is {constants.ENDPOINT!r}, which is no address")
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_hide_user)
+
+
+def _hide_user(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_user(record.getMessage()), ()
+    return True
 
 
 def _explain(error: BaseException, name: HubName) -> str:
@@ -57,8 +96,8 @@ def _explain(error: BaseException, name: HubName) -> str:
     match error:
         case errors.OfflineModeIsEnabled():
             return (
-                f"{name} is not in {cache_folder()}, or not whole, and HF_HUB_OFFLINE forbids to download "
-                "it; unset that, or give the path of a folder"
+                f"{name} is not in {cache_folder()}, and HF_HUB_OFFLINE forbids to download it; unset that, "
+                "or give the path of a folder"
             )
         case errors.GatedRepoError():
             return f"{name} is gated: accept its licence at {page}, then {LOG_IN}"

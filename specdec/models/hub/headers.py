@@ -8,7 +8,8 @@ from huggingface_hub import constants, hf_hub_url
 from specdec.models.files import INDEX
 from specdec.models.hub.failures import RAISED, explain
 from specdec.models.hub.names import HubName, kept_as
-from specdec.models.hub.snapshot import Repository, open_repository, side_by_side
+from specdec.models.hub.repository import Repository, side_by_side
+from specdec.models.hub.snapshot import open_repository
 from specdec.models.hub.transfer import open_stream
 
 FIRST = 1 << 17

@@ -23,7 +23,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.errors import CheckpointError
-from specdec.models.hub.failures import HTTPError
+from specdec.models.hub.failures import HTTPError, without_user
 
 if TYPE_CHECKING:
     from httpx2 import Response  # huggingface_hub 1 has httpx instead
@@ -150,7 +150,7 @@ class Download:
                     break
                 except TimeoutError:
                     if not told:
-                        logger.warning("another process downloads %s: waiting for it", blob.url)
+                        logger.warning("another process downloads %s: waiting for it", without_user(blob.url))
                     told = True
             yield
 
@@ -169,7 +169,8 @@ class Download:
             if failures > RETRIES:
                 raise failed or partial.damage(f"ends after {partial.size:,} of {wanted:,} bytes")
             if failures:
-                logger.info("%s: trying again (%s)", partial.blob.url, failed or "nothing came")
+                why = failed or "nothing came"
+                logger.info(without_user(f"{partial.blob.url}: trying again ({why})"))
                 self._stop.wait(FIRST_PAUSE_S * 2 ** (failures - 1))
 
     def _receive(self, partial: "_Partial") -> None:
@@ -238,7 +239,7 @@ class _Partial:
     def damage(self, what: str) -> CheckpointError:
         """Say that what the server sent is not the file."""
         return CheckpointError(
-            f"what came from {self.blob.url} {what}; run this again, and look for a proxy or a mirror that "
-            "changes files",
+            f"what came from {without_user(self.blob.url)} {what}; run this again, and look for a proxy or a "
+            "mirror that changes files",
             field="model",
         )

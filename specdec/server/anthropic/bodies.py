@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure, misfit
-from specdec.server.messages import Many, Mark, Message, Part
+from specdec.server.messages import EITHER, Many, Mark, Message, Part, TextAlone, unread
 from specdec.server.tools.bodies import Called, Function, NamedFunction, NamedTool, Tool
 from specdec.server.tools.offer import Choice
 
@@ -23,7 +23,7 @@ class CacheMark(BaseModel):
     type: Literal["ephemeral"]
 
 
-class Marked(BaseModel):
+class Marked(TextAlone):
     cache_control: CacheMark | None = None
 
     @property
@@ -56,12 +56,9 @@ class CallBlock(Marked):
 
 
 def _type(block: Any) -> str | None:
+    """Return a block's tag: no name of a field, so that errors have none in their place."""
     found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return found if isinstance(found, str) else None
-
-
-def _kind(content: Any) -> str:
-    return "list" if isinstance(content, list) else "str"
+    return f"{found} block" if isinstance(found, str) else None
 
 
 class AnyBlock(Marked):
@@ -71,7 +68,7 @@ class AnyBlock(Marked):
     text: str | None = None
 
 
-Texts = Annotated[Annotated[str, Tag("str")] | Annotated[Many[AnyBlock], Tag("list")], Discriminator(_kind)]
+Texts = Annotated[Annotated[str, Tag("str")] | Annotated[Many[AnyBlock], Tag("list")], EITHER]
 
 
 class ResultBlock(Marked):
@@ -81,11 +78,11 @@ class ResultBlock(Marked):
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedBlock, Tag("redacted_thinking")]
-    | Annotated[CallBlock, Tag("tool_use")]
-    | Annotated[ResultBlock, Tag("tool_result")],
+    Annotated[TextBlock, Tag("text block")]
+    | Annotated[ThinkingBlock, Tag("thinking block")]
+    | Annotated[RedactedBlock, Tag("redacted_thinking block")]
+    | Annotated[CallBlock, Tag("tool_use block")]
+    | Annotated[ResultBlock, Tag("tool_result block")],
     Discriminator(
         _type,
         custom_error_type="block",
@@ -95,11 +92,11 @@ Block = Annotated[
 ]
 
 
-class Turn(BaseModel):
+class Turn(TextAlone):
     """A message as clients send it."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[str, Tag("str")] | Annotated[Many[Block], Tag("list")], Discriminator(_kind)]
+    content: Annotated[Annotated[str, Tag("str")] | Annotated[Many[Block], Tag("list")], EITHER]
 
 
 class AnyTool(BaseModel):
@@ -297,7 +294,7 @@ def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[Part]:
         if block.type != "text" or block.text is None:
             raise Failure(
                 400,
-                f"{where}.{i}: a block of type {block.type!r:.40}; this server takes text alone.",
+                f"{where}.{i}: {unread(block.type, lacks=block.type == 'text')}.",
                 param=where.partition(".")[0],
             )
         text = block.text if i + 1 == len(blocks) else block.text + APART

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure
-from specdec.server.messages import Many, Mark
+from specdec.server.messages import EITHER, Many, Mark
 from specdec.server.responses.items import Item, Said, as_messages
 from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
 
@@ -18,10 +18,6 @@ LOGPROBS = "message.output_text.logprobs"
 
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
-
-
-def _kind(value: Any) -> str:
-    return "list" if isinstance(value, list) else "str"
 
 
 class TextFormat(BaseModel):
@@ -82,9 +78,9 @@ class ResponseBody(Dialect):
         "reasoning_effort": "reasoning.effort",
     }
 
-    input: Annotated[
-        Annotated[str, Tag("str")] | Annotated[Many[Item], Tag("list")], Discriminator(_kind)
-    ] = Field(description="a text, or items")
+    input: Annotated[Annotated[str, Tag("str")] | Annotated[Many[Item], Tag("list")], EITHER] = Field(
+        description="a text, or items"
+    )
     instructions: str | None = Field(None, description="the system's message; of this request alone")
     previous_response_id: str | None = Field(
         None, max_length=LONGEST_ID, description="go on from a response that is stored"
@@ -121,7 +117,7 @@ class ResponseBody(Dialect):
         own["parallel_tool_calls"] = self.parallel_tool_calls
         if self.reasoning:
             own["reasoning_effort"] = self.reasoning.effort
-        messages = as_messages(self.instructions, [*before, *self.items])
+        messages = as_messages(self.instructions, [*before, *self.items], first=-len(before))
         if messages:  # the next request of a conversation begins with all of this one's
             messages[-1].cache_control = Mark(type="ephemeral")
         return self.as_chat(messages, **own)

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from specdec.server.failures import Failure
-from specdec.server.messages import Many, Message
+from specdec.server.messages import EITHER, Many, Message, TextAlone, unread
 from specdec.server.tools.bodies import Called
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
-class ItemPart(BaseModel):
+class ItemPart(TextAlone):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -22,14 +22,10 @@ class ItemPart(BaseModel):
     file_id: None = Field(None, description="files are not read")
 
 
-def _kind(content: Any) -> str:
-    return "list" if isinstance(content, list) else "str"
+Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[ItemPart], Tag("list")], EITHER]
 
 
-Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[ItemPart], Tag("list")], Discriminator(_kind)]
-
-
-class Said(BaseModel):
+class Said(TextAlone):
     """A message. One without a type is one too."""
 
     type: Literal["message"] = "message"
@@ -70,16 +66,17 @@ class Output(BaseModel):
 
 
 def _type(item: Any) -> str:
+    """Return an item's tag: no name of a field, so that errors have none in their place."""
     kind = (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return "output" if kind in ("function_call_output", "custom_tool_call_output") else str(kind)
+    return "output item" if kind in ("function_call_output", "custom_tool_call_output") else f"{kind} item"
 
 
 Item = Annotated[
-    Annotated[Said, Tag("message")]
-    | Annotated[Reasoning, Tag("reasoning")]
-    | Annotated[Call, Tag("function_call")]
-    | Annotated[CustomCall, Tag("custom_tool_call")]
-    | Annotated[Output, Tag("output")],
+    Annotated[Said, Tag("message item")]
+    | Annotated[Reasoning, Tag("reasoning item")]
+    | Annotated[Call, Tag("function_call item")]
+    | Annotated[CustomCall, Tag("custom_tool_call item")]
+    | Annotated[Output, Tag("output item")],
     Discriminator(
         _type,
         custom_error_type="item",
@@ -109,8 +106,10 @@ class Turn:
         return Message(**own, **({"tool_calls": self.calls} if self.calls else {}))
 
 
-def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
+def as_messages(instructions: str | None, items: Iterable[Item], *, first: int = 0) -> list[Message]:
     """Return the chat that items are: an assistant's reasoning, texts and calls in a row are one message.
+
+    Errors count items from `first` on: stored ones, which come before the request's own, are below 0.
 
     What systems and developers say before the first turn is one message of the system, for many templates
     take only one, at the beginning; what they say later is told as the user's.
@@ -118,7 +117,7 @@ def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message
     system = [instructions] if instructions else []
     messages: list[Message] = []
     turn: Turn | None = None
-    for index, item in enumerate(items):
+    for index, item in enumerate(items, first):
         if isinstance(item, Output) or (isinstance(item, Said) and item.role != "assistant"):
             messages += [turn.message] if turn else []
             turn = None
@@ -161,6 +160,6 @@ def _text(content: str | list[ItemPart], index: int) -> str:
     for part in content:
         if part.type not in TEXTS or part.text is part.refusal is None:
             raise Failure(
-                400, f"input.{index}: a part of type {part.type!r:.40}; send text alone.", param="input"
+                400, f"input.{index}: {unread(part.type, lacks=part.type in TEXTS)}.", param="input"
             )
     return "".join(part.text or part.refusal or "" for part in content)

@@ -327,6 +327,9 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [MESSAGE_TOOL]}, "tool_choice"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"system": [{"type": "text"}]}, "system.0: a part of type 'text' lacks its text; give it."),
+        ({"system": {"text": "a"}}, "system: give a text, or a list of parts."),
+        ({"messages": [{**turn[0], "images": ["x"]}]}, "messages.0: images is not read"),
     ]
     for fields, named in wrong:
         answer = post(live, "/v1/messages", {"messages": turn, "max_tokens": 9} | fields)
@@ -340,9 +343,17 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         stranger.messages.create(model="scripted", max_tokens=9, messages=turn)
     assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
     assert post(live, "/v1/messages/nothing", {}).json["error"]["type"] == "not_found_error"
-    for body, param in (
+    result = {"type": "function_call_output", "call_id": "c"}
+    made = client.responses.create(model="scripted", input="Ask 4").id
+    for body, named in (
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": "a", "images": ["x"]}]}, "input.0: images is not read"),
+        ({"input": [{**result, "output": {"a": 1}}]}, "input.0.output: give a text, or a list of parts."),
+        (
+            {"input": [{**result, "output": [{"type": "input_text"}]}], "previous_response_id": made},
+            "input.0: a part of type 'input_text' lacks its text; give it.",
+        ),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -351,7 +362,9 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         ({}, "input"),
     ):
         answer = post(live, "/v1/responses", body)
-        assert (answer.status, answer.error["param"]) == (400, param), answer.json
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+        assert answer.error["param"] == named.partition(":")[0].split(".0")[0]
+        assert named in answer.error["message"], answer.json
     with pytest.raises(openai.NotFoundError, match="generation only"):
         client.embeddings.create(model="scripted", input="a")
 

@@ -1,0 +1,66 @@
+"""What the cache holds of a model where the hub does not say: all of it, or what an interruption left."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from specdec.models.files import HEAD_FOLDERS, INDEX, SINGLE
+from specdec.models.hub.failures import RAISED, cache_folder
+from specdec.models.hub.names import HubName, is_commit, kept_as
+from specdec.models.hub.repository import Repository, read_shards
+
+
+class Cached(NamedTuple):
+    """A snapshot, and those of the files to be read that it lacks."""
+
+    folder: Path
+    lacks: list[str]
+
+
+def find_cached(name: HubName) -> Cached | None:
+    """Return the snapshot that a name stood for when it was last downloaded, by whichever program."""
+    kept = kept_as(cache_folder(), name.repo)
+    ref = kept / "refs" / name.revision
+    commit = ref.read_text("utf-8").strip() if ref.is_file() else name.revision
+    folder = kept / "snapshots" / commit
+    if not is_commit(commit) or not folder.is_dir():
+        return None
+    files = _listed(kept / "trees" / f"{commit}.json") or frozenset(_implied(folder))
+    repository = Repository(name, commit, files)
+    indices = [f"{prefix}{INDEX}" for prefix in _prefixes() if f"{prefix}{INDEX}" in files]
+    wanted = [*repository.described(), *repository.texts(), *indices]
+    if lacks := repository.missing(wanted):
+        return Cached(folder, lacks)
+    try:
+        return Cached(folder, repository.missing(repository.weights()))
+    except RAISED:
+        return Cached(folder, [f"a {INDEX} that can be read"])
+
+
+def _listed(tree: Path) -> frozenset[str]:
+    """Return the files of a commit, where huggingface_hub has noted them; nothing: it has not."""
+    try:
+        return frozenset(json.loads(tree.read_text("utf-8"))["files"])
+    except RAISED:
+        return frozenset()
+
+
+def _implied(folder: Path) -> Iterator[str]:
+    """Yield the files of a snapshot, and those without which they are of no use."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    yield from found | {"config.json"}
+    if "tokenizer_config.json" in found:
+        yield "tokenizer.json"
+    for prefix in _prefixes():
+        if f"{prefix}{INDEX}" in found:
+            try:
+                yield from (f"{prefix}{shard}" for shard in read_shards(folder / prefix / INDEX))
+            except RAISED:
+                continue  # whoever reads it says so
+        elif not prefix or f"{prefix}config.json" in found:
+            yield f"{prefix}{SINGLE}"
+
+
+def _prefixes() -> list[str]:
+    return ["", *(f"{folder}/" for folder in HEAD_FOLDERS)]
