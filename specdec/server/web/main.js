@@ -70,11 +70,11 @@ function dress() {
   const isUnsuited = isChat && models.served?.writes === "completions";
   find("welcome").hidden = !isEmpty;
   find("welcome-title").textContent = mode.title;
-  find("welcome-says").textContent = mode.says;
+  find("welcome-says").textContent = isUnsuited ? mode.unsuited : mode.says;
   find("examples").replaceChildren(...(isChat ? CHAT_EXAMPLES : COMPLETION_EXAMPLES).map(([name, text]) =>
     button(name, () => { prompt.value = text; grow(); prompt.focus(); }, { className: "example" })));
   find("prompt-label").textContent = prompt.placeholder = mode.label;
-  find("mode-says").textContent = isUnsuited ? mode.unsuited : mode.hint;
+  find("mode-says").textContent = isUnsuited && !isEmpty ? mode.unsuited : mode.hint;
   prompt.spellcheck = isChat;
   settings.suit({ isChat, isUnsuited });
   document.body.dataset.mode = conversation.mode;
@@ -180,7 +180,7 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
   const { path, body } = settings.request(own, exchange, fields, { goesOn });
   comparison.clear();
   drafts.clear();
-  find("welcome").hidden = true;
+  dress();
   let frame = 0;
   // The view may have been built anew meanwhile, and another conversation may be shown.
   const update = () => { if (own === conversation) thread.views[own.exchanges.indexOf(exchange)]?.update(); };

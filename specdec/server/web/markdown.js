@@ -56,7 +56,7 @@ const within = (tokens) => tokens.filter(({ type }) => type !== "space" && type 
 
 function code({ text, lang }) {
   const language = (lang ?? "").match(/^\S*/)[0];
-  const head = make("figcaption", {}, make("span", {}, language), copyButton(() => text, { ariaLabel: "Copy the code" }));
+  const head = make("figcaption", {}, make("span", {}, ...literal(language)), copyButton(() => text, { ariaLabel: "Copy the code" }));
   return make("figure", { className: "code" }, head, make("pre", { tabIndex: 0 }, make("code", {}, ...literal(text))));
 }
 
