@@ -323,7 +323,10 @@ def test_controls_of_direction_stay_where_they_are(chat: Tab) -> None:
     chat.look("stream.end()")
     chat.wait(ENDED)
     assert words(chat, ".code code") == [code]
-    shown = "[...document.querySelectorAll('.code .control')].map(e => [e.dataset.code, getComputedStyle(e).display])"
+    shown = (
+        "[...document.querySelectorAll('.code .control')]"
+        ".map(e => [e.dataset.code, getComputedStyle(e).display])"
+    )
     assert chat.look(shown) == [[own, "inline-block"] for own in ("U+202E", "U+202E", "U+2066", "U+2069")]
     isolated = (
         "[...document.querySelectorAll('.bubble, .prose p, .open')].map(e => getComputedStyle(e).unicodeBidi)"
