@@ -24,7 +24,7 @@ from specdec.server.generate import chat, complete
 from specdec.server.messages import as_read
 from specdec.server.openapi import described
 from specdec.server.origins import is_preflight, let_through
-from specdec.server.page import playground
+from specdec.server.page import WEB, playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.protocol import SERVER
 from specdec.server.responses.handlers import delete, respond, retrieve
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
-PAGES = playground()
+PAGES = playground(WEB)
 OPEN = {"/health", "/ready", "/metrics", "/openapi.json", *PAGES}
 """Routes that need no key: load balancers and scrapers have none, and the page asks for one itself."""
 STARTED = int(time.time())
@@ -279,6 +279,8 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "version": __version__,
         "model": served.name,
         "models": {own.name: own.resident.status for own in state.served},
+        "chat_template": not served.template.is_plain,
+        "writes": served.writes,
         "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
         **(_engine_info(served) if served.resident.engine else {}),
     }
@@ -290,8 +292,6 @@ def _engine_info(served: Served) -> dict[str, Any]:
     stats = engine.stats()
     return {
         **_settled(engine.model.settings),
-        "chat_template": not served.template.is_plain,
-        "writes": served.writes,
         "engine": engine.config.model_dump(mode="json", exclude_defaults=True),
         "steps": stats.steps,
         "tokens": stats.tokens,

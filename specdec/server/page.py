@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from aiohttp import web
 
+WEB = files("specdec.server").joinpath("web")
 FOLDER = "/web/"
 """The route of the files beside the page itself, which is at `/`."""
 POLICY = (
@@ -34,12 +35,14 @@ KINDS = {
 Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
-def playground() -> Mapping[str, Answer]:
-    """Read the files once; return their handlers by route."""
+def playground(folder: Traversable) -> Mapping[str, Answer]:
+    """Read the files once; return their handlers by route. Files of an unknown type have no route."""
     answers = {}
-    for name, data in _read(files("specdec.server").joinpath("web")):
-        path = "/" if name == "index.html" else FOLDER + name
-        answers[path] = _answering(data, KINDS[PurePath(name).suffix])
+    for name, data in _read(folder):
+        kind = KINDS.get(PurePath(name).suffix)
+        if kind is not None:
+            path = "/" if name == "index.html" else FOLDER + name
+            answers[path] = _answering(data, kind)
     return answers
 
 

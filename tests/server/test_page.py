@@ -39,9 +39,12 @@ def test_the_page_and_its_files_need_no_key_and_load_nothing_from_elsewhere(live
     assert live.ask("/web/nothing.js").status == 401 and live.ask("/server_info").status == 401
 
 
-def test_only_known_kinds_of_files_ship() -> None:
+def test_only_known_kinds_of_files_ship(tmp_path: Path) -> None:
     shipped = {file.relative_to(WEB).as_posix() for file in WEB.rglob("*") if file.is_file()}
-    assert set(playground()) == {"/", *(f"/web/{name}" for name in shipped - {"index.html"})}
+    assert set(playground(WEB)) == {"/", *(f"/web/{name}" for name in shipped - {"index.html"})}
+    for name in ("index.html", ".main.js.swp", "font.woff2", "README"):
+        (tmp_path / name).write_bytes(b"x")
+    assert set(playground(tmp_path)) == {"/"}  # other files do not keep a server from starting
     assert not any("innerHTML" in file.read_text("utf-8") for file in WEB.glob("*.js"))
     assert max(len(file.read_text("utf-8").splitlines()) for file in WEB.glob("*.*")) < 400
 

@@ -15,19 +15,22 @@ export class Comparison {
   clear() { this.section.hidden = true; }
 
   /** Write one text twice, in turn so that neither takes the other's time, each under a salt of its own: what was
-      written or read before, by the other one too, serves neither. `tell` hears what goes on. */
-  async run({ path, body }, options, { served, tell }) {
+      written or read before, by the other one too, serves neither. `tell` hears what goes on, `hold` keeps it in sight. */
+  async run({ path, body }, options, { served, tell, hold }) {
     this.section.hidden = false;
     this.verdict.hidden = true;
     const sides = [pane("first", "With speculation", body.prompt), pane("second", "Without speculation", body.prompt)];
     this.panes.replaceChildren(...sides.map(({ article }) => article));
+    const isStacked = sides[0].article.offsetTop !== sides[1].article.offsetTop;
     const seed = body.seed ?? crypto.getRandomValues(new Uint32Array(1))[0];
-    for (const [at, { view, answer }] of sides.entries()) {
+    for (const [at, { article, view, answer }] of sides.entries()) {
+      hold(at === 1 && isStacked ? article : this.section);
       tell(at === 0 ? "Writing with speculation …" : "Writing without speculation …");
       const wanted = { ...body, seed, speculate: at === 0, cache_salt: `${Date.now()} ${Math.random()}` };
       await answer.run({ path, body: wanted }, options, () => view.update(answer)).finally(() => view.update(answer));
     }
     this.say(verdict(sides[0].answer, sides[1].answer, served));
+    hold(this.section);
   }
 
   say({ isSame, ratio, says, remarks }) {

@@ -3,9 +3,10 @@
 import { Answer } from "./answer.js";
 
 const LONGEST_TITLE = 60;
+const newId = () => crypto.getRandomValues(new Uint32Array(2)).join("-");
 
 export class Conversation {
-  constructor({ id = crypto.getRandomValues(new Uint32Array(2)).join("-"), mode = "chat", exchanges = [] } = {}) {
+  constructor({ id = newId(), mode = "chat", exchanges = [] } = {}) {
     this.id = id;
     this.mode = mode;
     this.exchanges = exchanges.map(({ question, answer }) => ({ question: String(question), answer: new Answer(answer ?? {}) }));
@@ -19,6 +20,9 @@ export class Conversation {
     const words = (this.exchanges[0]?.question ?? "").trim().replace(/\s+/g, " ");
     return words.length > LONGEST_TITLE ? `${words.slice(0, LONGEST_TITLE - 1)}…` : words;
   }
+
+  /** Go on as a conversation of its own: what is kept under the name so far is another page's now. */
+  part() { this.id = newId(); }
 
   /** Put a question behind all, or in the place of an exchange: of a chat, which has led to what follows, that is dropped. */
   ask(question, at = this.exchanges.length) {

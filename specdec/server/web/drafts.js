@@ -1,9 +1,18 @@
 // The draft trees of an answer: the newest while it comes, any of them by the slider.
 
 import { Curve } from "./curve.js";
+import { make } from "./element.js";
+import { nameOf } from "./text.js";
 import { draw } from "./tree.js";
 
 const REFRESH_MS = 350;
+const DEPTHS = ["1", "2", "3", "4", "5", "6", "7", "8+"];
+const SAYS = {
+  none: "Draft trees and the curve are shown for answers that are written while this view is on.",
+  undrafted: "Nothing was drafted for the last answer.",
+  compared: "A comparison records no draft trees, as that takes time: send the text to see its trees and the curve.",
+  before: "Tree and curve are those of the last answer: a comparison records none, as that takes time.",
+};
 
 export class Drafts {
   constructor() {
@@ -12,6 +21,11 @@ export class Drafts {
     [this.curvePart, this.none] = ["curve-part", "drafts-none"].map(find);
     this.curve = new Curve(find("curve"), find("curve-note"));
     this.slider.addEventListener("input", () => this.show(Number(this.slider.value)));
+    const scale = DEPTHS.map((depth, at) => make("span", { className: "from", "data-origin": at + 1 }, depth));
+    find("legend").append(
+      make("li", { className: "from", "data-origin": 0 }, nameOf(0)),
+      make("li", { className: "depths" }, make("span", {}, "accepted from a draft, at depth"),
+        make("span", { className: "scale" }, ...scale)));
     this.clear();
   }
 
@@ -23,9 +37,16 @@ export class Drafts {
     this.slider.max = this.slider.value = 1;
     this.curve.clear();
     this.section.hidden = this.curvePart.hidden = true;
-    this.none.hidden = false;
-    this.none.textContent = "Draft trees and the curve are shown for answers that are written while this view is on.";
+    this.say(SAYS.none);
   }
+
+  say(words) {
+    this.none.hidden = !words;
+    this.none.textContent = words;
+  }
+
+  /** Say whose trees these are after a comparison, or why there are none. */
+  compared() { this.say(this.isDrafted ? SAYS.before : SAYS.compared); }
 
   /** Take what a chunk brought; draw now and then, slowly enough to be looked at. */
   watch(choice) {
@@ -41,10 +62,10 @@ export class Drafts {
 
   /** Draw the newest step, unless the reader chose another, and the curve; nothing while nothing was drafted. */
   refresh() {
-    if (this.trees.length && !this.isDrafted) this.none.textContent = "Nothing was drafted for the last answer.";
+    if (this.trees.length && !this.isDrafted) this.say(SAYS.undrafted);
     if (!this.isDrafted) return;
     this.section.hidden = this.curvePart.hidden = false;
-    this.none.hidden = true;
+    this.say("");
     const follows = !this.shown || this.shown === Number(this.slider.max);
     this.slider.max = this.trees.length;
     if (follows) this.slider.value = this.trees.length;

@@ -11,6 +11,20 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+const CONTROLS = /([\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069])/;
+const codeOf = (control) => `U+${control.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+
+/** Return a text's parts for a place where each character counts: one that changes the direction of what follows has
+    its effect in a box of its own, which shows its number, and the text as it is copied stays what it was. */
+export function literal(text) {
+  if (!CONTROLS.test(text)) return [text];
+  return text.split(CONTROLS).map((part, at) =>
+    at % 2 ? make("span", { className: "control", "data-code": codeOf(part) }, part) : part);
+}
+
+/** Return a text whose controls of direction are numbers. */
+export const spelled = (text) => text.split(CONTROLS).map((part, at) => at % 2 ? `⟨${codeOf(part)}⟩` : part).join("");
+
 export function button(label, act, properties = {}) {
   const element = make("button", { type: "button", className: "quiet", ...properties }, label);
   element.addEventListener("click", act);

@@ -1,4 +1,5 @@
-// The page follows the text as it grows, until the reader scrolls up; a button leads back to the end.
+// The page follows the text as it grows, or keeps an element in sight, until the reader scrolls; a button leads back to
+// the end.
 
 const NEAR_PX = 40;
 
@@ -8,6 +9,8 @@ export class Follower {
     this.content = content;
     this.button = button;
     this.follows = true;
+    /** What is kept in sight from its beginning; null: the end is. */
+    this.target = null;
     this.last = 0;
     box.addEventListener("scroll", () => this.look(), { passive: true });
     button.addEventListener("click", () => this.toEnd());
@@ -23,6 +26,11 @@ export class Follower {
       moves the place too, but to the end. */
   look() {
     const { scrollTop } = this.box;
+    if (this.target) {
+      if (scrollTop === this.last) return;
+      this.target = null;
+      this.follows = false;
+    }
     const isUp = scrollTop < this.last;
     if (this.rest < 2) this.follows = true;
     else if (isUp) this.follows = false;
@@ -32,15 +40,23 @@ export class Follower {
   }
 
   grow() {
-    if (this.follows && this.rest > 0) this.box.scrollTop += Math.ceil(this.rest);
+    if (this.target) this.target.scrollIntoView({ block: "start" });
+    else if (this.follows && this.rest > 0) this.box.scrollTop += Math.ceil(this.rest);
     this.last = this.box.scrollTop;
     this.tell();
   }
 
-  tell() { this.button.hidden = this.follows || this.rest < NEAR_PX; }
+  tell() { this.button.hidden = this.follows || this.target || this.rest < NEAR_PX; }
 
   toEnd() {
+    this.target = null;
     this.follows = true;
+    this.grow();
+  }
+
+  /** Keep an element in sight. */
+  hold(element) {
+    this.target = element;
     this.grow();
   }
 }

@@ -6,7 +6,7 @@ import { Conversation } from "./conversation.js";
 const PREFIX = "specdec.chat.";
 const MOST = 100, MOST_CHARACTERS = 2_000_000;
 
-/** The browser's storage, or where it keeps nothing for this page, one that lasts as long as the page. */
+/** The browser's storage, or where it keeps nothing for this page, one that `isFleeting`: it lasts as long as the page. */
 export function openStorage() {
   try {
     localStorage.getItem(PREFIX);
@@ -14,6 +14,7 @@ export function openStorage() {
   } catch {
     const kept = new Map();
     return {
+      isFleeting: true,
       get length() { return kept.size; },
       key: (at) => [...kept.keys()][at],
       getItem: (name) => kept.get(name) ?? null,
@@ -38,19 +39,26 @@ export class History {
     return found && new Conversation(found);
   }
 
-  /** Keep a conversation; return how many others had to go. */
+  /** Tell whether a name in the storage is that of a conversation; null, as an event has it, is that of all. */
+  holds(name, { id }) { return name === null || name === PREFIX + id; }
+
+  /** Keep a conversation; return how many others had to go. Where it finds no room all the same, they stay. */
   save(conversation) {
     const text = JSON.stringify(conversation);
     if (text.length > MOST_CHARACTERS) throw new Trouble("This conversation is too long to be kept: it is lost when the page is closed.");
     const others = this.list().filter(({ id }) => id !== conversation.id);
     let characters = text.length + others.reduce((sum, { size }) => sum + size, 0);
-    for (let gone = 0; ; gone += 1) {
-      if (others.length < MOST && characters <= MOST_CHARACTERS && this.put(conversation.id, text)) return gone;
+    const gone = [];
+    for (;;) {
+      if (others.length < MOST && characters <= MOST_CHARACTERS && this.put(conversation.id, text)) return gone.length;
       const oldest = others.pop();
-      if (!oldest) throw new Trouble("The browser's storage is full: this conversation is lost when the page is closed.");
+      if (!oldest) break;
+      gone.push([oldest.id, this.storage.getItem(PREFIX + oldest.id)]);
       characters -= oldest.size;
       this.remove(oldest.id);
     }
+    for (const [id, was] of gone) this.put(id, was);
+    throw new Trouble("The browser's storage is full: what was written last is lost when the page is closed.");
   }
 
   remove(id) { this.storage.removeItem(PREFIX + id); }

@@ -1,25 +1,28 @@
 // What the buttons and keys do: one conversation is shown, and one request runs at a time.
 
 import { Answer } from "./answer.js";
-import { get, Trouble } from "./client.js";
+import { Trouble } from "./client.js";
 import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { Drafts } from "./drafts.js";
 import { button, make } from "./element.js";
 import { Follower } from "./follow.js";
 import { History, openStorage } from "./history.js";
+import { Models } from "./models.js";
 import { decision, summary } from "./outcome.js";
 import { field, key, Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { nameOf } from "./text.js";
 import { Thread } from "./thread.js";
 import { isSending } from "./views.js";
 import { CHAT_EXAMPLES, COMPLETION_EXAMPLES, MODES } from "./words.js";
 
+/** How often to look where a model is that a request waits for. */
+const LOOK_MS = 1000;
 const find = (id) => document.getElementById(id);
 const storage = openStorage();
 const history = new History(storage);
 const settings = new Settings(storage);
+const models = new Models(storage, () => meet({ isNew: true }));
 const drafts = new Drafts();
 const comparison = new Comparison();
 const follower = new Follower(find("scroll"), find("column"), find("to-end"));
@@ -35,11 +38,10 @@ const form = find("form"), prompt = field("prompt");
 const showsTokens = () => find("view").checked;
 let conversation = history.load(location.hash.slice(1)) ?? new Conversation();
 let running = null;
-let served = null;
 
 /** Say something small beside the input; `act` undoes or mends it. */
 function notice(says, act = null) {
-  find("notice").replaceChildren(says, ...act ? [button(act.label, () => { notice(""); act.do(); })] : []);
+  find("notice").replaceChildren(...says ? [make("bdi", {}, says)] : [], ...act ? [button(act.label, () => { notice(""); act.do(); })] : []);
 }
 
 /** Show a conversation in place of the one that is shown; what is being written for that one ends there. */
@@ -56,21 +58,27 @@ function show(next) {
 }
 
 function render() {
+  thread.show(conversation, { showsTokens: showsTokens() });
+  dress();
+  list();
+}
+
+/** Say around the conversation what can be done with it, in its mode and with the model that is chosen. */
+function dress() {
   const { isChat, isEmpty } = conversation;
   const mode = MODES[conversation.mode];
-  thread.show(conversation, { showsTokens: showsTokens() });
+  const isUnsuited = isChat && models.served?.writes === "completions";
   find("welcome").hidden = !isEmpty;
   find("welcome-title").textContent = mode.title;
-  find("welcome-says").textContent = served === null ? mode.says : isChat && served.writes === "completions" ? mode.unsuited : mode.says;
+  find("welcome-says").textContent = isUnsuited ? mode.unsuited : mode.says;
   find("examples").replaceChildren(...(isChat ? CHAT_EXAMPLES : COMPLETION_EXAMPLES).map(([name, text]) =>
     button(name, () => { prompt.value = text; grow(); prompt.focus(); }, { className: "example" })));
   find("prompt-label").textContent = prompt.placeholder = mode.label;
-  find("mode-says").textContent = mode.hint;
+  find("mode-says").textContent = isUnsuited && !isEmpty ? mode.unsuited : mode.hint;
   prompt.spellcheck = isChat;
-  settings.suit(isChat);
+  settings.suit({ isChat, isUnsuited });
   document.body.dataset.mode = conversation.mode;
   document.body.dataset.view = showsTokens() ? "tokens" : "text";
-  list();
 }
 
 /** List what is kept; the address names what is shown, so that it is there again when the page is loaded anew. */
@@ -79,7 +87,8 @@ function list() {
   globalThis.history.replaceState(null, "", conversation.isEmpty ? location.pathname : `#${conversation.id}`);
 }
 
-/** Keep a conversation in the browser's storage, unless it was deleted or has nothing in it. */
+/** Keep a conversation in the browser's storage, unless it was deleted or has nothing in it: this page's is kept again once
+    something is asked in it. */
 function keep(own) {
   if (own.isGone || own.isEmpty) return;
   try {
@@ -109,14 +118,48 @@ function remove(id) {
   if (gone) notice("The conversation is deleted. ", { label: "Undo", do: () => { keep(gone); open(gone.id); } });
 }
 
-/** Ask a question: behind all, or in the place of an exchange. */
+/** Show what another page has done to the conversation that is shown here. */
+function hear({ key: name }) {
+  list();
+  if (conversation.isEmpty || !history.holds(name, conversation)) return;
+  const found = history.load(conversation.id);
+  if (!found) {
+    conversation.isGone = true;
+    notice("This conversation was deleted in another tab. ", { label: "Keep it", do: revive });
+  } else if (running) {
+    conversation.part();
+    keep(conversation);
+    notice("Another tab has changed this conversation: what is written here is kept as one of its own.");
+  } else {
+    conversation = found;
+    render();
+  }
+}
+
+function revive() {
+  conversation.isGone = false;
+  keep(conversation);
+}
+
+/** Ask a question: behind all, or in the place of an exchange; what is dropped for it can be had back. */
 function ask(words, exchange) {
   if (running || !words.trim()) return false;
   const fields = readFields();
   if (!fields) return false;
-  const at = exchange && conversation.exchanges.indexOf(exchange);
-  answer(conversation.ask(words, at), { fields });
+  const own = conversation, before = [...own.exchanges];
+  const at = exchange && before.indexOf(exchange);
+  own.isGone = false;
+  answer(own.ask(words, at), { fields });
+  const dropped = before.length - own.exchanges.length;
+  if (dropped > 0) notice(`${dropped} later ${dropped === 1 ? "message was" : "messages were"} dropped. `, { label: "Undo", do: () => restore(own, before) });
   return true;
+}
+
+function restore(own, exchanges) {
+  running?.abort();
+  own.exchanges = exchanges;
+  keep(own);
+  if (own === conversation) render();
 }
 
 /** Return what the settings say, or null: then they show what is wrong. */
@@ -137,10 +180,10 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
   const { path, body } = settings.request(own, exchange, fields, { goesOn });
   comparison.clear();
   drafts.clear();
-  find("welcome").hidden = true;
+  dress();
   let frame = 0;
   // The view may have been built anew meanwhile, and another conversation may be shown.
-  const update = () => { if (own === conversation) thread.views[own.exchanges.indexOf(exchange)].update(); };
+  const update = () => { if (own === conversation) thread.views[own.exchanges.indexOf(exchange)]?.update(); };
   await attempt(async (options) => {
     const wanted = { path, body: showsTokens() ? { ...body, return_drafts: true } : body };
     const written = answer.run(wanted, options, (choice) => {
@@ -152,7 +195,7 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
     keep(own);
     try {
       await written;
-      const { size, drafts: gave } = summary(answer.tally, { speculate: body.speculate, drafters: served?.drafters });
+      const { size, drafts: gave } = summary(answer.tally, { speculate: body.speculate, drafters: models.served?.drafters });
       [answer.size, answer.drafts] = [size, gave];
     } catch (error) {
       blame(answer, error, options.signal);
@@ -163,7 +206,6 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
       keep(own);
     }
   });
-  if (showsTokens()) foresee();
 }
 
 /** Note in an answer why it ended early. */
@@ -179,12 +221,6 @@ function blame(answer, error, signal) {
   if (known !== error) throw error;
 }
 
-/** Say which drafts run now and why: the server decides from what it has measured. */
-async function foresee() {
-  const { speculation } = await get("server_info", key()).catch(() => ({}));
-  find("outlook").textContent = decision(speculation);
-}
-
 /** Compare the two ways to answer what stands in the input, or else the last question. Neither answer is kept. */
 async function compare() {
   const fields = readFields();
@@ -197,10 +233,11 @@ async function compare() {
   const own = conversation;
   await attempt(async (options) => {
     const tell = (says) => { if (own === conversation) notice(says); };
+    const hold = (element) => { if (own === conversation) follower.hold(element); };
     find("welcome").hidden = true;
-    follower.toEnd();
+    drafts.compared();
     try {
-      await comparison.run(settings.request(copy, asked, fields), options, { served: served ?? {}, tell });
+      await comparison.run(settings.request(copy, asked, fields), options, { served: models.served ?? {}, tell, hold });
       tell("");
     } catch (error) {
       if (!options.signal.aborted) tell(error.message);
@@ -210,16 +247,19 @@ async function compare() {
   });
 }
 
-/** Do something that can be stopped, one thing at a time. */
+/** Do something that can be stopped, one thing at a time; tell meanwhile where a model is that has to be loaded first. */
 async function attempt(work) {
   const own = running = new AbortController();
+  const looking = models.isWarm ? 0 : setInterval(() => models.isWarm ? clearInterval(looking) : meet(), LOOK_MS);
   busy(true);
   try {
     await work({ key: key(), signal: own.signal });
   } finally {
+    clearInterval(looking);
     if (running === own) {
       running = null;
       busy(false);
+      meet();
     }
   }
 }
@@ -233,33 +273,15 @@ function busy(isBusy) {
   if (hadFocus) to.focus();
 }
 
-/** Learn what is served; a server that wants a key says nothing without. */
-async function meet() {
-  const model = find("model");
-  try {
-    const info = await get("server_info", key());
-    const { data } = await get("v1/models", key());
-    served = info;
-    model.textContent = `${info.model} · ${info.dtype} on ${info.device} · drafts: ${info.drafters.join(", ") || "none"}`;
-    pickable(data.map(({ id }) => id));
-  } catch (error) {
-    served = null;
-    model.textContent = error.status === 401 ? "This server wants a key." : error.message;
-    find("key-wanted").hidden = error.status !== 401;
-    return;
-  }
-  find("key-wanted").hidden = true;
+/** Learn what is served, where the chosen model is, and what drafts it runs now and why; `isNew`: another one is chosen. */
+async function meet({ isNew = false } = {}) {
+  const refusal = await models.look();
+  const { served } = models;
+  find("key-wanted").hidden = refusal?.status !== 401;
+  find("outlook").textContent = decision(served?.speculation);
   // Open in the mode that the model is made for, unless the user has begun something.
-  if (served.writes && conversation.isEmpty && !form.dataset.touched) switchMode(served.writes === "chats" ? "chat" : "completion");
-  else render();
-}
-
-/** Offer a choice where several models are served; one needs no naming. */
-function pickable(names) {
-  const models = field("models"), chosen = models.value;
-  find("models-label").hidden = names.length < 2;
-  models.replaceChildren(...names.length < 2 ? [] : names.map((name) => new Option(name)));
-  if (names.includes(chosen)) models.value = chosen;
+  if (isNew && served && conversation.isEmpty && !form.dataset.touched) switchMode(served.writes === "chats" ? "chat" : "completion");
+  else dress();
 }
 
 /** A mode is a conversation's: another one begins where something was said in this one. */
@@ -277,11 +299,6 @@ function grow() {
   prompt.style.height = `${prompt.scrollHeight + 2}px`;
 }
 
-for (const origin of [0, 1, 2, 3, 4, 5, 6, 7, 8]) {
-  if (origin === 1) find("legend").append(make("li", { className: "plain" }, "accepted from a draft, at depth"));
-  const name = origin === 0 ? nameOf(0) : origin === 8 ? "8 and deeper" : `${origin}`;
-  find("legend").append(make("li", { className: "from", "data-origin": origin }, name));
-}
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   if (!ask(prompt.value)) return;
@@ -296,23 +313,25 @@ prompt.addEventListener("keydown", (event) => {
 });
 find("stop").addEventListener("click", () => running?.abort());
 find("compare").addEventListener("click", compare);
-find("view").addEventListener("change", () => {
-  render();
-  if (showsTokens() && served) foresee();
-});
+find("view").addEventListener("change", () => { render(); meet(); });
 find("key-wanted").addEventListener("click", () => { settings.dialog.showModal(); field("key").focus(); });
 for (const mode of Object.keys(MODES)) {
   field(mode).addEventListener("change", () => { form.dataset.touched = "yes"; switchMode(mode); });
 }
-field("key").addEventListener("change", meet);
+field("key").addEventListener("change", () => meet({ isNew: true }));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !settings.dialog.open) running?.abort();
 });
-// What was written so far outlives a page that is closed, and what another page keeps is listed.
+// What was written so far outlives a page that is closed, also one that a phone ends while it is out of sight.
 addEventListener("pagehide", () => { if (running) keep(conversation); });
-addEventListener("storage", list);
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) meet();
+  else if (running) keep(conversation);
+});
+addEventListener("storage", hear);
+if (storage.isFleeting) find("kept").textContent = "This browser keeps nothing for this page: conversations last until it is closed.";
 field(conversation.mode).checked = true;
 render();
-await meet();
+await meet({ isNew: true });
 document.body.dataset.ready = "yes";
 prompt.focus();

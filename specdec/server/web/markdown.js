@@ -1,7 +1,7 @@
 // Markdown as elements. The library only finds the parts; each is built here as an element of a known kind that holds
 // text, so nothing that a model writes is ever read as HTML, run, or loaded.
 
-import { copyButton, make } from "./element.js";
+import { copyButton, literal, make } from "./element.js";
 import { lexer } from "./vendor/marked.js";
 
 const OPTIONS = { gfm: true, breaks: true };
@@ -56,8 +56,8 @@ const within = (tokens) => tokens.filter(({ type }) => type !== "space" && type 
 
 function code({ text, lang }) {
   const language = (lang ?? "").match(/^\S*/)[0];
-  const head = make("figcaption", {}, make("span", {}, language), copyButton(() => text, { ariaLabel: "Copy the code" }));
-  return make("figure", { className: "code" }, head, make("pre", { tabIndex: 0 }, make("code", {}, text)));
+  const head = make("figcaption", {}, make("span", {}, ...literal(language)), copyButton(() => text, { ariaLabel: "Copy the code" }));
+  return make("figure", { className: "code" }, head, make("pre", { tabIndex: 0 }, make("code", {}, ...literal(text))));
 }
 
 function list({ ordered, start, items }) {
@@ -84,7 +84,7 @@ function inline(tokens) {
   return tokens.map((token) => {
     switch (token.type) {
       case "strong": case "em": case "del": return make(token.type, {}, ...inline(token.tokens));
-      case "codespan": return make("code", {}, token.text);
+      case "codespan": return make("code", {}, ...literal(token.text));
       case "br": return make("br");
       case "html": return BREAK.test(token.raw) ? make("br") : token.raw;
       case "checkbox": return token.checked ? "☑ " : "☐ ";

@@ -6,7 +6,8 @@ const WHOLE = ["max_tokens", "seed", "top_k"];
 const NUMBERS = [...WHOLE, "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"];
 const KEPT = "specdec.settings";
 const SHOWN = { stream: true, stream_options: { include_usage: true }, return_origins: true, return_metrics: true };
-/** A completion without `max_tokens` has 16 by OpenAI's rule: too few to look at. */
+/** A completion without `max_tokens` has 16 by OpenAI's rule: too few to look at. A model that was not taught to chat
+    hardly ever ends an answer: the server's own bound, 4096, is too many. */
 const COMPLETION_TOKENS = 256;
 
 export const field = (name) => document.getElementById(name === "stop" ? "stop_text" : name);
@@ -17,6 +18,8 @@ export class Settings {
     this.storage = storage;
     this.dialog = document.getElementById("settings");
     this.fault = document.getElementById("fault");
+    /** The fields of a request that hold where none are given. */
+    this.defaults = {};
     this.kept = [...this.dialog.querySelectorAll("input, select, textarea")].filter(({ id }) => id !== "key");
     this.recall();
     this.dialog.addEventListener("change", () => this.keep());
@@ -24,7 +27,12 @@ export class Settings {
     document.getElementById("settings-open").addEventListener("click", () => this.dialog.showModal());
   }
 
-  suit(isChat) { field("max_tokens").placeholder = isChat ? "the server's" : COMPLETION_TOKENS; }
+  /** `isUnsuited`: a chat with a model that was not taught to. */
+  suit({ isChat, isUnsuited }) {
+    const isServers = isChat && !isUnsuited;
+    this.defaults = isServers ? {} : { max_tokens: COMPLETION_TOKENS };
+    field("max_tokens").placeholder = isServers ? "the server's" : COMPLETION_TOKENS;
+  }
 
   /** Return the fields that every request has; a mistake is a Trouble that names its field. */
   read() {
@@ -45,10 +53,10 @@ export class Settings {
       const thinking = field("thinking").value;
       const variables = thinking && { chat_template_kwargs: { enable_thinking: thinking === "on" } };
       const messages = conversation.messages(exchange, field("system").value);
-      return { path: "v1/chat/completions", body: { ...fields, ...variables, messages } };
+      return { path: "v1/chat/completions", body: { ...this.defaults, ...fields, ...variables, messages } };
     }
     const prompt = exchange.question + (goesOn ? exchange.answer.text : "");
-    return { path: "v1/completions", body: { max_tokens: COMPLETION_TOKENS, ...fields, prompt } };
+    return { path: "v1/completions", body: { ...this.defaults, ...fields, prompt } };
   }
 
   /** Open at a field that is at fault; null: none is. */

@@ -1,5 +1,7 @@
 // A text in the colours of its tokens. What is shown is not touched again.
 
+import { literal, spelled } from "./element.js";
+
 export const nameOf = (origin) => origin ? `drafted at depth ${origin}, and accepted` : "the verifier's own";
 
 export class Text {
@@ -32,14 +34,14 @@ export class Text {
       const span = this.line.appendChild(document.createElement("span"));
       span.className = name;
       if (origin !== null) span.dataset.origin = origin;
-      span.textContent = part;
+      span.append(...literal(part));
       if (part.endsWith("\n")) this.line = null;
     }
   }
 
-  tell(token) {
-    if (!token.classList.contains("from")) return;
-    this.note.textContent = `${JSON.stringify(token.textContent)}: ${nameOf(Number(token.dataset.origin))}`;
+  tell(place) {
+    const token = place.closest(".from");
+    if (token) this.note.textContent = `${spelled(JSON.stringify(token.textContent))}: ${nameOf(Number(token.dataset.origin))}`;
   }
 
   /** Go from token to token with the arrow keys left and right; up and down scroll. */

@@ -1,5 +1,7 @@
 // One verify step's draft as a picture: the accepted path straight on, what was rejected below it.
 
+import { spelled } from "./element.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const CHARACTER = 7.3, HEIGHT = 24, ROW = 32, GAP = 28, MARGIN = 10, LONGEST = 14;
 
@@ -7,7 +9,7 @@ const CHARACTER = 7.3, HEIGHT = 24, ROW = 32, GAP = 28, MARGIN = 10, LONGEST = 1
 export function visible(text) {
   if (/^ {3,}$/.test(text)) return `␣×${text.length}`;
   const shown = text.replace(/\r/g, "␍").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ +| +$/g, (s) => "␣".repeat(s.length)) || "∅";
-  const letters = [...shown];
+  const letters = [...spelled(shown)];
   return letters.length > LONGEST ? `${letters.slice(0, LONGEST - 1).join("")}…` : shown;
 }
 

@@ -6,7 +6,9 @@ import { TokenView } from "./tokens.js";
 
 const ENDS = {
   length: "Cut off by max tokens.",
+  thinking: "Cut off by max tokens while it was thinking.",
   stopped: "Stopped.",
+  open: "Not finished: its page was closed or loaded anew, or another tab still writes it.",
 };
 /** Of the time, the share that reading markdown anew may take while a long answer comes. */
 const SHARE = 0.1;
@@ -34,6 +36,12 @@ export function questionView(question, { edit, says }) {
   tools.append(button("Edit", change, { title: says }),
     copyButton(() => question, { ariaLabel: "Copy the message" }));
   return element;
+}
+
+/** Return how an answer ended that is not being written here; where the page itself ended, it says nothing. */
+function endOf({ finish, error, text, reasoning }) {
+  if (finish === "length" && reasoning && !text) return "thinking";
+  return finish ?? (error ? "error" : "open");
 }
 
 /** Tell whether a key sends: Enter, but not where it ends a new line, or a word that an input method composes. */
@@ -119,11 +127,12 @@ export class AnswerView {
   /** Say how it ended, and what can be done now. */
   offer() {
     const { answer, deeds } = this;
-    const { finish, error, text, size, drafts } = answer;
-    this.end.textContent = [ENDS[finish], size, this.showsTokens && drafts].filter(Boolean).join(" ");
+    const { error, text, size, drafts } = answer;
+    const end = endOf(answer);
+    this.end.textContent = [ENDS[end], size, this.showsTokens && drafts].filter(Boolean).join(" ");
     const tools = [];
     if (text) tools.push(copyButton(() => answer.text, { ariaLabel: "Copy the answer" }));
-    if (finish === "length") tools.push(button("Continue", deeds.goOn, { title: deeds.says.goOn }));
+    if (text && end in ENDS) tools.push(button("Continue", deeds.goOn, { title: deeds.says.goOn }));
     tools.push(button(error ? "Retry" : "Regenerate", deeds.again, { title: deeds.says.again }));
     if (deeds.isSetting(error?.field)) tools.push(button("Settings", () => deeds.mend(error)));
     this.tools.replaceChildren(...tools, this.end);

@@ -5,7 +5,7 @@ export const MODES = {
     title: "Ask something",
     label: "Message",
     says: "The model sees the whole conversation each time.",
-    unsuited: "This model is made to complete text and was not taught to chat: switch to Completion for what it can do.",
+    unsuited: "This model continues text or code and was not taught to chat: Completion suits it.",
     hint: "",
   },
   completion: {

@@ -273,6 +273,67 @@ def test_the_history_is_bounded_and_a_full_storage_makes_room(chat: Tab) -> None
     assert listed[0] == "big" and 1 < len(listed) < 6
     ask("too big", 300_000)
     assert "storage is full" in said(chat, "notice") and words(chat, ".bubble")[-1] == "too big"
+    assert words(chat, "#chats .open") == listed  # those that made room in vain are back
+
+
+ELSEWHERE = """(change => {
+  const key = `specdec.chat.${location.hash.slice(1)}`;
+  const kept = change(JSON.parse(localStorage[key]));
+  if (kept) localStorage[key] = JSON.stringify(kept);
+  else delete localStorage[key];
+  dispatchEvent(new StorageEvent("storage", { key }));
+})"""
+"""Does to the conversation that is shown what another tab would do."""
+
+
+def test_what_is_dropped_and_what_another_tab_does_is_not_lost(chat: Tab) -> None:
+    fill(chat, max_tokens=4, temperature=0)
+    for question in ("one", "two"):
+        answered(chat, question)
+    do(chat, "Regenerate", ".exchange:first-child")
+    chat.wait(ENDED)
+    assert words(chat, ".bubble") == ["one"] and "1 later message was dropped" in said(chat, "notice")
+    chat.look("document.querySelector('#notice button').click()")
+    assert words(chat, ".bubble") == ["one", "two"]
+    added = '{ ...own, exchanges: [...own.exchanges, { question: "three", answer: { text: "yes" } }] }'
+    chat.look(f"{ELSEWHERE}(own => ({added}))")
+    assert words(chat, ".bubble") == ["one", "two", "three"]
+    assert words(chat, f"{LAST} .end")[0].startswith("Not finished")
+    chat.look(f"{ELSEWHERE}(() => null)")
+    assert words(chat, "#chats .open") == [] and "deleted in another tab" in said(chat, "notice")
+    answered(chat, "four")  # what goes on is kept again
+    assert words(chat, "#chats .open") == ["one"] and len(words(chat, ".bubble")) == 4
+    # What is written here while another tab writes goes on as a conversation of its own.
+    fill(chat, max_tokens=3000, ignore_eos=True)
+    send(chat, "five")
+    chat.look(f"{ELSEWHERE}(own => ({{ ...own, title: 'theirs' }}))")
+    chat.press("Escape")
+    chat.wait(ENDED)
+    assert sorted(words(chat, "#chats .open")) == ["one", "theirs"] and len(words(chat, ".bubble")) == 5
+
+
+def test_controls_of_direction_stay_where_they_are(chat: Tab) -> None:
+    """In code each shows its number and turns nothing round; the text and its copy are unchanged."""
+    code = 'if level != "user\u202e \u2066// admin\u2069":'
+    chat.look(STREAM)
+    send(chat, "\u202ex")
+    chat.wait("window.stream")
+    content = f"\u202eCopy\n\n```\u202epy\n{code}\n```"
+    chat.look(f"stream.say({json.dumps({'choices': [{'delta': {'content': content}}]})})")
+    chat.look("stream.end()")
+    chat.wait(ENDED)
+    assert words(chat, ".code code") == [code]
+    shown = (
+        "[...document.querySelectorAll('.code .control')]"
+        ".map(e => [e.dataset.code, getComputedStyle(e).display])"
+    )
+    assert chat.look(shown) == [[own, "inline-block"] for own in ("U+202E", "U+202E", "U+2066", "U+2069")]
+    isolated = (
+        "[...document.querySelectorAll('.bubble, .prose p, .open')].map(e => getComputedStyle(e).unicodeBidi)"
+    )
+    assert chat.look(isolated) == ["plaintext"] * 3
+    chat.look("document.getElementById('view').click()")
+    assert words(chat, ".answer .text") == [content] and len(words(chat, ".answer .text .control")) == 5
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +362,10 @@ def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
     fresh.open(f"{chatting.url}/")
     enter_key(fresh)
     assert fresh.look(CHATS) and said(fresh, "prompt-label") == "Message"
-    fresh.look("models.value = 'two'")
+    fresh.look(
+        "(e => { e.value = 'two'; e.dispatchEvent(new Event('change')); })(document.getElementById('models'))"
+    )
+    fresh.wait("document.getElementById('model').textContent.startsWith('warm · bfloat16 on cpu')")
     fresh.look(STREAM)
     send(fresh, "x")
     fresh.wait("window.stream")
@@ -314,6 +378,9 @@ def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
     assert not is_shown(fresh, "#models")
     fresh.look("document.getElementById('chat').click()")
     assert "was not taught to chat" in said(fresh, "welcome-says")
+    answered(fresh, "x", max_tokens="")
+    assert "was not taught to chat" in said(fresh, "mode-says")
+    assert fresh.look("document.getElementById('max_tokens').placeholder") == "256"
 
 
 def test_a_completion_is_continued_where_it_was_cut(tab: Tab) -> None:

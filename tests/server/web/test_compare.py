@@ -48,6 +48,10 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     verdict = said(tab, "verdict")
     assert "The texts are equal." in verdict and f"{ratio:.2f} times as fast" in verdict
     assert "looked up" not in verdict
+    assert said(tab, "drafts-none").startswith("A comparison records no draft trees")
+    tops = "['verdict', 'scroll'].map(e => document.getElementById(e).getBoundingClientRect().top)"
+    top, above = tab.look(tops)
+    assert 0 <= top - above < 200
     compared = [own["cache_salt"] for own in asked(tab)[-2:]]
     assert len(set(compared)) == 2 and "cache_salt" not in asked(tab)[0]
     # It belongs to this view, joins nothing, and is gone with the next question.
