@@ -43,6 +43,9 @@ def template(source: str | None) -> ChatTemplate:
         ("auto", "[TOOL_CALLS] [", "mistral_v3"),
         ("auto", "<|python_tag|> … dictionary of argument name and its value}", "llama3_json"),
         ("auto", "<|tool_calls_section_begin|>", "kimi_k2"),
+        ("auto", "'<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json'", "deepseek_v3"),
+        ("auto", "tool['function']['name'] + '<｜tool▁sep｜>'", "deepseek_v31"),
+        ("auto", "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}function_calls>", "deepseek_v32"),
         ("hermes", None, None),
     ],
 )
