@@ -172,6 +172,10 @@ class SpecEngine:
             )
         return Prepared(tuple(ids), terms)
 
+    def prepare_forms(self) -> None:
+        """Start the process in which forms are compiled, which takes about two seconds, without waiting."""
+        self._grammars.prepare()
+
     def begin_form(self, params: SamplingParams, *, caller: str = "") -> "Future[Form] | None":
         """Have the form of an output compiled meanwhile, if it has one; the result raises what is wrong."""
         self._worker.check_process()

@@ -24,6 +24,7 @@ SPELT = {
     7: "/a>{",
     8: "</a>\n{",
     9: "/a>\n",
+    30: "*|*",
     END: "",
 }
 
@@ -230,7 +231,7 @@ def test_markers_that_cannot_be_written_are_refused() -> None:
             marks(end=end)
         assert error.value.field == "thinking"
     span = ThinkingSpan(end="*|*", budget=1)
-    with pytest.raises(RequestError, match="thinking: its end, .* may overlap itself"):
+    with pytest.raises(RequestError, match="may overlap itself"):
         ThinkingTerms(span, marks(end="*|*"), {END}, has_form=True)
     assert marks(start="?").opening is None
 

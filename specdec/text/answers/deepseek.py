@@ -22,8 +22,8 @@ OTHERS = {"number", "boolean", "object", "array", "null"}
 class DeepSeek:
     """`<｜tool▁calls▁begin｜>`, calls from `<｜tool▁call▁begin｜>` on, `<｜tool▁calls▁end｜>`.
 
-    A call is `NAME<｜tool▁sep｜>{…}`, or `function<｜tool▁sep｜>NAME` with its JSON in a fenced block; either is
-    read, whichever the model was trained to write.
+    A call is `NAME<｜tool▁sep｜>{…}`, or `function<｜tool▁sep｜>NAME` with its JSON in a fenced block.
+    Either is read, whichever the model was trained to write.
     """
 
     openings: Sequence[str] = (CALLS,)
@@ -48,7 +48,7 @@ class DeepSeek:
 
 
 class DeepSeekMarkup:
-    """`<｜DSML｜invoke name="NAME">` with `<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>`…
+    """`<｜DSML｜invoke name="NAME">`, with elements `<｜DSML｜parameter name="KEY" string="true">` of values.
 
     Texts are sent as they come, what has `string="false"` as JSON once it is whole. An object of JSON in the
     place of the parameters is taken too.
@@ -86,6 +86,8 @@ def _read_call(source: Source) -> Reading[None]:
     yield Begin(name)
     yield from stream_value(source, CALL_END)
     yield from close(source, FENCE_END, CALL_END)
+    if source.cut and FENCE_END.startswith(source.text.strip()):
+        source.take(len(source.text))  # the fence was cut off
 
 
 def _read_invoke(source: Source) -> Reading[None]:

@@ -207,7 +207,8 @@ CASES: dict[str, tuple[CallFormat, str, Found]] = {
     "no call of DeepSeek's": (V31, "<｜tool▁calls▁begin｜>f {}", ("<｜tool▁calls▁begin｜>f {}", [])),
     "DeepSeek V3.2's": (
         DSML,
-        "I look.\n\n" + block(invoke(("s", "true", ' "x"\n</b>'), ("i", "false", "[1, null]")), invoke(name="g")),
+        "I look.\n\n"
+        + block(invoke(("s", "true", ' "x"\n</b>'), ("i", "false", "[1, null]")), invoke(name="g")),
         ("I look.", [("f", json.dumps({"s": ' "x"\n</b>', "i": [1, None]})), ("g", "{}")]),
     ),
     "no JSON where it should be": (DSML, block(invoke(("i", "false", "one"))), ("", [("f", '{"i": "one"}')])),
