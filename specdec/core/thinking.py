@@ -1,50 +1,92 @@
 """Limit an output's thinking, and have its form begin behind it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import cached_property
 
 from torch import Tensor
 
 from specdec.config.thinking import ThinkingSpan
 from specdec.errors import RequestError
-from specdec.text.answers.thinking import OVER, Phase, Place, ThinkingTrack
+from specdec.text.answers.thinking import OVER, Phase, Place, ThinkingTrack, overruns
 from specdec.text.tokenizer import Tokenizer
 from specdec.verify.limits import Limit, all_but, set_of, words_of
 
 Path = tuple[int, ...]
 
 
-class ThinkingTerms:
-    """What the outputs of one request share: how they think, for how long, and how that is ended."""
+class ThinkingMarks:
+    """The markers of thinking as a model's tokens; what is found out is the same for all requests."""
 
-    def __init__(
-        self, span: ThinkingSpan, ends: Collection[int], tokenizer: Tokenizer | None, vocab: int
-    ) -> None:
+    def __init__(self, start: str, end: str, *, tokenizer: Tokenizer | None, vocab: int) -> None:
         if tokenizer is None:
             raise RequestError(
                 "thinking: the model's folder has no tokenizer.json, so its markers are no tokens; leave it "
                 "out.",
                 field="thinking",
             )
-        start, end = (tokenizer.encode(own, special=False) for own in (span.start, span.end))
-        self.track = ThinkingTrack(span.start, span.end, tokenizer.spell, opened=span.opened)
+        self.start, self.end, self.vocab = start, end, vocab
+        self.tokenizer = tokenizer
+        opening = tokenizer.encode(start, special=False)
+        self.opening = opening[0] if len(opening) == 1 and tokenizer.spell(opening[0]) == start else None
+        """The token that is the start, if one is."""
+        self.ending = tokenizer.encode(end, special=False)
+        if end not in "".join(map(tokenizer.spell, self.ending)):
+            raise RequestError(
+                f"thinking: the model's tokens cannot write its end, {end!r}; give one that they can, "
+                "or leave thinking out.",
+                field="thinking",
+            )
+
+    @cached_property
+    def overruns(self) -> Mapping[str, Collection[int]]:
+        """Tokens with which the text of a form would begin unseen by it."""
+        return overruns(self.end, self.tokenizer.spell_all(self.vocab))
+
+
+class ThinkingTerms:
+    """What the outputs of one request share: how they think, for how long, and how that is ended."""
+
+    def __init__(
+        self, span: ThinkingSpan, marks: ThinkingMarks, ends: Collection[int], *, has_form: bool
+    ) -> None:
+        vocab, runs = marks.vocab, marks.overruns if has_form else {}
+        self.track = ThinkingTrack(marks.start, marks.end, marks.tokenizer.spell, opened=span.opened)
         self.budget = span.budget
-        self.start = start[0] if len(start) == 1 else None
-        """The token that opens thinking before a form, if one does."""
-        self.start_bits = set_of(start[:1], vocab)
-        self.end_bits = [set_of([token], vocab) for token in end]
+        self.start = marks.opening
+        self.start_bits = set_of([] if self.start is None else [self.start], vocab)
+        self.end_bits = [set_of([token], vocab) for token in marks.ending]
         """What may follow once the budget is spent, token by token."""
-        self.not_ended_bits = all_but(ends, vocab)
+        self.thinking_bits = all_but({*ends, *runs.get("", ())}, vocab)
+        """What may follow within thinking, before a form."""
+        self.begun_bits = {begun: all_but(tokens, vocab) for begun, tokens in runs.items() if begun}
+        """What may follow a part of the end, before a form."""
+        if self.budget is not None and any(
+            token in tokens for tokens in runs.values() for token in marks.ending
+        ):
+            raise RequestError(
+                f"thinking: its end, {marks.end!r}, may overlap itself, so that a budget cannot write it "
+                "anywhere before a form; give another end, or leave the budget out.",
+                field="thinking",
+            )
 
     def begin(self, form: Limit | None) -> "ThinkingLimit":
         """Return the limit of one choice, whose form holds from the end of its thinking on."""
         return ThinkingLimit(self, form)
 
+    def thinking_words(self, tail: str) -> Tensor:
+        """Return what may follow within thinking, so that a form sees all that is behind the end."""
+        words_W = words_of(self.thinking_bits)
+        for begun, bits in self.begun_bits.items():
+            if tail.endswith(begun):
+                words_W = words_W & words_of(bits)
+        return words_W
+
 
 class ThinkingLimit:
     """Lets thinking be what it will until its budget is spent, then writes its end; then the form holds.
 
-    Where a form follows, nothing ends the output within its thinking; and an output that may still begin to
-    think opens with the one or the other.
+    Where a form follows, nothing ends the output within its thinking, no token ends it and goes on with what
+    the form would not see, and an output that may still begin to think opens with the one or the other.
     """
 
     def __init__(self, terms: ThinkingTerms, form: Limit | None) -> None:
@@ -83,7 +125,7 @@ class ThinkingLimit:
         if place.phase == Phase.THINKING:
             if terms.budget is not None and place.spent >= terms.budget:
                 return words_of(terms.end_bits[min(place.spent - terms.budget, len(terms.end_bits) - 1)])
-            return words_of(terms.not_ended_bits) if form else None
+            return terms.thinking_words(place.tail) if form else None
         words_W = form.words(own) if form and own is not None else None
         if place.phase == Phase.MAY_BEGIN and words_W is not None:
             return words_W | words_of(terms.start_bits)

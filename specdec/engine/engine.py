@@ -6,7 +6,7 @@ import random
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,7 +17,7 @@ from specdec.config.tenant import Tenant
 from specdec.core.outputs import Completion, Delta, EngineStats, collect
 from specdec.core.request import Emit, Request
 from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limits
-from specdec.core.thinking import ThinkingTerms
+from specdec.core.thinking import ThinkingMarks, ThinkingTerms
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
 from specdec.errors import ConfigError, RequestError, SpecdecError
@@ -29,6 +29,9 @@ from specdec.text.grammar.guide import Form
 from specdec.text.tokenizer import TextStream
 from specdec.verify.choose import choice_seed
 from specdec.verify.limits import Limit
+
+MARKS = 8
+"""Pairs of markers of thinking whose tokens are kept."""
 
 
 class SpecEngine:
@@ -45,6 +48,7 @@ class SpecEngine:
         self._seeds = random.Random(self.config.seed)
         spec = self.model.network.spec
         self._grammars = Grammars(self.tokenizer, spec.vocab, spec.eos)
+        self._marks = lru_cache(MARKS)(partial(ThinkingMarks, tokenizer=self.tokenizer, vocab=spec.vocab))
         # An engine that is dropped without being closed ends its thread, which would keep the model alive.
         self._finalizer = weakref.finalize(self, self._worker.close)
 
@@ -124,8 +128,10 @@ class SpecEngine:
             stop_ids = find_stops(params, spec.eos)
             has_form = params.structured_outputs is not None
             limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
-            span = params.thinking
-            thinking = ThinkingTerms(span, stop_ids, self.tokenizer, spec.vocab) if span else None
+            thinking = None
+            if span := params.thinking:
+                marks = self._marks(span.start, span.end)
+                thinking = ThinkingTerms(span, marks, stop_ids, has_form=has_form)
         if grammar is None and (compiling := self.begin_form(params, caller=caller)):
             grammar = compiling.result()
         return Terms(params, grammar, tenant_of(params, caller), stop_ids, limits, thinking)
@@ -165,6 +171,10 @@ class SpecEngine:
                 field="cache_marks",
             )
         return Prepared(tuple(ids), terms)
+
+    def prepare_forms(self) -> None:
+        """Start the process in which forms are compiled, which takes about two seconds, without waiting."""
+        self._grammars.prepare()
 
     def begin_form(self, params: SamplingParams, *, caller: str = "") -> "Future[Form] | None":
         """Have the form of an output compiled meanwhile, if it has one; the result raises what is wrong."""

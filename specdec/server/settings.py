@@ -163,6 +163,9 @@ class ServerConfig(Settings):
         "mistral",
         "mistral_v3",
         "llama3_json",
+        "deepseek_v3",
+        "deepseek_v31",
+        "deepseek_v32",
         "kimi_k2",
         "none",
     ] = Field(

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -28,6 +28,8 @@ SPOKEN = {
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "｜DSML｜"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 }
 """Special tokens that are detokenized all the same: calls and thinking are found by them."""
 
@@ -67,6 +69,10 @@ class Tokenizer:
         if text is None:
             text = self._spelt[token] = self.inner.decode([token], skip_special_tokens=False)
         return text
+
+    def spell_all(self, vocab: int) -> Iterator[str]:
+        """Yield the texts of a vocabulary's tokens by their ids, without keeping them."""
+        return (self.inner.decode([token], skip_special_tokens=False) for token in range(vocab))
 
     def bytes_of(self, token: int) -> bytes:
         """Return one token's own bytes, which may be a part of a character."""

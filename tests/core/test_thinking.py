@@ -1,28 +1,45 @@
 """Where thinking ends, in the output and along drafted paths, and what may follow there."""
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 
 from specdec import RequestError, ThinkingSpan
-from specdec.core.thinking import ThinkingLimit, ThinkingTerms
+from specdec.core import thinking
+from specdec.core.thinking import ThinkingLimit, ThinkingMarks, ThinkingTerms
 from specdec.text.answers.thinking import Phase, Place, ThinkingTrack
 from specdec.verify.limits import Allowed, Limit
 from tests.verify.test_limits import allowed
 
 VOCAB, END = 40, 39
-SPELT = {1: "<", 2: "a", 3: "/a>", 4: "<a>", 5: "</a>\n", 6: " ", END: ""}
+SPELT = {
+    1: "<",
+    2: "a",
+    3: "/a>",
+    4: "<a>",
+    5: "</a>\n",
+    6: " ",
+    7: "/a>{",
+    8: "</a>\n{",
+    9: "/a>\n",
+    30: "*|*",
+    END: "",
+}
 
 
 class Letters:
     """A tokenizer of a few tokens, in which the end is two of them."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        return {"<a>": [4], "</a>": [1, 3]}[text]
+        return {"<a>": [4], "</a>": [1, 3], "?": [], "x<": [20], "*|*": [30]}[text]
 
     def spell(self, token: int) -> str:
         return SPELT.get(token, "x")
+
+    def spell_all(self, vocab: int) -> Iterator[str]:
+        return map(self.spell, range(vocab))
 
 
 class Counting(Allowed):
@@ -40,9 +57,13 @@ class Counting(Allowed):
         return True
 
 
-def terms(*, opened: bool = True, budget: int | None = None) -> ThinkingTerms:
+def marks(start: str = "<a>", end: str = "</a>") -> ThinkingMarks:
+    return ThinkingMarks(start, end, tokenizer=Letters(), vocab=VOCAB)  # type: ignore[arg-type]
+
+
+def terms(*, opened: bool = True, budget: int | None = None, has_form: bool = True) -> ThinkingTerms:
     span = ThinkingSpan(start="<a>", end="</a>", opened=opened, budget=budget)
-    return ThinkingTerms(span, {END}, Letters(), VOCAB)  # type: ignore[arg-type]
+    return ThinkingTerms(span, marks(), {END}, has_form=has_form)
 
 
 def may_follow(limit: Limit, path: tuple[int, ...]) -> set[int]:
@@ -50,6 +71,7 @@ def may_follow(limit: Limit, path: tuple[int, ...]) -> set[int]:
 
 
 EVERYTHING = set(range(VOCAB))
+THINKING = EVERYTHING - {END, 8}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +124,7 @@ def test_a_budget_ends_thinking_token_by_token_along_a_path_too() -> None:
 def test_a_form_begins_where_thinking_ends() -> None:
     form = Counting()
     limit = terms().begin(form)
-    assert may_follow(limit, ()) == may_follow(limit, (2, 10)) == EVERYTHING - {END}
+    assert may_follow(limit, ()) == may_follow(limit, (2, 10)) == THINKING
     assert may_follow(limit, (2, 5)) == {10} and may_follow(limit, (2, 1, 3, 10)) == {11}
     for token in (2, 10, 5):
         assert limit.observe(token)
@@ -114,7 +136,7 @@ def test_an_output_that_may_think_opens_with_that_or_with_its_form() -> None:
     form = Counting()
     limit = terms(opened=False).begin(form)
     assert may_follow(limit, ()) == {4, 10}
-    assert may_follow(limit, (10,)) == {11} and may_follow(limit, (4,)) == EVERYTHING - {END}
+    assert may_follow(limit, (10,)) == {11} and may_follow(limit, (4,)) == THINKING
     assert may_follow(limit, (4, 5)) == {10}
     assert limit.observe(10) and form.taken == [10] and may_follow(limit, ()) == {11}
 
@@ -154,6 +176,66 @@ def _observe(limit: ThinkingLimit, tokens: tuple[int, ...]) -> bool:
     return all([limit.observe(token) for token in tokens])
 
 
+class Reading(Allowed):
+    """A form that notes the text that it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__((), VOCAB)
+        self.text = ""
+
+    def words(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        return None
+
+    def observe(self, token: int) -> bool:
+        self.text += Letters().spell(token)
+        return True
+
+
+def unseen(shared: ThinkingTerms) -> list[tuple[int, ...]]:
+    """List the texts that may be sampled and whose form sees other characters than stand behind the end."""
+    found = []
+    for text in product((1, 2, 3, 5, 7, 8, 9), repeat=4):
+        form = Reading()
+        limit = shared.begin(form)
+        sampled = all(
+            token in may_follow(limit, text[:at]) for at, token in enumerate(text)
+        )  # as along a draft
+        _observe(limit, text)
+        answer = "".join(map(Letters().spell, text)).partition("</a>")[2]
+        if sampled and answer.lstrip("\n") != form.text.lstrip("\n"):
+            found.append(text)
+    return found
+
+
+def test_a_form_sees_all_that_stands_behind_the_end() -> None:
+    """A token that holds the rest of the end and more would begin the form's text beside the form."""
+    limit = terms().begin(Reading())
+    assert may_follow(limit, (1,)) == THINKING - {7} and 9 in may_follow(limit, (1,))
+    assert may_follow(limit, (2,)) == THINKING and may_follow(limit, (1, 3)) == EVERYTHING
+    assert not unseen(terms()) and not unseen(terms(budget=1))
+    assert may_follow(terms(has_form=False).begin(None), (1,)) == EVERYTHING
+
+
+@pytest.mark.parametrize("mutant", ["no token runs on", "those of a part of the end are forgotten"])
+def test_a_form_that_misses_text_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {} if mutant == "no token runs on" else {"": marks().overruns[""]}
+    monkeypatch.setattr(thinking, "overruns", lambda end, spelled: kept)
+    assert unseen(terms())
+
+
+def test_markers_that_cannot_be_written_are_refused() -> None:
+    for end in ("?", "x<"):
+        with pytest.raises(
+            RequestError, match="thinking: the model's tokens cannot write its end, "
+        ) as error:
+            marks(end=end)
+        assert error.value.field == "thinking"
+    span = ThinkingSpan(end="*|*", budget=1)
+    with pytest.raises(RequestError, match="may overlap itself"):
+        ThinkingTerms(span, marks(end="*|*"), {END}, has_form=True)
+    assert marks(start="?").opening is None
+
+
 def test_markers_are_no_tokens_without_a_tokenizer() -> None:
     with pytest.raises(RequestError, match=r"thinking: the model's folder has no tokenizer\.json"):
-        ThinkingTerms(ThinkingSpan(), {END}, None, VOCAB)
+        ThinkingMarks("<a>", "</a>", tokenizer=None, vocab=VOCAB)

@@ -54,6 +54,23 @@ def test_a_form_that_is_compiled_while_the_engine_closes_leaves_no_process() -> 
     assert not engine._grammars._known and children() == before
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="there is no /proc")
+def test_a_process_of_forms_that_was_prepared_is_the_one_that_serves_and_closes() -> None:
+    before = children()
+    with SpecEngine("tiny", max_model_len=64) as engine:
+        for _ in range(2):
+            engine.prepare_forms()
+        until_s = time.monotonic() + 60
+        while not (template := engine._grammars.template) or not template._control:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        prepared = template._process
+        engine.generate(["x"], SamplingParams(max_tokens=4, structured_outputs=FORM))
+        assert prepared and template._process is prepared and len(children() - before) == 1
+    engine.prepare_forms()
+    assert children() == before, "a closed engine starts none"
+
+
 def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

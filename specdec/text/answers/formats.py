@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from specdec.text.answers.calls import CallFormat
+from specdec.text.answers.deepseek import SEPARATOR, DeepSeek, DeepSeekMarkup
 from specdec.text.answers.hermes import Hermes
 from specdec.text.answers.json_calls import JsonList, LeadingJson
 from specdec.text.answers.named_calls import CALLS, Kimi, Mistral
@@ -12,6 +13,9 @@ from specdec.text.chat_template import ChatTemplate
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": Qwen3Coder(),
     "kimi_k2": Kimi(),
+    "deepseek_v32": DeepSeekMarkup(),
+    "deepseek_v3": DeepSeek(sign=f"'{SEPARATOR}' + tool['function']['name']", fenced=True),
+    "deepseek_v31": DeepSeek(sign=SEPARATOR, fenced=False),
     "nemotron_json": JsonList("<TOOLCALL>", sign="<TOOLCALL>", closing="</TOOLCALL>"),
     "granite": JsonList("<|tool_call|>", "<tool_call>", sign="<|tool_call|>"),
     "mistral": Mistral(),

@@ -62,10 +62,11 @@ def read_several(source: Source, read: Callable[[], Reading[None]], between: str
         if between and not (yield from source.match(between)):
             break
         yield from source.space()
+        begin = source.at
         try:
             yield from read()
         except MalformedCall:
-            if source.cut and between:  # a call of which too little was written
+            if source.cut and (between or source.at > begin):  # a call of which too little was written
                 source.take(len(source.text))
             break
     source.at = 0

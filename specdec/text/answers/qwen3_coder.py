@@ -1,13 +1,13 @@
 """Calls as elements, one for each parameter: Qwen3-Coder, Qwen3.5, Nemotron 3."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec.text.answers.calls import Schemas, close, stream_value
 from specdec.text.answers.events import Arguments, Begin
 from specdec.text.answers.schema import as_json, types_of
-from specdec.text.answers.source import MalformedCall, Reading, Source
+from specdec.text.answers.source import MalformedCall, Reading, Source, Waiting
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
@@ -41,42 +41,55 @@ class Qwen3Coder:
         if first == "{":
             yield from stream_value(source, END)
         else:
-            yield from _parameters(source, schemas.get(name, {}))
+            schema = schemas.get(name, {})
+            yield from read_parameters(source, PARAMETER, lambda: _head(source, schema), ENDS)
         yield from close(source, END, CLOSING)
 
     def frame(self, name: str) -> tuple[str, str]:
         return f"{OPENING}\n{FUNCTION}{name}>\n", f"\n{END}\n{CLOSING}"
 
 
-def _parameters(source: Source, schema: Mapping[str, Any]) -> Reading[None]:
-    """Send the parameters as one object; one that was cut off stays open, or it would be taken for whole."""
+def _head(source: Source, schema: Mapping[str, Any]) -> Waiting[tuple[str, set[str]]]:
+    key = yield from source.name()
+    yield from source.match("\n")
+    return key, types_of(schema, key)
+
+
+def read_parameters(
+    source: Source, opening: str, head: Callable[[], Waiting[tuple[str, set[str]]]], ends: Sequence[str]
+) -> Reading[None]:
+    """Send the parameters as one object; one that was cut off stays open, or it would be taken for whole.
+
+    `head` reads the rest of a parameter's opening: its key, and the types that its value may have.
+    """
     before = "{"
     while True:
         yield from source.space()
-        if not (yield from source.match(PARAMETER)):
+        if not (yield from source.match(opening)):
             break
         try:
-            key = yield from source.name()
+            key, types = yield from head()
         except MalformedCall:
+            if source.cut and ">" not in source.text.removeprefix(opening):
+                source.take(len(source.text))
             break
         yield Arguments(f"{before}{_quoted(key)}: ")
         before = ", "
-        yield from source.match("\n")
         source.settle()
-        if not (yield from _value(source, types_of(schema, key))):
+        if not (yield from _value(source, types, ends)):
             return
     source.at = 0
     if not source.cut:
         yield Arguments("}" if before == ", " else "{}")
 
 
-def _value(source: Source, types: set[str]) -> Reading[bool]:
+def _value(source: Source, types: set[str], ends: Sequence[str]) -> Reading[bool]:
     """Send a parameter's value, and tell whether it is whole: a text as it comes, all else only then."""
     streams = types == {"string"}
     held, end = "", None
     yield Arguments('"' if streams else "")
     while end is None:
-        piece, end = yield from source.chunk(ENDS)
+        piece, end = yield from source.chunk(ends)
         source.settle()
         if streams:
             yield Arguments(_quoted(piece)[1:-1])

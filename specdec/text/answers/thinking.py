@@ -1,6 +1,6 @@
 """Thinking before an answer: the markers around it, and whether a prompt has opened it already."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple, Self
@@ -98,6 +98,23 @@ class Place(NamedTuple):
 
 
 OVER = Place(Phase.OVER)
+
+
+def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
+    """Return the tokens that complete the end and go on beyond it, by what of the end stands before them.
+
+    Line breaks behind the end belong to it.
+    """
+    found: dict[str, list[int]] = {end[:at]: [] for at in range(len(end))}
+    rests = tuple(end[at:] for at in range(1, len(end)))
+    for token, text in enumerate(spelled):
+        if end in text and text.partition(end)[2].strip("\n"):
+            found[""].append(token)
+        if text.startswith(rests):
+            for at in range(1, len(end)):
+                if text.startswith(end[at:]) and text[len(end) - at :].strip("\n"):
+                    found[end[:at]].append(token)
+    return {begun: tokens for begun, tokens in found.items() if tokens}
 
 
 class ThinkingTrack:

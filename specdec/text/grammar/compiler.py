@@ -44,6 +44,15 @@ class Grammars:
         self.template: Template | None = None
         self._is_closed = False
 
+    def prepare(self) -> None:
+        """Start the process of forms in a daemon thread; why it cannot be started the first form is told."""
+        if self.template is None and not self._is_closed:
+            threading.Thread(target=self._prepare, name="specdec-grammar", daemon=True).start()
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(RequestError, EngineError, OSError):
+            self._loaded().start()
+
     def guide(self, form: Form) -> Guide:
         """Begin an output."""
         return Guide(form)

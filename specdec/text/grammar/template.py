@@ -127,10 +127,18 @@ class Template:
             raise
         return Link(sock, partial(self.places.give_back, caller))
 
+    def start(self) -> None:
+        """Load xgrammar now, so that the first form need not wait for it."""
+        with self._lock:
+            if not self.is_closed and self._control is None:
+                self._control = self._start()
+
     def close(self) -> None:
         """End the template and start it no more; its copies end with their links."""
+        self.is_closed = True
+        if process := self._process:
+            process.kill()  # while it loads the lock is held
         with self._lock:
-            self.is_closed = True
             self._end()
 
     def _fork(self) -> socket.socket:

@@ -16,7 +16,7 @@ from specdec.server.tools.offer import Offer, make_offer
 from specdec.text.answers.formats import CALL_FORMATS, call_format
 from specdec.text.answers.hermes import Hermes
 from specdec.text.chat_template import ChatTemplate
-from tests.text.answers.test_calls import element, read, written
+from tests.text.answers.test_calls import block, element, invoke, read, written
 
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"default": None}}})
 ODD = {"properties": {"s": {"type": "array", "items": {}, "uniqueItems": True}}}
@@ -43,6 +43,9 @@ def template(source: str | None) -> ChatTemplate:
         ("auto", "[TOOL_CALLS] [", "mistral_v3"),
         ("auto", "<|python_tag|> … dictionary of argument name and its value}", "llama3_json"),
         ("auto", "<|tool_calls_section_begin|>", "kimi_k2"),
+        ("auto", "'<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json'", "deepseek_v3"),
+        ("auto", "tool['function']['name'] + '<｜tool▁sep｜>'", "deepseek_v31"),
+        ("auto", "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}function_calls>", "deepseek_v32"),
         ("hermes", None, None),
     ],
 )
@@ -114,10 +117,17 @@ def test_a_schema_that_is_read_over_is_no_matter_where_no_call_is_forced() -> No
         assert make_offer([TOOL, OTHER], choice, parallel=True, form=Hermes())  # type: ignore[arg-type]
 
 
+def _attributed(own: tuple[str, Any]) -> tuple[str, str, str]:
+    key, value = own
+    return (key, "true", value) if isinstance(value, str) else (key, "false", json.dumps(value))
+
+
 def said(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
     """Write calls as a model of a format does."""
     if name == "qwen3_coder":
         return "\n".join(element(*((k, str(v)) for k, v in own.items()), name=f) for f, own in calls)
+    if name == "deepseek_v32":
+        return block(*(invoke(*map(_attributed, own.items()), name=f) for f, own in calls))
     texts = [(function, json.dumps(own, ensure_ascii=False)) for function, own in calls]
     return written(CALL_FORMATS[name], *texts)
 

@@ -24,6 +24,7 @@ HERMES, CODER = Hermes(), Qwen3Coder()
 NEMOTRON, GRANITE, MISTRAL, LLAMA, KIMI = map(
     CALL_FORMATS.__getitem__, ("nemotron_json", "granite", "mistral", "llama3_json", "kimi_k2")
 )
+V3, V31, DSML = map(CALL_FORMATS.__getitem__, ("deepseek_v3", "deepseek_v31", "deepseek_v32"))
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SCHEMAS: dict[str, Any] = {
     "f": {
@@ -74,6 +75,18 @@ def written(form: CallFormat, *calls: tuple[str, str]) -> str:
     """Write calls, as they are forced: each one's name and the JSON of its arguments."""
     own = [form.frame(name)[0] + arguments + form.frame(name)[1] for name, arguments in calls]
     return form.before + form.between.join(own) + form.behind
+
+
+def invoke(*parameters: tuple[str, str, str], name: str = "f") -> str:
+    inner = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{text}">{value}</｜DSML｜parameter>\n'
+        for key, text, value in parameters
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{inner}</｜DSML｜invoke>\n'
+
+
+def block(*invokes: str) -> str:
+    return f"<｜DSML｜function_calls>\n{''.join(invokes)}</｜DSML｜function_calls>"
 
 
 AWKWARD = '{"a": "say \\"}</tool_call>\\" \\\\", "b": [1, {"c": "{"}], "é": null}'
@@ -176,6 +189,30 @@ CASES: dict[str, tuple[CallFormat, str, Found]] = {
     ),
     "no call of Kimi's": (KIMI, "<|tool_calls_section_begin|>x {}", ("<|tool_calls_section_begin|>x {}", [])),
     "no call of Mistral's": (MISTRAL, "[TOOL_CALLS]f [ARGS]{}", ("[TOOL_CALLS]f [ARGS]{}", [])),
+    "DeepSeek V3's": (
+        V3,
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        + AWKWARD
+        + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```"
+        + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("I look.", [("f", AWKWARD), ("g", "{}")]),
+    ),
+    "DeepSeek V3.1's": (
+        V31,
+        "I look.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+        + AWKWARD
+        + "<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("I look.", [("f", AWKWARD), ("g", "{}")]),
+    ),
+    "no call of DeepSeek's": (V31, "<｜tool▁calls▁begin｜>f {}", ("<｜tool▁calls▁begin｜>f {}", [])),
+    "DeepSeek V3.2's": (
+        DSML,
+        "I look.\n\n"
+        + block(invoke(("s", "true", ' "x"\n</b>'), ("i", "false", "[1, null]")), invoke(name="g")),
+        ("I look.", [("f", json.dumps({"s": ' "x"\n</b>', "i": [1, None]})), ("g", "{}")]),
+    ),
+    "no JSON where it should be": (DSML, block(invoke(("i", "false", "one"))), ("", [("f", '{"i": "one"}')])),
+    "no call of DeepSeek V3.2's": (DSML, block("x"), (block("x"), [])),
     "not closed": (CODER, f"{OPEN}<function=f><parameter=s>x", ("", [("f", '{"s": "x"}')])),
 }  # fmt: skip
 PARAMETER = "<parameter="
@@ -183,6 +220,14 @@ WORDS = [OPEN, CLOSE, "<function=", "f", ">", "</function>", "<parameter=", "s",
 WORDS += ["<TOOLCALL>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ";", "<|tool_calls_section_begin|>"]
 WORDS += ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", '{"name": "f", "']
 WORDS += ['arguments": {}}', 'parameters": {}}']
+WORDS += [
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "```",
+    "<｜DSML｜function_calls>",
+]
+WORDS += ["<｜DSML｜invoke", ' name="f"', "<｜DSML｜parameter", ' string="true"', "</｜DSML｜parameter>"]
 WORDS += ['{"name"', ": ", '"f"', ', "arguments"', "{", "}", '"', "\\", "1", " ", "<", "text", "null", "é"]
 
 
@@ -294,6 +339,8 @@ def test_arguments_come_as_they_are_written() -> None:
     for form, text in (
         (HERMES, f"Hm. {call(json.dumps({'s': words}))}"),
         (CODER, f"Hm. {element(('s', words))}"),
+        (DSML, f"Hm. {block(invoke(('s', 'true', words)))}"),
+        (V31, f"Hm. {written(V31, ('f', json.dumps({'s': words})))}"),
     ):
         for come, known in sent(form, text):
             if 0 < come.count("word") < 20:
@@ -360,6 +407,16 @@ def test_half_a_tag_within_a_call_is_no_text(form: CallFormat) -> None:
     for at in range(len(begun) + 1, len(text) + 1):
         assert read(form, [text[:at]], cut=True)[0] == ""
     assert read(form, [f"{begun}{{}}\n</tool"]) == ("\n</tool", [("f", "{}")])
+
+
+@pytest.mark.parametrize("form", [V3, V31, DSML, KIMI], ids=["v3", "v31", "dsml", "kimi"])
+def test_a_second_call_that_was_cut_off_before_its_name_is_left_out(form: CallFormat) -> None:
+    text = written(form, ("f", "{}"), ("g", "{}"))
+    for at in range(text.rindex("g"), text.index("{}") + 2, -1):
+        assert read(form, [text[:at]], cut=True) == ("", [("f", "{}")])
+    parameter = block(invoke(("s", "true", "x"), ("key", "true", "y")))
+    for at in range(parameter.index("key"), parameter.rindex("<｜DSML｜parameter"), -1):
+        assert read(DSML, [parameter[:at]], cut=True) == ("", [("f", '{"s": "x"')])
 
 
 @pytest.mark.parametrize(
