@@ -296,12 +296,12 @@ def test_what_a_hung_engine_holds_is_counted_until_its_step_ends(folders: list[s
             waits = asyncio.create_task(ask(second))
             await until(lambda: second.running == 1)
             first.engine.abandon("It hangs.")
-            with pytest.raises(EngineError, match="It hangs"):
+            with pytest.raises(EngineError, match=r"It hangs"):
                 await asked
             await until(lambda: second.blocked is not None)
             assert first.is_stuck and first.holds_arena and second.is_resting
             waits.cancel()
-            with pytest.raises(Failure, match="'berta' cannot run: .* 'anna'.*restart") as raised:
+            with pytest.raises(Failure, match=r"'berta' cannot run: .* 'anna'.*restart") as raised:
                 await ask(second)
             assert raised.value.status == 503
             ends.set()

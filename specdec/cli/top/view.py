@@ -32,7 +32,7 @@ def run(options: TopOptions, key: str | None) -> None:
     # A dumb terminal cannot be redrawn.
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     show = _once if options.once or not is_drawn else _live
-    asyncio.run(show(Source(url, key, options.model), options.interval))
+    asyncio.run(show(url, key, options.model, options.interval))
 
 
 class Source:
@@ -66,9 +66,9 @@ class Source:
         return reason(error)
 
 
-async def _once(source: Source, interval_s: float) -> None:
+async def _once(url: str, key: str | None, model: str | None, interval_s: float) -> None:
     """Print one picture: of two readings, so that it has what happens between them."""
-    url = source.url
+    source = Source(url, key, model)
     async with source.session:
         try:
             before = await source.read()
@@ -84,8 +84,8 @@ async def _once(source: Source, interval_s: float) -> None:
     print("\n".join(shown(lines, width=width, coloured=paints("auto"))))
 
 
-async def _live(source: Source, interval_s: float) -> None:
-    loop = asyncio.get_running_loop()
+async def _live(url: str, key: str | None, model: str | None, interval_s: float) -> None:
+    loop, source = asyncio.get_running_loop(), Source(url, key, model)
     async with source.session:
         with Screen() as screen:
             view = View(source, screen)
