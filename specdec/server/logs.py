@@ -37,17 +37,18 @@ def naming_model(name: str, *, again: bool) -> Iterator[None]:
 class NamingFilter(logging.Filter):
     """Put the model's name before the lines of its engine; leave out what a later load repeats."""
 
-    def filter(self, record: logging.LogRecord) -> logging.LogRecord | bool:
-        """Return the line with its name, or False where it repeats what the first load has said."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Name the model in the record; False where it repeats what the first load has said."""
         model = LOGGED_MODEL.get()
         if model is None:
             return True
         is_start = record.name.startswith(("specdec.setup.", "specdec.kernels.", "specdec.models."))
         if is_start and model.again and record.levelno <= logging.INFO:
             return False
-        named = logging.makeLogRecord(vars(record))
-        named.msg, named.args = f"{model.name}: {record.getMessage()}", ()
-        return named
+        if "model" not in vars(record):  # another handler may have named it
+            record.msg, record.args = f"{model.name}: {record.getMessage()}", ()
+            record.model = model.name
+        return True
 
 
 class JsonLines(logging.Formatter):

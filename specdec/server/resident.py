@@ -227,7 +227,7 @@ class Resident:
             return self.engine
         if self.engine is None:
             self.check_loadable()
-        entry = asyncio.get_running_loop().create_future()
+        entry: asyncio.Future[SpecEngine] = asyncio.get_running_loop().create_future()
         self._gate.append(entry)
         self.look()
         try:
