@@ -137,6 +137,7 @@ class TopOptions(Settings):
     """What `specdec top` watches."""
 
     url: str = text("http://127.0.0.1:8000", "a specdec server")
+    model: str | None = text(None, "of several models the one to show; default: one that is warm")
     interval: float = seconds(1.0, "between two polls")
     once: bool = switch("print one picture, of two polls, and end")
     api_key_env: str | None = text(None, "the environment variable that holds the key")

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import logging
 import os
@@ -62,8 +63,10 @@ class Worker:
         self.fault: str | None = None
         """Why no request is taken any more."""
         self._step_start_s: float | None = None
+        # What a service has set where it builds the engine, as a name for its log lines, holds in the thread.
+        context = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=self._work, args=(make, built), name="specdec-engine", daemon=True
+            target=context.run, args=(self._work, make, built), name="specdec-engine", daemon=True
         )
         try:
             self._thread.start()

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Self
 
 from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
-from specdec.engine.engine import SpecEngine
+from specdec.engine.engine import SpecEngine, Ticket
 from specdec.errors import SpecdecError
 from specdec.server.failures import Failure
 
@@ -98,7 +98,7 @@ class Bell:
         for _ in range(count):
             answers = self._rung.popleft()
             answers.rang = False
-            answers.came.set()
+            answers.rung()
         if count:
             self._resting = True
             rest_s = min((self._worked_s - before_s) / SHARE, LONGEST_S)
@@ -112,11 +112,22 @@ class Answers:
     """
 
     def __init__(
-        self, engine: SpecEngine, bell: Bell, prepared: Sequence[Prepared], *, streams: bool, until: Deadline
+        self,
+        engine: SpecEngine,
+        bell: Bell,
+        prepared: Sequence[Prepared],
+        *,
+        streams: bool,
+        until: Deadline,
+        on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.bell, self.prepared, self.until = engine, bell, prepared, until
+        self.bell, self.prepared, self.until = bell, prepared, until
         self.streams = streams
         """Whether deltas are streamed as they come."""
+        self._engine: SpecEngine | None = engine
+        self._ticket: Ticket | None = None
+        self._on_over = on_over
+        """Called by the event loop once the engine has no more to do for it."""
         self.n = prepared[0].params.n
         self.left = sum(own.params.n for own in prepared)
         """Choices whose last delta has not been yielded."""
@@ -129,16 +140,30 @@ class Answers:
         self._error: SpecdecError | None = None
 
     def __enter__(self) -> Self:
-        self._ticket = self.engine.submit(self.prepared, self._take)
+        assert self._engine
+        self._ticket, self._engine = self._engine.submit(self.prepared, self._take), None
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ticket.cancel()
+        if self._ticket:
+            self._ticket.cancel()
 
     @property
     def is_over(self) -> bool:
         """Whether the engine has no more to do for it, read or not."""
         return not self._unended or self._error is not None
+
+    def fail(self, failure: Failure) -> None:
+        """End it with an error, unless it is over."""
+        if not self.is_over:
+            self.until.end(failure)
+
+    def rung(self) -> None:
+        """Have the event loop read what waits; what is over keeps no engine from being unloaded."""
+        self.came.set()
+        if self.is_over:
+            self._ticket = None
+            self._on_over()
 
     @property
     def prompt_tokens(self) -> int:

@@ -8,7 +8,7 @@ from specdec.config.engine import EngineConfig
 from specdec.config.file import add_model_and_file, fill_in
 from specdec.config.options import Run, add_settings, settings_from
 from specdec.models.folder import find_models
-from specdec.server.logs import FORMATTERS
+from specdec.server.logs import FORMATTERS, NamingFilter
 from specdec.server.settings import ServerConfig
 
 
@@ -24,6 +24,8 @@ def _serve(args: argparse.Namespace) -> Run:
     config, engine_config = settings_from(args, ServerConfig), settings_from(args, EngineConfig)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(FORMATTERS[config.log_format])
+        if len(args.model) > 1:
+            handler.addFilter(NamingFilter())
     logging.getLogger("specdec").setLevel(logging.DEBUG if args.verbose else logging.INFO)
     found = [find_models(model, engine_config) for model in args.model]
     # Imported here, for no other command needs a web server.

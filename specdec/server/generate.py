@@ -136,14 +136,18 @@ async def _answer(
     *,
     streams: bool,
 ) -> web.StreamResponse:
-    answers = Answers(served.engine, state.bell, prepared, streams=streams, until=until)
     stall_s, metrics, resident = state.config.stall_timeout, served.metrics, served.resident
-    with metrics.request(prepared, until.start_s) as watch, answers, resident.answering(answers):
-        if streams:
-            stream = EventStream(request, stall_s, is_typed=writer.is_typed)
-            return await _stream(answers, writer, watch, stream, names)
-        whole = await _whole(answers, writer, watch)
-    return await send_whole(request, web.Response(text=whole, content_type="application/json"), stall_s)
+    answers = Answers(
+        served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over
+    )
+    with resident.answering(answers):
+        with metrics.request(prepared, until.start_s) as watch, answers:
+            if streams:
+                stream = EventStream(request, stall_s, is_typed=writer.is_typed)
+                return await _stream(answers, writer, watch, stream, names)
+            whole = await _whole(answers, writer, watch)
+        whole_response = web.Response(text=whole, content_type="application/json")
+        return await send_whole(request, whole_response, stall_s)
 
 
 async def _whole(answers: Answers, writer: Writer, watch: Watch) -> str:

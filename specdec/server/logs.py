@@ -1,11 +1,54 @@
-"""Log formats: text lines, or JSON objects."""
+"""Log formats: text lines, or JSON objects; and which model a line is about."""
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 OWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 """Standard attributes of a record; the rest came by `extra`."""
+
+
+class LoggedModel(NamedTuple):
+    """Which model's engine a thread builds or runs."""
+
+    name: str
+    again: bool
+    """Whether it was loaded before: what its settings are is in the log already."""
+
+
+LOGGED_MODEL: ContextVar[LoggedModel | None] = ContextVar("LOGGED_MODEL", default=None)
+"""Set where an engine is built; the engine's thread inherits it."""
+
+
+@contextlib.contextmanager
+def naming_model(name: str, *, again: bool) -> Iterator[None]:
+    """Have what an engine that is built in here logs, in its own thread too, name its model."""
+    token = LOGGED_MODEL.set(LoggedModel(name, again))
+    try:
+        yield
+    finally:
+        LOGGED_MODEL.reset(token)
+
+
+class NamingFilter(logging.Filter):
+    """Put the model's name before the lines of its engine; leave out what a later load repeats."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Name the model in the record; False where it repeats what the first load has said."""
+        model = LOGGED_MODEL.get()
+        if model is None:
+            return True
+        is_start = record.name.startswith(("specdec.setup.", "specdec.kernels.", "specdec.models."))
+        if is_start and model.again and record.levelno <= logging.INFO:
+            return False
+        if "model" not in vars(record):  # another handler may have named it
+            record.msg, record.args = f"{model.name}: {record.getMessage()}", ()
+            record.model = model.name
+        return True
 
 
 class JsonLines(logging.Formatter):

@@ -1,4 +1,4 @@
-"""One model of the process: its engine while it is loaded, and who waits for it."""
+"""One model of the process: its engine while it is loaded, and the requests that wait for it."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,9 @@ from typing import Protocol
 from specdec.config.engine import EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import EngineError, SpecdecError
-from specdec.server.failures import Failure
+from specdec.server.failures import Failure, without_inside
+from specdec.server.logs import naming_model
+from specdec.server.threads import apart
 from specdec.state_slots.pages import release_heap
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ RETRY_S = 30.0
 """Seconds after which a model that could not be loaded is tried again, when it is asked for."""
 POLL_S = 0.25
 """Seconds between two looks at an engine that something is awaited of: one that has failed says nothing."""
+LET_GO_S = 1.0
+"""Seconds for the thread of an engine that has failed to end; one in a step that hangs does not."""
 
 
 class Status(StrEnum):
@@ -45,6 +49,10 @@ class Work(Protocol):
     @property
     def is_over(self) -> bool: ...
 
+    def fail(self, failure: Failure) -> None:
+        """End it with an error, unless it is over."""
+        ...
+
 
 class Resident:
     """Owned by the event loop's thread."""
@@ -64,36 +72,44 @@ class Resident:
         self.may_unload = may_unload
         """Whether requests may say how long it is kept."""
         self.engine: SpecEngine | None = None
-        self.is_resting = self.is_loading = False
+        self.is_loading = self.is_resting = self.is_waking = False
         self.is_draining = False
-        """Whether no request enters: it is to be unloaded once those within have ended."""
+        """Whether no request enters: it is to be unloaded once those within have ended, or is being so."""
+        self.is_changing = False
+        """Whether it is being loaded, woken, rested or unloaded: the switcher leaves it alone meanwhile."""
+        self.is_unloading = False
+        self.is_stuck = False
+        """Whether its engine has failed and its thread has not ended: its memory cannot be freed."""
+        self.blocked: str | None = None
+        """Why it cannot have memory before the process is restarted."""
         self.refusal: SpecdecError | None = None
         """Why it can never be loaded by this process."""
         self.failure: str | None = None
         """Why it could not be loaded the last time; the error itself would keep alive what was loaded."""
         self._failed_s = 0.0
+        self._fault: str | None = None
+        """Why its last engine has failed, which has been let go since."""
         self.users = 0
-        """Requests under way: it is not unloaded meanwhile."""
+        """Requests under way."""
+        self._gate: list[asyncio.Future[SpecEngine]] = []
+        """Of these, those that wait until it is loaded."""
         self._answers: set[Work] = set()
-        """What the engine was asked for."""
-        self.at_gate = 0
-        """Of the users, those that wait until it is loaded."""
+        """What the engine was asked for; what is over is perhaps still being read."""
         self.wanted_s: float | None = None
-        """Since when a request waits for an arena; None: none does."""
+        """Since when a request waits for weights or an arena; None: none does."""
         self.turn_s = 0.0
         """Since when it has had its turn: what was preempted has been computed anew."""
         self.used_s = time.monotonic()
-        """When its last request ended, or it was loaded."""
+        """When its last answer was over, or it was loaded."""
         self.kept_s = keep_alive_s
         """How long it is kept after that."""
         self.max_model_len: int | None = None
         """Known once it was loaded."""
         self.switches = Counter[str]()
         self.switch_seconds = {"wake": 0.0, "load": 0.0}
-        """How often it got an arena, and how long that took, by `wake` and `load`."""
+        """How often it was loaded, or got an arena after that, and how long it took, by `load` and `wake`."""
         self.changed = asyncio.Event()
         """Set when something has happened that the switcher should look at; all models share one."""
-        self._news = asyncio.Event()
 
     @property
     def name(self) -> str:
@@ -105,13 +121,20 @@ class Resident:
             return Status.LOADING
         if self.engine is None:
             return Status.FAILED if self.failure else Status.UNLOADED
+        if self.is_unloading:
+            return Status.UNLOADED
         if self.engine.fault:
             return Status.FAILED
         return Status.RESTING if self.is_resting else Status.WARM
 
     @property
+    def fault(self) -> str | None:
+        """Why its engine has failed for good, until another one is loaded."""
+        return self.engine.fault if self.engine and not self.is_unloading else self._fault
+
+    @property
     def is_sound(self) -> bool:
-        """Whether it is loaded and its engine works: one that hangs cannot be unloaded."""
+        """Whether it is loaded and its engine works."""
         return self.engine is not None and self.engine.fault is None
 
     @property
@@ -119,53 +142,107 @@ class Resident:
         return self.status is Status.WARM
 
     @property
+    def holds_weights(self) -> bool:
+        """Whether its weights take memory: also of an engine that has failed, until it is let go."""
+        return self.engine is not None or self.is_loading
+
+    @property
+    def holds_arena(self) -> bool:
+        return self.engine is not None and (self.is_waking or not self.is_resting)
+
+    @property
+    def may_load(self) -> bool:
+        """Whether loading it may be tried now."""
+        return not (self.refusal or (self.failure and time.monotonic() < self._failed_s + RETRY_S))
+
+    @property
+    def at_gate(self) -> int:
+        """Requests that wait until it is loaded."""
+        return len(self._gate)
+
+    @property
     def running(self) -> int:
-        """Answers that the engine has not ended yet, read or not: they want an arena."""
+        """Answers that the engine has not ended yet: they want an arena."""
         return sum(not own.is_over for own in self._answers)
 
     @property
-    def is_idle(self) -> bool:
-        return not (self.at_gate or self.running)
+    def inside(self) -> int:
+        """Requests that use the engine, or are about to; one whose answer is only being read does not."""
+        return self.users - self.at_gate - sum(own.is_over for own in self._answers)
 
     @property
-    def inside(self) -> int:
-        """Requests that use the engine, or are about to."""
-        return self.users - self.at_gate
+    def is_unused(self) -> bool:
+        return not (self.inside or self.at_gate)
 
     def look(self) -> None:
-        """Note who waits since when, tell those at the gate, and have the switcher look."""
-        waits = not self.is_idle and not self.is_warm
-        self.wanted_s = (self.wanted_s or time.monotonic()) if waits else None
+        """Note since when requests wait, and have the switcher look."""
+        if self.at_gate or (self.running and not self.is_warm):
+            self.wanted_s = self.wanted_s or time.monotonic()
+        elif self.is_warm or not self.inside:  # else those that were at the gate keep their place
+            self.wanted_s = None
         self.changed.set()
-        self._news.set()
-        self._news.clear()
+
+    def note_over(self) -> None:
+        """Note that an answer is over, though perhaps not read yet."""
+        self.used_s = time.monotonic()
+        self.look()
 
     def check_loadable(self) -> None:
         """Refuse requests of a model that can never be loaded, or could not be just now."""
-        if self.refusal or (self.failure and time.monotonic() < self._failed_s + RETRY_S):
-            raise Failure(
-                503,
-                f"model: {self.name!r} could not be loaded: {self.refusal or self.failure}",
-                param="model",
-                code="model_not_loaded",
-                headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
-            )
+        if not self.may_load:
+            raise self._unloadable()
+
+    def _unloadable(self) -> Failure:
+        return Failure(
+            503,
+            f"model: {self.name!r} could not be loaded: {self.refusal or self.failure}",
+            param="model",
+            code="model_not_loaded",
+            headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
+        )
+
+    def check_blocked(self) -> None:
+        """Refuse requests that would wait for memory which a failed engine does not give back."""
+        if self.blocked:
+            raise self._blocked()
+
+    def block(self, why: str | None) -> None:
+        """Say why it cannot have memory, if it cannot: what waits for that ends with this error."""
+        if self.blocked == why:
+            return
+        self.blocked = why
+        if why:
+            logger.error("%s", self._blocked())
+            self._open_gate(lambda entry: entry.set_exception(self._blocked()))
+            for answer in list(self._answers):
+                answer.fail(self._blocked())
+
+    def _blocked(self) -> Failure:
+        return Failure(503, f"model: {self.name!r} {self.blocked}", param="model", code="engine_error")
 
     async def ready(self) -> SpecEngine:
         """Wait until a request may enter; raise why it may not."""
-        if self.engine is None or self.is_draining:
+        self.check_blocked()
+        if self.engine and not self.is_draining:
+            return self.engine
+        if self.engine is None:
             self.check_loadable()
-            self.at_gate += 1
+        entry: asyncio.Future[SpecEngine] = asyncio.get_running_loop().create_future()
+        self._gate.append(entry)
+        self.look()
+        try:
+            return await entry
+        finally:
+            if entry in self._gate:
+                self._gate.remove(entry)
             self.look()
-            try:
-                while self.engine is None or self.is_draining:
-                    await self._news.wait()
-                    if self.engine is None:
-                        self.check_loadable()
-            finally:
-                self.at_gate -= 1
-                self.look()
-        return self.engine
+
+    def _open_gate(self, decide: "Callable[[asyncio.Future[SpecEngine]], None]") -> None:
+        """Let in, or refuse, all that wait; they count as such at once."""
+        entries, self._gate = self._gate, []
+        for entry in entries:
+            if not entry.done():
+                decide(entry)
 
     def enter(self, keep_alive_s: float | None = None) -> None:
         """Count a request, which may not be ready yet."""
@@ -186,7 +263,8 @@ class Resident:
 
     @contextlib.contextmanager
     def answering(self, answer: Work) -> Iterator[None]:
-        """Ask for an arena until an answer is over."""
+        """Ask for an arena until an answer is over, in here or sooner."""
+        self.check_blocked()
         self._answers.add(answer)
         self.look()
         try:
@@ -197,60 +275,109 @@ class Resident:
 
     def seconds_kept(self, now_s: float) -> float | None:
         """Return how long the model is still to be kept; None: there is no end to it yet."""
-        if not self.is_sound or self.users or self.kept_s < 0:
+        if not self.is_sound or not self.is_unused or self.kept_s < 0:
             return None
         return max(self.used_s + self.kept_s - now_s, 0.0)
 
-    def load(self) -> None:
+    def build(self) -> SpecEngine:
         """Build the engine, which has an arena from now on; any thread may. What is wrong is raised."""
-        try:
-            if self.refusal:
-                raise self.refusal
-            engine = SpecEngine(self.folder, self.config)
-        except Exception as error:
-            self.failure, self._failed_s = str(error) or repr(error), time.monotonic()
-            raise
-        self.failure, self.is_resting, self.is_draining = None, False, False
+        if self.refusal:
+            raise self.refusal
+        with naming_model(self.name, again=self.max_model_len is not None):
+            return SpecEngine(self.folder, self.config)
+
+    def note_failure(self, error: Exception | str) -> None:
+        """Note why there is no engine; requests that wait for one are told."""
+        self.failure, self._failed_s = str(error) or repr(error), time.monotonic()
+        self._open_gate(lambda entry: entry.set_exception(self._unloadable()))
+
+    def install(self, engine: SpecEngine, *, is_resting: bool = False) -> None:
+        """Take an engine that was built, and let requests enter."""
+        self.failure = self._fault = None
+        self.is_resting, self.is_draining = is_resting, False
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
         self.engine = engine
+        self._open_gate(lambda entry: entry.set_result(engine))
 
-    async def load_meanwhile(self) -> None:
-        """Build the engine beside the event loop; requests that wait for it are told what is wrong."""
+    async def load(self, has_room: Callable[[], bool]) -> None:
+        """Build the engine beside the event loop; it rests at once where no arena is free for it."""
         self.is_loading = True
         try:
-            await asyncio.to_thread(self.load)
+            engine = await apart(self.build, "load")
             settle_garbage()
+            rests = not has_room()
+            if rests:
+                await self._done(engine, engine.begin_rest)
+            self.install(engine, is_resting=rests and engine.fault is None)
         except SpecdecError as error:
             logger.error("%s cannot be loaded: %s", self.name, error)
-        except Exception:
+            self.note_failure(error)
+        except Exception as error:
             logger.exception("%s cannot be loaded", self.name)
+            self.note_failure(error)
         finally:
             self.is_loading = False
             self.look()
 
-    async def unload(self) -> None:
-        """Close the engine and free its memory."""
+    async def unload(self) -> bool:
+        """Close the engine and free its memory; tell if that is done: one that fails meanwhile is kept."""
         assert self.engine
-        closing, self.engine, self.is_draining = [self.engine], None, False
-        # Nothing but the call itself holds the engine: the thread lets go of what it was given too late.
-        await asyncio.to_thread(lambda: closing.pop().close())
-        settle_garbage()
+        self.is_draining = True
+        # It comes to stand between two steps: one that hangs in a step is found by the watchdog, not closed.
+        await self._done(self.engine, self.engine.begin_flush)
+        if not self.engine.fault:
+            self.is_unloading = True
+            while not await self._closed():
+                pass
+            self._free()
         self.look()
+        return self.engine is None
+
+    async def let_go(self) -> None:
+        """Free what an engine that has failed holds, as soon as its thread has ended."""
+        assert self.engine
+        self._fault, self.is_draining = self.engine.fault, False
+        while not await self._closed():
+            self.is_stuck = True
+            self.look()
+            await asyncio.sleep(LET_GO_S)
+        self.is_stuck = False
+        self.note_failure(f"its engine has failed: {without_inside(self._fault or '')}")
+        self._free()
+        self.look()
+
+    async def _closed(self) -> bool:
+        """Close the engine; tell if its thread has ended."""
+        assert self.engine
+        # The thread's frame may outlive the call: it is to hold no engine then.
+        closing = [self.engine]
+        try:
+            return await apart(lambda: closing[0].close(LET_GO_S), "close")
+        finally:
+            closing.clear()
+
+    def _free(self) -> None:
+        self.engine, self.is_draining, self.is_unloading = None, False, False
+        settle_garbage()
 
     async def rest(self) -> None:
         """Have the engine give its arena back; requests that run are preempted."""
         assert self.engine
         await self._done(self.engine, self.engine.begin_rest)
-        self.is_resting = True
+        self.is_resting = self.engine.fault is None
         self.look()
 
     async def wake(self) -> None:
         """Give the engine an arena again."""
         assert self.engine
-        await self._done(self.engine, self.engine.begin_wake)
-        self.is_resting, self.turn_s = False, time.monotonic()
-        self.look()
+        self.is_waking = True
+        try:
+            await self._done(self.engine, self.engine.begin_wake)
+            self.is_resting, self.turn_s = False, time.monotonic()
+        finally:
+            self.is_waking = False
+            self.look()
 
     async def _done(self, engine: SpecEngine, begin: Callable[[], "Future[None]"]) -> None:
         """Wait for what an engine does between two steps; one that has failed for good does nothing more."""

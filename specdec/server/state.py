@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +23,7 @@ from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import ServerConfig
 from specdec.server.switcher import Switcher
+from specdec.server.threads import apart
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, Message, load_template, longest_answer
@@ -66,14 +65,17 @@ class State:
         )
         self.draining = False
         self._under_way: set[Deadline] = set()
-        self.choices = 0
-        """Choices in progress, over all requests."""
         self.idle = asyncio.Event()
         self.idle.set()
 
     @property
     def names(self) -> list[str]:
         return [name for own in self.served for name in own.names]
+
+    @property
+    def choices(self) -> int:
+        """Choices in progress, of all models."""
+        return sum(own.choices for own in self.served)
 
     @property
     def engines(self) -> list[SpecEngine]:
@@ -104,7 +106,7 @@ class State:
         field: str = "n",
         keep_alive_s: float | None = None,
     ) -> Iterator[None]:
-        """Admit a request of a model, or refuse it if too many choices are in progress; blame this field."""
+        """Admit a request of a model, or refuse it, by this field, if too many choices are in progress."""
         if self.draining:
             raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
         most = self.config.max_queued
@@ -114,15 +116,16 @@ class State:
                 f"{field}: {choices} choices are more than the {most} that may be under way; ask for fewer.",
                 param=field,
             )
-        if self.choices + choices > most:
+        if served.choices + choices > most:
             raise Failure(
                 429,
-                f"{self.choices} choices are under way, of at most {most}; try again later.",
+                f"{served.choices} choices of {served.name} are under way, of at most {most}; try again "
+                "later.",
                 code="too_many_requests",
                 headers=BUSY,
             )
         served.resident.enter(keep_alive_s)
-        self.choices += choices
+        served.choices += choices
         self.idle.clear()
         self._under_way.add(until)
         try:
@@ -130,7 +133,7 @@ class State:
         finally:
             served.resident.leave(keep_alive_s)
             self._under_way.discard(until)
-            self.choices -= choices
+            served.choices -= choices
             if not self.choices:
                 self.idle.set()
 
@@ -146,6 +149,8 @@ class Served:
     def __init__(self, resident: Resident, config: ServerConfig, metrics: ModelMetrics) -> None:
         self.resident, self.config, self.metrics = resident, config, metrics
         self.names, folder = resident.names, resident.folder
+        self.choices = 0
+        """Choices in progress."""
         self.template = load_template(folder)
         self.calls = call_format(config.tool_call_parser, self.template)
         """The model's tool call format, if it has one."""
@@ -200,7 +205,7 @@ class Served:
 
     def check_engine(self) -> None:
         """Refuse requests if the engine has failed for good."""
-        if self.resident.engine and (fault := self.resident.engine.fault):
+        if fault := self.resident.fault:
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
     async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams, caller: str) -> list[Prepared]:
@@ -232,7 +237,7 @@ class Served:
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
     ) -> EncodedChat:
         """Render a chat by the model's template and tokenize it."""
-        text = await apart(partial(self.template.render, messages, variables, answer=answer))
+        text = await apart(partial(self.template.render, messages, variables, answer=answer), "template")
         self.engine.check_length(text)
         ids = await self.encode(text, special=self.template.is_plain)
         return EncodedChat(ids, self.thinking.after(text) if self.thinking else None)
@@ -268,21 +273,3 @@ def _size(params: SamplingParams) -> int:
 async def worked(size: int, work: Callable[[], T]) -> T:
     """Do work of a size in characters: in a thread if it takes a while, so that others are served."""
     return await asyncio.to_thread(work) if size > LONG else work()
-
-
-async def apart(work: Callable[[], T]) -> T:
-    """Do work that may never end in a daemon thread."""
-    doing: Future[T] = Future()
-
-    doing.set_running_or_notify_cancel()  # a client that hangs up does not cancel it: its end is set once
-
-    def run() -> None:
-        try:
-            done = work()
-        except BaseException as error:
-            doing.set_exception(error)
-        else:
-            doing.set_result(done)
-
-    threading.Thread(target=run, name="specdec-template", daemon=True).start()
-    return await asyncio.wrap_future(doing)

@@ -2,6 +2,7 @@
 
 The first to wait is served first. An idle model gives its arena up at once, another one after its turn, and
 its requests go on when its next turn comes: nothing is lost, and none waits longer than the turns before it.
+Each change of a model is a task of its own, and what it will hold is counted from its beginning to its end.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 from specdec.server.resident import Resident, settle_garbage
 
@@ -40,18 +41,20 @@ class Switcher:
         """Load, before any request comes, what fits; raise what is wrong where none can be loaded."""
         faults: list[Exception] = []
         for own in self.residents:
-            if not (own.refusal or self._fits(own)):
+            if not (own.refusal or self._left_bytes(own) >= 0):
                 continue
             try:
-                own.load()
+                engine = own.build()
             except Exception as error:
+                own.note_failure(error)
                 faults.append(error)
                 if len(self.residents) > 1:
                     logger.error("%s cannot be loaded: %s", own.name, error)
                 continue
-            if own.engine and sum(other.is_warm for other in self.residents) > self.arenas:
-                own.engine.rest()
-                own.is_resting = True
+            rests = not self._has_room()
+            if rests:
+                engine.rest()
+            own.install(engine, is_resting=rests)
         if len(faults) == len(self.residents):
             raise faults[0]
         settle_garbage()
@@ -63,69 +66,100 @@ class Switcher:
     @property
     def fault(self) -> str | None:
         """Why an engine has failed for good, if one has."""
-        return next((own.engine.fault for own in self.residents if own.engine and own.engine.fault), None)
+        return next((own.fault for own in self.residents if own.fault), None)
 
     async def run(self) -> None:
         """Hand memory over as requests come and end, for as long as the server runs."""
-        while True:
-            self.changed.clear()
-            wait_s = await self._advance()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), wait_s)
+        async with asyncio.TaskGroup() as changes:
+            while True:
+                self.changed.clear()
+                wait_s = self._advance(changes)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.changed.wait(), wait_s)
 
-    async def _advance(self) -> float | None:
-        """Unload what is over, or serve who has waited longest; return after how long to look again.
+    def _advance(self, changes: asyncio.TaskGroup) -> float | None:
+        """Begin all that can be done now; return after how long to look again.
 
-        None: when something has changed.
+        None: when something has changed. What is begun goes on beside requests for all other models.
         """
-        now_s = time.monotonic()
-        for each in self.residents:
-            if each.is_sound and (each.seconds_kept(now_s) == 0 or (each.is_draining and not each.inside)):
-                await self._unload(each)
-        own = self._first()
-        if own is None:
-            kept_s = [each.seconds_kept(now_s) for each in self.residents]
-            return min((left_s for left_s in kept_s if left_s is not None), default=None)
-        start_s = time.monotonic()
-        if own.engine is None and (before := await self._free_weights(own)):
-            if before.is_warm or before.is_idle:
-                return None
-            own = before
-        left_s = await self._free_arena()
-        if left_s:
-            return left_s if math.isfinite(left_s) else None
-        kind = "wake" if own.engine else "load"
-        await (own.wake() if own.engine else own.load_meanwhile())
-        if own.is_warm:
-            took_s = time.monotonic() - start_s
-            own.switches[kind] += 1
-            own.switch_seconds[kind] += took_s
-            logger.info("%s has an arena after %.0f ms (%s)", own.name, took_s * 1e3, kind)
-        return 0.0
+        waits_s = [self._end(own, changes) for own in self.residents if not own.is_changing]
+        for own in self.residents:
+            own.block(self._why_blocked(own))
+        self._load(changes)
+        waits_s.append(self._hand_over(changes))
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
-    def _first(self) -> Resident | None:
-        """Return the model that is to have an arena next: one that drains, or who has waited longest."""
+    def _begin(self, own: Resident, change: Coroutine[None, None, None], changes: asyncio.TaskGroup) -> None:
+        """Change a model beside everything else; nothing else is done to it meanwhile."""
+
+        async def changing() -> None:
+            try:
+                await change
+            finally:
+                own.is_changing = False
+                own.look()
+
+        own.is_changing = True
+        changes.create_task(changing())
+
+    def _end(self, own: Resident, changes: asyncio.TaskGroup) -> float | None:
+        """Let go of an engine that has failed, unload what is no longer kept; return how long it is kept."""
+        if own.engine and own.engine.fault:
+            if not own.inside:
+                self._begin(own, own.let_go(), changes)
+            return None
+        kept_s = own.seconds_kept(time.monotonic())
+        if own.engine and (kept_s == 0 or (own.is_draining and not own.inside)):
+            own.is_draining = True  # from now on: a request that comes before the task begins waits too
+            self._begin(own, self._unload(own), changes)
+            return None
+        return kept_s
+
+    def _load(self, changes: asyncio.TaskGroup) -> None:
+        """Load what is asked for: the first to wait has the first call on the memory."""
         waiting = [
             own
             for own in self.residents
-            if own.wanted_s is not None and not own.is_idle and not (own.engine and own.engine.fault)
+            if own.engine is None and own.at_gate and own.may_load and not own.is_changing
         ]
-        return min(waiting, key=lambda own: (not own.is_draining, own.wanted_s), default=None)
+        for own in sorted(waiting, key=lambda own: own.wanted_s or 0.0):
+            if self._left_bytes(own) < 0:
+                self._free_weights(own, changes)
+                return
+            self._begin(own, self._loaded(own), changes)
+            own.is_loading = True
 
-    async def _free_arena(self) -> float:
-        """Let one rest where all arenas are taken; return how long that must wait, 0: one is free now."""
-        warm = [own for own in self.residents if own.is_warm]
-        if len(warm) < self.arenas:
-            return 0.0
-        idle = [own for own in warm if own.is_idle]
-        if idle:
-            await min(idle, key=lambda own: own.used_s).rest()
-            return 0.0
-        left_s, own = min(((self._turn_left(own), own) for own in warm), key=lambda pair: pair[0])
-        if left_s:
-            return left_s
-        await own.rest()
-        return 0.0
+    def _hand_over(self, changes: asyncio.TaskGroup) -> float | None:
+        """Give arenas to those that wait, those that drain first; return how long the next has to wait."""
+        waiting = [
+            own
+            for own in self.residents
+            if own.is_sound and own.is_resting and own.running and not own.is_changing
+        ]
+        for own in sorted(waiting, key=lambda own: (not own.is_draining, own.wanted_s or 0.0)):
+            if self._has_room():
+                own.is_waking = True
+                self._begin(own, self._woken(own), changes)
+                continue
+            warm = [other for other in self.residents if other.is_warm and not other.is_changing]
+            idle = [other for other in warm if not other.running]
+            if idle:
+                before, left_s = min(idle, key=lambda other: other.used_s), 0.0
+            elif warm:
+                left_s, before = min(
+                    ((self._turn_left(other), other) for other in warm), key=lambda pair: pair[0]
+                )
+            else:
+                return None
+            if left_s:
+                return left_s if math.isfinite(left_s) else None
+            before.is_changing = True
+            self._begin(own, self._woken(own, before), changes)
+        return None
+
+    def _has_room(self) -> bool:
+        """Tell whether an arena is free."""
+        return sum(own.holds_arena for own in self.residents) < self.arenas
 
     def _turn_left(self, own: Resident) -> float:
         """Return how long a model may go on though others wait.
@@ -141,24 +175,79 @@ class Switcher:
             return LOOK_S
         return max(own.turn_s + self.switch_after_s - now_s, 0.0)
 
-    async def _free_weights(self, own: Resident) -> Resident | None:
-        """Unload idle models until this one's weights fit; return the one that has to drain first."""
-        while not self._fits(own):
-            others = [other for other in self.residents if other.is_sound and other is not own]
-            idle = [other for other in others if not other.users]
-            if not idle:
-                before = next((other for other in others if other.is_draining), None)
-                before = before or min(others, key=lambda other: other.turn_s, default=None)
-                if before:
-                    before.is_draining = True
-                return before
-            await self._unload(min(idle, key=lambda other: other.used_s))
+    def _left_bytes(self, own: Resident) -> float:
+        """Return what would be left for weights with this model's beside those that are held."""
+        if self.weights_bytes is None:
+            return math.inf
+        held = sum(other.weight_bytes for other in self.residents if other.holds_weights and other is not own)
+        return self.weights_bytes - held - own.weight_bytes
+
+    def _free_weights(self, own: Resident, changes: asyncio.TaskGroup) -> None:
+        """Unload unused models until this one's weights fit; have others drain where that is too little."""
+        others = [
+            other for other in self.residents if other is not own and (other.is_sound or other.is_unloading)
+        ]
+        leaving = [other for other in others if other.is_draining]
+        staying = [other for other in others if not (other.is_draining or other.is_changing)]
+        left_bytes = self._left_bytes(own) + sum(other.weight_bytes for other in leaving)
+        if left_bytes + sum(other.weight_bytes for other in staying) < 0:
+            return  # it waits until what is being loaded can be unloaded again
+        for other in sorted(staying, key=self._unload_order):
+            if left_bytes >= 0:
+                return
+            left_bytes += other.weight_bytes
+            if other.is_unused:
+                self._begin(other, self._unload(other), changes)
+            other.is_draining = True
+
+    @staticmethod
+    def _unload_order(own: Resident) -> tuple[bool, float]:
+        """Order models by when they are unloaded for another: the unused ones first, then by their turns."""
+        return not own.is_unused, own.used_s if own.is_unused else own.turn_s
+
+    def _why_blocked(self, own: Resident) -> str | None:
+        """Say why a model cannot have memory before the process is restarted, if it cannot."""
+        stuck = [other for other in self.residents if other.is_stuck and other is not own]
+        if not stuck or own.is_warm or own.is_changing:
+            return None
+        names = " and ".join(repr(other.name) for other in stuck)
+        why = f"cannot run: its memory is held by {names}, whose engine has failed and does not end; "
+        if sum(other.holds_arena for other in stuck) >= self.arenas:
+            return why + "restart the server, or let more models run at once (arenas)."
+        held = sum(other.weight_bytes for other in stuck)
+        if own.engine is None and held + own.weight_bytes > (self.weights_bytes or math.inf):
+            return why + "restart the server, or raise weights_bytes."
         return None
 
-    def _fits(self, own: Resident) -> bool:
-        held = sum(other.weight_bytes for other in self.residents if other.engine and other is not own)
-        return self.weights_bytes is None or held + own.weight_bytes <= self.weights_bytes
+    async def _loaded(self, own: Resident) -> None:
+        start_s = time.monotonic()
+        await own.load(self._has_room)
+        if own.is_sound and own.engine:
+            took_s, size = self._count(own, "load", start_s), own.engine.model.settings.weight_bytes
+            logger.info("loaded %s in %.2f s: weights of %s bytes", own.name, took_s, f"{size:,}")
+
+    async def _woken(self, own: Resident, before: Resident | None = None) -> None:
+        """Give a model an arena: a free one, or that of another, which rests from now on."""
+        start_s = time.monotonic()
+        if before:
+            try:
+                await before.rest()
+            finally:
+                before.is_changing = False
+                before.look()
+            if not (before.is_resting and own.is_sound):
+                return  # it has failed, and keeps its arena
+        await own.wake()
+        if own.is_warm and own.engine:
+            took_s, size = self._count(own, "wake", start_s), own.engine.model.settings.memory_bytes
+            logger.info("woke %s in %.0f ms: an arena of %s bytes", own.name, took_s * 1e3, f"{size:,}")
+
+    def _count(self, own: Resident, kind: str, start_s: float) -> float:
+        took_s = time.monotonic() - start_s
+        own.switches[kind] += 1
+        own.switch_seconds[kind] += took_s
+        return took_s
 
     async def _unload(self, own: Resident) -> None:
-        await own.unload()
-        logger.info("unloaded %s", own.name)
+        if await own.unload():
+            logger.info("unloaded %s", own.name)

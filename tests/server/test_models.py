@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -13,7 +14,7 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.core.batch import StepReport
-from specdec.errors import CapacityError, CheckpointError, ConfigError
+from specdec.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from specdec.models.folder import SHIPPED
 from specdec.server import resident as resident_module
 from specdec.server import shares
@@ -78,6 +79,10 @@ async def switching(switcher: Switcher) -> AsyncIterator[None]:
 @dataclass(eq=False)
 class Asked:
     is_over: bool = False
+    failure: Failure | None = None
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
 
 
 async def ask(
@@ -94,6 +99,7 @@ async def ask(
         with own.answering(work := Asked()):
             deltas = [delta async for delta in engine.stream(prompt, params)]
             work.is_over = True
+            own.note_over()
             await asyncio.sleep(slow_s)
     finally:
         own.leave(keep)
@@ -244,11 +250,12 @@ def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
             assert second.engine and second.engine.fault is None
             await until(lambda: not second.engine or second.engine.stats().waiting == 0)
             assert second.is_resting and second.wanted_s is None
+            # What is being read needs no model: it may even be unloaded.
             await long
             assert len((await ask(second))[0]) == SHORT.max_tokens  # an idle one makes way at once
             # So does one whose answer is over and still being read.
             read = asyncio.create_task(ask(first, slow_s=60.0))
-            await until(lambda: first.is_warm and first.is_idle)
+            await until(lambda: first.is_warm and not (first.running or first.at_gate))
             assert len((await ask(second))[0]) == SHORT.max_tokens and not read.done()
             assert first.is_resting and first.wanted_s is None
             read.cancel()
@@ -264,6 +271,41 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
             assert first.engine
             first.engine.abandon("It hangs.")
             assert first.status is Status.FAILED and switcher.fault == "It hangs."
+            assert len((await ask(second))[0]) == SHORT.max_tokens
+            assert first.engine is None and switcher.fault == "It hangs.", "its memory was freed first"
+
+        run(switcher, turns)
+
+
+def test_what_a_hung_engine_holds_is_counted_until_its_step_ends(folders: list[str]) -> None:
+    """Who waits for its arena is refused by name, and goes on once it is let go."""
+    hangs, ends = threading.Event(), threading.Event()
+
+    def hang(_: StepReport) -> None:
+        hangs.set()
+        ends.wait(60)
+
+    with opened(folders[:2], switch_after=60.0) as switcher:
+        first, second = switcher.residents
+
+        async def turns() -> None:
+            assert first.engine and second.engine
+            first.engine.model.loop.observers.append(hang)
+            asked = asyncio.create_task(ask(first))
+            await until(hangs.is_set)
+            waits = asyncio.create_task(ask(second))
+            await until(lambda: second.running == 1)
+            first.engine.abandon("It hangs.")
+            with pytest.raises(EngineError, match=r"It hangs"):
+                await asked
+            await until(lambda: second.blocked is not None)
+            assert first.is_stuck and first.holds_arena and second.is_resting
+            waits.cancel()
+            with pytest.raises(Failure, match=r"'berta' cannot run: .* 'anna'.*restart") as raised:
+                await ask(second)
+            assert raised.value.status == 503
+            ends.set()
+            await until(lambda: first.engine is None and second.blocked is None)
             assert len((await ask(second))[0]) == SHORT.max_tokens
 
         run(switcher, turns)
@@ -290,7 +332,13 @@ def test_weights_that_can_never_fit_end_no_task(folders: list[str]) -> None:
     with opened(folders[:1], weights_bytes=1 << 40) as switcher:
         (only,) = switcher.residents
         only.weight_bytes = 1 << 41
-        assert asyncio.run(switcher._free_weights(only)) is None and only.engine
+
+        async def free() -> None:
+            async with asyncio.TaskGroup() as changes:
+                switcher._free_weights(only, changes)
+
+        asyncio.run(free())
+        assert only.engine and not only.is_draining
 
 
 def test_names_and_shares(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

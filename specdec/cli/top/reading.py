@@ -41,6 +41,13 @@ class Reading:
     """Counters."""
     limited_by: Mapping[str, int]
     """Counters of steps that a resource limited, by resource."""
+    others: int = 0
+    """How many other models the server has."""
+
+    @property
+    def shown(self) -> str:
+        """The model's name, and how many others there are."""
+        return f"{self.model} (and {self.others} more: --model)" if self.others else self.model
 
     @classmethod
     def of(cls, info: Mapping[str, Any], at_s: float) -> Self:
@@ -68,6 +75,7 @@ class Reading:
             prefixes=Prefixes(states, blocks, None if alpha is None else float(alpha)) if kept else None,
             counts=counts,
             limited_by={str(name): int(count) for name, count in info["limited_by"].items()},
+            others=max(len(info.get("models", ())) - 1, 0),
         )
 
 

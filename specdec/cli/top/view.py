@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 
@@ -30,21 +32,32 @@ def run(options: TopOptions, key: str | None) -> None:
     # A dumb terminal cannot be redrawn.
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     show = _once if options.once or not is_drawn else _live
-    asyncio.run(show(url, key, options.interval))
+    asyncio.run(show(url, key, options.model, options.interval))
 
 
 class Source:
     """Asks one server, over one connection."""
 
-    def __init__(self, url: str, key: str | None) -> None:
-        self.url = url
+    def __init__(self, url: str, key: str | None, model: str | None = None) -> None:
+        self.url, self.model = url, model
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         self.session = aiohttp.ClientSession(headers=headers, timeout=timeout, raise_for_status=True)
 
     async def read(self) -> Reading:
-        async with self.session.get(f"{self.url}/server_info") as reply:
-            return Reading.of(await reply.json(), time.monotonic())
+        """Read the model that is asked for, or else the first that is warm."""
+        info = await self._info(self.model)
+        states = info.get("models", {})
+        if self.model is None and states.get(info["model"], "warm") != "warm":
+            warm = next((name for name, state in states.items() if state == "warm"), None)
+            info = await self._info(warm) if warm else info
+        return Reading.of(info, time.monotonic())
+
+    async def _info(self, model: str | None) -> Mapping[str, Any]:
+        params = {"model": model} if model else {}
+        async with self.session.get(f"{self.url}/server_info", params=params) as reply:
+            info: Mapping[str, Any] = await reply.json()
+            return info
 
     def why(self, error: Exception) -> str:
         """Explain why there was no reading, and what helps."""
@@ -53,9 +66,9 @@ class Source:
         return reason(error)
 
 
-async def _once(url: str, key: str | None, interval_s: float) -> None:
+async def _once(url: str, key: str | None, model: str | None, interval_s: float) -> None:
     """Print one picture: of two readings, so that it has what happens between them."""
-    source = Source(url, key)
+    source = Source(url, key, model)
     async with source.session:
         try:
             before = await source.read()
@@ -65,14 +78,14 @@ async def _once(url: str, key: str | None, interval_s: float) -> None:
             raise EngineError(f"url: {url}: {source.why(error)}", field="url") from error
     width = size()[0] if sys.stdout.isatty() else None
     lines = [
-        *heading(now.model, url, now.at_s - before.at_s, None),
+        *heading(now.shown, url, now.at_s - before.at_s, None),
         *picture(now, Growth.between(before, now), width or WIDEST),
     ]
     print("\n".join(shown(lines, width=width, coloured=paints("auto"))))
 
 
-async def _live(url: str, key: str | None, interval_s: float) -> None:
-    loop, source = asyncio.get_running_loop(), Source(url, key)
+async def _live(url: str, key: str | None, model: str | None, interval_s: float) -> None:
+    loop, source = asyncio.get_running_loop(), Source(url, key, model)
     async with source.session:
         with Screen() as screen:
             view = View(source, screen)
@@ -134,7 +147,7 @@ class View:
         if reading is None:
             lines = heading(None, url, watched_s, self.trouble)
         else:
-            lines = heading(reading.model, url, watched_s, self.trouble, now_s - reading.at_s)
+            lines = heading(reading.shown, url, watched_s, self.trouble, now_s - reading.at_s)
             lines += picture(reading, self.growth, width)
         ends = "Ctrl-C ends it" if self.screen.keys is None else "q or Ctrl-C ends it"
         lines += [[], [Piece(ends)]]
