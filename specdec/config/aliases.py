@@ -1,4 +1,4 @@
-"""Options of vLLM, SGLang and llama.cpp: those that mean the same here, and what to give instead of others."""
+"""Options of vLLM, SGLang and llama.cpp: those that mean the same here, and what to give for others."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -5,6 +5,7 @@ import difflib
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -97,13 +98,17 @@ class Parser(argparse.ArgumentParser):
 
         Return the others. With nargs="+" the list would take a MODEL that stands behind it too.
         """
-        left = [*unknown]
+        left, counts = [*unknown], Counter[str]()
         for i, option in enumerate(words):
-            action = self._option_string_actions.get(option)
-            if isinstance(action, argparse._AppendAction):
-                for word in itertools.takewhile(lambda own: not own.startswith("-"), words[i + 2 :]):
-                    if [word] == left[:1]:
-                        getattr(found, action.dest).append(self._get_value(action, left.pop(0)))
+            action = self._option_string_actions.get(option.partition("=")[0])
+            if not isinstance(action, argparse._AppendAction):
+                continue
+            counts[action.dest] += 1
+            for word in itertools.takewhile(lambda own: not own.startswith("-"), words[i + 2 :]):
+                if "=" not in option and [word] == left[:1]:
+                    value = self._get_value(action, left.pop(0))
+                    getattr(found, action.dest).insert(counts[action.dest], value)
+                    counts[action.dest] += 1
         return left
 
     def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
@@ -167,14 +172,15 @@ class Parser(argparse.ArgumentParser):
             message = _needless(found[1].split("/"), found[2])
         self.exit(USER_ERROR, f"specdec: {message}; see {self.prog} --help\n")
 
-
     def _unknown_word(self, name: str, word: str, known: Sequence[str]) -> str:
         """Say what there is instead of a word that is none of an option's, or no command."""
         if name.startswith("-"):
             return f"{name} cannot be {word!r}; give {', '.join(known[:-1])} or {known[-1]}"
         if word in self._instead:
             return f"{word} is no command of {self.prog}: {self._instead[word]}"
-        return f"{word} is no command of {self.prog}" + (near(word, known) or f"; known are {', '.join(known)}")
+        return f"{word} is no command of {self.prog}" + (
+            near(word, known) or f"; known are {', '.join(known)}"
+        )
 
 
 def _needless(switch: Sequence[str], value: str) -> str:
