@@ -28,6 +28,23 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Help text and the function that adds the options: a command is imported once it is chosen."""
 
+_RUN = "specdec chat MODEL talks to a model in the terminal, specdec serve MODEL serves it over HTTP"
+_DOWNLOAD = "a model named OWNER/NAME is downloaded when it is first used, as in specdec chat OWNER/NAME"
+_CACHE = "`hf cache ls` lists the models that were downloaded, specdec info MODEL describes one"
+_SERVED = "specdec top watches a running server, whose /v1/models lists what it serves"
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("run", "load"), _RUN),
+        **dict.fromkeys(("pull", "get", "download"), _DOWNLOAD),
+        **dict.fromkeys(("list", "ls", "models"), _CACHE),
+        "ps": _SERVED,
+        **dict.fromkeys(("show", "describe"), "specdec info MODEL describes a model"),
+        **dict.fromkeys(("rm", "remove"), "`hf cache rm model/OWNER/NAME` deletes a model"),
+        "complete": "specdec generate MODEL --prompt TEXT completes a prompt",
+    }
+)
+"""Commands of other programs, and what does here what they do there."""
+
 BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "throughput": ("prefill and decode speed, beside other engines", "bench.commands:add_throughput"),
@@ -69,7 +86,9 @@ def _line(message: str) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="specdec", description="Run hybrid language models, decoded speculatively.")
+    parser = Parser(
+        prog="specdec", description="Run hybrid language models, decoded speculatively.", instead=INSTEAD
+    )
     parser.set_defaults(verbose=False)
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     _add(parser, COMMANDS, "COMMAND")

@@ -1,7 +1,7 @@
-"""Options of vLLM and SGLang: those that mean the same here, and what to give instead of others."""
+"""Options of vLLM, SGLang and llama.cpp: those that mean the same here, and what to give for others."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -115,6 +115,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
     }
 )
 
+_MODEL = "name the model without an option, as in specdec chat MODEL"
 _ONE_DEVICE = "a server has one device; start one for each and balance between them"
 _MEMORY = "give --memory-bytes, the memory of sequences and drafts beside the weights"
 _ALWAYS = "it is always so; leave it out"
@@ -123,6 +124,11 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         EngineConfig.__name__: MappingProxyType(
             {
+                "model": _MODEL,
+                "model_path": _MODEL,
+                "hf_repo": f"{_MODEL}; OWNER/NAME is one on the Hugging Face hub",
+                "ctx_size": "give --max-model-len",
+                "n_gpu_layers": "a model runs on one device as a whole: give --device",
                 "gpu_memory_utilization": _MEMORY,
                 "mem_fraction_static": _MEMORY,
                 "tensor_parallel_size": _ONE_DEVICE,
@@ -141,9 +147,6 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
         "ServerConfig": MappingProxyType(
             {
-                "model": "name the model without an option: specdec serve MODEL",
-                "model_path": "name the model without an option: specdec serve MODEL",
-                "ctx_size": "give --max-model-len",
                 "enable_auto_tool_choice": _ALWAYS,
                 "enable_metrics": _ALWAYS,
                 "chat_template": "the folder's own is read; put it there as chat_template.jinja",
@@ -154,6 +157,10 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """Options of theirs that are none here, by the settings that have something else instead."""
+SHORT: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"model": ("-m",), "hf_repo": ("-hf",), "ctx_size": ("-c",), "n_gpu_layers": ("-ngl", "--gpu-layers")}
+)
+"""Further names that llama.cpp has for these."""
 
 
 def alias_table() -> str:

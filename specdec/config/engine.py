@@ -1,6 +1,7 @@
 """What a user may set of an engine."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -21,6 +22,14 @@ MAX_WINDOW = 64
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=0, le=1)]
+
+DTYPES = MappingProxyType({"half": "float16", "float": "float32"})
+"""What torch and vLLM call these too."""
+
+
+def _whole_dtype(value: object) -> object:
+    return DTYPES.get(value, value) if isinstance(value, str) else value
+
 
 PREFIX_FIELDS = ("prefix_policy", "prefix_alpha", "host_cache_bytes")
 """What only a cache of prefixes has a use for."""
@@ -43,11 +52,13 @@ class EngineConfig(Settings):
         title="where the model runs; auto: the GPU where torch finds one, else the CPU",
         description="auto, cpu, cuda or cuda:<number>",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "float64"], BeforeValidator(_whole_dtype)
+    ] = Field(
         "auto",
         title="what is computed in; auto: as the checkpoint is stored, but on a CPU float32 for float16, for "
         "bfloat16 where no C form multiplies it (without AVX-512, or for up to 64 MiB of weights)",
-        description="auto, float32, bfloat16, float16 or float64",
+        description="auto, float32 (or float), bfloat16, float16 (or half) or float64",
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.config.aliases import ALIASES, INSTEAD
 from specdec.config.base import Settings
 from specdec.config.options import kinds_of, means_none
-from specdec.config.parser import near
+from specdec.config.parser import as_written, near
 from specdec.errors import ConfigError
 
 MODEL = "model"
@@ -107,7 +107,8 @@ def _check(path: Path, settings: type[Settings], entries: Mapping[str, Entry]) -
     except ConfigError as error:
         entry = entries.get(error.field or "")
         line = f", line {entry.line}" if entry else ""
-        raise ConfigError(f"{path}{line}: {error}", field=error.field) from None
+        said = as_written(str(error), {name: own.name for name, own in entries.items()})
+        raise ConfigError(f"{path}{line}: {said}", field=error.field) from None
 
 
 def _entries(path: Path) -> Iterator[Entry]:

@@ -1,7 +1,6 @@
 """Settings as command-line options: one `--dashed-name` for each field, made from the settings class."""
 
 import argparse
-import contextlib
 import json
 import re
 import types
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 
 from pydantic.fields import FieldInfo
 
-from specdec.config.aliases import ALIASES, INSTEAD, Alias
+from specdec.config.aliases import ALIASES, INSTEAD, SHORT, Alias
 from specdec.config.base import Settings
 from specdec.config.parser import Help
 from specdec.errors import ConfigError
@@ -30,6 +29,8 @@ COMMON = frozenset(
     }
 )
 """The settings that --help shows, in a line or two each; --help-all shows all, at length."""
+TEXTS = r'"\n\n", or ["\n\n", "END"] for several'
+"""How texts are typed, as JSON."""
 SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
 """What a person types for True and False."""
 
@@ -50,9 +51,8 @@ def add_settings(
         if taken.keys() >= {*alias.fields}:
             _add_alias(group, name, alias, taken)
     for name, advice in INSTEAD.get(settings.__name__, {}).items():
-        group.add_argument(
-            option_of(name), action=_Refused, advice=advice, nargs="?", default=absent, help=absent
-        )
+        names = (option_of(name), *SHORT.get(name, ()))
+        group.add_argument(*names, action=_Refused, advice=advice, nargs="?", default=absent, help=absent)
 
 
 class _AliasAction(argparse.Action):
@@ -81,9 +81,11 @@ class _Refused(argparse.Action):
         super().__init__(**settings)
         self.advice = advice
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: Any = None
+    ) -> NoReturn:
         """End with the advice."""
-        parser.error(f"{self.option_strings[0]} is no option here: {self.advice}")
+        parser.error(f"{option} is no option here: {self.advice}")
 
 
 def add_options(
@@ -191,8 +193,12 @@ def read_value(field: FieldInfo, text: str) -> object:
     if types.NoneType in kinds and text.lower() == "none":
         return None
     if text.startswith(('"', "[")):
-        with contextlib.suppress(ValueError):
+        try:
             return json.loads(text)
+        except ValueError:
+            if str in kinds | _listed_kinds(field.annotation):
+                says = f"{text!r:.40} begins as JSON and is none; write {TEXTS}"
+                raise ConfigError(says) from None
     value = _reader(field)(text)
     return [value] if list in kinds and type(value) not in kinds else value
 

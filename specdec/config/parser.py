@@ -5,7 +5,9 @@ import difflib
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 if TYPE_CHECKING:
@@ -42,12 +44,21 @@ class Parser(argparse.ArgumentParser):
 
     Every command's is one, so that what all of them take may stand before a command or after it. `fill` adds
     a command's own options once it is chosen: what they are made of is imported for that command alone.
+    `instead` says what to give for words that are no commands here.
     `written` of what it reads has the long options that were given, as they were, by their values' names.
     """
 
-    def __init__(self, *, fill: "Callable[[Parser], None] | None" = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        fill: "Callable[[Parser], None] | None" = None,
+        instead: Mapping[str, str] = MappingProxyType({}),
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings, allow_abbrev=False)
-        self._fill = fill
+        self._fill, self._instead = fill, instead
+        self.text_option: str | None = None
+        """The option for what may be written as a further word instead."""
         says = "log what the engine chooses and does"
         # Without a default: that of a command would hide what stands before it.
         self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=says)
@@ -73,11 +84,32 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{option} is no option of {self.prog}{near(option, known)}")
             self._refuse_twice(option, given)
         found, unknown = super().parse_known_args(words, namespace)
+        unknown = self._further_values(words, unknown, found)
         if unknown:
             self._refuse(unknown[0], words)
         own = {self._option_string_actions[option].dest: option for option in self._own_options(words)}
         found.written = {**getattr(found, "written", {}), **own}
         return found, unknown
+
+    def _further_values(
+        self, words: Sequence[str], unknown: Sequence[str], found: argparse.Namespace
+    ) -> list[str]:
+        """Add words too many to the list that they stand behind, as in `serve MODEL --stop a b`.
+
+        Return the others. With nargs="+" the list would take a MODEL that stands behind it too.
+        """
+        left, counts = [*unknown], Counter[str]()
+        for i, option in enumerate(words):
+            action = self._option_string_actions.get(option.partition("=")[0])
+            if not isinstance(action, argparse._AppendAction):
+                continue
+            counts[action.dest] += 1
+            for word in itertools.takewhile(lambda own: not own.startswith("-"), words[i + 2 :]):
+                if "=" not in option and [word] == left[:1]:
+                    value = self._get_value(action, left.pop(0))
+                    getattr(found, action.dest).insert(counts[action.dest], value)
+                    counts[action.dest] += 1
+        return left
 
     def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
         """Refuse a word too many; one behind a switch was meant to be its value."""
@@ -85,7 +117,8 @@ class Parser(argparse.ArgumentParser):
         switch = self._option_string_actions.get(before)
         if switch is not None and before.startswith("--"):
             self.error(_needless(switch.option_strings, repr(word)))
-        self.error(f"{self.prog} does not take {word!r}")
+        hint = f"; a text is given with {self.text_option}" if self.text_option else ""
+        self.error(f"{self.prog} does not take {word!r}{hint}")
 
     def _refuse_twice(self, option: str, given: dict[str, str]) -> None:
         """Refuse a setting that two options of different names give."""
@@ -133,11 +166,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message, a near word where there is one, and where to read more."""
-        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
-            message += near(found[1], re.findall(r"[\w.-]+", found[2]))
+        if found := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            message = self._unknown_word(found[1], found[2], re.findall(r"[\w.-]+", found[3]))
         if found := re.search(r"^argument (.*): ignored explicit argument (.*)$", message):
             message = _needless(found[1].split("/"), found[2])
         self.exit(USER_ERROR, f"specdec: {message}; see {self.prog} --help\n")
+
+    def _unknown_word(self, name: str, word: str, known: Sequence[str]) -> str:
+        """Say what there is instead of a word that is none of an option's, or no command."""
+        if name.startswith("-"):
+            return f"{name} cannot be {word!r}; give {', '.join(known[:-1])} or {known[-1]}"
+        if word in self._instead:
+            return f"{word} is no command of {self.prog}: {self._instead[word]}"
+        return f"{word} is no command of {self.prog}" + (
+            near(word, known) or f"; known are {', '.join(known)}"
+        )
 
 
 def _needless(switch: Sequence[str], value: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import faulthandler
 import logging
 import os
@@ -174,6 +175,12 @@ def _bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         if sock:
             sock.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"host: {config.host} is no address of this machine; give 127.0.0.1, or 0.0.0.0 for all of "
+                "its addresses.",
+                field="host",
+            ) from error
         raise ConfigError(
             f"port: {config.host}:{config.port} cannot be listened at ({error.strerror or error}); choose "
             "another one, or 0 for any that is free.",

@@ -277,10 +277,11 @@ def test_commands_of_the_conversation(chat: Chat, tmp_path: Path, capsys: Captur
     rows = dict(command(chat, "/stats").rows)
     assert "of 320 tokens in 4 messages" in rows["context"] and "acceptance length" in rows["accepted"]
     assert re.match(r"\d+ of \d+ prompt tokens were cached", rows["prefixes"])
-    assert [name for name, _ in command(chat, "/help").rows] == [
-        f"{name} {own.takes}".strip() for name, own in COMMANDS.items()
-    ]
-    assert command(chat, "/drafts on").says and chat.shows_drafts
+    helped = [name for name, _ in command(chat, "/help").rows]
+    assert [own.split()[0].rstrip(",") for own in helped] == [*COMMANDS]
+    assert {"/save FILE", "/think [on|off]", "/bye, /exit, /quit"} <= {*helped}
+    assert "not shown" in command(chat, "/drafts").says and not chat.shows_drafts
+    assert command(chat, "/drafts on").says == command(chat, "/drafts").says and chat.shows_drafts
     assert command(chat, "/bye").ends and command(chat, "/exit").ends
     for message in ("hello", "/usr/bin/python is gone", "/* a comment */ int x;", " /help", "/"):
         assert obey(chat, message) is None
@@ -300,7 +301,10 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
     for line, field in (("temprature 1", "temperature"), ("top_p 7", "top_p"), ("n 2", "n")):
         with pytest.raises(SpecdecError, match=field):
             command(chat, f"/set {line}")
-    with pytest.raises(ConfigError, match="ignore_eos cannot be 'maybe'"):
+    assert command(chat, "/set stop").says.startswith('stop ["\\n\\n", "x"]: texts that end')
+    with pytest.raises(ConfigError, match=r"begins as JSON and is none; write \"\\n\\n\", or"):
+        command(chat, "/set stop ['a']")
+    with pytest.raises(ConfigError, match=r"^ignore_eos cannot be 'maybe'"):
         command(chat, "/set ignore_eos maybe")
     assert chat.params == before
     for line, why in (
@@ -326,8 +330,10 @@ def test_what_the_template_refuses_changes_nothing(engine: SpecEngine, tmp_path:
         command(chat, "/system Be brief.")
     assert chat.conversation == Conversation()
     assert chat.render([QUESTION]).endswith("<think>")
+    assert "template decides" in command(chat, "/think").says
     command(chat, "/think off")
     assert chat.render([QUESTION]) == QUESTION["content"]
+    assert "told not to think" in command(chat, "/think").says
 
 
 def test_a_full_context_is_said_with_the_remedy(chat: Chat, capsys: Capture) -> None:
@@ -343,7 +349,16 @@ def test_a_full_context_is_said_with_the_remedy(chat: Chat, capsys: Capture) -> 
     command(chat, "/clear")
     command(chat, "/set max_tokens 5")
     ask(chat, "class A:\n")
-    assert "Cut at 5 tokens: /set max_tokens" in capsys.readouterr().err
+    assert "Cut at 5 tokens: /set max_tokens allows" in capsys.readouterr().err
+
+
+def test_an_only_message_is_answered_with_options_as_remedies(engine: SpecEngine, capsys: Capture) -> None:
+    for most, says in ((5, "Cut at 5 tokens: --max-tokens allows more."), (1000, "a shorter message makes")):
+        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+        chat = Chat(engine, SHIPPED["tiny"], params, is_talk=False)
+        assert answer(chat, chat.conversation.asking("def f(x):\n"), View(coloured=False))
+        said = capsys.readouterr().err
+        assert says in said and "/set" not in said and "/undo" not in said
 
 
 class Script:

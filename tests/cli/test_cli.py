@@ -267,6 +267,26 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
     assert code == 2 and said.startswith(f"specdec: {says}") and "EngineConfig" not in said
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["run", "tiny"], "run is no command of specdec: specdec chat MODEL talks"),
+        (["models"], "models is no command of specdec: `hf cache ls` lists"),
+        (["bench", "xyzzy"], "xyzzy is no command of specdec bench; known are throughput, acceptance, "),
+        (["generate", "tiny", "--colour", "red"], "--colour cannot be 'red'; give auto, always or never"),
+        (["info", "tiny", "-ngl", "9"], "-ngl is no option here: a model runs on one device"),
+        (["chat", "tiny", "Hi"], "specdec chat does not take 'Hi'; a text is given with --message"),
+    ],
+)
+def test_a_word_of_another_program_is_answered_with_what_to_give(
+    argv: list[str], says: str, capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"specdec: {says}") and said.count("\n") == 1
+
+
 def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "tiny", "--xyzzy"])
@@ -276,7 +296,11 @@ def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["bench", "model", "tiny"], ["bench", "kernels", "-x"], ["info", "tiny", "tiny"]]
+    "argv",
+    [
+        *(["bench", "model", "tiny"], ["bench", "kernels", "-x"], ["info", "tiny", "tiny"]),
+        ["serve", "--port", "1", "tiny", "--served-model-name", "a", "b", "--port", "2", "c"],
+    ],
 )
 def test_a_word_too_many_is_answered_by_its_own_command(argv: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:

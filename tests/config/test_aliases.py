@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdec.config.aliases import ALIASES, INSTEAD, alias_table
+from specdec.config.aliases import ALIASES, INSTEAD, SHORT, alias_table
 from specdec.config.engine import EngineConfig
 from specdec.config.options import add_settings, settings_from
 from specdec.config.parser import Parser
@@ -76,6 +76,12 @@ def test_no_alias_has_the_name_of_a_setting() -> None:
     assert not own & {*others} and len(others) == len({*others})
 
 
+def test_a_list_takes_several_values_and_other_words_for_numbers_are_known() -> None:
+    given = read("--api-key", "a", "b", "--port", "1", "--api-key", "c", "--dtype", "half")
+    assert given == {"api_key": ["a", "b", "c"], "port": 1, "dtype": "float16"}
+    assert read("--dtype", "float") == {"dtype": "float32"}
+
+
 def test_a_switch_may_be_reversed() -> None:
     assert read("--no-enable-prefix-caching") == {"prefix_cache": False}
     assert read("--no-disable-radix-cache") == {"prefix_cache": True}
@@ -118,7 +124,8 @@ def test_a_speculative_config_that_means_nothing_here_is_refused(
 def test_options_that_are_none_are_answered_with_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
     for names in INSTEAD.values():
         for name, advice in names.items():
-            assert advice in refused(capsys, f"--{name.replace('_', '-')}", "1")
+            for option in (f"--{name.replace('_', '-')}", *SHORT.get(name, ())):
+                assert f"{option} is no option here: {advice}" in refused(capsys, option, "1")
     text = " ".join(advice for names in INSTEAD.values() for advice in names.values())
     options = {word.strip(",.;")[2:].replace("-", "_") for word in text.split() if word.startswith("--")}
     assert options <= EngineConfig.model_fields.keys() | ServerConfig.model_fields.keys()

@@ -67,11 +67,11 @@ def test_a_file_says_what_options_say_and_they_come_first(path: Path) -> None:
     [
         (WHOLE, "line 11: no-such-comment is no setting of this command"),
         ("max-runing: 4", "line 1: max-runing is no setting of this command, did you mean max-running"),
-        ("\nmax-running: many", "line 2: EngineConfig.max_running cannot be 'many'; give a whole number"),
-        ("max-num-seqs: 0", "line 1: EngineConfig.max_running cannot be 0"),
-        ("max-num-seqs: true", "line 1: EngineConfig.max_running cannot be True"),
-        ("enable-prefix-caching: perhaps", "line 1: EngineConfig.prefix_cache cannot be 'perhaps'"),
-        ("port: '8000'", "line 1: ServerConfig.port cannot be '8000'"),
+        ("\nmax-running: many", "line 2: max-running cannot be 'many'; give a whole number"),
+        ("max-num-seqs: 0", "line 1: max-num-seqs cannot be 0"),
+        ("max-num-seqs: true", "line 1: max-num-seqs cannot be True"),
+        ("enable-prefix-caching: perhaps", "line 1: enable-prefix-caching cannot be 'perhaps'"),
+        ("port: '8000'", "line 1: port cannot be '8000'"),
         ("draft: none\ntopk: 2", "line 2: topk: it has no meaning"),
         ("port: 1\nport: 2", "line 2: port sets port, as port of line 1 does"),
         (

@@ -1,6 +1,7 @@
 """The commands of a chat, as a table: what each is called, takes, says and does."""
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +11,13 @@ from specdec.cli.chat.conversation import Conversation, load_messages, save_mess
 from specdec.cli.chat.options import NOT_IN_CHATS
 from specdec.cli.chat.session import Chat
 from specdec.cli.terminal import binary
-from specdec.config.options import SWITCH, read_value
+from specdec.config.options import SWITCH, TEXTS, read_value
+from specdec.config.parser import as_written
 from specdec.config.sampling import SamplingParams
-from specdec.errors import RequestError
+from specdec.errors import ConfigError, RequestError
 
 SETTINGS = [name for name in SamplingParams.model_fields if name not in NOT_IN_CHATS]
+LISTS_OF_TEXTS = ("stop", "bad_words")
 COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
 """A word behind the slash, and its argument: `/usr/bin` and `/* comment */` are messages."""
 
@@ -62,7 +65,8 @@ def obey(chat: Chat, line: str) -> Reply | None:
 
 
 def _help(chat: Chat, argument: str) -> Reply:
-    rows = [(f"{name} {own.takes}".strip(), own.says) for name, own in COMMANDS.items()]
+    names = {name: ", ".join((name, *own.aliases)) for name, own in COMMANDS.items()}
+    rows = [(f"{names[name]} {own.takes}".strip(), own.says) for name, own in COMMANDS.items()]
     return Reply(NOTE, rows)
 
 
@@ -84,9 +88,13 @@ def _set(chat: Chat, argument: str) -> Reply:
         raise RequestError(f"/set: {name} is no setting of a chat; {hint}", field=name)
     known, text = SamplingParams.model_fields[name], text.strip()
     if not text:
-        return Reply(f"{name} {_value(chat, name)}: {known.title}; {known.description}")
+        spelt = f"; it is written as {TEXTS}" if name in LISTS_OF_TEXTS else ""
+        return Reply(f"{name} {_value(chat, name)}: {known.title}; {known.description}{spelt}")
     given = chat.params.model_dump(exclude_unset=True)
-    chat.params = SamplingParams.model_validate({**given, name: read_value(known, text)})
+    try:
+        chat.params = SamplingParams.model_validate({**given, name: read_value(known, text)})
+    except ConfigError as error:
+        raise ConfigError(as_written(str(error), {name: name}), field=error.field) from None
     return Reply(f"{name} {_value(chat, name)}")
 
 
@@ -98,6 +106,8 @@ def _value(chat: Chat, name: str) -> str:
             return "none"
         case bool(value):
             return "on" if value else "off"
+        case str() | list() as value:
+            return json.dumps(value, ensure_ascii=False)
         case value:
             return str(value)
 
@@ -146,7 +156,8 @@ def _path(argument: str, name: str) -> Path:
 
 
 def _drafts(chat: Chat, argument: str) -> Reply:
-    chat.shows_drafts = _switch(argument, "/drafts")
+    if argument:
+        chat.shows_drafts = _switch(argument, "/drafts")
     return Reply(
         "Tokens accepted from a draft are shown in colour."
         if chat.shows_drafts
@@ -155,9 +166,11 @@ def _drafts(chat: Chat, argument: str) -> Reply:
 
 
 def _think(chat: Chat, argument: str) -> Reply:
-    on = _switch(argument, "/think")
-    chat.use_thinking(on)
-    return Reply(f"The model is told {'' if on else 'not '}to think before it answers.")
+    if argument:
+        chat.use_thinking(_switch(argument, "/think"))
+    if chat.thinks is None:
+        return Reply("The chat template decides whether the model thinks before it answers.")
+    return Reply(f"The model is told {'' if chat.thinks else 'not '}to think before it answers.")
 
 
 def _switch(argument: str, name: str) -> bool:
@@ -201,8 +214,8 @@ COMMANDS: Mapping[str, Command] = {
     "/undo": Command("", "take the last message back, to edit it", _undo),
     "/save": Command("FILE", "write the messages as JSON", _save),
     "/load": Command("FILE", "go on from such a file", _load),
-    "/think": Command("on|off", "switch thinking, if the template takes it", _think),
-    "/drafts": Command("on|off", "colour tokens accepted from drafts", _drafts),
+    "/think": Command("[on|off]", "show or switch thinking, if the template takes it", _think),
+    "/drafts": Command("[on|off]", "show or switch the colour of tokens accepted from drafts", _drafts),
     "/stats": Command("", "context, drafts and cache so far", _stats),
     "/help": Command("", "this list", _help, ("/?",)),
     "/bye": Command("", "leave, as Ctrl-D does", _bye, ("/exit", "/quit")),

@@ -31,6 +31,7 @@ NOT_IN_CHATS = frozenset(
 def add_chat(parser: Parser) -> None:
     """Add the options of `specdec chat`."""
     parser.set_defaults(command=_chat)
+    parser.text_option = "--message"
     add_model_and_file(parser, GIVEN)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--message", metavar="TEXT", help="answer this and end; without it, what is piped in")

@@ -44,7 +44,8 @@ def chat(
 ) -> None:
     """Answer a message and end, or without one converse at the terminal."""
     with SpecEngine(folder, config) as engine:
-        own = Chat(engine, folder, params, is_completion=folder in SHIPPED.values())
+        is_talk, is_completion = opening.message is None, folder in SHIPPED.values()
+        own = Chat(engine, folder, params, is_completion=is_completion, is_talk=is_talk)
         if opening.system:
             own.use_system(check_text(opening.system, "system"))
         if opening.thinks is not None:

@@ -44,7 +44,13 @@ class Chat:
     """Holds the conversation, the sampling parameters and the template's variables; commands change them."""
 
     def __init__(
-        self, engine: SpecEngine, folder: Path, params: SamplingParams, *, is_completion: bool = False
+        self,
+        engine: SpecEngine,
+        folder: Path,
+        params: SamplingParams,
+        *,
+        is_completion: bool = False,
+        is_talk: bool = True,
     ) -> None:
         if engine.tokenizer is None:
             raise RequestError(
@@ -54,6 +60,8 @@ class Chat:
             )
         self.engine, self.params, self._tokenizer = engine, params, engine.tokenizer
         self.template = load_template(folder)
+        self.is_talk = is_talk
+        """Whether messages and commands may follow the first message."""
         self.completes = is_completion or self.template.is_plain
         """Whether the model goes on with the joined texts: it was not trained on chats."""
         self.thinking = None if self.completes else thinking_format("auto", self.template)
@@ -63,6 +71,8 @@ class Chat:
         )
         self.variables: dict[str, Any] = {}
         """The chat template's."""
+        self.thinks: bool | None = None
+        """Whether the template is told to let the model think; None: it is told nothing."""
         self.conversation = Conversation()
         self.shows_drafts = False
         self.file: Path | None = None
@@ -95,6 +105,7 @@ class Chat:
         if not switches:
             raise RequestError("think: the model's chat template has no switch for thinking.", field="think")
         self.variables |= dict.fromkeys(switches, on)
+        self.thinks = on
 
     def prepare(self, asked: Conversation) -> Question:
         """Turn a conversation that ends with a question into a prompt, and refuse what cannot be served."""
@@ -122,21 +133,25 @@ class Chat:
         return True
 
     def remark(self, answer: "Answer") -> str | None:
-        """Say why an answer ended, unless the model ended it, and what to do about it."""
+        """Say why an answer ended, unless the model ended it, and what to do about it.
+
+        Where nothing else can be typed, as after `--message`, that is an option.
+        """
         last = answer.last
         if last is None or last.stats is None or last.finish_reason != "length":
             return None if answer.said or answer.thought else "The answer is empty."
         length = last.stats.prompt_tokens + last.stats.output_tokens
         if length >= self.max_model_len:
             return f"The context is full ({length:,} tokens): {self.make_room}."
-        return f"Cut at {last.stats.output_tokens:,} tokens: /set max_tokens allows more."
+        remedy = "/set max_tokens" if self.is_talk else "--max-tokens"
+        return f"Cut at {last.stats.output_tokens:,} tokens: {remedy} allows more."
 
     @property
     def make_room(self) -> str:
         """Say how a chat gets shorter, or the context longer."""
         most = self.engine.model.network.spec.max_length
         longer = f"; --max-model-len takes up to {most:,}" if most > self.max_model_len else ""
-        return f"/undo or /clear makes room{longer}"
+        return f"{'/undo or /clear' if self.is_talk else 'a shorter message'} makes room{longer}"
 
 
 class Answer:
