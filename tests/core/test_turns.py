@@ -1,6 +1,7 @@
 """Chats whose turns go on from the state that the last one left: nothing is read twice, no text changes."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from tests.lossless.test_prefixes import DRAFTS, SETTINGS, VOCAB, folder
 
 __all__ = ["folder"]
 TURNS = 4
+LARGE = {**SETTINGS, "max_running": 16}
+Chat = tuple[list[tuple[int, ...]], list[int]]
 
 
-def chat(engine: SpecEngine, number: int, **params: Any) -> tuple[list[tuple[int, ...]], list[int]]:
+def chat(engine: SpecEngine, number: int, **params: Any) -> Chat:
     """Ask and go on; return the answers, and how much of each prompt had to be read."""
     draw = random.Random(number)
     text: list[int] = []
@@ -44,14 +47,21 @@ CELLS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[dict[str, Chat]]:
+    """Chat by each rule without drafts and without a cache."""
+    with SpecEngine(folder, draft="none", prefix_cache=False, **LARGE) as engine:
+        yield {name: chat(engine, number, **params) for number, (name, params) in enumerate(RULES.items())}
+
+
 @pytest.mark.parametrize("slots", ["record", "snapshot"])
 @pytest.mark.parametrize(("draft", "graphs"), CELLS)
-def test_a_turn_goes_on_where_the_last_one_ended(folder: Path, draft: str, slots: str, graphs: bool) -> None:
-    large = {**SETTINGS, "max_running": 16}
-    own = {**large, "graphs": graphs, "slots": slots, **DRAFTS[draft]}
+def test_a_turn_goes_on_where_the_last_one_ended(
+    folder: Path, alone: dict[str, Chat], draft: str, slots: str, graphs: bool
+) -> None:
+    own = {**LARGE, "graphs": graphs, "slots": slots, **DRAFTS[draft]}
     for number, (name, params) in enumerate(RULES.items()):
-        with SpecEngine(folder, draft="none", prefix_cache=False, **large) as engine:
-            plain, whole = chat(engine, number, **params)
+        plain, whole = alone[name]
         with SpecEngine(folder, prefix_cache=True, **own) as engine:
             found, read = chat(engine, number, **params)
             assert engine.stats().failed_steps == 0

@@ -287,6 +287,7 @@ def test_without_openmp_one_thread_runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "BUILT", tmp_path)
     monkeypatch.setattr(compiled, "THREADS", ("-fno-such-flag", compiled.THREADS[1]))
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O1"))  # what is made is not run
     caplog.set_level("INFO")
     uncached: Callable[[], object] = compiled.loaded.__wrapped__
     assert uncached() is not None

@@ -96,6 +96,7 @@ def test_a_librarys_name_tells_of_every_source() -> None:
 def test_a_target_that_the_compiler_does_not_know_is_passed_over(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O1"))  # what is made is not run
     newer = replace(targets.NATIVE, name="newer", flags=("-mno-such-unit",))
     monkeypatch.setattr(compiled, "candidates", lambda: (newer, targets.NATIVE))
     with caplog.at_level(logging.INFO):

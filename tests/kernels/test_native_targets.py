@@ -4,6 +4,7 @@ The same calls are made on the same memory, in this process and in a small progr
 """
 
 import ctypes
+import fcntl
 import functools
 import platform
 import shutil
@@ -100,7 +101,8 @@ class Calls:
 
 @functools.cache
 def program(target: Target, folder: Path) -> list[str]:
-    """Compile the forms and the driver; return the command that runs them."""
+    """Compile the forms and the driver, once for all workers; return the command that runs them."""
+    programs = folder.parent
     foreign = target.machine == "aarch64" != platform.machine()
     if foreign and not (shutil.which(CROSS) and shutil.which(EMULATOR)):
         pytest.skip(f"needs {CROSS} and {EMULATOR}")
@@ -108,8 +110,7 @@ def program(target: Target, folder: Path) -> list[str]:
         pytest.skip(f"this processor does not run {target.name}")
     compiler = CROSS if foreign else find_compiler()
     assert compiler is not None
-    text, place = folder / f"{target.name}.c", folder / target.name
-    text.write_text(f'{source()}#include "{DRIVER}"\n')
+    text, place = programs / f"{target.name}.c", programs / target.name
     flags = flags_for(target, "-fopenmp-simd")
     # Whole, with its library: an emulator need not know where a foreign one lies.
     command = [
@@ -121,13 +122,21 @@ def program(target: Target, folder: Path) -> list[str]:
         str(place),
         "-lm",
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with text.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # another worker may be at it
+        if not place.exists():
+            text.write_text(f'{source()}#include "{DRIVER}"\n')
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
     return [*([EMULATOR, "-cpu", "max"] if foreign else []), str(place)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("targets")
+def folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Return where this worker writes its calls; beside it lie the programs, which all workers share."""
+    base = tmp_path_factory.getbasetemp()
+    own = (base if worker_id == "master" else base.parent) / "targets" / worker_id
+    own.mkdir(parents=True, exist_ok=True)
+    return own
 
 
 targets = pytest.mark.parametrize("target", [named(name) for name in EXPECTED], ids=list(EXPECTED))
@@ -323,7 +332,7 @@ def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], f
 
 
 def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
-    command, calls = program(emulated("amx-refused", "-DREFUSED"), folder), Calls()
+    command, calls = program(emulated("amx-refused", "-DREFUSED", "-O1"), folder), Calls()
     for rows in range(1, 18):
         add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)
     there, said = calls.there(command, folder)
@@ -332,7 +341,7 @@ def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
 
 
 def test_wrong_tiles_are_noticed_from_five_rows_on(folder: Path) -> None:
-    command, calls = program(emulated("amx-mutant", "-DROW_BYTE=uint8_t"), folder), Calls()
+    command, calls = program(emulated("amx-mutant", "-DROW_BYTE=uint8_t", "-O1"), folder), Calls()
     for rows in range(1, 18):
         add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)
     there, _ = calls.there(command, folder)

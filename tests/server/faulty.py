@@ -21,6 +21,7 @@ from specdec.draft.lookup import Lookup
 from specdec.models.network import Block
 from specdec.state_slots.backing import RecordBacking
 from specdec.state_slots.slots import SlotPool
+from specdec.text.grammar import compiler
 from specdec.text.grammar.template import Template
 
 PLACES: dict[str, tuple[type, str]] = {
@@ -37,6 +38,8 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 """What a step goes through, and the function that raises there once it has done its work."""
 FILE = "FAULT"
+PATIENCE_S = 8.0
+"""How long a form may be compiled here: twice what loading xgrammar takes where little else runs."""
 
 
 def told(place: str, file: Path) -> bool:
@@ -82,7 +85,8 @@ def set_worse(file: Path) -> None:
 
 
 def set_slow_forms() -> None:
-    """Let forms of output be compiled by processes that can be told to take for ever."""
+    """Let forms of output be compiled by processes that can be told to take for ever; wait less for them."""
+    compiler.PATIENCE_S = PATIENCE_S
     right = Template.__init__
 
     def wrong(template: Template, *arguments: Any) -> None:

@@ -18,7 +18,7 @@ def live() -> Iterator[Live]:
     yield from serving()
 
 
-@pytest.mark.parametrize(("form", "at_once"), [(ISSUE, 12), (SLOW, 12), (SLOW, 100)])
+@pytest.mark.parametrize(("form", "at_once"), [(ISSUE, 12), (SLOW, 100)])
 def test_a_hostile_regex_holds_no_stream_up(live: Live, form: str, at_once: int) -> None:
     """A regex of 40 characters froze all streams for a minute, and a hundred of it ended the process."""
     found = attack(live, [{"regex": form}] * at_once, at_once=at_once, bias=x_bias(live))
