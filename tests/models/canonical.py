@@ -25,13 +25,15 @@ def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[
 
 
 def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for mixer in layer.mixers:
-        yield f"{at}.mixer_norm.weight", (width,)
-        parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba2: _mamba}
+    parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba2: _mamba}
+    for i, mixer in enumerate(layer.mixers):
         for name, shape in parts[type(mixer)](mixer, width).items():
-            yield f"{at}.mixer.{name}", shape
+            yield f"{at}.mixer{i + 1 if i else ''}.{name}", shape
+    for half, frame in (("mixer", layer.frame), ("ffn", layer.ffn_frame)):
+        if layer.mixers if half == "mixer" else layer.ffn:
+            norms = {"norm": frame.pre, "post_norm": frame.post}
+            yield from ((f"{at}.{half}_{name}.weight", (width,)) for name, there in norms.items() if there)
     if layer.ffn:
-        yield f"{at}.ffn_norm.weight", (width,)
         dense = isinstance(layer.ffn, MLP)
         for name, shape in (_dense(layer.ffn, width) if dense else _experts(layer.ffn, width)).items():
             yield f"{at}.ffn.{name}", shape
@@ -80,7 +82,9 @@ def _dense(f: MLP, width: int) -> dict[str, tuple[int, ...]]:
     ups = ("gate", "up") if f.activation == "swiglu" else ("up",)
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (f.width, width) for n in ups}
     shapes["down.weight"] = (width, f.width)
-    return shapes | ({"up.bias": (f.width,), "down.bias": (width,)} if f.bias else {})
+    if f.bias:
+        shapes |= {f"{n}.bias": (f.width,) for n in ups} | {"down.bias": (width,)}
+    return shapes
 
 
 def _experts(f: MoE, width: int) -> dict[str, tuple[int, ...]]:
