@@ -55,7 +55,7 @@ class GatedNorm(Protocol):
         self,
         x_TD: Tensor,
         gate_TD: Tensor,
-        weight_D: Tensor,
+        weight_D: Tensor | None,
         eps: float,
         group_size: int,
         *,

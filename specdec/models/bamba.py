@@ -38,7 +38,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _attention(fields: Fields) -> Attention:
-    """Read attention; half of each head is rotated whatever the config says, for the reference has no choice."""
+    """Read attention; half of each head is rotated whatever the config says, as in the reference."""
     own = attention(fields, partial=0.5)
     assert own.rope
     half = own.head_dim // 2

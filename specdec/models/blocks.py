@@ -74,6 +74,7 @@ def attention(
     fields: Fields,
     *,
     norm: Norm | None = None,
+    norm_whole: bool = False,
     gated: bool = False,
     partial: float | None = 1.0,
     scale: float | None = None,
@@ -92,6 +93,7 @@ def attention(
         scale=head_dim**-0.5 if scale is None else scale,
         rope=None if partial is None else rope(fields, head_dim, partial=partial),
         qk_norm=norm,
+        norm_whole=norm_whole,
         gated=gated,
         bias=fields.flag("attention_bias", default=False),
     )

@@ -22,6 +22,7 @@ from specdec.models.blocks import (
 from specdec.models.feed_forward import MLP, FeedForward, MoE
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.mixers import Mixer
 from specdec.models.norm import Norm
 
 NAME = "granitemoehybrid"
@@ -41,16 +42,17 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     logits = fields.number("logits_scaling", default=1.0)
     if logits == 0:
         fields.refuse("logits_scaling", "a number other than 0")
-    mixers = {
-        FULL: lambda: attention(
+    ffn = _feed_forward(fields)
+    mixers: dict[str, Mixer] = {
+        FULL: attention(
             fields,
             partial=1.0 if fields.get("position_embedding_type") == "rope" else None,
             scale=fields.number("attention_multiplier", default=1.0),
-        ),
-        LINEAR: lambda: mamba2(fields, eps=norm.eps),
+        )
     }
-    ffn = _feed_forward(fields)
-    layers = {kind: spec.Layer((mixers[kind](),), ffn, frame=frame, ffn_frame=frame) for kind in {*kinds}}
+    if LINEAR in kinds:
+        mixers[LINEAR] = mamba2(fields, eps=norm.eps)
+    layers = {kind: spec.Layer((own,), ffn, frame=frame, ffn_frame=frame) for kind, own in mixers.items()}
     return assemble(
         *(NAME, fields, tuple(layers[kind] for kind in kinds), norm),
         embed_scale=fields.number("embedding_multiplier", default=1.0),

@@ -36,7 +36,10 @@ def _mixer(fields: Fields, eps: float) -> Mamba2:
     heads, groups = fields.integer("num_heads"), fields.integer("n_groups", default=8)
     if heads % groups:
         fields.refuse("num_heads", f"a multiple of n_groups ({groups})")
-    head_dim, inner = fields.integer("head_dim"), fields.integer("expand", default=2) * fields.integer("hidden_size")
+    head_dim, inner = (
+        fields.integer("head_dim"),
+        fields.integer("expand", default=2) * fields.integer("hidden_size"),
+    )
     if heads * head_dim != inner:
         fields.refuse("num_heads", f"heads (of head_dim) that make up expand times hidden_size ({inner})")
     return Mamba2(

@@ -16,8 +16,8 @@ PRE_NORM = (
 )
 
 ATTENTION = (
-    *layer_rules(r"mixer\.([qkvo])\.(weight|bias)", r"self_attn.\2_proj.\3"),
-    *layer_rules(r"mixer\.([qk])_norm\.weight", r"self_attn.\2_norm.weight"),
+    *layer_rules(r"mixer2?\.([qkvo])\.(weight|bias)", r"self_attn.\2_proj.\3"),
+    *layer_rules(r"mixer2?\.([qk])_norm\.weight", r"self_attn.\2_norm.weight"),
 )
 
 DENSE = tuple(layer_rules(r"ffn\.(gate|up|down)\.weight", r"mlp.\2_proj.weight"))

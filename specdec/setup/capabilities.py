@@ -36,7 +36,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "prefixes": ("read", "kept"),
     "family": (
         *("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
-        *("granitemoehybrid", "bamba", "mamba2"),
+        *("granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1"),
     ),
     "sampling": (
         "greedy",
@@ -66,6 +66,8 @@ TITLES: Mapping[str, str] = {
     "granitemoehybrid": "Granite 4",
     "bamba": "Bamba",
     "mamba2": "Mamba-2",
+    "olmo_hybrid": "OLMo-Hybrid",
+    "falcon_h1": "Falcon-H1",
     "temperature": "temperature with a seed",
     "filters": "top-k, top-p and min-p",
     "logit_bias": "bias",

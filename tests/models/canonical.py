@@ -47,14 +47,17 @@ def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
     if m.bias:
         shapes |= {f"{n}.bias": (r,) for n, r in rows.items()}
     if m.qk_norm:
-        shapes |= {"q_norm.weight": (m.head_dim,), "k_norm.weight": (m.head_dim,)}
+        heads = (m.heads, m.kv_heads) if m.norm_whole else (1, 1)
+        shapes |= {f"{n}_norm.weight": (h * m.head_dim,) for n, h in zip("qk", heads, strict=True)}
     return shapes
 
 
 def _delta_net(m: GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
     value, channels = m.value_heads * m.value_dim, 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
+    key = m.key_heads * m.key_dim
+    apart = {"in_q.weight": (key, width), "in_k.weight": (key, width), "in_v.weight": (value, width)}
     return {
-        "in_qkv.weight": (channels, width),
+        **(apart if m.apart else {"in_qkv.weight": (channels, width)}),
         "in_z.weight": (value, width),
         "in_b.weight": (m.value_heads, width),
         "in_a.weight": (m.value_heads, width),
@@ -71,11 +74,15 @@ def _mamba(m: Mamba2, width: int) -> dict[str, tuple[int, ...]]:
     channels = inner + 2 * m.groups * m.state_dim
     rows = inner + channels + m.heads
     shapes: dict[str, tuple[int, ...]] = {"in.weight": (rows, width), "out.weight": (width, inner)}
-    shapes |= {"conv.weight": (channels, m.conv), "norm.weight": (inner,)}
+    shapes["conv.weight"] = channels, m.conv
+    if m.norm != "none":
+        shapes["norm.weight"] = (inner,)
     shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (m.heads,))
     if m.conv_bias:
         shapes["conv.bias"] = (channels,)
-    return shapes | ({"in.bias": (rows,), "out.bias": (width,)} if m.bias else {})
+    if m.bias if m.out_bias is None else m.out_bias:
+        shapes["out.bias"] = (width,)
+    return shapes | ({"in.bias": (rows,)} if m.bias else {})
 
 
 def _dense(f: MLP, width: int) -> dict[str, tuple[int, ...]]:

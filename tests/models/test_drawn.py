@@ -4,7 +4,9 @@ What all families share is tested with those of `FAMILIES`; here is what a famil
 """
 
 import inspect
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -18,6 +20,7 @@ from specdec.kernels.native.compiled import compiled
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MoE
+from specdec.setup.footprint import measure
 from tests.models.drawn import DRAWN
 from tests.models.random_checkpoints import Sample, draw, edit_config, read_tensors, save
 from tests.models.runner import Runner
@@ -28,8 +31,8 @@ from tests.tolerances import BFLOAT16_ASTRAY, BFLOAT16_UNIT, LOGITS_RELATIVE
 
 SEEDS = range(12)
 LENGTH = 70
-NARROW, STEPS = range(6), 24
-"""Seeds in bfloat16, and the tokens that each reads."""
+NARROW, STEPS = 6, 24
+"""Models in bfloat16, and the tokens that each reads."""
 NATIVE = "native" if compiled() else "cpu"
 
 
@@ -76,6 +79,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(family: str, seed: int
     for i, chunk in enumerate((1, 3, 7, 64)):
         found_TV = runners[(seed + i) % 2].read(one.tokens, chunk)
         assert relative(found_TV, expected_TV) < LOGITS_RELATIVE
+    assert measure(runners[0].spec, torch.float32).parameters == numbers(stored).numel()
     own = runners[seed % 2].sequence()
     logits_V, said = runners[seed % 2].step([(own, one.tokens[:20])])[0][-1], []
     for _ in range(8):
@@ -91,13 +95,18 @@ def test_the_reference_kernels_give_the_same_logits(family: str, tmp_path: Path)
     assert relative(found_TV, one.logits(one.tokens[:20])) < LOGITS_RELATIVE
 
 
+def rounds_alike(family: str, seed: int) -> bool:
+    """Leave out what rotates by float32 numbers in a bfloat16 model, as no released OLMo-Hybrid does."""
+    return family != "olmo_hybrid" or draw(family, seed).config.rope_parameters["rope_theta"] is None
+
+
 @pytest.mark.parametrize("family", DRAWN)
 def test_bfloat16_lies_within_the_references_own_gap(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """As in test_bfloat16.py: read at once, and one by one."""
     found: dict[str, list[float]] = {"at once": [], "one by one": []}
-    for seed in NARROW:
+    for seed in itertools.islice(filter(partial(rounds_alike, family), SEEDS), NARROW):
         folder = tmp_path_factory.mktemp("narrow")
         one = Case(family, seed, folder, dtype=torch.bfloat16, experts="batched_mm")
         tokens = one.tokens[:STEPS]

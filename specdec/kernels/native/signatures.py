@@ -30,7 +30,7 @@ ARGUMENTS = {
     "path_conv": "nnn nn pp p n p p nn ppp n p",
     "append": "pp nnn nn p nn n p n p",
     "scan_window": "ppppp p nnnnnn p n p p p ppp n ppp p",
-    "delta_net": "p nn nnnn n ppp p n p p nn ppp n ppp p p n p p p f p",
+    "delta_net": "p nn nnnn n ppp f p n p p nn ppp n ppp p p n p p p f p",
     "move": "p nn nn p nn pp n",
     "tensor_op": "p",
     "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f p",

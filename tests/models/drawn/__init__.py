@@ -1,7 +1,8 @@
 """Random configurations of the families that stand on frames and mixers of others, a file each.
 
-A file offers `draw(rng)`, a small random configuration; `AGREEING`, one of the sizes of tests.models.agreeing;
-and `REFUSED`, changes of that one's fields that are refused, with the field and the remedy that the error names.
+A file offers `draw(rng)`, a small random configuration; `agreeing(common)`, one of the sizes of
+tests.models.agreeing; and `REFUSED`, changes of that one's fields that are refused, with the field and the
+remedy that the error names.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedConfig
 
-from tests.models.drawn import bamba, granite, mamba2
+from tests.models.drawn import bamba, falcon_h1, granite, mamba2, olmo_hybrid
 
 
 class Drawn(Protocol):
@@ -21,4 +22,10 @@ class Drawn(Protocol):
     def agreeing(self, common: Mapping[str, Any]) -> PreTrainedConfig: ...
 
 
-DRAWN: Mapping[str, Drawn] = {"granitemoehybrid": granite, "bamba": bamba, "mamba2": mamba2}
+DRAWN: Mapping[str, Drawn] = {
+    "granitemoehybrid": granite,
+    "bamba": bamba,
+    "mamba2": mamba2,
+    "olmo_hybrid": olmo_hybrid,
+    "falcon_h1": falcon_h1,
+}
