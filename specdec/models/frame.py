@@ -30,8 +30,10 @@ class Half:
         narrow: torch.dtype | None = None,
     ) -> None:
         """Take the norms by the half's name; what is read of a wider stream is rounded to `narrow`."""
-        self.frame, self.parts, self.eps, self.kernels, self.narrow = frame, parts, norm.eps, kernels, narrow
-        count = len(parts)
+        self.frame, self.eps, self.kernels, self.narrow = frame, norm.eps, kernels, narrow
+        self.side: Part | None = parts[0] if frame.side else None
+        self.parts = parts[1:] if frame.side else parts
+        count = len(self.parts)
         self.inputs, self.outputs = (
             own * count if len(own) == 1 else own for own in (frame.inputs, frame.outputs)
         )
@@ -44,7 +46,7 @@ class Half:
 
         Mutates x where it can: what is waiting is added by the norm that reads it.
         """
-        x_TD, read_TD = self._read(x_TD, added_TD)
+        x_TD, read_TD = self._read(x_TD, added_TD, step)
         added_TD = self.run(read_TD, step)
         if self.frame.keeps_normed:
             x_TD = read_TD
@@ -59,12 +61,14 @@ class Half:
         assert mixed_TD is not None
         return mixed_TD if self.post_D is None else self.kernels.rms_norm(mixed_TD, self.post_D, self.eps)
 
-    def _read(self, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _read(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         ops = self.kernels
-        if self.pre_D is not None and x_TD.dtype == (self.narrow or x_TD.dtype):
+        if self.pre_D is not None and self.side is None and x_TD.dtype == (self.narrow or x_TD.dtype):
             return x_TD, ops.add_rms_norm(x_TD, added_TD, self.pre_D, self.eps)
         x_TD = joined(x_TD, added_TD, ops)
         read_TD = x_TD.to(self.narrow or x_TD.dtype)
+        if self.side is not None:
+            read_TD = ops.add(read_TD, self.side(read_TD, step))
         return x_TD, read_TD if self.pre_D is None else ops.rms_norm(read_TD, self.pre_D, self.eps)
 
 
@@ -89,8 +93,8 @@ class Block:
         if self.mixers:
             frame = layer.frame if layer.reads is None else spec.Frame(pre=False)
             self.mixing = Half(frame, self.mixers, *own, name="mixer", hidden=hidden, narrow=narrow)
-        if layer.ffn:
-            ffn = layer.ffn.build(hidden, weights.within("ffn"), kernels)
+        self.ffn = ffn = layer.ffn.build(hidden, weights.within("ffn"), kernels) if layer.ffn else None
+        if ffn:
             parts = (lambda read_TD, step: ffn(read_TD),)
             self.feeding = Half(layer.ffn_frame, parts, *own, name="ffn", hidden=hidden, narrow=narrow)
 

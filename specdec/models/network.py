@@ -1,6 +1,7 @@
 """A network as a list of layers, run over one packed window."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -156,8 +157,10 @@ class Network:
         self, window: Window, memory: Memory, *, aux_hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
         x_TD = scaled(self.kernels.embedding(self.embed_VD, window.token_T), self.spec.embed_scale)
-        x_TD = x_TD if self.narrow is None else _at_least_float32(x_TD)
         step = self.begin(window, memory)
+        if any(layer.frame.side for layer in self.spec.layers):
+            step = replace(step, embed_TD=self.kernels.concat(x_TD))  # a copy: the stream is written to
+        x_TD = x_TD if self.narrow is None else _at_least_float32(x_TD)
         hidden_TD, aux = run_blocks(
             *(self.blocks, x_TD, step, self.norm_D, self.spec.norm.eps),
             aux_hidden_layers=aux_hidden_layers,

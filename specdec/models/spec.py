@@ -13,6 +13,7 @@ class Frame:
     """How half a layer stands in the residual stream: x ← keep x + post(Σ outputs · part(inputs · pre(x))).
 
     A half has one part, or several mixers side by side that read the same; each has its own two multipliers.
+    With a side input x in pre(x) is x + side(x): the first mixer reads the stream and is no part.
     """
 
     pre: bool = True
@@ -24,6 +25,7 @@ class Frame:
     keep: float = 1.0
     keeps_normed: bool = False
     """The stream goes on from pre(x) in place of x."""
+    side: bool = False
 
 
 PRE_NORM = Frame()

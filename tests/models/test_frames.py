@@ -1,8 +1,8 @@
 """How layers stand in the residual stream: their equations, and that drafts change no text in any of them."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor
 
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.tape import REFUSED
-from specdec.kernels.table import load_kernels
+from specdec.kernels.table import Kernels, load_kernels
 from specdec.models import spec
 from specdec.models.feed_forward import MLP
 from specdec.models.frame import Half
-from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2, Mixer, Place, Step
+from specdec.models.mixers.attention import LoadedAttention
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.spec import POST_NORM, PRE_NORM, SANDWICH, Frame
-from specdec.models.weights import RandomWeights
+from specdec.models.weights import RandomWeights, Weights
+from specdec.state_slots.layout import KVShape
 from tests.models.test_probe_mixer import make, texts
 
 WIDTH, NORM = 12, Norm(1e-5)
@@ -31,6 +33,7 @@ FRAMES = {
     "sandwich": replace(SANDWICH, inputs=(0.5,), outputs=(0.25,)),
     "normalised residual": NORMALISED,
     "pair": PAIR,
+    "side": Frame(outputs=(0.5,), side=True),
 }
 
 
@@ -53,13 +56,14 @@ def test_a_half_follows_its_equation(name: str, kernels: str) -> None:
     frame = FRAMES[name]
     parts = [lambda x, _: torch.tanh(x), lambda x, _: x.flip(-1) ** 2][: len(frame.inputs)]
     weights = Uneven(0, torch.float64)
-    half = Half(frame, parts, NORM, weights, load_kernels(kernels), name="mixer", hidden=WIDTH)
+    side = [lambda x, _: torch.sin(x)] if frame.side else []
+    half = Half(frame, [*side, *parts], NORM, weights, load_kernels(kernels), name="mixer", hidden=WIDTH)
     x_TD, waiting_TD = torch.randn(2, 3, WIDTH, dtype=torch.float64).unbind()
     for added_TD in (None, waiting_TD):
         whole_TD = x_TD if added_TD is None else x_TD + added_TD
-        read_TD = whole_TD
+        read_TD = whole_TD + torch.sin(whole_TD) if frame.side else whole_TD
         if frame.pre:
-            read_TD = normalise(whole_TD, weights.take("mixer_norm.weight", (WIDTH,), torch.float64))
+            read_TD = normalise(read_TD, weights.take("mixer_norm.weight", (WIDTH,), torch.float64))
         given_TD = sum(
             (
                 o * part(i * read_TD, None)
@@ -89,6 +93,33 @@ def test_a_wide_stream_is_rounded_where_it_is_read() -> None:
     assert torch.equal(out_TD, expected_TD)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside(Mixer):
+    """Attention over the stream and the embeddings, as a side input is."""
+
+    kind: ClassVar[str] = "side input"
+
+    @property
+    def attention(self) -> Attention:
+        return Attention(2, 1, 8, 0.3, None, None, gated=False)
+
+    def kv_shape(self) -> KVShape:
+        return self.attention.kv_shape()
+
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        return self.attention.matrices(2 * hidden)
+
+    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedBeside":
+        own = replace(place, reads=place.reads + place.writes)
+        return LoadedBeside(self.attention, weights, kernels, own)
+
+
+class LoadedBeside(LoadedAttention):
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        assert step.embed_TD is not None
+        return super().__call__(step.kernels.concat(x_TD, step.embed_TD), step)
+
+
 ATTENTION = Attention(4, 2, 8, 0.25, Rope(4, 1e4), None, gated=False)
 MAMBA = Mamba2(4, 8, 2, 6, 4, True, False, 1e-5, (0.0, 1e9))
 DELTA = GatedDeltaNet(2, 4, 8, 8, 4, 1e-6)
@@ -101,6 +132,7 @@ NETWORK = spec.Network(
         spec.Layer((MAMBA, ATTENTION), FFN, frame=PAIR, ffn_frame=Frame(outputs=(0.6,))),
         spec.Layer((ATTENTION,), FFN, frame=POST_NORM, ffn_frame=POST_NORM),
         spec.Layer((DELTA,), FFN, frame=NORMALISED, ffn_frame=SANDWICH),
+        spec.Layer((Beside(), MAMBA), None, frame=Frame(side=True)),
         spec.Layer((MAMBA,), None),
     ),
     NORM,
