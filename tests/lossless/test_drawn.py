@@ -52,6 +52,7 @@ def test_texts_are_those_of_plain_decoding(family: str, family_folder: Callable[
             assert texts(engine) == plain, cell
             if cell.get("prefix_cache"):
                 assert texts(engine) == plain, f"{cell}, with prefixes kept"
+                assert engine.model.loop.scheduler.cache.counts.hit > 20
             stats = engine.stats()
             assert stats.accepted > 0 and (stats.preemptions > 0) == bool(preempted), cell
             accepted += stats.accepted
