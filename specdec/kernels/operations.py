@@ -38,6 +38,10 @@ class Add(Protocol):
     def __call__(self, x_TD: Tensor, y_TD: Tensor) -> Tensor: ...
 
 
+class Scale(Protocol):
+    def __call__(self, x_TD: Tensor, by: float) -> Tensor: ...
+
+
 class ScatterColumns(Protocol):
     def __call__(self, x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor: ...
 

@@ -50,16 +50,16 @@ class Half:
         added_TD = self.run(read_TD, step)
         if self.frame.keeps_normed:
             x_TD = read_TD
-        return scaled(x_TD, self.frame.keep), added_TD
+        return scaled(x_TD, self.frame.keep, self.kernels), added_TD
 
     def run(self, read_TD: Tensor, step: Step) -> Tensor:
         """Run the parts side by side on what the half reads, and return what it adds to the stream."""
-        mixed_TD: Tensor | None = None
+        ops, mixed_TD = self.kernels, None
         for part, given, taken in zip(self.parts, self.inputs, self.outputs, strict=True):
-            own_TD = scaled(part(scaled(read_TD, given), step), taken)
-            mixed_TD = own_TD if mixed_TD is None else self.kernels.add(mixed_TD, own_TD)
+            own_TD = scaled(part(scaled(read_TD, given, ops), step), taken, ops)
+            mixed_TD = own_TD if mixed_TD is None else ops.add(mixed_TD, own_TD)
         assert mixed_TD is not None
-        return mixed_TD if self.post_D is None else self.kernels.rms_norm(mixed_TD, self.post_D, self.eps)
+        return mixed_TD if self.post_D is None else ops.rms_norm(mixed_TD, self.post_D, self.eps)
 
     def _read(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         ops = self.kernels
@@ -111,9 +111,9 @@ def joined(x_TD: Tensor, added_TD: Tensor | None, kernels: Kernels) -> Tensor:
     return kernels.add(x_TD, added_TD if added_TD.dtype == x_TD.dtype else added_TD.to(x_TD.dtype))
 
 
-def scaled(x_TD: Tensor, by: float) -> Tensor:
+def scaled(x_TD: Tensor, by: float, kernels: Kernels) -> Tensor:
     """Multiply, rounded to the tensor's dtype; by one there is nothing to do."""
-    return x_TD if by == 1 else x_TD * by
+    return x_TD if by == 1 else kernels.scale(x_TD, by)
 
 
 def _build_mixers(

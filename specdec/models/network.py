@@ -156,10 +156,11 @@ class Network:
     def _run(
         self, window: Window, memory: Memory, *, aux_hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        x_TD = scaled(self.kernels.embedding(self.embed_VD, window.token_T), self.spec.embed_scale)
+        ops = self.kernels
+        x_TD = scaled(ops.embedding(self.embed_VD, window.token_T), self.spec.embed_scale, ops)
         step = self.begin(window, memory)
         if any(layer.frame.side for layer in self.spec.layers):
-            step = replace(step, embed_TD=self.kernels.concat(x_TD))  # a copy: the stream is written to
+            step = replace(step, embed_TD=ops.concat(x_TD))  # a copy: the stream is written to
         x_TD = x_TD if self.narrow is None else _at_least_float32(x_TD)
         hidden_TD, aux = run_blocks(
             *(self.blocks, x_TD, step, self.norm_D, self.spec.norm.eps),
@@ -188,13 +189,13 @@ class Network:
 
     def project(self, hidden_TD: Tensor) -> Tensor:
         """Project hidden states (after the final norm) to the vocabulary's logits, in the model's dtype."""
-        return scaled(self.head(hidden_TD), self.spec.logit_scale)
+        return scaled(self.head(hidden_TD), self.spec.logit_scale, self.kernels)
 
     def project_drafts(self, hidden_TD: Tensor) -> Tensor:
         """Project a head's hidden states; what is not to be drafted has minus infinity."""
         if self.shortlist is None:
             return self.project(hidden_TD)
-        return scaled(self.shortlist(hidden_TD), self.spec.logit_scale)
+        return scaled(self.shortlist(hidden_TD), self.spec.logit_scale, self.kernels)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return float logits."""

@@ -17,6 +17,7 @@ from specdec.kernels.gates import cpu as gates
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native import attention as native_attention
 from specdec.kernels.native import compiled, pointwise, recurrent
+from specdec.kernels.native import gather as native_gather
 from specdec.kernels.native.call import TOKENS, path_width
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.recurrence import cpu as recurrence
@@ -294,6 +295,12 @@ def test_without_openmp_one_thread_runs(
     assert "Compiling the C kernels for this processor" in caplog.text
     caplog.clear()
     assert uncached() is not None and "narrow windows run in C" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaling_equals_the_plain_form_bit_for_bit(dtype: torch.dtype) -> None:
+    x_TD = draw(3, 65, dtype=dtype)
+    assert torch.equal(native_gather.scale(x_TD, 0.22), x_TD * 0.22)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,6 +17,7 @@ ARGUMENTS = {
     "scatter_columns": "p nn p n p",
     "gather": "p n p n n p n",
     "add": "pp n p",
+    "scale": "p n f p",
     "rms_norm": "p nnn nn p i f p",
     "add_rms_norm": "pp nn p i f p",
     "gated_norm": "pp nnn n p n f i p",
