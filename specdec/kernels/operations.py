@@ -38,6 +38,10 @@ class Add(Protocol):
     def __call__(self, x_TD: Tensor, y_TD: Tensor) -> Tensor: ...
 
 
+class Scale(Protocol):
+    def __call__(self, x_TD: Tensor, by: float) -> Tensor: ...
+
+
 class ScatterColumns(Protocol):
     def __call__(self, x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor: ...
 
@@ -55,7 +59,7 @@ class GatedNorm(Protocol):
         self,
         x_TD: Tensor,
         gate_TD: Tensor,
-        weight_D: Tensor,
+        weight_D: Tensor | None,
         eps: float,
         group_size: int,
         *,

@@ -18,6 +18,7 @@ class Kernels:
     embedding: op.Embedding
     concat: op.Concat
     add: op.Add
+    scale: op.Scale
     scatter_columns: op.ScatterColumns
     rms_norm: op.RmsNorm
     add_rms_norm: op.AddRmsNorm

@@ -1,10 +1,12 @@
 """Parts of a network from config fields that several families spell the same way."""
 
+import math
+
 from specdec.errors import CheckpointError
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
 from specdec.models.formats import announced
-from specdec.models.mixers import Attention, GatedDeltaNet
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.spec import Layer, Network
@@ -68,8 +70,19 @@ def rope(fields: Fields, head_dim: int, *, partial: float) -> Rope:
     return Rope(dim, theta)
 
 
-def attention(fields: Fields, *, norm: Norm | None, gated: bool, partial: float) -> Attention:
-    """Read attention with rotary positions and, if there is one, a norm on each query and key head."""
+def attention(
+    fields: Fields,
+    *,
+    norm: Norm | None = None,
+    norm_whole: bool = False,
+    gated: bool = False,
+    partial: float | None = 1.0,
+    scale: float | None = None,
+) -> Attention:
+    """Read attention with rotary positions (`partial` None: without) and norms on each query and key head.
+
+    A `scale` of scores stands in place of the head's own.
+    """
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", default=fields.integer("hidden_size") // heads)
@@ -77,9 +90,10 @@ def attention(fields: Fields, *, norm: Norm | None, gated: bool, partial: float)
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", default=heads),
         head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope(fields, head_dim, partial=partial),
+        scale=head_dim**-0.5 if scale is None else scale,
+        rope=None if partial is None else rope(fields, head_dim, partial=partial),
         qk_norm=norm,
+        norm_whole=norm_whole,
         gated=gated,
         bias=fields.flag("attention_bias", default=False),
     )
@@ -98,10 +112,45 @@ def delta_net(fields: Fields, *, eps: float) -> GatedDeltaNet:
     )
 
 
-def swiglu(fields: Fields) -> MLP:
+def mamba2(fields: Fields, *, eps: float, inner: int | None = None) -> Mamba2:
+    """Read Mamba-2 from the `mamba_*` fields; `inner` is the width of x, else `mamba_expand` tells it."""
+    if inner is None:
+        inner = fields.integer("mamba_expand", default=2) * fields.integer("hidden_size")
+    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups", default=1)
+    if heads % groups:
+        fields.refuse("mamba_n_heads", f"a multiple of mamba_n_groups ({groups})")
+    own = fields.get("mamba_d_head")
+    head_dim = inner // heads if own in (None, "auto") else fields.integer("mamba_d_head")
+    if heads * head_dim != inner:
+        fields.refuse("mamba_n_heads", f"heads (of mamba_d_head) that make up the width of x ({inner})")
+    return Mamba2(
+        heads=heads,
+        head_dim=head_dim,
+        groups=groups,
+        state_dim=fields.integer("mamba_d_state"),
+        conv=fields.integer("mamba_d_conv", default=4),
+        conv_bias=fields.flag("mamba_conv_bias", default=True),
+        bias=fields.flag("mamba_proj_bias", default=False),
+        eps=eps,
+        step_limit=step_limit(fields),
+    )
+
+
+def step_limit(fields: Fields) -> tuple[float, float]:
+    """Read the bounds of Mamba-2's step size."""
+    bounds = fields.get("time_step_limit")
+    if bounds is None:
+        return 0.0, math.inf
+    numbers = isinstance(bounds, list | tuple) and all(type(bound) in (int, float) for bound in bounds)
+    if not numbers or len(bounds) != 2 or not bounds[0] <= bounds[1]:
+        fields.refuse("time_step_limit", "two numbers, the smaller one first")
+    return float(bounds[0]), float(bounds[1])
+
+
+def swiglu(fields: Fields, width: str = "intermediate_size", *, bias: bool = False) -> MLP:
     """Read a dense feed-forward."""
     fields.only("hidden_act", "silu")
-    return MLP(fields.integer("intermediate_size"), "swiglu")
+    return MLP(fields.integer(width), "swiglu", bias=bias)
 
 
 def softmax_moe(fields: Fields, *, renormalise: bool) -> MoE:
@@ -134,11 +183,22 @@ def text_fields(config: Fields) -> Fields:
 
 
 def assemble(
-    family: str, config: Fields, layers: tuple[Layer, ...], norm: Norm, *, mtp: tuple[Layer, ...] = ()
+    family: str,
+    config: Fields,
+    layers: tuple[Layer, ...],
+    norm: Norm,
+    *,
+    mtp: tuple[Layer, ...] = (),
+    tied: bool = False,
+    max_length: int | None = None,
+    embed_scale: float = 1.0,
+    logit_scale: float = 1.0,
+    wide_residual: bool = False,
 ) -> Network:
     """Put a network together from its layers and the fields that every family spells alike.
 
-    The outer level of a multimodal config decides on tying, as transformers does.
+    The outer level of a multimodal config decides on tying, as transformers does; `tied` is what the family
+    does where no level says. `max_length` is that of a family whose config does not bound it.
     """
     text = text_fields(config)
     vocab = text.integer("vocab_size")
@@ -148,10 +208,13 @@ def assemble(
         hidden=text.integer("hidden_size"),
         layers=layers,
         norm=norm,
-        tied=config.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings", default=False)),
-        max_length=text.integer("max_position_embeddings"),
+        tied=config.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings", default=tied)),
+        max_length=text.integer("max_position_embeddings", default=max_length),
         eos=config.tokens("eos_token_id", vocab) or text.tokens("eos_token_id", vocab),
         mtp=mtp,
+        embed_scale=embed_scale,
+        logit_scale=logit_scale,
+        wide_residual=wide_residual,
     )
 
 

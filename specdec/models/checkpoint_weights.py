@@ -131,6 +131,10 @@ class CheckpointWeights:
         sources = self._layout.sources(name, self._prefix)
         return next((source for source in sources if source.present(self._names, experts)), None)
 
+    def height(self, disk: str) -> int | None:
+        """Return how many rows a tensor of the files has, if it is there."""
+        return self._checkpoint.shape(disk)[0] if disk in self._checkpoint else None
+
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint holds a canonical tensor (or its first expert)."""
         return self._source(name, 1) is not None
@@ -267,6 +271,9 @@ class _Reader:
     def read(self, disk: str, shape: Shape) -> Matrix:
         matrix = self._weights.read(disk, shape, self._dtype, self._name)
         return matrix if self._keep else self.widen(matrix, disk)
+
+    def height(self, disk: str) -> int | None:
+        return self._weights.height(disk)
 
     def widen(self, matrix: Matrix, disk: str) -> Tensor:
         if isinstance(matrix, Tensor):

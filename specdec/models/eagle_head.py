@@ -7,9 +7,10 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 from specdec.models import spec
+from specdec.models.frame import Block
 from specdec.models.linear import Linear
 from specdec.models.mixers.base import Memory
-from specdec.models.network import Block, Network, begin_step, first_place
+from specdec.models.network import Network, begin_step, first_place
 from specdec.models.replay import Replays
 from specdec.models.rope import rope_tables
 from specdec.models.shortlist import Shortlist
@@ -59,8 +60,8 @@ class EagleHead:
     def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step = begin_step(window, memory, self.rope, self.kernels)
         x_TD, read_TD = self._enter(self.kernels.embedding(self.embed_VD, window.token_T), hidden_TD)
-        added_TD = self.block.feed(x_TD, self.block.mix(read_TD, step))
-        assert added_TD is not None
+        mixing, feeding = self.block.halves
+        x_TD, added_TD = feeding(x_TD, mixing.run(read_TD, step), step)
         return (self.kernels.add(x_TD, added_TD),)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

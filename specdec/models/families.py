@@ -7,7 +7,18 @@ from typing import Any, Protocol
 import torch
 
 from specdec.errors import CheckpointError
-from specdec.models import nemotron_h, qwen3, qwen3_5, qwen3_next, spec
+from specdec.models import (
+    bamba,
+    falcon_h1,
+    granite,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    spec,
+)
 from specdec.models.blocks import model_type, text_fields
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.checkpoint_weights import CheckpointWeights
@@ -29,7 +40,10 @@ class Family(Protocol):
     def layout(self, network: spec.Network) -> Layout: ...
 
 
-_FAMILIES: tuple[Family, ...] = (qwen3, qwen3_next, qwen3_5, nemotron_h)
+_FAMILIES: tuple[Family, ...] = (
+    *(qwen3, qwen3_next, qwen3_5, nemotron_h),
+    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1),
+)
 
 
 def supported() -> tuple[str, ...]:

@@ -47,6 +47,8 @@ class MLP(FeedForward):
     width: int
     activation: Activation
     bias: bool = False
+    gate_scale: float = 1.0
+    """Multiplies the gate before its activation."""
 
     kind: ClassVar[str] = "dense feed-forward"
 
@@ -110,12 +112,16 @@ class MoE(FeedForward):
 class LoadedMLP:
     def __init__(self, s: MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
         rows = dict.fromkeys(("gate", "up") if s.activation == "swiglu" else ("up",), s.width)
+        self.width, self.gate_scale = s.width, s.gate_scale
         self.up = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
         self.activate = kernels.swiglu if s.activation == "swiglu" else kernels.relu2
         self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.down(self.activate(self.up(x_TD)))
+        up_TI = self.up(x_TD)
+        if self.gate_scale != 1:
+            up_TI[:, : self.width] *= self.gate_scale
+        return self.down(self.activate(up_TI))
 
 
 class LoadedMoE:

@@ -60,6 +60,15 @@ class Fields:
             self.refuse(name, "a number of at least 0")
         return float(value)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Read so many finite numbers; where the field is absent all are one."""
+        value = self.get(name)
+        value = [1.0] * count if value is None else value
+        fits = isinstance(value, list | tuple) and len(value) == count
+        if not fits or not all(type(own) in (int, float) and math.isfinite(own) for own in value):
+            self.refuse(name, f"a list of {count} finite numbers")
+        return tuple(float(own) for own in value)
+
     def flag(self, *names: str, default: bool) -> bool:
         """Read true or false."""
         value = self.get(*names)

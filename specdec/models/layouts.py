@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specdec.kernels.linear.fp8 import BLOCK, Fp8, choose_rows
@@ -32,6 +33,10 @@ class Reader(Protocol):
         ...
 
     def read(self, disk: str, shape: Shape) -> Matrix: ...
+
+    def height(self, disk: str) -> int | None:
+        """Return how many rows a tensor of the files has, if it is there."""
+        ...
 
     def widen(self, matrix: Matrix, disk: str) -> Tensor:
         """Give up on the fewer bits of a matrix, and note its name."""
@@ -57,6 +62,20 @@ def squeeze_conv(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     channels, width = shape
     weight_C1K = reader.read(disk[0], (channels, 1, width))
     return weight_C1K if reader.unused else reader.widen(weight_C1K, disk[0]).squeeze(1)
+
+
+def join_convs(*heights: int) -> Recipe:
+    """Join depthwise convolutions [C, 1, K] to one of so many channels each, or cut anywhere else."""
+
+    def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+        found = [reader.height(name) for name in disk]
+        stored = [height for height in found if height is not None]
+        # A saver that knows one convolution may have cut it into equal parts.
+        sizes = stored if len(stored) == len(disk) and sum(stored) == sum(heights) else heights
+        parts = [squeeze_conv(reader, (name,), (n, shape[1])) for name, n in zip(disk, sizes, strict=True)]
+        return parts[0] if reader.unused else torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+    return join
 
 
 def rows(order: Callable[[], Tensor], total: int) -> Recipe:

@@ -1,6 +1,7 @@
 """A network as a list of layers, run over one packed window."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,9 +9,9 @@ from torch import Tensor
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models import spec
+from specdec.models.frame import Block, joined, scaled
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import LoadedMixer, Memory, Place, Step
-from specdec.models.norm import Norm
+from specdec.models.mixers.base import Memory, Place, Step
 from specdec.models.replay import Replays
 from specdec.models.rope import Rotations, rope_tables
 from specdec.models.shortlist import Shortlist
@@ -38,54 +39,6 @@ def memory_layout(
     return Layout(kv, states, dtype, state_dtype, kv_dtype=kv_dtype)
 
 
-class Block:
-    """One layer in its residual frame: x + mixer(norm(x)), then x + ffn(norm(x))."""
-
-    def __init__(
-        self, layer: spec.Layer, hidden: int, norm: Norm, weights: Weights, kernels: Kernels, first: Place
-    ) -> None:
-        """Take the weights; `first` is the place of the first mixer, and others count on from there."""
-        self.eps, self.kernels = norm.eps, kernels
-        if layer.mixers and layer.reads is None:
-            self.mixer_norm_D = norm.load(weights, "mixer_norm.weight", hidden)
-        self.mixers = tuple(_build_mixers(layer, weights, kernels, first))
-        if layer.ffn:
-            self.ffn_norm_D = norm.load(weights, "ffn_norm.weight", hidden)
-        self.ffn = layer.ffn.build(hidden, weights.within("ffn"), kernels) if layer.ffn else None
-
-    def __call__(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> Tensor | None:
-        """Run both halves; the last one's output is returned and not yet added to the residual stream x.
-
-        Mutates x: what each half finds waiting is added by the norm that reads it.
-        """
-        if self.mixers:
-            read_TD = self.kernels.add_rms_norm(x_TD, added_TD, self.mixer_norm_D, self.eps)
-            added_TD = self.mix(read_TD, step)
-        return self.feed(x_TD, added_TD)
-
-    def mix(self, read_TD: Tensor, step: Step) -> Tensor:
-        """Run the mixers side by side on what the first half reads."""
-        first, *others = self.mixers
-        mixed_TD = first(read_TD, step)
-        for other in others:
-            mixed_TD = self.kernels.add(mixed_TD, other(read_TD, step))
-        return mixed_TD
-
-    def feed(self, x_TD: Tensor, added_TD: Tensor | None) -> Tensor | None:
-        """Run the second half alone, after whatever the first gave."""
-        if self.ffn is None:
-            return added_TD
-        return self.ffn(self.kernels.add_rms_norm(x_TD, added_TD, self.ffn_norm_D, self.eps))
-
-
-def _build_mixers(
-    layer: spec.Layer, weights: Weights, kernels: Kernels, place: Place
-) -> Iterator[LoadedMixer]:
-    for i, mixer in enumerate(layer.mixers):
-        yield mixer.build(weights.within(f"mixer{i + 1}" if i else "mixer"), kernels, place)
-        place = place.after(mixer)
-
-
 def run_blocks(
     blocks: Sequence[Block],
     x_TD: Tensor,
@@ -94,20 +47,28 @@ def run_blocks(
     eps: float,
     *,
     aux_hidden_layers: Collection[int] = (),
+    narrow: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Run the layers on the residual stream x, which is overwritten, and normalise what comes out.
 
     With it come copies of the stream as it enters the layers in `aux_hidden_layers`; their number is the end.
+    What leaves a wider stream is rounded to `narrow`.
     """
-    ops, added_TD = step.kernels, None
+    ops, added_TD, dtype = step.kernels, None, narrow or x_TD.dtype
     aux: dict[int, Tensor] = {}
     for i, block in enumerate(blocks):
         if i in aux_hidden_layers:
-            aux[i] = ops.concat(x_TD) if added_TD is None else ops.add(x_TD, added_TD)
-        added_TD = block(x_TD, added_TD, step)
-    out_TD = ops.add_rms_norm(x_TD, added_TD, norm_D, eps)
+            here_TD = ops.concat(x_TD) if added_TD is None else joined(x_TD, added_TD, ops)
+            aux[i] = here_TD.to(dtype)
+        for half in block.halves:
+            x_TD, added_TD = half(x_TD, added_TD, step)
+    if x_TD.dtype == dtype:
+        out_TD = ops.add_rms_norm(x_TD, added_TD, norm_D, eps)
+    else:
+        x_TD = joined(x_TD, added_TD, ops)
+        out_TD = ops.rms_norm(x_TD, norm_D, eps).to(dtype)
     if len(blocks) in aux_hidden_layers:
-        aux[len(blocks)] = x_TD
+        aux[len(blocks)] = x_TD.to(dtype)
     return out_TD, aux
 
 
@@ -118,13 +79,14 @@ def build_blocks(
     kernels: Kernels,
     *,
     behind: Sequence[spec.Layer] = (),
+    narrow: torch.dtype | None = None,
 ) -> list[Block]:
     """Build the layers in order; in the arena's views their KV and states come after those of `behind`."""
     blocks: list[Block] = []
     place = first_place(behind, network.hidden)
     for i, layer in enumerate(layers):
         own = weights.within(f"layers.{i}")
-        blocks.append(Block(layer, network.hidden, network.norm, own, kernels, place))
+        blocks.append(Block(layer, network.hidden, network.norm, own, kernels, place, narrow=narrow))
         place = place.after(*layer.mixers)
     return blocks
 
@@ -160,8 +122,11 @@ class Network:
         """Fill the network; `shortlist` are the tokens that are drafted, None: all."""
         self.spec, self.kernels = s, kernels
         self.embed_VD = weights.take("embed.weight", (s.vocab, s.hidden))
-        self.blocks = build_blocks(s.layers, s, weights, kernels)
+        self.narrow = self.embed_VD.dtype if s.wide_residual else None
+        self.blocks = build_blocks(s.layers, s, weights, kernels, narrow=self.narrow)
         self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
+        if s.wide_residual:
+            self.norm_D = _at_least_float32(self.norm_D)
         head_VD = self.embed_VD if s.tied else weights.take("head.weight", (s.vocab, s.hidden))
         self.head = Linear(kernels, weights.output("head.weight", head_VD))
         self.shortlist: Shortlist | None = None
@@ -191,10 +156,17 @@ class Network:
     def _run(
         self, window: Window, memory: Memory, *, aux_hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        x_TD = self.kernels.embedding(self.embed_VD, window.token_T)
+        ops = self.kernels
+        x_TD = scaled(ops.embedding(self.embed_VD, window.token_T), self.spec.embed_scale, ops)
         step = self.begin(window, memory)
-        own = self.norm_D, self.spec.norm.eps
-        hidden_TD, aux = run_blocks(self.blocks, x_TD, step, *own, aux_hidden_layers=aux_hidden_layers)
+        if any(layer.frame.side for layer in self.spec.layers):
+            step = replace(step, embed_TD=ops.concat(x_TD))  # a copy: the stream is written to
+        x_TD = x_TD if self.narrow is None else _at_least_float32(x_TD)
+        hidden_TD, aux = run_blocks(
+            *(self.blocks, x_TD, step, self.norm_D, self.spec.norm.eps),
+            aux_hidden_layers=aux_hidden_layers,
+            narrow=self.narrow,
+        )
         return hidden_TD, *(aux[layer] for layer in aux_hidden_layers)
 
     def materialize(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
@@ -217,16 +189,22 @@ class Network:
 
     def project(self, hidden_TD: Tensor) -> Tensor:
         """Project hidden states (after the final norm) to the vocabulary's logits, in the model's dtype."""
-        return self.head(hidden_TD)
+        return scaled(self.head(hidden_TD), self.spec.logit_scale, self.kernels)
 
     def project_drafts(self, hidden_TD: Tensor) -> Tensor:
         """Project a head's hidden states; what is not to be drafted has minus infinity."""
-        return self.shortlist(hidden_TD) if self.shortlist else self.project(hidden_TD)
+        if self.shortlist is None:
+            return self.project(hidden_TD)
+        return scaled(self.shortlist(hidden_TD), self.spec.logit_scale, self.kernels)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return float logits."""
         logits_TV = self.project(hidden_TD)
         return logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class MTPHead:

@@ -16,8 +16,8 @@ PRE_NORM = (
 )
 
 ATTENTION = (
-    *layer_rules(r"mixer\.([qkvo])\.(weight|bias)", r"self_attn.\2_proj.\3"),
-    *layer_rules(r"mixer\.([qk])_norm\.weight", r"self_attn.\2_norm.weight"),
+    *layer_rules(r"mixer2?\.([qkvo])\.(weight|bias)", r"self_attn.\2_proj.\3"),
+    *layer_rules(r"mixer2?\.([qk])_norm\.weight", r"self_attn.\2_norm.weight"),
 )
 
 DENSE = tuple(layer_rules(r"ffn\.(gate|up|down)\.weight", r"mlp.\2_proj.weight"))
@@ -29,6 +29,13 @@ DELTA_NET = (
 )
 
 DELTA_NET_FLAT = tuple(layer_rules(r"mixer\.in_(qkv|z|b|a)\.weight", r"linear_attn.in_proj_\2.weight"))
+
+MAMBA = (
+    *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mamba.\2_proj.\3"),
+    *layer_rules(r"mixer\.conv\.weight", "mamba.conv1d.weight", recipe=squeeze_conv),
+    *layer_rules(r"mixer\.conv\.bias", "mamba.conv1d.bias"),
+    *layer_rules(r"mixer\.(A_log|D|dt_bias|norm\.weight)", r"mamba.\2"),
+)
 
 GATED_EXPERTS = (
     *layer_rules(r"ffn\.router\.weight", "mlp.gate.weight"),

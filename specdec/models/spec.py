@@ -9,16 +9,40 @@ from specdec.models.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """x + mixer(norm(x)), then x + ffn(norm(x)); either half may be absent.
+class Frame:
+    """How half a layer stands in the residual stream: x ← keep x + post(Σ outputs · part(inputs · pre(x))).
 
-    Several mixers read the same norm(x), side by side, and their outputs are added.
+    A half has one part, or several mixers side by side that read the same; each has its own two multipliers.
+    With a side input x in pre(x) is x + side(x): the first mixer reads the stream and is no part.
     """
+
+    pre: bool = True
+    """What is read is normalised."""
+    post: bool = False
+    """What is added is normalised."""
+    inputs: tuple[float, ...] = (1.0,)
+    outputs: tuple[float, ...] = (1.0,)
+    keep: float = 1.0
+    keeps_normed: bool = False
+    """The stream goes on from pre(x) in place of x."""
+    side: bool = False
+
+
+PRE_NORM = Frame()
+POST_NORM = Frame(pre=False, post=True)
+SANDWICH = Frame(post=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Mixers in a frame, then a feed-forward in another; either half may be absent."""
 
     mixers: tuple[Mixer, ...]
     ffn: FeedForward | None
     reads: int | None = None
-    """Width of what its mixers read in place of norm(x): a draft head makes that of its two inputs."""
+    """Width of what its mixers read in place of the stream: a draft head makes that of its two inputs."""
+    frame: Frame = PRE_NORM
+    ffn_frame: Frame = PRE_NORM
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward, ...]:
@@ -38,6 +62,11 @@ class Network:
     eos: tuple[int, ...]
     mtp: tuple[Layer, ...] = ()
     """The layers of the multi-token head; empty: the checkpoint has none."""
+    embed_scale: float = 1.0
+    """What embeddings are multiplied by as they enter the stream."""
+    logit_scale: float = 1.0
+    wide_residual: bool = False
+    """The stream is kept in float32 at least, and rounded where it is read."""
 
     def mixers(self) -> Iterator[Mixer]:
         """List the mixers of all layers, the head's last."""

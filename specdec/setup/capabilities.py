@@ -34,7 +34,10 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "backing": ("record", "snapshot"),
     "steps": ("host", "device"),
     "prefixes": ("read", "kept"),
-    "family": ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
+    "family": (
+        *("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
+        *("granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1"),
+    ),
     "sampling": (
         "greedy",
         "temperature",
@@ -60,6 +63,11 @@ TITLES: Mapping[str, str] = {
     "qwen3_5": "Qwen3.5",
     "qwen3_5_moe": "Qwen3.5 MoE",
     "nemotron_h": "Nemotron-H",
+    "granitemoehybrid": "Granite 4",
+    "bamba": "Bamba",
+    "mamba2": "Mamba-2",
+    "olmo_hybrid": "OLMo-Hybrid",
+    "falcon_h1": "Falcon-H1",
     "temperature": "temperature with a seed",
     "filters": "top-k, top-p and min-p",
     "logit_bias": "bias",

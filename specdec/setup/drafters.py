@@ -117,8 +117,11 @@ def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
     return RoundedDrafter(beside.copy, beside.arena, rank, device)
 
 
+HEADLESS = ("qwen3", "granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1")
+"""Families whose checkpoints hold no multi-token head."""
+
 DRAFTERS: dict[str, DrafterSpec] = {
-    "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=("qwen3",), runs_on_device=True),
+    "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=HEADLESS, runs_on_device=True),
     "eagle": DrafterSpec(_head_drafter, find_eagle, NO_EAGLE, runs_on_device=True),
     "ngram": DrafterSpec(lambda _: Lookup(NgramDrafter())),
     "suffix": DrafterSpec(lambda _: Lookup(SuffixDrafter()), in_auto=True),

@@ -46,6 +46,7 @@ def make_layer(dtype: torch.dtype) -> tuple[DeltaLayer, RecurrentMemory]:
         dt_bias_H=noise(2, seed=4),
         norm_W=noise(9, dtype=dtype, seed=5),
         eps=1e-6,
+        beta_scale=1.5,
     )
     memory = make_memory(sizes, SLOTS[3])
     return layer, memory._replace(

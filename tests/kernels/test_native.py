@@ -17,6 +17,7 @@ from specdec.kernels.gates import cpu as gates
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native import attention as native_attention
 from specdec.kernels.native import compiled, pointwise, recurrent
+from specdec.kernels.native import gather as native_gather
 from specdec.kernels.native.call import TOKENS, path_width
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.recurrence import cpu as recurrence
@@ -87,10 +88,10 @@ def test_norms_equal_the_plain_form_and_take_strides(dtype: torch.dtype, size: i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_gated_norm_equals_the_plain_form(dtype: torch.dtype, gate_first: bool, shared: bool) -> None:
+@pytest.mark.parametrize("weights", [60, 15, 0])
+def test_gated_norm_equals_the_plain_form(dtype: torch.dtype, gate_first: bool, weights: int) -> None:
     x_TD, gate_TD = draw(3, 60), draw(3, 90, dtype=dtype, seed=1)[:, 10:70]
-    weight_D = draw(15 if shared else 60, dtype=dtype, seed=2)
+    weight_D = draw(weights, dtype=dtype, seed=2) if weights else None
     arguments = (x_TD, gate_TD, weight_D, 1e-5, 15)
     expected = PLAIN["gated_norm"](*arguments, gate_first=gate_first)
     close(pointwise.gated_norm(*arguments, gate_first=gate_first), expected)
@@ -298,6 +299,12 @@ def test_without_openmp_one_thread_runs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_scaling_equals_the_plain_form_bit_for_bit(dtype: torch.dtype) -> None:
+    x_TD = draw(3, 65, dtype=dtype)
+    assert torch.equal(native_gather.scale(x_TD, 0.22), x_TD * 0.22)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_adding_norm_equals_the_plain_form(dtype: torch.dtype) -> None:
     ours_TD, y_TD, weight_D = draw(3, 65, dtype=dtype), draw(3, 65, dtype=dtype, seed=1), draw(65, seed=2)
     sum_TD = ours_TD + y_TD
@@ -321,6 +328,7 @@ def test_delta_net_equals_the_plain_form_over_two_windows(
         dt_bias_H=draw(4, seed=2),
         norm_W=draw(5, dtype=dtype, seed=3),
         eps=1e-6,
+        beta_scale=2.0 if recorded else 1.0,
     )
     for seed, group in enumerate(recurrent_case("random", width, rows, recorded, sizes)):
         projected_TN = draw(rows * width, sum(layer.widths), dtype=dtype, seed=seed)

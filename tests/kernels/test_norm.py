@@ -58,17 +58,22 @@ def test_rms_norm_of_zeros_is_zero(tokens: int) -> None:
 
 @dtypes
 @pytest.mark.parametrize("gate_first", [False, True], ids=["gate last", "gate first"])
-@pytest.mark.parametrize("shared", [False, True], ids=["own weights", "shared weight"])
+@pytest.mark.parametrize("weight", ["own", "shared", "wide", "none"])
 @pytest.mark.parametrize(
     ("tokens", "runs", "size"), [(1, 1, 63), (1, 4, 65), (7, 3, 1), (63, 2, 64), (265, 8, 128)]
 )
 def test_gated_norm_equals_reference(
-    tokens: int, runs: int, size: int, shared: bool, gate_first: bool, dtype: torch.dtype
+    tokens: int, runs: int, size: int, weight: str, gate_first: bool, dtype: torch.dtype
 ) -> None:
     x_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     x_TD = draw(tokens, runs * size, dtype=x_dtype)
     gate_TD = draw(tokens, runs * size + 9, dtype=dtype, seed=1)[:, 9:]
-    weight_D = draw(size if shared else runs * size, dtype=dtype, seed=2)
+    weight_D = None
+    if weight != "none":
+        wide = weight == "wide" and dtype == torch.bfloat16
+        weight_D = draw(
+            size if weight == "shared" else runs * size, dtype=torch.float32 if wide else dtype, seed=2
+        )
     expected = reference.gated_norm(x_TD, gate_TD, weight_D, EPS, size, gate_first=gate_first)
     interpreted = dtype != torch.float64 and tokens * runs < 100
     for ops in (cpu, triton) if interpreted else (cpu,):

@@ -187,7 +187,8 @@ def preempt_each(engine: SpecEngine) -> None:
 
 def memory_for(layout: Layout, sequences: int, blocks: int) -> int:
     """Count the bytes of so many states and blocks, and of the dummy slab."""
-    slabs = 1 + sequences * layout.states_per_slab + -(-blocks // layout.blocks_per_slab)
+    of_blocks = -(-blocks // layout.blocks_per_slab) if layout.kv else 1  # room for drafts
+    slabs = 1 + sequences * layout.states_per_slab + of_blocks
     return slabs * layout.slab_bytes
 
 

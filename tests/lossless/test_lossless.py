@@ -24,6 +24,7 @@ from tests.lossless.cases import (
     plain_cases,
     preempt_each,
 )
+from tests.models.random_checkpoints import FAMILIES
 from tests.tolerances import FLOAT64_LOGITS
 
 Cases = Callable[[str], tuple[Path, list[Case], list[Case]]]
@@ -50,7 +51,7 @@ def groups() -> Mapping[Group, list[Cell]]:
     """Put the cells together that one engine's settings serve; the oracle drafts wherever ngram does."""
     found: dict[Group, list[Cell]] = {}
     for cell in cells():
-        if not refusal(cell):
+        if not refusal(cell) and cell.family in FAMILIES:
             key = cell.family, cell.drafter, cell.shape, cell.backing, cell.steps
             found.setdefault(key, []).append(cell)
     oracles = {

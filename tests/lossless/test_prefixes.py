@@ -10,7 +10,7 @@ import pytest
 from specdec import Completion, SamplingParams, SpecdecError, SpecEngine
 from specdec.core.batch import StepReport
 from specdec.errors import ConfigError, RequestError
-from specdec.models.network import Block
+from specdec.models.frame import Half
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.lease import Hit, Lease
 from specdec.state_slots.prefix.rates import Rates
@@ -181,7 +181,7 @@ def test_a_prompt_that_is_marked_whole_is_there_for_those_that_go_on_from_it(fol
 def test_numbers_that_are_wrong_once_serve_nobody_later(
     folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stem, right = PROMPTS[0], Block.feed
+    stem, right = PROMPTS[0], Half.run
     own = {**DRAFTS[draft], **SETTINGS}
     params = SamplingParams(max_tokens=4, temperature=0.0)
     asked = [[*stem, token] for token in range(4)]
@@ -193,10 +193,10 @@ def test_numbers_that_are_wrong_once_serve_nobody_later(
             return right(*args, **named) * float("nan")
 
         engine.generate([stem[:40]], SamplingParams(max_tokens=1))
-        monkeypatch.setattr(Block, "feed", wrong)
+        monkeypatch.setattr(Half, "run", wrong)
         with pytest.raises(SpecdecError, match="not numbers"):
             engine.generate([[*stem, 9], [*stem, 8], [*stem[:90], 7], stem[:20]], params)
-        monkeypatch.setattr(Block, "feed", right)
+        monkeypatch.setattr(Half, "run", right)
         found = [engine.generate([prompt], params)[0].token_ids for prompt in asked]
         assert found == wanted and engine.stats().failed_steps == 0
 

@@ -6,6 +6,7 @@ heads read as the target does; what the layers add, and some noise in a head, ma
 
 import string
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network
+from tests.models.drawn import DRAWN
 from tests.models.random_checkpoints import HEADS, Sample, add_tensors, head_tensors
 from tests.models.random_eagle import eagle_config, eagle_tensors, write_eagle
 
@@ -84,6 +86,7 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_DELTA_NETS),
     "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**_DELTA_NETS, **_EXPERTS),
     "nemotron_h": _nemotron_h,
+    **{family: partial(own.agreeing, _COMMON) for family, own in DRAWN.items()},
 }
 RECIPES: Mapping[str, tuple[float, int]] = {
     "qwen3": (0.3, 1),
@@ -91,6 +94,7 @@ RECIPES: Mapping[str, tuple[float, int]] = {
     "qwen3_5": (0.45, 4),
     "qwen3_5_moe": (0.3, 5),
     "nemotron_h": (0.2, 4),
+    **dict.fromkeys(DRAWN, (0.3, 4)),
 }
 """How much of the layers' outputs is left, and the seed: chosen so that at each of four depths some
 30 to 80 % of a greedy chain's tokens are accepted."""

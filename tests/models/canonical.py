@@ -25,13 +25,15 @@ def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[
 
 
 def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for mixer in layer.mixers:
-        yield f"{at}.mixer_norm.weight", (width,)
-        parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba2: _mamba}
+    parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba2: _mamba}
+    for i, mixer in enumerate(layer.mixers):
         for name, shape in parts[type(mixer)](mixer, width).items():
-            yield f"{at}.mixer.{name}", shape
+            yield f"{at}.mixer{i + 1 if i else ''}.{name}", shape
+    for half, frame in (("mixer", layer.frame), ("ffn", layer.ffn_frame)):
+        if layer.mixers if half == "mixer" else layer.ffn:
+            norms = {"norm": frame.pre, "post_norm": frame.post}
+            yield from ((f"{at}.{half}_{name}.weight", (width,)) for name, there in norms.items() if there)
     if layer.ffn:
-        yield f"{at}.ffn_norm.weight", (width,)
         dense = isinstance(layer.ffn, MLP)
         for name, shape in (_dense(layer.ffn, width) if dense else _experts(layer.ffn, width)).items():
             yield f"{at}.ffn.{name}", shape
@@ -45,14 +47,17 @@ def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
     if m.bias:
         shapes |= {f"{n}.bias": (r,) for n, r in rows.items()}
     if m.qk_norm:
-        shapes |= {"q_norm.weight": (m.head_dim,), "k_norm.weight": (m.head_dim,)}
+        heads = (m.heads, m.kv_heads) if m.norm_whole else (1, 1)
+        shapes |= {f"{n}_norm.weight": (h * m.head_dim,) for n, h in zip("qk", heads, strict=True)}
     return shapes
 
 
 def _delta_net(m: GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
     value, channels = m.value_heads * m.value_dim, 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
+    key = m.key_heads * m.key_dim
+    apart = {"in_q.weight": (key, width), "in_k.weight": (key, width), "in_v.weight": (value, width)}
     return {
-        "in_qkv.weight": (channels, width),
+        **(apart if m.apart else {"in_qkv.weight": (channels, width)}),
         "in_z.weight": (value, width),
         "in_b.weight": (m.value_heads, width),
         "in_a.weight": (m.value_heads, width),
@@ -69,18 +74,24 @@ def _mamba(m: Mamba2, width: int) -> dict[str, tuple[int, ...]]:
     channels = inner + 2 * m.groups * m.state_dim
     rows = inner + channels + m.heads
     shapes: dict[str, tuple[int, ...]] = {"in.weight": (rows, width), "out.weight": (width, inner)}
-    shapes |= {"conv.weight": (channels, m.conv), "norm.weight": (inner,)}
+    shapes["conv.weight"] = channels, m.conv
+    if m.norm != "none":
+        shapes["norm.weight"] = (inner,)
     shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (m.heads,))
     if m.conv_bias:
         shapes["conv.bias"] = (channels,)
-    return shapes | ({"in.bias": (rows,), "out.bias": (width,)} if m.bias else {})
+    if m.bias if m.out_bias is None else m.out_bias:
+        shapes["out.bias"] = (width,)
+    return shapes | ({"in.bias": (rows,)} if m.bias else {})
 
 
 def _dense(f: MLP, width: int) -> dict[str, tuple[int, ...]]:
     ups = ("gate", "up") if f.activation == "swiglu" else ("up",)
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (f.width, width) for n in ups}
     shapes["down.weight"] = (width, f.width)
-    return shapes | ({"up.bias": (f.width,), "down.bias": (width,)} if f.bias else {})
+    if f.bias:
+        shapes |= {f"{n}.bias": (f.width,) for n in ups} | {"down.bias": (width,)}
+    return shapes
 
 
 def _experts(f: MoE, width: int) -> dict[str, tuple[int, ...]]:

@@ -24,8 +24,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 
 from specdec.setup.capabilities import AXES
 from specdec.setup.drafters import DRAFTERS
+from tests.models.drawn import DRAWN
 
-FAMILIES = AXES["family"]
+FAMILIES = tuple(family for family in AXES["family"] if family not in DRAWN)
+"""Those that every test of families visits; the others have tests/models/test_drawn.py."""
 HEADS = tuple(family for family in FAMILIES if family not in DRAFTERS["mtp"].lacking)
 """Those with a multi-token head."""
 
@@ -57,7 +59,7 @@ def draw(family: str, seed: int) -> Sample:
     """Draw a configuration; one seed always gives the same."""
     rng = Random(f"{family} {seed}")
     mtp = family in HEADS and rng.random() < 0.5
-    config = _DRAW[family](rng, mtp)
+    config = DRAWN[family].draw(rng) if family in DRAWN else _DRAW[family](rng, mtp)
     return Sample(
         family=family,
         seed=seed,

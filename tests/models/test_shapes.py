@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import transformers
 
 from specdec.models import families
+from specdec.models.network import memory_layout
 from specdec.models.shapes import SHAPES
 from specdec.models.weights import RandomWeights
 from tests.models.canonical import canonical
@@ -17,6 +18,17 @@ def test_named_shape_is_accepted_by_family_and_transformers(name: str) -> None:
     known = transformers.AutoConfig.for_model(**SHAPES[name])
     assert families.network(known.to_dict() | {"mtp_num_hidden_layers": len(network.mtp)}) == network
     assert families.stored_dtype(SHAPES[name]) in (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "state_mib", "share"), [("granite-4-h-small", 144, 0.012), ("falcon-h1-7b", 132, 0.006)]
+)
+def test_states_and_records_are_as_large_as_is_known_of_them(
+    name: str, state_mib: float, share: float
+) -> None:
+    figures = memory_layout(families.network(SHAPES[name]), torch.bfloat16).describe()
+    assert state_mib < figures.state_bytes / 2**20 < 1.02 * state_mib
+    assert figures.record_share == pytest.approx(share, abs=0.0006)
 
 
 def test_random_weights_are_sane_and_repeatable() -> None:

@@ -18,7 +18,7 @@ from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.draft.lookup import Lookup
-from specdec.models.network import Block
+from specdec.models.frame import Half
 from specdec.state_slots.backing import RecordBacking
 from specdec.state_slots.slots import SlotPool
 from specdec.text.grammar import compiler
@@ -28,7 +28,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "planned": (Scheduler, "schedule"),
     "drafted": (Speculation, "draft"),
     "looked up": (Lookup, "propose"),
-    "inside the network": (Block, "feed"),
+    "inside the network": (Half, "run"),
     "chosen": (DecodeLoop, "_choose"),
     "committed in part": (RecordBacking, "promote"),
     "learnt": (Speculation, "learn"),

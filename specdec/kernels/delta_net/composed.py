@@ -44,6 +44,8 @@ class ComposedDeltaNet(NamedTuple):
         k_TGK = self.l2_normalise(k_TN.view(tokens, layer.key_heads, -1), 1.0)
         v_THW = v_TN.view(tokens, heads, -1).to(q_TGK.dtype)
         decay_TH, beta_TH = self.delta_gates(b_TH, a_TH, layer.A_log_H, layer.dt_bias_H)
+        if layer.beta_scale != 1:
+            beta_TH = beta_TH * layer.beta_scale
         o_THW = self.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
         return self.gated_norm(
             o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim, gate_first=False

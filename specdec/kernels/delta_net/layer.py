@@ -16,6 +16,8 @@ class DeltaLayer:
     dt_bias_H: Tensor
     norm_W: Tensor
     eps: float
+    beta_scale: float = 1.0
+    """Of the write strength: 2 lets the state's eigenvalues be negative."""
 
     @property
     def widths(self) -> tuple[int, int, int, int, int, int]:

@@ -35,7 +35,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     blocks = triton.cdiv(group.width, SPAN)
     _inputs[(2 * groups + heads, group.rows, blocks)](
         *(projected_TN, projected_TN.stride(0), layer.conv_CK.t().contiguous()),
-        *(layer.A_log_H, layer.dt_bias_H),
+        *(layer.A_log_H, layer.dt_bias_H, layer.beta_scale),
         *(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, k_path_BPGK),
         **arena(memory, group),
         M=group.width,
@@ -119,9 +119,9 @@ def _path_keys(
 
 @triton.jit(do_not_specialize=["P", "M"])
 def _inputs(
-    x, x_by_token, weight, A_log, dt_bias, q, k, v, decay, beta, keys, window, window_by_slot, slots, record,
-    by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place, snapshots, taps,
-    M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    x, x_by_token, weight, A_log, dt_bias, beta_scale, q, k, v, decay, beta, keys, window, window_by_slot,
+    slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
+    snapshots, taps, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +170,7 @@ def _inputs(
             gates = x + m.to(tl.int64) * x_by_token + C + H * W + h
             strength = tl.load(gates, mask=in_m, other=0.0).to(tl.float32)
             strength = (1.0 / (1.0 + tl.exp(-strength))).to(kind).to(tl.float32)
-            tl.store(beta + (token + m) * H + h, strength, mask=in_m)
+            tl.store(beta + (token + m) * H + h, strength * beta_scale, mask=in_m)
             step = tl.load(gates + H, mask=in_m, other=0.0).to(tl.float32) + tl.load(dt_bias + h)
             rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
             tl.store(decay + (token + m) * H + h, rate * softplus(step), mask=in_m)

@@ -20,6 +20,11 @@ def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     return x_TD + y_TD
 
 
+def scale(x_TD: Tensor, by: float) -> Tensor:
+    """Return the product in fresh memory."""
+    return x_TD * by
+
+
 def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     """Return rows so wide with x in the columns that ids name, and minus infinity elsewhere."""
     return x_TC.new_full((len(x_TC), width), -torch.inf).index_copy_(1, ids_C, x_TC)

@@ -44,7 +44,7 @@ class ComposedMamba(NamedTuple):
         o_THW = self.scan_window(q_TGK, k_TGK, v_THW, decay_TH, None, memory, group, k_path_BPGK)
         o_TN = (o_THW + layer.D_H[:, None] * x_THW).reshape(tokens, layer.inner)
         size = layer.inner // layer.groups
-        return self.gated_norm(o_TN, gate_TN, layer.norm_N, layer.eps, size, gate_first=True)
+        return self.gated_norm(o_TN, gate_TN, layer.norm_N, layer.eps, size, gate_first=layer.gate_first)
 
     def mamba_keys(
         self,

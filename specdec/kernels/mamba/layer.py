@@ -18,8 +18,11 @@ class MambaLayer:
     dt_bias_H: Tensor
     step_limit: tuple[float, float]
     """Bounds on the step size after softplus."""
-    norm_N: Tensor
+    norm_N: Tensor | None
+    """Of the output, gated by silu: None: it is gated alone."""
     eps: float
+    gate_first: bool = True
+    """The norm is of what is gated; otherwise what is normalised is gated."""
 
     @property
     def inner(self) -> int:

@@ -71,6 +71,7 @@ def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, grou
     block = triton.next_power_of_2(size)
     _skip_and_norm[(tokens * layer.groups,)](
         *(o_THW, skip_TN, layer.D_H, projected_TN, projected_TN.stride(0), layer.norm_N, out_TN, layer.eps),
+        GATE_FIRST=layer.gate_first,
         RUNS=layer.groups,
         SIZE=size,
         W=layer.head_dim,
@@ -166,10 +167,10 @@ def _inputs(
 
 @triton.jit
 def _skip_and_norm(
-    o, x, D, gate, gate_by_token, weight, out, eps, RUNS: tl.constexpr, SIZE: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr,
+    o, x, D, gate, gate_by_token, weight, out, eps, GATE_FIRST: tl.constexpr, RUNS: tl.constexpr,
+    SIZE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add D x to what the recurrence gives, gate it with silu, and normalise: one run of entries."""
+    """Add D x to what the recurrence gives, gate it with silu, and normalise it before or after: one run."""
     program = tl.program_id(0).to(tl.int64)
     token, run = program // RUNS, program % RUNS
     at = tl.arange(0, BLOCK)
@@ -178,8 +179,13 @@ def _skip_and_norm(
     value = tl.load(o + program * SIZE + at, mask=mask, other=0.0)
     own = tl.load(x + program * SIZE + at, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_by_token + entry, mask=mask, other=0.0).to(tl.float32)
+    silu = z / (1.0 + tl.exp(-z))
     value += tl.load(D + entry // W, mask=mask, other=0.0) * own
-    value *= z / (1.0 + tl.exp(-z))
-    value *= 1.0 / tl.sqrt(tl.sum(value * value) / SIZE + eps)
-    value *= tl.load(weight + entry, mask=mask, other=0.0).to(tl.float32)
+    if GATE_FIRST:
+        value *= silu
+    if weight is not None:
+        value *= 1.0 / tl.sqrt(tl.sum(value * value) / SIZE + eps)
+        value *= tl.load(weight + entry, mask=mask, other=0.0).to(tl.float32)
+    if not GATE_FIRST:
+        value *= silu
     tl.store(out + program * SIZE + at, value.to(out.dtype.element_ty), mask=mask)

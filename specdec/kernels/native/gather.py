@@ -49,6 +49,15 @@ def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     return out_TD
 
 
+def scale(x_TD: Tensor, by: float) -> Tensor:
+    """Return the product in fresh memory."""
+    if not serves(x_TD) or not x_TD.is_contiguous():
+        return cpu.scale(x_TD, by)
+    out_TD = torch.empty_like(x_TD)
+    function("scale", x_TD.dtype)(x_TD.data_ptr(), x_TD.numel(), by, out_TD.data_ptr())
+    return out_TD
+
+
 def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     """Return rows so wide with x in the columns that ids name, and minus infinity elsewhere."""
     if not serves(x_TC) or not x_TC.is_contiguous() or not ids_C.is_contiguous():

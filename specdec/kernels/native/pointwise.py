@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.ffn import cpu as ffn
-from specdec.kernels.native.call import function, serves
+from specdec.kernels.native.call import function, pointer, serves
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.rope import cpu as rope
 
@@ -51,10 +51,11 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def gated_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, group_size: int, *, gate_first: bool
+    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor | None, eps: float, group_size: int, *, gate_first: bool
 ) -> Tensor:
     """Normalise runs of a float32 tensor and gate them."""
-    if not serves(gate_TD) or gate_TD.stride(-1) != 1 or weight_D.dtype != gate_TD.dtype:
+    alike = weight_D is None or weight_D.dtype == gate_TD.dtype
+    if not serves(gate_TD) or gate_TD.stride(-1) != 1 or not alike:
         return norm.gated_norm(x_TD, gate_TD, weight_D, eps, group_size, gate_first=gate_first)
     x_TD = x_TD.float().contiguous()
     out_TD = torch.empty(gate_TD.shape, dtype=gate_TD.dtype)
@@ -65,8 +66,8 @@ def gated_norm(
         gate_TD.shape[1] // group_size,
         group_size,
         gate_TD.stride(0),
-        weight_D.data_ptr(),
-        group_size if weight_D.numel() > group_size else 0,
+        pointer(weight_D),
+        group_size if weight_D is not None and weight_D.numel() > group_size else 0,
         eps,
         gate_first,
         out_TD.data_ptr(),

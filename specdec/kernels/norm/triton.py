@@ -47,13 +47,13 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def gated_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, group_size: int, *, gate_first: bool
+    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor | None, eps: float, group_size: int, *, gate_first: bool
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
     Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype. A weight of `group_size` entries
-    serves every run.
+    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. A
+    weight of `group_size` entries serves every run; without one x is gated alone.
     """
     tokens, width = x_TD.shape
     assert x_TD.stride(1) == gate_TD.stride(1) == 1
@@ -64,8 +64,10 @@ def gated_norm(
         gate_TD,
         weight_D,
         out_TD,
-        *(runs, x_TD.stride(0), gate_TD.stride(0), group_size, len(weight_D) // group_size, eps),
+        *(runs, x_TD.stride(0), gate_TD.stride(0), group_size),
+        *(1 if weight_D is None else len(weight_D) // group_size, eps),
         GATE_FIRST=gate_first,
+        WIDE=weight_D is not None and weight_D.dtype != gate_TD.dtype,
         **_block(group_size),
     )
     return out_TD
@@ -100,7 +102,7 @@ def _rms_norm(
 @triton.jit
 def _gated_norm(
     x, gate, weight, out, runs, x_by_token, gate_by_token, size, weights, eps,
-    GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    GATE_FIRST: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     token, run = program // runs, program % runs
@@ -109,15 +111,20 @@ def _gated_norm(
     kind = out.dtype.element_ty
     value = tl.load(x + token * x_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
-    weigh = tl.load(weight + run % weights * size + at, mask=mask, other=0.0).to(tl.float32)
     silu = z / (1.0 + tl.exp(-z))
-    if GATE_FIRST:
+    if weight is None:
         value *= silu
     else:
-        value = value.to(kind).to(tl.float32)
-    value = value * (1.0 / tl.sqrt(tl.sum(value * value) / size + eps))
-    if GATE_FIRST:
-        value *= weigh
-    else:
-        value = (value.to(kind).to(tl.float32) * weigh).to(kind).to(tl.float32) * silu
+        weigh = tl.load(weight + run % weights * size + at, mask=mask, other=0.0).to(tl.float32)
+        if GATE_FIRST:
+            value *= silu
+        elif not WIDE:
+            value = value.to(kind).to(tl.float32)
+        value = value * (1.0 / tl.sqrt(tl.sum(value * value) / size + eps))
+        if GATE_FIRST:
+            value *= weigh
+        elif WIDE:
+            value *= weigh * silu
+        else:
+            value = (value.to(kind).to(tl.float32) * weigh).to(kind).to(tl.float32) * silu
     tl.store(out + program * size + at, value.to(kind), mask=mask)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group
@@ -30,6 +31,8 @@ class Attention(Mixer):
     bias: bool = False
     out_bias: bool = True
     """Of one whose projections have biases: the last one too."""
+    norm_whole: bool = False
+    """The norm is of all query heads together, and of all key heads."""
 
     kind: ClassVar[str] = "attention"
 
@@ -54,11 +57,17 @@ class Attention(Mixer):
 class LoadedAttention(LoadedMixer):
     def __init__(self, s: Attention, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index, self.rope = kernels, place.kv, s.rope
-        norm = s.qk_norm
+        assert not (s.gated and s.norm_whole), "the gate lies between the query heads"
+        norm, self.whole = s.qk_norm, s.norm_whole
+        heads = (s.heads, s.kv_heads) if s.norm_whole else (1, 1)
+        self.q_norm_D, self.k_norm_D = (
+            norm.load(weights, f"{name}_norm.weight", count * s.head_dim) if norm else None
+            for name, count in zip("qk", heads, strict=True)
+        )
         self.layer = AttentionLayer(
             *(s.heads, s.kv_heads, s.head_dim, s.scale, s.gated),
-            q_norm_D=norm.load(weights, "q_norm.weight", s.head_dim) if norm else None,
-            k_norm_D=norm.load(weights, "k_norm.weight", s.head_dim) if norm else None,
+            q_norm_D=None if s.norm_whole else self.q_norm_D,
+            k_norm_D=None if s.norm_whole else self.k_norm_D,
             eps=norm.eps if norm else 0.0,
         )
         rows = dict(zip("qkv", self.layer.widths, strict=True))
@@ -68,7 +77,7 @@ class LoadedAttention(LoadedMixer):
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, pages = self.kernels, step.memory.pages(self.index)
-        projected_TN = self.project(x_TD)
+        projected_TN = self._normalise(self.project(x_TD))
         rotation = step.rope[self.rope] if self.rope else None
 
         def attend(group: Group) -> Tensor:
@@ -76,6 +85,16 @@ class LoadedAttention(LoadedMixer):
             return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
         return self.out(step.by_group(attend))
+
+    def _normalise(self, projected_TN: Tensor) -> Tensor:
+        """Normalise all heads together, where that is asked for; each by itself is the kernel's business."""
+        if not self.whole or self.q_norm_D is None or self.k_norm_D is None:
+            return projected_TN
+        ops, eps = self.kernels, self.layer.eps
+        q_TN, k_TN, v_TN = torch.split(projected_TN, list(self.layer.widths), dim=1)
+        return ops.concat(
+            ops.rms_norm(q_TN, self.q_norm_D, eps), ops.rms_norm(k_TN, self.k_norm_D, eps), v_TN
+        )
 
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)

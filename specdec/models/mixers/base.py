@@ -35,6 +35,8 @@ class Step:
     memory: Memory
     rope: Rotations
     kernels: Kernels
+    embed_TD: Tensor | None = None
+    """The embeddings as they entered the stream, where a layer has a side input."""
 
     def by_group(self, run: Callable[[Group], Tensor]) -> Tensor:
         """Run an operation on each group and put the results back in packed order."""

@@ -24,6 +24,10 @@ class GatedDeltaNet(Mixer):
     value_dim: int
     conv: int
     eps: float
+    beta_scale: float = 1.0
+    """Of the write strength."""
+    apart: bool = False
+    """Queries, keys and values have projections of their own."""
 
     kind: ClassVar[str] = "gated delta net"
 
@@ -54,7 +58,9 @@ class LoadedGatedDeltaNet(LoadedMixer):
     def __init__(self, s: GatedDeltaNet, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index = kernels, place.state
         value = s.value_heads * s.value_dim
-        rows = {"in_qkv": s.channels, "in_z": value, "in_b": s.value_heads, "in_a": s.value_heads}
+        key = s.key_heads * s.key_dim
+        rows = {"in_q": key, "in_k": key, "in_v": value} if s.apart else {"in_qkv": s.channels}
+        rows |= {"in_z": value, "in_b": s.value_heads, "in_a": s.value_heads}
         # The gates stay exact: what they decide is multiplied into the state at every token.
         self.project = Linear.load(weights, kernels, rows, place.reads, exact=("in_b", "in_a"))
         self.layer = DeltaLayer(
@@ -64,6 +70,7 @@ class LoadedGatedDeltaNet(LoadedMixer):
             dt_bias_H=weights.take("dt_bias", (s.value_heads,), torch.float32),
             norm_W=weights.take("norm.weight", (s.value_dim,)),
             eps=s.eps,
+            beta_scale=s.beta_scale,
         )
         self.out = Linear.load(weights, kernels, {"out": place.writes}, value)
 

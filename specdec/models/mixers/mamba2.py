@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from specdec.models.linear import Linear
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
+
+Normed = Literal["of gated", "before gate", "none"]
+"""Where the norm of the output stands to the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,13 @@ class Mamba2(Mixer):
     eps: float
     step_limit: tuple[float, float]
     """Bounds on the discretisation step after softplus."""
+    out_bias: bool | None = None
+    """Of the last projection; None: as the first one has it."""
+    norm: Normed = "of gated"
+    wide_norm: bool = False
+    """The product with the norm's weight is rounded once, and the gate's with it."""
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
+    """Multipliers of the gate, x, B, C and dt, as the first projection gives them."""
 
     kind: ClassVar[str] = "Mamba-2"
 
@@ -63,6 +73,7 @@ class LoadedMamba2(LoadedMixer):
         self.kernels, self.index = kernels, place.state
         rows = {"in": s.inner + s.channels + s.heads}
         self.project = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
+        norm_dtype = torch.float32 if s.wide_norm else None
         self.layer = MambaLayer(
             *(s.groups, s.heads, s.state_dim, s.head_dim),
             conv_CK=load_conv(weights, s.channels, s.conv),
@@ -71,14 +82,19 @@ class LoadedMamba2(LoadedMixer):
             D_H=weights.take("D", (s.heads,), torch.float32),
             dt_bias_H=weights.take("dt_bias", (s.heads,), torch.float32),
             step_limit=s.step_limit,
-            norm_N=weights.take("norm.weight", (s.inner,)),
+            norm_N=None if s.norm == "none" else weights.take("norm.weight", (s.inner,), norm_dtype),
             eps=s.eps,
+            gate_first=s.norm == "of gated",
         )
-        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner, bias=s.bias)
+        self.scale_N = _spread(s, self.layer.D_H) if s.scales != (1.0,) * 5 else None
+        out_bias = s.bias if s.out_bias is None else s.out_bias
+        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner, bias=out_bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, memory = self.kernels, step.memory.recurrent(self.index)
         projected_TN = self.project(x_TD)
+        if self.scale_N is not None:
+            projected_TN = projected_TN * self.scale_N.to(projected_TN.dtype)
         o_TN = step.by_group(lambda group: ops.mamba(group.take(projected_TN), self.layer, memory, group))
         return self.out(o_TN)
 
@@ -86,3 +102,10 @@ class LoadedMamba2(LoadedMixer):
         own = memory.recurrent(self.index)
         k_path_BPGK = self.kernels.mamba_keys(self.layer, own, slot_B, path, length_B)
         self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)
+
+
+def _spread(s: Mamba2, like: Tensor) -> Tensor:
+    """Give each column of the projection its multiplier."""
+    shared = s.groups * s.state_dim
+    widths = (s.inner, s.inner, shared, shared, s.heads)
+    return torch.cat([like.new_full((width,), by) for width, by in zip(widths, s.scales, strict=True)])

@@ -1,0 +1,57 @@
+"""Bamba: Mamba-2 with a few attention layers, whose heads are rotated by half, and dense feed-forwards."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from specdec.models import rules, spec
+from specdec.models.blocks import MOST_LAYERS, assemble, attention, mamba2, refuse_unsupported, swiglu
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout, Rule, layer_rules
+from specdec.models.mixers import Attention
+from specdec.models.norm import Norm
+
+NAME = "bamba"
+MODEL_TYPES: tuple[str, ...] = ("bamba",)
+
+NAMES = (
+    Rule(r"norm\.weight", "~final_layernorm.weight"),
+    *layer_rules(r"ffn_norm\.weight", "pre_ff_layernorm.weight"),
+    *layer_rules(r"ffn\.(gate|up|down)\.(weight|bias)", r"feed_forward.\2_proj.\3"),
+)
+"""What it calls otherwise than most families."""
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    fields = Fields(config)
+    refuse_unsupported(fields)
+    norm = Norm(fields.number("rms_norm_eps", default=1e-5), wide=False)
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    attends = fields.integers("attn_layer_indices")
+    if not set(attends) <= set(range(count)):
+        fields.refuse("attn_layer_indices", f"numbers of layers, from 0 to {count - 1}")
+    full, mamba = _attention(fields), mamba2(fields, eps=norm.eps)
+    ffn = swiglu(fields, bias=fields.flag("mlp_bias", default=False))
+    layers = tuple(spec.Layer((full if i in attends else mamba,), ffn) for i in range(count))
+    return assemble(NAME, fields, layers, norm)
+
+
+def _attention(fields: Fields) -> Attention:
+    """Read attention; half of each head is rotated whatever the config says, as in the reference."""
+    own = attention(fields, partial=0.5)
+    assert own.rope
+    half = own.head_dim // 2
+    if half % 2:
+        fields.refuse("num_attention_heads", f"heads whose half is an even number, not {own.head_dim} wide")
+    return replace(own, rope=replace(own.rope, dim=half))
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    return Layout(
+        rules=(*NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
+        prefixes=rules.PREFIXES,
+        embedding="embed_tokens.weight",
+        ignored=rules.ignored(network),
+    )

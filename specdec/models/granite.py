@@ -1,0 +1,114 @@
+"""Granite 4: Mamba-2 and attention under multipliers, dense or with experts beside a shared one."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from specdec.models import rules, spec
+from specdec.models.blocks import (
+    FULL,
+    LINEAR,
+    MOST_LAYERS,
+    assemble,
+    attention,
+    layer_kinds,
+    mamba2,
+    refuse_unsupported,
+    swiglu,
+    top_k,
+)
+from specdec.models.feed_forward import MLP, FeedForward, MoE
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.mixers import Mixer
+from specdec.models.norm import Norm
+
+NAME = "granitemoehybrid"
+MODEL_TYPES: tuple[str, ...] = ("granitemoehybrid",)
+EXPERTS = "num_local_experts"
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    fields = Fields(config)
+    refuse_unsupported(fields)
+    fields.absent("mlp_bias", "feed-forwards without biases (false)")
+    fields.only("position_embedding_type", "rope", "nope")
+    norm = Norm(fields.number("rms_norm_eps"), wide=False)
+    kinds = layer_kinds(fields, supported=(FULL, LINEAR), interval=MOST_LAYERS + 1)
+    frame = spec.Frame(outputs=(fields.number("residual_multiplier", default=1.0),))
+    logits = fields.number("logits_scaling", default=1.0)
+    if logits == 0:
+        fields.refuse("logits_scaling", "a number other than 0")
+    ffn = _feed_forward(fields)
+    mixers: dict[str, Mixer] = {
+        FULL: attention(
+            fields,
+            partial=1.0 if fields.get("position_embedding_type") == "rope" else None,
+            scale=fields.number("attention_multiplier", default=1.0),
+        )
+    }
+    if LINEAR in kinds:
+        mixers[LINEAR] = mamba2(fields, eps=norm.eps)
+    layers = {kind: spec.Layer((own,), ffn, frame=frame, ffn_frame=frame) for kind, own in mixers.items()}
+    return assemble(
+        *(NAME, fields, tuple(layers[kind] for kind in kinds), norm),
+        embed_scale=fields.number("embedding_multiplier", default=1.0),
+        logit_scale=1 / logits,
+    )
+
+
+def _feed_forward(fields: Fields) -> FeedForward:
+    """Read the experts, which are absent where there are none, and the feed-forward of all tokens."""
+    shared = swiglu(fields, "shared_intermediate_size")
+    if not fields.integer(EXPERTS, default=8, least=0):
+        return shared
+    return MoE(
+        experts=fields.integer(EXPERTS, default=8),
+        top_k=top_k(fields, EXPERTS),
+        width=fields.integer("intermediate_size"),
+        activation="swiglu",
+        router="softmax",
+        renormalise=True,
+        shared_width=shared.width,
+        shared_gate=False,
+    )
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    return Layout(
+        rules=(
+            *rules.OUTER,
+            *rules.PRE_NORM,
+            *rules.ATTENTION,
+            *rules.MAMBA,
+            *_shared(network),
+            *layer_rules(r"ffn\.(?:shared\.)?down\.weight", "shared_mlp.output_linear.weight"),
+            *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.router.layer.weight"),
+            *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.router.weight"),
+            *layer_rules(r"ffn\.experts\.up", "block_sparse_moe.input_linear.weight"),
+            *layer_rules(r"ffn\.experts\.up", "block_sparse_moe.experts.gate_up_proj"),
+            *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.output_linear.weight"),
+            *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.experts.down_proj"),
+        ),
+        prefixes=rules.PREFIXES,
+        embedding="embed_tokens.weight",
+        ignored=rules.ignored(network),
+    )
+
+
+def _shared(network: spec.Network) -> Iterator[Rule]:
+    """Cut the projection whose rows are [gate | up]."""
+    ffn = network.layers[0].ffn
+    shared = ffn.shared if isinstance(ffn, MoE) else ffn
+    assert isinstance(shared, MLP)
+    for i, name in enumerate(("gate", "up")):
+        order = partial(torch.arange, i * shared.width, (i + 1) * shared.width)
+        yield from layer_rules(
+            rf"ffn\.(?:shared\.)?{name}\.weight",
+            "shared_mlp.input_linear.weight",
+            recipe=rows(order, 2 * shared.width),
+        )
