@@ -12,6 +12,7 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.selective_scan.layer import SelectiveLayer
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 Packed = Any
@@ -193,6 +194,33 @@ class MambaKeys(Protocol):
         path: RecordIds,
         length_B: Tensor,
     ) -> Tensor: ...
+
+
+class SelectiveScan(Protocol):
+    def __call__(
+        self,
+        x_THW: Tensor,
+        gate_THW: Tensor,
+        dt_THW: Tensor,
+        k_THK: Tensor,
+        q_THK: Tensor,
+        layer: SelectiveLayer,
+        memory: RecurrentMemory,
+        group: Group,
+        x_path_BPHW: Tensor | None,
+    ) -> Tensor: ...
+
+
+class FoldSelective(Protocol):
+    def __call__(
+        self,
+        layer: SelectiveLayer,
+        memory: RecurrentMemory,
+        slot_B: Tensor,
+        path: RecordIds,
+        length_B: Tensor,
+        x_path_BPHW: Tensor,
+    ) -> None: ...
 
 
 class Swiglu(Protocol):

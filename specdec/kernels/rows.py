@@ -47,6 +47,15 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def find_parents(ancestors_BMM: Tensor) -> Tensor:
+    """Return what each node goes on from: 0, the row's own state, or i + 1 for the one after node i.
+
+    Nodes stand in topological order, so the parent is the last ancestor.
+    """
+    number_M = torch.arange(1, ancestors_BMM.shape[2] + 1, device=ancestors_BMM.device)
+    return (ancestors_BMM.tril(-1) * number_M).amax(-1)
+
+
 def trim_path(path: RecordIds, length_B: Tensor) -> tuple[RecordIds, Tensor | None]:
     """Cut the path to the longest row; return a mask [B, N] of what is padding, None where nothing is.
 

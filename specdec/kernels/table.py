@@ -34,6 +34,8 @@ class Kernels:
     path_keys: op.PathKeys
     mamba: op.Mamba
     mamba_keys: op.MambaKeys
+    selective_scan: op.SelectiveScan
+    fold_selective: op.FoldSelective
     swiglu: op.Swiglu
     relu2: op.Relu2
     add_gated: op.AddGated
@@ -59,8 +61,8 @@ class Kernels:
 OPERATIONS = tuple(field.name for field in fields(Kernels) if field.name != "name")
 
 _FOLDERS = (
-    *("linear", "gather", "norm", "rope", "attention", "conv", "recurrence", "ffn", "moe"),
-    *("sampling", "tree"),
+    *("linear", "gather", "norm", "rope", "attention", "conv", "recurrence", "selective_scan"),
+    *("ffn", "moe", "sampling", "tree"),
 )
 _COMPOSED = ("self_attention", "delta_net", "mamba")
 _REFERENCE, _CPU = (
@@ -74,9 +76,11 @@ _NATIVE = (
     *("native.linear", "native.gather", "native.pointwise", "native.moe", "native.attention"),
     "native.sampling",
     *("native.recurrent:DELTA_NET", "native.recurrent:MAMBA", "native.recurrent"),
+    "native.selective",
 )
 _TRITON = (
     *("linear", "ffn", "routing", "moe", "norm", "sampling", "tree", "kv_cache", "conv", "recurrence"),
+    "selective_scan",
     *_COMPOSED,
 )
 

@@ -120,11 +120,11 @@ def make_memory(layer: Layer, slots: Sequence[int], seed: int = 0) -> RecurrentM
     """Fill the states and windows of `slots` with noise; everything else, records included, is NaN."""
     inputs = layer.taps - 1
     memory = RecurrentMemory(
-        _poisoned((SLABS,), (layer.heads, layer.key, layer.value), layer.dtype),
-        _poisoned((SLABS,), (inputs, layer.channels), layer.dtype),
-        _poisoned((SLABS, PLACES), (layer.heads, layer.value), layer.dtype),
-        _poisoned((SLABS, PLACES), (layer.heads,), layer.dtype),
-        _poisoned((SLABS, PLACES), (layer.channels,), layer.dtype),
+        poisoned((SLABS,), (layer.heads, layer.key, layer.value), layer.dtype),
+        poisoned((SLABS,), (inputs, layer.channels), layer.dtype),
+        poisoned((SLABS, PLACES), (layer.heads, layer.value), layer.dtype),
+        poisoned((SLABS, PLACES), (layer.heads,), layer.dtype),
+        poisoned((SLABS, PLACES), (layer.channels,), layer.dtype),
     )
     generator = torch.Generator().manual_seed(seed)
     for view in (memory.state_SHKW, memory.window_SIC):
@@ -147,7 +147,7 @@ def assert_same_memory(actual: RecurrentMemory, expected: RecurrentMemory, toler
         assert same, f"{name} differs"
 
 
-def _poisoned(outer: tuple[int, ...], inner: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def poisoned(outer: tuple[int, ...], inner: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Make a view [*outer, *inner] whose inner parts are dense and stand apart."""
     dense, apart = [1], [torch.Size(inner).numel() + 3]
     for length in reversed(inner[1:]):

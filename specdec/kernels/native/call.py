@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecurrentMemory
-from specdec.kernels.native.compiled import compiled
+from specdec.kernels.native.compiled import MOST, compiled
 from specdec.kernels.native.signatures import ARGUMENTS, KINDS, SUFFIX, Count, Pointer
 
 TOKENS = 8192
@@ -82,6 +82,12 @@ def pointer(x: Tensor | None) -> int | None:
 def path_width(group: Group) -> int:
     """Return the longest possible length of a pending path."""
     return 0 if group.path is None else group.path.slab_BN.shape[1]
+
+
+def has_room(group: Group) -> bool:
+    """Tell whether a thread's stack holds what is undecided."""
+    undecided = group.record is not None or group.snapshot_BM is not None
+    return path_width(group) <= MOST and not (undecided and group.width > MOST)
 
 
 def ids(group: Group) -> tuple[int | None, ...]:

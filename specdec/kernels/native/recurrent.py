@@ -10,7 +10,7 @@ from specdec.kernels.gates import cpu as gates
 from specdec.kernels.gates.cpu import delta_gates
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.composed import ComposedMamba
-from specdec.kernels.native.call import TOKENS, function, ids, path_width, pointer, records_of, serves
+from specdec.kernels.native.call import TOKENS, function, has_room, ids, pointer, records_of, serves
 from specdec.kernels.native.compiled import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.native.signatures import SUFFIX
@@ -87,7 +87,7 @@ def scan_window(
     """Run the recurrence over narrow windows of any number of rows, in float32."""
     state = memory.state_SHKW
     fits = state.dtype == q_TGK.dtype == v_THW.dtype == torch.float32 and state.is_cpu
-    if not fits or group.width > TOKENS or not _has_room(group):
+    if not fits or group.width > TOKENS or not has_room(group):
         return recurrence.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     out_THW = torch.empty(v_THW.shape, dtype=torch.float32)
     q_TGK, k_TGK, v_THW, decay_TH = (x.contiguous() for x in (q_TGK, k_TGK, v_THW, decay_TH))
@@ -152,7 +152,7 @@ def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
     """Run a gated delta net between its projections, in one call where the step is narrow."""
-    fits = memory.state_SHKW.dtype == torch.float32 and _has_room(group)
+    fits = memory.state_SHKW.dtype == torch.float32 and has_room(group)
     if not serves(projected_TN) or not fits:
         return DELTA_NET.delta_net(projected_TN, layer, memory, group)
     tokens = projected_TN.shape[0]
@@ -209,8 +209,3 @@ def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
     """Return the sizes of a layer's states, and say where they and its records lie."""
     state = memory.state_SHKW
     return *state.shape[1:], state.data_ptr(), state.stride(0), slot_B.data_ptr(), records_of(memory)
-
-
-def _has_room(group: Group) -> bool:
-    undecided = group.record is not None or group.snapshot_BM is not None
-    return path_width(group) <= MOST and not (undecided and group.width > MOST)

@@ -32,6 +32,7 @@ ARGUMENTS = {
     "append": "pp nnn nn p nn n p n p",
     "scan_window": "ppppp p nnnnnn p n p p p ppp n ppp p",
     "delta_net": "p nn nnnn n ppp f p n p p nn ppp n ppp p p n p p p f p",
+    "selective_scan": "pn pn pn pp ppp p nnnnn p n p p p ppp n ppp p",
     "move": "p nn nn p nn pp n",
     "tensor_op": "p",
     "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f p",

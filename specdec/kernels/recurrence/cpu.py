@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.conv.cpu import fold_window
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.recurrence.states import States, Update
-from specdec.kernels.rows import cast, locate_records, trim_path, write
+from specdec.kernels.rows import cast, find_parents, locate_records, trim_path, write
 
 CHUNK = 64
 """Tokens of a chain that are solved at once."""
@@ -175,13 +175,11 @@ def _snapshots(
 
 def _sources(snapshot_BM: Tensor, group: Group) -> Tensor:
     """Return the state slot that each node starts from: the row's own, or the snapshot of its parent."""
-    width, device = group.width, snapshot_BM.device
     if group.ancestors_BMM is None:
         return torch.cat([group.state_B[:, None], snapshot_BM[:, :-1]], dim=1)
-    # Nodes stand in topological order, so the parent is the last ancestor; 0 stands for the row's own state.
-    number_M = torch.arange(1, width + 1, device=device)
-    parent_BM = (group.ancestors_BMM.tril(-1) * number_M).amax(-1)
-    return torch.cat([group.state_B[:, None], snapshot_BM], dim=1).gather(1, parent_BM)
+    return torch.cat([group.state_B[:, None], snapshot_BM], dim=1).gather(
+        1, find_parents(group.ancestors_BMM)
+    )
 
 
 def _extend(tokens: Tokens, states: States) -> Tensor:

@@ -36,7 +36,7 @@ def scan_window(
         committed_HKW = memory.state_SHKW[group.state_B[b]].clone()
         state_HKW: list[Tensor] = []
         for i in range(group.width):
-            t, parent = b * group.width + i, _parent(group, b, i)
+            t, parent = b * group.width + i, parent_of(group, b, i)
             q_HK, k_HK = _per_head(q_TGK[t].to(dtype), heads), _per_head(k_TGK[t].to(dtype), heads)
             decay_H = decay_TH[t].to(dtype)
             before_HKW = committed_HKW if parent < 0 else state_HKW[parent]
@@ -81,7 +81,7 @@ def fold_state(
             memory.state_SHKW[slot] = decayed_HKW + k_HK[:, :, None] * u_HW[:, None, :]
 
 
-def _parent(group: Group, b: int, i: int) -> int:
+def parent_of(group: Group, b: int, i: int) -> int:
     """Return the nearest ancestor; nodes stand in topological order, so it is the last one before i."""
     if group.ancestors_BMM is None:
         return i - 1
