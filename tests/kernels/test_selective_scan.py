@@ -11,8 +11,9 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native import selective as native
 from specdec.kernels.native.compiled import compiled
-from specdec.kernels.selective_scan import cpu, reference
+from specdec.kernels.selective_scan import cpu, reference, triton
 from specdec.kernels.selective_scan.layer import SelectiveLayer
+from tests.kernels.interpreter import poison
 from tests.kernels.trees import (
     PLACES,
     SLABS,
@@ -34,6 +35,11 @@ from tests.tolerances import KERNEL_FLOAT32, KERNEL_FLOAT64
 SLOTS = {1: (4,), 3: (7, 2, 5)}
 FORMS = [reference, cpu]
 in_c = pytest.param(native, marks=pytest.mark.skipif(compiled() is None, reason="there are no C forms"))
+
+
+@pytest.fixture(autouse=True)
+def outputs_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
 
 
 @dataclass(frozen=True)
@@ -124,13 +130,13 @@ def compare(
 WINDOWS = [("chain", 1), ("chain", 7), ("star", 7), ("random", 16), ("random", 63)]
 
 
-@pytest.mark.parametrize("form", [cpu, in_c])
+@pytest.mark.parametrize("form", [cpu, in_c, triton])
 @pytest.mark.parametrize("kept", ["record", "snapshot", "certain"])
 @pytest.mark.parametrize(("kind", "width"), WINDOWS)
 def test_a_window_equals_the_specification(form: Any, kept: str, kind: str, width: int) -> None:
-    """One row or three, clean or with a pending path, one head or several, odd sizes, columns of a projection."""
-    if kept == "snapshot" and width > 9:
-        width = 9  # the memory has a slot for each
+    """One row or three, clean or with a pending path, one head or several, inputs that stand apart."""
+    if kept == "snapshot" or form is triton:
+        width = min(width, 9)  # the memory has a slot for each; the interpreter is slow
     rows, ratio = 1 + 2 * (width % 2), width % 3
     dtype = torch.float64 if form is cpu else torch.float32
     layer = Layer(heads=1 + ratio, key=3 + width % 5, value=33 + ratio if ratio else 64, dtype=dtype)
@@ -153,11 +159,11 @@ def test_a_window_equals_the_specification(form: Any, kept: str, kind: str, widt
     compare(form, layer, group, memory, x_path, tokens)
 
 
-@pytest.mark.parametrize("form", [*FORMS, in_c])
+@pytest.mark.parametrize("form", [*FORMS, in_c, triton])
 @pytest.mark.parametrize("node", [0, 3, 6])
 def test_promoting_a_node_equals_feeding_its_path(form: Any, node: int) -> None:
     """Take back all but one path of a tree: later outputs and states are those of certain tokens."""
-    layer = Layer(heads=2, value=5, dtype=torch.float32 if form is native else torch.float64)
+    layer = Layer(heads=2, value=5, dtype=torch.float64 if form in FORMS else torch.float32)
     tree, weights = random_tree(7, seed=node), weights_of(layer)
     tokens, following = draw_tokens(layer, 7), draw_tokens(layer, 3, seed=2)
     path, records = path_to(tree, node), scattered(1, 7, seed=1)
@@ -171,7 +177,7 @@ def test_promoting_a_node_equals_feeding_its_path(form: Any, node: int) -> None:
     assert group.path and group.path_length_B is not None
     form.fold_selective(weights, folded, group.state_B, group.path, group.path_length_B, x_path)
     own = run(form, tokens.pick(path), weights, fed, build_group([chain(len(path))], SLOTS[1]))
-    tolerance = KERNEL_FLOAT32 if form is native else KERNEL_FLOAT64
+    tolerance = KERNEL_FLOAT64 if form in FORMS else KERNEL_FLOAT32
     torch.testing.assert_close(folded.state_SHKW[4], fed.state_SHKW[4], rtol=tolerance, atol=tolerance)
     expected = run(form, following, weights, fed, build_group([chain(3)], SLOTS[1]))
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -205,3 +211,16 @@ def test_a_siblings_state_is_noticed() -> None:
     wrong = replace(right, ancestors_BMM=None, tap_BMC=None)
     outs = [run(cpu, tokens, weights, memory_of(layer, SLOTS[1]), group) for group in (right, wrong)]
     assert not torch.allclose(*outs)
+
+
+def test_the_dummy_row_changes_nothing_and_gives_zero() -> None:
+    """On a GPU it stands in slot 0; all that it is given may be NaN."""
+    layer = Layer(heads=1, value=70, dtype=torch.float32)
+    weights, own = weights_of(layer), draw_tokens(layer, 3)
+    tokens = Tokens(*(torch.cat([x, torch.full_like(x, torch.nan)]) for x in vars(own).values()))
+    memory, expected = memory_of(layer, SLOTS[1]), memory_of(layer, SLOTS[1])
+    out = run(triton, tokens, weights, memory, build_group([chain(3)] * 2, (4, 0)))
+    alone = run(reference, own, weights, expected, build_group([chain(3)], SLOTS[1]))
+    assert torch.equal(out[3:], torch.zeros_like(out[3:]))
+    torch.testing.assert_close(out[:3], alone, rtol=KERNEL_FLOAT32, atol=KERNEL_FLOAT32)
+    assert_same_memory(memory, expected, KERNEL_FLOAT32)

@@ -1,8 +1,8 @@
 """Mamba-1's recurrence one token at a time, every node with a whole state of its own.
 
 S_t[k, w] = e^{A[k, w] Δ_t[w]} S_p[k, w] + k_t[k] Δ_t[w] x_t[w], Δ = softplus(dt + bias), p the parent of t;
-what comes out is (S_tᵀ q_t + D x_t) silu(z_t). The decay is a function of Δ, and A is a weight: a record holds
-Δ where others hold what they write, and the key where they hold decays. The convolution makes x again.
+what comes out is (S_tᵀ q_t + D x_t) silu(z_t). The decay is a function of Δ, and A is a weight: a record
+holds Δ where others hold what they write, and the key where they hold decays. The convolution makes x again.
 """
 
 import torch

@@ -1,14 +1,200 @@
-"""Mamba-1's recurrence over a window, a tile of channels at a time: the state of a chain stays on the chip."""
+"""Mamba-1's recurrence over a window, some channels at a time: the state of a chain stays on the chip.
+
+A node that does not follow on the one before it takes its parent's state from memory, where a state is left
+that has such a node: in its snapshot, or in memory that this window has for itself.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.conv.triton import fold_window
+from specdec.kernels.conv.triton import fold_window, record_ids
 from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.pending.triton import inside, path_arguments
 from specdec.kernels.selective_scan.layer import SelectiveLayer
 
-CHANNELS = 64
-"""Of a tile."""
+COLUMNS = 64
+"""Of a state, in one program: 16 keys of them are 32 numbers a lane."""
+
+
+def selective_scan(
+    x_THW: Tensor,
+    gate_THW: Tensor,
+    dt_THW: Tensor,
+    k_THK: Tensor,
+    q_THK: Tensor,
+    layer: SelectiveLayer,
+    memory: RecurrentMemory,
+    group: Group,
+    x_path_BPHW: Tensor | None,
+) -> Tensor:
+    """Read the state after each node with its query, add the skip and gate it, in the dtype of `x`.
+
+    Mutates `memory` as the specification does. Slot 0, the dummy row's, stays as it is, and so do its
+    records; its outputs are zero.
+    """
+    assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
+    state, (heads, columns), size = memory.state_SHKW, x_THW.shape[1:], k_THK.shape[2]
+    x_THW, gate_THW, dt_THW = (
+        x if x.stride()[1:] == (columns, 1) else x.contiguous() for x in (x_THW, gate_THW, dt_THW)
+    )
+    out_THW = torch.empty(x_THW.shape, dtype=x_THW.dtype, device=x_THW.device)
+    above = spare = None
+    if group.ancestors_BMM is not None:
+        above = group.ancestors_BMM.contiguous().view(torch.uint8)
+        if group.snapshot_BM is None:
+            spare = state.new_empty(group.rows * group.width, heads, size, columns)
+    _window[(triton.cdiv(columns, COLUMNS), heads, group.rows)](
+        *(x_THW, x_THW.stride(0), gate_THW, gate_THW.stride(0), dt_THW, dt_THW.stride(0)),
+        *(k_THK.contiguous(), q_THK.contiguous(), layer.A_HKW, layer.D_HW, layer.dt_bias_HW, out_THW),
+        *(state, state.stride(0), group.state_B),
+        **path_arguments(memory, group.path, group.path_length_B, x_path_BPHW),
+        **dict(zip(("record_slab", "record_place"), record_ids(group.record), strict=True)),
+        snapshots=group.snapshot_BM,
+        above=above,
+        spare=spare,
+        M=group.width,
+        H=heads,
+        K=size,
+        W=columns,
+        BK=triton.next_power_of_2(size),
+        BW=COLUMNS,
+        num_warps=1,
+    )
+    return out_THW
+
+
+def fold_selective(
+    layer: SelectiveLayer,
+    memory: RecurrentMemory,
+    slot_B: Tensor,
+    path: RecordIds,
+    length_B: Tensor,
+    x_path_BPHW: Tensor,
+) -> None:
+    """Bring states and windows up to date with their paths, in place: what a row has committed."""
+    fold_window(memory, slot_B, path, length_B)
+    state = memory.state_SHKW
+    _, heads, size, columns = state.shape
+    _fold[(triton.cdiv(columns, COLUMNS), heads, len(slot_B))](
+        *(layer.A_HKW, state, state.stride(0), slot_B),
+        **path_arguments(memory, path, length_B, x_path_BPHW),
+        H=heads,
+        K=size,
+        W=columns,
+        BK=triton.next_power_of_2(size),
+        BW=COLUMNS,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _along_path(
+    s, rate, inputs, path_slab, path_place, length, steps, step_by_slab, step_by_place, keys, key_by_slab,
+    key_by_place, i, w, in_k, in_w, HW: tl.constexpr,
+):  # fmt: skip
+    """Return a block of a state after its row's path; pointers are the head's and the block's own."""
+    for n in range(0, length):
+        slab, place = tl.load(path_slab + n), tl.load(path_place + n)
+        step = tl.load(steps + slab * step_by_slab + place * step_by_place + w, mask=in_w, other=0.0)
+        k = tl.load(keys + slab * key_by_slab + place * key_by_place + i, mask=in_k, other=0.0)
+        x = tl.load(inputs + n * HW + w, mask=in_w, other=0.0).to(tl.float32)
+        s = s * tl.exp(rate * step[None, :]) + k[:, None] * (step * x)[None, :]
+    return s
+
+
+@triton.jit(do_not_specialize=["P", "M"])
+def _window(
+    x, x_by_token, gate, gate_by_token, dt, dt_by_token, k, q, A, D, bias, out, state, state_by_slot, slots,
+    keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place,
+    decays, decay_by_slab, decay_by_place, record_slab, record_place, snapshots, above, spare, M,
+    H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i, w = tl.arange(0, BK), tl.arange(0, BW)
+    in_k, in_w = i < K, inside(w, first, W, BW)
+    in_state, own = in_k[:, None] & in_w[None, :], h * W + first
+    within = h * K * W + first + i[:, None] * W + w[None, :]
+    slot = tl.load(slots + b)
+    out += b * M * H * W + own + w
+    if slot == 0:
+        for m in range(M):
+            tl.store(out + m * H * W, tl.zeros((BW,), out.dtype.element_ty), mask=in_w)
+        return
+    home = state + slot * state_by_slot + within
+    s = tl.load(home, mask=in_state, other=0.0)
+    rate = tl.load(A + within, mask=in_state, other=0.0)
+    skip = tl.load(D + own + w, mask=in_w, other=0.0)
+    offset = tl.load(bias + own + w, mask=in_w, other=0.0)
+    update += own
+    decays += h * K
+    if path_slab is not None:
+        length = tl.load(path_length + b)
+        s = _along_path(s, rate, keys + b * P * H * W + own, path_slab + b * P, path_place + b * P, length,
+                        update, update_by_slab, update_by_place, decays, decay_by_slab, decay_by_place, i, w,
+                        in_k, in_w, H * W)  # fmt: skip
+        if record_slab is not None and length > 0:
+            tl.store(home, s, mask=in_state)
+    if above is not None:
+        root = s
+    for m in range(M):
+        token = b * M + m
+        if above is not None:
+            parent = m * 0 - 1
+            for j in range(m):  # Nodes stand in topological order: the parent is the last ancestor.
+                parent = tl.where(tl.load(above + token * M + j) != 0, j, parent)
+            if parent < 0:
+                s = root
+            elif parent < m - 1:
+                tl.debug_barrier()  # The parent's state was stored by all threads.
+                if snapshots is not None:
+                    source = tl.load(snapshots + b * M + parent)
+                    s = tl.load(state + source * state_by_slot + within, mask=in_state, other=0.0)
+                else:
+                    source = (b * M + parent) * (H * K * W)
+                    s = tl.load(spare + source + within, mask=in_state, other=0.0)
+        x_m = tl.load(x + token * x_by_token + own + w, mask=in_w, other=0.0).to(tl.float32)
+        z = tl.load(gate + token * gate_by_token + own + w, mask=in_w, other=0.0).to(tl.float32)
+        raw = tl.load(dt + token * dt_by_token + own + w, mask=in_w, other=0.0).to(tl.float32)
+        k_m = tl.load(k + (token * H + h) * K + i, mask=in_k, other=0.0).to(tl.float32)
+        q_m = tl.load(q + (token * H + h) * K + i, mask=in_k, other=0.0).to(tl.float32)
+        step = softplus(raw + offset)
+        s = s * tl.exp(rate * step[None, :]) + k_m[:, None] * (step * x_m)[None, :]
+        o = tl.sum(q_m[:, None] * s, 0) + skip * x_m
+        tl.store(out + m * H * W, (o * (z / (1.0 + tl.exp(-z)))).to(out.dtype.element_ty), mask=in_w)
+        if snapshots is not None:
+            tl.store(state + tl.load(snapshots + token) * state_by_slot + within, s, mask=in_state)
+        elif above is not None:
+            tl.store(spare + token * (H * K * W) + within, s, mask=in_state)
+        if record_slab is not None:
+            slab, place = tl.load(record_slab + token), tl.load(record_place + token)
+            tl.store(update + slab * update_by_slab + place * update_by_place + w, step, mask=in_w)
+            if first == 0:
+                tl.store(decays + slab * decay_by_slab + place * decay_by_place + i, k_m, mask=in_k)
+    if record_slab is None and snapshots is None:
+        tl.store(home, s, mask=in_state)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _fold(
+    A, state, state_by_slot, slots, keys, path_slab, path_place, path_length, P, update, update_by_slab,
+    update_by_place, decays, decay_by_slab, decay_by_place, H: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i, w = tl.arange(0, BK), tl.arange(0, BW)
+    in_k, in_w = i < K, inside(w, first, W, BW)
+    slot = tl.load(slots + b)
+    length = tl.load(path_length + b)
+    if slot != 0 and length > 0:
+        own, in_state = h * W + first, in_k[:, None] & in_w[None, :]
+        within = h * K * W + first + i[:, None] * W + w[None, :]
+        at = state + slot * state_by_slot + within
+        s = tl.load(at, mask=in_state, other=0.0)
+        rate = tl.load(A + within, mask=in_state, other=0.0)
+        s = _along_path(s, rate, keys + b * P * H * W + own, path_slab + b * P, path_place + b * P, length,
+                        update + own, update_by_slab, update_by_place, decays + h * K, decay_by_slab,
+                        decay_by_place, i, w, in_k, in_w, H * W)  # fmt: skip
+        tl.store(at, s, mask=in_state)
