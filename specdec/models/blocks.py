@@ -136,6 +136,13 @@ def mamba2(fields: Fields, *, eps: float, inner: int | None = None) -> Mamba2:
     )
 
 
+def step_rank(fields: Fields, name: str) -> int:
+    """Read the width that Mamba-1's step sizes are made from."""
+    if fields.get(name) in (None, "auto"):
+        return -(-fields.integer("hidden_size") // 16)
+    return fields.integer(name)
+
+
 def step_limit(fields: Fields) -> tuple[float, float]:
     """Read the bounds of Mamba-2's step size."""
     bounds = fields.get("time_step_limit")

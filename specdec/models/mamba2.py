@@ -55,21 +55,20 @@ def _mixer(fields: Fields, eps: float) -> Mamba2:
     )
 
 
+NAMES = (
+    Rule(r"embed\.weight", "~embeddings.weight"),
+    Rule(r"embed\.weight", "~embedding.weight"),
+    Rule(r"norm\.weight", "~norm_f.weight"),
+    Rule(r"head\.weight", "lm_head.weight"),
+    *layer_rules(r"mixer_norm\.weight", "norm.weight"),
+    *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mixer.\2_proj.\3"),
+    *layer_rules(r"mixer\.conv\.weight", "mixer.conv1d.weight", recipe=squeeze_conv),
+    *layer_rules(r"mixer\.conv\.bias", "mixer.conv1d.bias"),
+    *layer_rules(r"mixer\.(A_log|D|dt_bias|norm\.weight)", r"mixer.\2"),
+)
+PREFIXES = ("backbone.", "model.", "")
+
+
 def layout(network: spec.Network) -> Layout:
     """Say where the tensors lie."""
-    return Layout(
-        rules=(
-            Rule(r"embed\.weight", "~embeddings.weight"),
-            Rule(r"embed\.weight", "~embedding.weight"),
-            Rule(r"norm\.weight", "~norm_f.weight"),
-            Rule(r"head\.weight", "lm_head.weight"),
-            *layer_rules(r"mixer_norm\.weight", "norm.weight"),
-            *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mixer.\2_proj.\3"),
-            *layer_rules(r"mixer\.conv\.weight", "mixer.conv1d.weight", recipe=squeeze_conv),
-            *layer_rules(r"mixer\.conv\.bias", "mixer.conv1d.bias"),
-            *layer_rules(r"mixer\.(A_log|D|dt_bias|norm\.weight)", r"mixer.\2"),
-        ),
-        prefixes=("backbone.", "model.", ""),
-        embedding="embeddings.weight",
-        ignored=rules.ignored(network),
-    )
+    return Layout(NAMES, PREFIXES, "embeddings.weight", ignored=rules.ignored(network))

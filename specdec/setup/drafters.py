@@ -117,7 +117,10 @@ def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
     return RoundedDrafter(beside.copy, beside.arena, rank, device)
 
 
-HEADLESS = ("qwen3", "granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1")
+HEADLESS = (
+    *("qwen3", "granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1"),
+    *("mamba", "jamba"),
+)
 """Families whose checkpoints hold no multi-token head."""
 
 DRAFTERS: dict[str, DrafterSpec] = {

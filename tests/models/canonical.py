@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, MoE
-from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba1, Mamba2
 
 
 def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -25,7 +25,7 @@ def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[
 
 
 def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba2: _mamba}
+    parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba1: _mamba1, Mamba2: _mamba}
     for i, mixer in enumerate(layer.mixers):
         for name, shape in parts[type(mixer)](mixer, width).items():
             yield f"{at}.mixer{i + 1 if i else ''}.{name}", shape
@@ -69,6 +69,24 @@ def _delta_net(m: GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _mamba1(m: Mamba1, width: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "in.weight": (2 * m.inner, width),
+        "conv.weight": (m.inner, m.conv),
+        "x.weight": (sum(m.selected.values()), m.inner),
+        "dt.weight": (m.inner, m.rank),
+        "dt_bias": (m.inner,),
+        "A_log": (m.inner, m.state_dim),
+        "D": (m.inner,),
+        "out.weight": (width, m.inner),
+    }
+    if m.norms == "weighted":
+        shapes |= {f"{name}_norm.weight": (size,) for name, size in m.selected.items()}
+    if m.conv_bias:
+        shapes["conv.bias"] = (m.inner,)
+    return shapes | ({"in.bias": (2 * m.inner,), "out.bias": (width,)} if m.bias else {})
+
+
 def _mamba(m: Mamba2, width: int) -> dict[str, tuple[int, ...]]:
     inner = m.heads * m.head_dim
     channels = inner + 2 * m.groups * m.state_dim
@@ -105,6 +123,6 @@ def _experts(f: MoE, width: int) -> dict[str, tuple[int, ...]]:
         shapes["router.correction"] = (f.experts,)
     if f.latent:
         shapes |= {"latent_in.weight": (inner, width), "latent_out.weight": (width, inner)}
-    shared = _dense(MLP(f.shared_width, f.activation), width)
+    shared = _dense(f.shared, width) if f.shared else {}
     shapes |= {f"shared.{name}": shape for name, shape in shared.items()}
     return shapes | ({"shared_gate.weight": (1, width)} if f.shared_gate else {})

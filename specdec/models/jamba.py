@@ -1,0 +1,102 @@
+"""Jamba: Mamba-1 with a few attention layers without positions, dense feed-forwards and experts in turn."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec.models import bamba, rules, spec
+from specdec.models.blocks import (
+    MOST_LAYERS,
+    assemble,
+    attention,
+    refuse_unsupported,
+    step_rank,
+    swiglu,
+    top_k,
+)
+from specdec.models.feed_forward import MoE
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout, layer_rules, stack
+from specdec.models.mixers import Mamba1
+from specdec.models.norm import Norm
+
+NAME = "jamba"
+MODEL_TYPES: tuple[str, ...] = ("jamba",)
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    fields = Fields(config)
+    refuse_unsupported(fields)
+    norm = Norm(fields.number("rms_norm_eps", default=1e-6), wide=False)
+    attends, expert = _every(fields, "attn", 8, 4), _every(fields, "expert", 2, 1)
+    full, mamba, dense = attention(fields, partial=None), _mamba(fields, norm.eps), swiglu(fields)
+    experts = _experts(fields) or dense
+    layers = (
+        spec.Layer((full if attends(i) else mamba,), experts if expert(i) else dense)
+        for i in range(fields.integer("num_hidden_layers", most=MOST_LAYERS))
+    )
+    return assemble(NAME, fields, tuple(layers), norm)
+
+
+def _every(fields: Fields, kind: str, period: int, offset: int) -> Callable[[int], bool]:
+    """Read which layers are of a kind, one in so many."""
+    period = fields.integer(f"{kind}_layer_period", default=period)
+    offset = fields.integer(f"{kind}_layer_offset", default=offset, least=0)
+    if offset >= period:
+        fields.refuse(f"{kind}_layer_offset", f"a number below {kind}_layer_period ({period})")
+    return lambda layer: layer % period == offset
+
+
+def _mamba(fields: Fields, eps: float) -> Mamba1:
+    return Mamba1(
+        inner=fields.integer("mamba_expand", default=2) * fields.integer("hidden_size"),
+        state_dim=fields.integer("mamba_d_state", default=16, least=2),
+        rank=step_rank(fields, "mamba_dt_rank"),
+        conv=fields.integer("mamba_d_conv", default=4),
+        conv_bias=fields.flag("mamba_conv_bias", default=True),
+        bias=fields.flag("mamba_proj_bias", default=False),
+        norms="weighted",
+        eps=eps,
+    )
+
+
+def _experts(fields: Fields) -> MoE | None:
+    """Read experts whose shares are not renormalised; a single one is a dense feed-forward."""
+    names = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    if fields.integer(names, default=16) == 1:
+        return None
+    return MoE(
+        experts=fields.integer(names, default=16),
+        top_k=top_k(fields, names),
+        width=fields.integer("intermediate_size"),
+        activation="swiglu",
+        router="softmax",
+        renormalise=False,
+        shared_width=0,
+        shared_gate=False,
+    )
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    own = (
+        *layer_rules(r"mixer\.(x|dt)\.weight", r"mamba.\2_proj.weight"),
+        *layer_rules(r"mixer\.dt_bias", "mamba.dt_proj.bias"),
+        *layer_rules(r"mixer\.(dt|b|c)_norm\.weight", r"mamba.\2_layernorm.weight"),
+        *layer_rules(r"ffn\.router\.weight", "feed_forward.router.weight"),
+        *layer_rules(r"ffn\.experts\.up", "feed_forward.experts.gate_up_proj"),
+        *layer_rules(r"ffn\.experts\.down", "feed_forward.experts.down_proj"),
+        *layer_rules(
+            r"ffn\.experts\.up",
+            "feed_forward.experts.{e}.gate_proj.weight",
+            "feed_forward.experts.{e}.up_proj.weight",
+            recipe=stack,
+        ),
+        *layer_rules(r"ffn\.experts\.down", "feed_forward.experts.{e}.down_proj.weight", recipe=stack),
+    )
+    return Layout(
+        rules=(*own, *bamba.NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
+        prefixes=rules.PREFIXES,
+        embedding="embed_tokens.weight",
+        ignored=rules.ignored(network),
+    )

@@ -1,0 +1,57 @@
+"""Mamba and Falcon-Mamba: mixers alone, in a residual stream that is kept in float32."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.models import mamba2, rules, spec
+from specdec.models.blocks import MOST_LAYERS, assemble, model_type, refuse_unsupported, step_rank
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout, layer_rules
+from specdec.models.mixers import Mamba1
+from specdec.models.norm import Norm
+
+NAME = "mamba"
+FALCON = "falcon_mamba"
+MODEL_TYPES: tuple[str, ...] = (NAME, FALCON)
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    fields = Fields(config)
+    refuse_unsupported(fields)
+    fields.absent("ssm_cfg", "a config as transformers writes it (convert the checkpoint)")
+    norm = Norm(fields.number("layer_norm_epsilon", default=1e-5), wide=False)
+    layer = spec.Layer((_mixer(fields),), None)
+    return assemble(
+        *(NAME, fields, (layer,) * fields.integer("num_hidden_layers", most=MOST_LAYERS), norm),
+        tied=True,
+        max_length=mamba2.UNBOUNDED,
+        wide_residual=fields.flag("residual_in_fp32", default=True),
+    )
+
+
+def _mixer(fields: Fields) -> Mamba1:
+    """Read the mixer; Falcon's normalises without weights what decays, keys and queries are made of."""
+    fields.only("hidden_act", "silu")
+    return Mamba1(
+        inner=fields.integer(
+            "intermediate_size",
+            default=fields.integer("expand", default=2) * fields.integer("hidden_size"),
+        ),
+        state_dim=fields.integer("state_size", default=16, least=2),
+        rank=step_rank(fields, "time_step_rank"),
+        conv=fields.integer("conv_kernel", default=4),
+        conv_bias=fields.flag("use_conv_bias", default=True),
+        bias=fields.flag("use_bias", default=False),
+        norms="bare" if model_type(fields) == FALCON else "",
+        eps=fields.number("mixer_rms_eps", default=1e-6),
+    )
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    own = (
+        *layer_rules(r"mixer\.(x|dt)\.weight", r"mixer.\2_proj.weight"),
+        *layer_rules(r"mixer\.dt_bias", "mixer.dt_proj.bias"),
+    )
+    return Layout((*own, *mamba2.NAMES), mamba2.PREFIXES, "embeddings.weight", ignored=rules.ignored(network))
