@@ -44,6 +44,32 @@ def _qwen3_5(
     }
 
 
+def _jamba(hidden: int, layers: int, *, heads: int, **other: object) -> dict[str, Any]:
+    """Fill in what Jamba's sizes share: seven mixers of Mamba-1 to one attention."""
+    return {
+        "model_type": "jamba",
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_dt_rank": hidden // 16,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        **other,
+    }
+
+
 _SMALL = _qwen3_5(
     1024, 24, heads=8, kv_heads=2, value_heads=16, intermediate_size=3584, tie_word_embeddings=True
 )
@@ -165,6 +191,25 @@ SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
             "eos_token_id": None,
         },
         # Its multipliers are ours: they cost the same whatever they are.
+        "falcon-mamba-7b": {
+            "model_type": "falcon_mamba",
+            "dtype": "bfloat16",
+            "vocab_size": 65024,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "state_size": 16,
+            "intermediate_size": 8192,
+            "time_step_rank": 256,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "layer_norm_epsilon": 1e-5,
+            "mixer_rms_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "eos_token_id": None,
+        },
+        "jamba-mini": _jamba(4096, 32, heads=32, intermediate_size=14336, num_experts=16, vocab_size=65536),
+        # Ours: what a CPU holds of it, without experts.
+        "jamba-0.4b": _jamba(1024, 20, heads=8, intermediate_size=3584, num_experts=1, vocab_size=32768),
         "falcon-h1-7b": {
             "model_type": "falcon_h1",
             "dtype": "bfloat16",
