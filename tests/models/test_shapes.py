@@ -21,7 +21,13 @@ def test_named_shape_is_accepted_by_family_and_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "state_mib", "share"), [("granite-4-h-small", 144, 0.012), ("falcon-h1-7b", 132, 0.006)]
+    ("name", "state_mib", "share"),
+    [
+        ("granite-4-h-small", 144, 0.012),
+        ("falcon-h1-7b", 132, 0.006),
+        ("falcon-mamba-7b", 34.9, 0.086),
+        ("jamba-mini", 15.2, 0.086),
+    ],
 )
 def test_states_and_records_are_as_large_as_is_known_of_them(
     name: str, state_mib: float, share: float
