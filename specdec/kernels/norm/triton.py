@@ -47,13 +47,20 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def gated_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, group_size: int, *, gate_first: bool
+    x_TD: Tensor,
+    gate_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    group_size: int,
+    *,
+    gate_first: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
     Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype. A weight of `group_size` entries
-    serves every run.
+    what is normalised and what is weighed are rounded to the gate's dtype. With a sigmoid in silu's place, which
+    gates last, x and the result alone are rounded. A weight of `group_size` entries serves every run.
     """
     tokens, width = x_TD.shape
     assert x_TD.stride(1) == gate_TD.stride(1) == 1
@@ -66,6 +73,7 @@ def gated_norm(
         out_TD,
         *(runs, x_TD.stride(0), gate_TD.stride(0), group_size, len(weight_D) // group_size, eps),
         GATE_FIRST=gate_first,
+        SIGMOID=sigmoid,
         **_block(group_size),
     )
     return out_TD
@@ -100,7 +108,7 @@ def _rms_norm(
 @triton.jit
 def _gated_norm(
     x, gate, weight, out, runs, x_by_token, gate_by_token, size, weights, eps,
-    GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    GATE_FIRST: tl.constexpr, SIGMOID: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     token, run = program // runs, program % runs
@@ -110,14 +118,19 @@ def _gated_norm(
     value = tl.load(x + token * x_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
     weigh = tl.load(weight + run % weights * size + at, mask=mask, other=0.0).to(tl.float32)
-    silu = z / (1.0 + tl.exp(-z))
+    if SIGMOID:
+        factor = 1.0 / (1.0 + tl.exp(-z))
+    else:
+        factor = z / (1.0 + tl.exp(-z))
     if GATE_FIRST:
-        value *= silu
+        value *= factor
     else:
         value = value.to(kind).to(tl.float32)
     value = value * (1.0 / tl.sqrt(tl.sum(value * value) / size + eps))
     if GATE_FIRST:
         value *= weigh
+    elif SIGMOID:
+        value *= weigh * factor
     else:
-        value = (value.to(kind).to(tl.float32) * weigh).to(kind).to(tl.float32) * silu
+        value = (value.to(kind).to(tl.float32) * weigh).to(kind).to(tl.float32) * factor
     tl.store(out + program * size + at, value.to(kind), mask=mask)
