@@ -1,4 +1,4 @@
-"""A recurrence whose decay is a vector over the keys, in every form, against the reference's walk of states."""
+"""A recurrence whose decay is a vector over the keys, in every form, against the reference."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.native import compiled, recurrent
 from specdec.kernels.recurrence import cpu, reference
 from tests.kernels.tokens import SLOTS, Tokens, draw_tokens, keys_of, run, start
 from tests.kernels.trees import (
@@ -27,8 +28,13 @@ from tests.kernels.trees import (
 )
 from tests.tolerances import KERNEL
 
-FORMS: list[tuple[ModuleType, torch.dtype]] = [(cpu, torch.float64)]
-DOUBLE = [form for form in FORMS if form[1] == torch.float64]
+FORMS = [
+    pytest.param(cpu, torch.float64),
+    pytest.param(
+        *(recurrent, torch.float32),
+        marks=pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler"),
+    ),
+]
 
 
 def layer_of(dtype: torch.dtype, **sizes: int) -> Layer:

@@ -55,8 +55,8 @@ def gated_norm(
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
     Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype. With a sigmoid in silu's place, which
-    gates last, x and the result alone are rounded. A weight of `group_size` entries serves every run.
+    what is normalised and what is weighed are rounded to the gate's dtype. With a sigmoid in silu's place,
+    which gates last, x and the result alone are rounded. A weight of `group_size` entries serves every run.
     """
     assert not (sigmoid and gate_first), "a sigmoid gates last"
     normalise = _sigmoid_norm if sigmoid else _norm_of_gated if gate_first else _gated_norm

@@ -59,8 +59,8 @@ def gated_norm(
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
     Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype. With a sigmoid in silu's place, which
-    gates last, x and the result alone are rounded. A weight of `group_size` entries serves every run.
+    what is normalised and what is weighed are rounded to the gate's dtype. With a sigmoid in silu's place,
+    which gates last, x and the result alone are rounded. A weight of `group_size` entries serves every run.
     """
     tokens, width = x_TD.shape
     assert x_TD.stride(1) == gate_TD.stride(1) == 1

@@ -1,8 +1,8 @@
 """The decays along a window's paths: a number for each head, or a vector over its keys.
 
-Both answer the same questions, in equations where G is summed from the window's root, and e^G of a vector scales
-the keys' rows. What lies between two nodes is summed from its own tokens. The difference of two sums from the
-root is the same number, less the digits that a strong decay above both of them has cost.
+Both answer the same questions, in equations where G is summed from the window's root, and e^G of a vector
+scales the state's rows. What lies between two nodes is summed from its own tokens. The difference of two sums
+from the root is the same number, less the digits that a strong decay above both of them has cost.
 """
 
 from typing import NamedTuple
