@@ -206,7 +206,7 @@ def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
 
 
 def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
-    """Return the sizes of a layer's states, and say where they and its records lie, and what decays they hold."""
+    """Return the sizes of a layer's states and what decays it has; say where states and records lie."""
     state, by_key = memory.state_SHKW, memory.decay_SRH.dim() == 4
     return *state.shape[1:], by_key, state.data_ptr(), state.stride(0), slot_B.data_ptr(), records_of(memory)
 

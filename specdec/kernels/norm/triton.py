@@ -118,10 +118,7 @@ def _gated_norm(
     value = tl.load(x + token * x_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
     weigh = tl.load(weight + run % weights * size + at, mask=mask, other=0.0).to(tl.float32)
-    if SIGMOID:
-        factor = 1.0 / (1.0 + tl.exp(-z))
-    else:
-        factor = z / (1.0 + tl.exp(-z))
+    factor = (1.0 if SIGMOID else z) / (1.0 + tl.exp(-z))
     if GATE_FIRST:
         value *= factor
     else:
