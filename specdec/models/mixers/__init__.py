@@ -3,6 +3,17 @@
 from specdec.models.mixers.attention import Attention
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
+from specdec.models.mixers.kda import KimiDeltaAttention
 from specdec.models.mixers.mamba2 import Mamba2
 
-__all__ = ["Attention", "GatedDeltaNet", "LoadedMixer", "Mamba2", "Memory", "Mixer", "Place", "Step"]
+__all__ = [
+    "Attention",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "LoadedMixer",
+    "Mamba2",
+    "Memory",
+    "Mixer",
+    "Place",
+    "Step",
+]
