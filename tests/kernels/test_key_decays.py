@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.native import compiled, recurrent
-from specdec.kernels.recurrence import cpu, reference
+from specdec.kernels.recurrence import cpu, reference, triton
+from tests.kernels.interpreter import poison
 from tests.kernels.tokens import SLOTS, Tokens, draw_tokens, keys_of, run, start
 from tests.kernels.trees import (
     Layer,
@@ -109,6 +110,29 @@ def test_strong_decays_stay_finite_and_exact(
     strong[::3] *= 1e-3
     group = group_of(kind, width, backing, 1, None)
     assert_equals_reference(ops, replace(tokens, decay=strong), make_memory(layer, SLOTS[1]), group)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "backing", "rows"),
+    [
+        ("chain", 1, "certain", 3),
+        ("chain", 3, "certain", 1),
+        ("random", 7, "record", 1),
+        ("random", 18, "record", 1),
+        ("chain", 18, "certain", 1),
+        ("random", 4, "snapshot", 1),
+    ],
+)
+def test_window_on_a_gpu_equals_reference(
+    kind: str, width: int, backing: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter, with decays down to -30 and columns that fill no block."""
+    poison(monkeypatch)
+    layer = layer_of(torch.float32, groups=1, heads=2, key=17, value=9)
+    memory, paths, k_path = start(layer, rows, delta=True, pending=backing != "snapshot")
+    tokens = draw_tokens(layer, rows * width)
+    tokens.decay[::2] *= 10
+    assert_equals_reference(triton, tokens, memory, group_of(kind, width, backing, rows, paths), k_path)
 
 
 @pytest.mark.parametrize("width", [1, 5, 20])

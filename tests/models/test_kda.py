@@ -13,12 +13,14 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDelta
 
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.table import load_kernels
+from specdec.models import spec
 from specdec.models.mixers import KimiDeltaAttention, LoadedMixer, Place, Step
 from specdec.models.weights import Scoped, Weights
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.window import Window
 from tests.kernels.mixers import OneLayer
 from tests.kernels.trees import Layer, build_group, chain, make_memory, path_to, random_tree, scattered
+from tests.models.test_probe_mixer import DRAFTS, FFN, FULL, NORM, make, texts
 from tests.tolerances import LOGITS_RELATIVE
 
 HIDDEN, HEADS, SIZE, TAPS, EPS = 45, 3, 10, 4, 1e-5
@@ -32,7 +34,10 @@ SIZES: dict[str, Any] = {
 }
 OURS = {"b_proj": "in_b", "f_proj": "in_a", "g_proj": "in_z", "f_a_proj": "in_a_a", "f_b_proj": "in_a_b"}
 OURS |= {"g_a_proj": "in_z_a", "g_b_proj": "in_z_b", "o_norm": "norm", "o_proj": "out", "conv1d": "conv"}
-KERNELS = ["reference", "cpu", *(["native"] if compiled() else [])]
+LOW_RANK, BOUNDED = KimiDeltaAttention(3, 6, 4, 1e-6, 5), KimiDeltaAttention(2, 8, 4, 1e-6, None, bound=-5.0)
+LAYERS = tuple(spec.Layer((mixer,), FFN) for mixer in (LOW_RANK, BOUNDED, FULL))
+NETWORK = spec.Network("kda", 97, 32, LAYERS, NORM, True, 512, (), mtp=(spec.Layer((FULL,), FFN),))
+KERNELS = ["reference", "cpu", "triton", *(["native"] if compiled() else [])]
 
 
 class Held:
@@ -89,22 +94,26 @@ def run(layer: LoadedMixer, x_TD: Tensor, memory: OneLayer, kernels: str, **of: 
     return layer(x_TD, Step(Window(nothing, nothing, (group,), (0,)), memory, {}, load_kernels(kernels)))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("form", ["kimi", "ling", "ling, unbounded"])
+@pytest.mark.parametrize(
+    ("form", "kernels"),
+    [*itertools.product(("kimi", "ling"), KERNELS), ("ling, unbounded", KERNELS[-1])],
+)
 @torch.inference_mode()
 def test_a_layer_reads_what_transformers_does(form: str, kernels: str) -> None:
-    """In chunks of 1, 3, 7 and 64, and then as a tree, each of whose paths is read as a text."""
+    """In chunks of 1, 3, 7 and 64, then as a tree, whose paths are read as texts."""
     theirs, ours = theirs_and_ours(form)
     layer = ours.build(Held(theirs), load_kernels(kernels), Place(HIDDEN, HIDDEN))
-    x_TD = torch.randn(75 + 24, HIDDEN)
-    expected_TD, memory = theirs(x_TD[None, :75])[0], memory_of()
-    edges = itertools.pairwise((0, 1, 4, 11, 75))
-    found_TD = torch.cat([run(layer, x_TD[i:j], memory, kernels) for i, j in edges])
-    tree = random_tree(24, seed=1)
-    tree_TD = run(layer, x_TD[75:], memory, kernels, tree=tree, records=scattered(1, 24, seed=2))
-    for node in (23, 14):
-        path = [75 + at for at in path_to(tree, node)]
-        text_TD = torch.cat([x_TD[:75], x_TD[path]])
+    edges, width = ((0, 1, 4, 11, 75), 24) if kernels != "triton" else ((0, 1, 19), 7)
+    text = edges[-1]
+    x_TD = torch.randn(text + width, HIDDEN)
+    expected_TD, memory = theirs(x_TD[None, :text])[0], memory_of()
+    spans = itertools.pairwise(edges)
+    found_TD = torch.cat([run(layer, x_TD[i:j], memory, kernels) for i, j in spans])
+    tree = random_tree(width, seed=1)
+    tree_TD = run(layer, x_TD[text:], memory, kernels, tree=tree, records=scattered(1, width, seed=2))
+    for node in (width - 1, width // 2):
+        path = [text + at for at in path_to(tree, node)]
+        text_TD = torch.cat([x_TD[:text], x_TD[path]])
         expected_TD = torch.cat([expected_TD, theirs(text_TD[None])[0][-1:]])
         found_TD = torch.cat([found_TD, tree_TD[node : node + 1]])
     wrong = (found_TD - expected_TD).norm(dim=-1) / expected_TD.norm(dim=-1)
@@ -117,3 +126,16 @@ def test_a_record_is_a_small_part_of_a_state() -> None:
     figures = Layout((), (own.state_shape(),) * 20, torch.bfloat16).describe()
     assert figures.record_bytes == 20 * 32 * 128 * (4 + 4 + 3 * 2)
     assert 0.026 < figures.record_share < 0.0275
+
+
+def test_texts_are_the_same_with_drafts() -> None:
+    """In chains and trees, by records and snapshots, with the prefix cache and without it; and in C."""
+    plain = texts(make(NETWORK, draft="none"))
+    for drafts, slots in ((DRAFTS[1], "record"), (DRAFTS[1], "snapshot"), (DRAFTS[2], "record")):
+        model = make(NETWORK, slots=slots, adaptive=False, prefix_cache=slots == "record", **drafts)
+        assert texts(model) == plain
+        assert model.core.stats().accepted > 10
+    if compiled():
+        native: dict[str, Any] = {"dtype": "float32", "kernels": "native"}
+        drafted = texts(make(NETWORK, adaptive=False, **DRAFTS[0], **native))
+        assert drafted == texts(make(NETWORK, draft="none", **native))

@@ -15,7 +15,7 @@ def delta_gates(
     With a lower bound the decay is bound sigmoid(e^A (a + bias)). A bias [H, K] makes decays [T, H, K] of a's
     H K columns.
     """
-    x_TH = a_TH.unflatten(1, dt_bias_H.shape) + _wide(dt_bias_H)
+    x_TH = a_TH.view(-1, *dt_bias_H.shape) + _wide(dt_bias_H)
     rate_H = A_log_H.to(x_TH.dtype).exp().view(-1, *[1] * (dt_bias_H.dim() - 1))
     if bound is None:
         decay_TH = F.softplus(x_TH).mul_(rate_H.neg_())

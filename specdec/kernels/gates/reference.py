@@ -13,7 +13,7 @@ def delta_gates(
     With a lower bound the decay is bound sigmoid(e^A (a + bias)). A bias [H, K] makes decays [T, H, K] of a's
     H K columns. The strength is rounded to the model's dtype before it is widened, as it was in training.
     """
-    x_TH = _wide(a_TH).unflatten(1, dt_bias_H.shape) + dt_bias_H
+    x_TH = _wide(a_TH).view(-1, *dt_bias_H.shape) + dt_bias_H
     rate_H = torch.exp(A_log_H.to(x_TH.dtype)).view(-1, *[1] * (dt_bias_H.dim() - 1))
     decay_TH = -rate_H * F.softplus(x_TH) if bound is None else bound * torch.sigmoid(rate_H * x_TH)
     return decay_TH, _wide(torch.sigmoid(b_TH))

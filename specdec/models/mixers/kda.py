@@ -23,7 +23,7 @@ class KimiDeltaAttention(Mixer):
     conv: int
     eps: float
     gate_rank: int | None
-    """Width between the two matrices that make decays, and between those of the output's gate; None: one each."""
+    """Width between the two matrices that make decays, and between the gate's two; None: each has one."""
     bound: float | None = None
     """What no log-decay is below."""
 
@@ -90,7 +90,7 @@ class LoadedKimiDeltaAttention(LoadedMixer):
         ops, memory = self.kernels, step.memory.recurrent(self.index)
         projected_TN = self.project(x_TD)
         if self.gate is not None and self.decay is not None:
-            qkv_TC, z_TR, b_TH, a_TR = projected_TN.split(self.columns, dim=1)
+            qkv_TC, z_TR, b_TH, a_TR = torch.split(projected_TN, self.columns, dim=1)
             # A product reads rows that lie side by side, and so does what is between the projections.
             z_TV, a_TN = self.gate(ops.concat(z_TR)), self.decay(ops.concat(a_TR))
             projected_TN = ops.concat(qkv_TC, z_TV, b_TH, a_TN)
