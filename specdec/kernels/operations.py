@@ -65,6 +65,7 @@ class GatedNorm(Protocol):
         group_size: int,
         *,
         gate_first: bool,
+        sigmoid: bool = False,
     ) -> Tensor: ...
 
 
@@ -150,7 +151,12 @@ class Fold(Protocol):
 
 class DeltaGates(Protocol):
     def __call__(
-        self, b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor
+        self,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        A_log_H: Tensor,
+        dt_bias_H: Tensor,
+        bound: float | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 

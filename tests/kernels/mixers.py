@@ -9,13 +9,13 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.table import load_kernels
-from specdec.models.mixers import GatedDeltaNet, LoadedMixer, Mamba2, Place, Step
+from specdec.models.mixers import GatedDeltaNet, KimiDeltaAttention, LoadedMixer, Mamba2, Place, Step
 from specdec.models.weights import Scoped, Weights
 from specdec.state_slots.window import Window
 from tests.kernels import trees
 
 HIDDEN = 24
-KINDS = ("delta net", "delta net, 1 to 1", "mamba-2")
+KINDS = ("delta net", "delta net, 1 to 1", "mamba-2", "kda")
 KERNEL_SETS = [
     ("reference", torch.float64),
     ("cpu", torch.float64),
@@ -72,6 +72,10 @@ class Mixer:
             self.sizes = trees.Layer(heads=6, key=5, value=7, channels=6 * 7 + 2 * 2 * 5, dtype=dtype)
             mamba = Mamba2(6, 7, 2, 5, 4, True, True, 1e-5, (0.0, float("inf")))
             self.layer = mamba.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+        elif kind == "kda":
+            self.sizes = trees.Layer(heads=3, key=6, value=6, channels=3 * 3 * 6, dtype=dtype, by_key=True)
+            kda = KimiDeltaAttention(3, 6, 4, 1e-5, gate_rank=5)
+            self.layer = kda.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
         else:
             heads = 2 if kind.endswith("1 to 1") else 4
             self.sizes = trees.Layer(heads=heads, key=6, value=5, channels=2 * 2 * 6 + heads * 5, dtype=dtype)

@@ -40,7 +40,7 @@ def draw_tokens(layer: Layer, count: int, seed: int = 1, *, delta: bool = True) 
         return torch.randn(count, *shape, generator=generator, dtype=layer.dtype)
 
     q, k = (torch.nn.functional.normalize(noise(layer.groups, layer.key), dim=-1) for _ in range(2))
-    decay = -noise(layer.heads).square()
+    decay = -noise(*layer.decays).square()
     beta = torch.sigmoid(noise(layer.heads))
     return Tokens(q, k, noise(layer.heads, layer.value), decay, beta if delta else None)
 

@@ -23,6 +23,13 @@ class Layer:
     taps: int = 4
     channels: int = 9
     dtype: torch.dtype = torch.float64
+    by_key: bool = False
+    """Whether a decay is a vector over the keys."""
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """Shape of a token's decays."""
+        return (self.heads, self.key) if self.by_key else (self.heads,)
 
 
 def chain(width: int) -> Parents:
@@ -123,7 +130,7 @@ def make_memory(layer: Layer, slots: Sequence[int], seed: int = 0) -> RecurrentM
         poisoned((SLABS,), (layer.heads, layer.key, layer.value), layer.dtype),
         poisoned((SLABS,), (inputs, layer.channels), layer.dtype),
         poisoned((SLABS, PLACES), (layer.heads, layer.value), layer.dtype),
-        poisoned((SLABS, PLACES), (layer.heads,), layer.dtype),
+        poisoned((SLABS, PLACES), layer.decays, layer.dtype),
         poisoned((SLABS, PLACES), (layer.channels,), layer.dtype),
     )
     generator = torch.Generator().manual_seed(seed)

@@ -43,7 +43,9 @@ def chunk_scan(
     # Of each part: (I + A)⁻¹ and A, then the outputs' weights, on its own tokens or on those of all parts.
     shape = (group.rows, heads, parts, 2, near, PART, PART)
     matrix_BHL = torch.empty(shape, dtype=torch.float32, device=device)
-    scale_BHL = torch.empty(group.rows, heads, parts, PART, dtype=torch.float32, device=device)
+    by_key = decay_TH.dim() == 3
+    shape = (group.rows, heads, parts, PART, *([size] if by_key else []))
+    scale_BHL = torch.empty(shape, dtype=torch.float32, device=device)
     out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=device)
     sizes: dict[str, int | str] = {
         "M": group.width,
@@ -51,13 +53,15 @@ def chunk_scan(
         "H": heads,
         "K": size,
         "PART": PART,
+        "BY_KEY": by_key,
     }
     sizes |= {"BK": max(triton.next_power_of_2(size), 16)}
     sizes |= {"PRECISION": NARROW if memory.input_SRC.itemsize == 2 else WIDE}
     inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
     grid = (parts, heads, group.rows)
     _prepare[grid](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes, num_warps=4)
-    block = max(16, min(COLUMNS, triton.next_power_of_2(columns)))
+    # Keys with decays of their own fill the registers that other columns would have.
+    block = max(16, min(COLUMNS // 2 if by_key else COLUMNS, triton.next_power_of_2(columns)))
     _chunk_scan[(triton.cdiv(columns, block), heads, group.rows)](
         *(*inputs, v_THW, v_THW.stride(0), matrix_BHL, scale_BHL, out_THW),
         *(state, state.stride(0), group.state_B),
@@ -67,7 +71,7 @@ def chunk_scan(
         TREE=above is not None,
         BW=block,
         **sizes,
-        num_warps=4 if memory.input_SRC.itemsize == 2 else 8,
+        num_warps=8 if by_key or memory.input_SRC.itemsize > 2 else 4,
     )
     return out_THW
 
@@ -85,7 +89,7 @@ def _over(above, b, M, to, by, TREE: tl.constexpr):
 def _prepare(
     q, q_by_token, k, k_by_token, decay, beta, slots, above, matrix, scale, M,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BY_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if tl.load(slots + b) == 0:
@@ -103,35 +107,45 @@ def _prepare(
         near = parts
     q += b * M * q_by_token + g * K
     k += b * M * k_by_token + g * K
-    decay += b * M * H + h
+    D: tl.constexpr = K if BY_KEY else 1
+    decay += (b * M * H + h) * D
     in_k = (i < K)[None, :]
     in_qk = (m < M)[:, None] & in_k
     q_m = tl.load(q + m[:, None] * q_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
     k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
-    total = tl.zeros((PART,), tl.float32)
+    total = tl.zeros((PART, BK), tl.float32) if BY_KEY else tl.zeros((PART,), tl.float32)
     first = part
     if TREE:
         first = 0
     for r in range(first, part + 1):
         j = r * PART + n
-        # What lies between two nodes, from their own tokens: those above i, and strictly below j.
-        between = tl.zeros((PART, PART), tl.float32)
-        for t in range(r, part + 1):
-            by = t * PART + n
-            own = tl.load(decay + by * H, mask=by < M, other=0.0).to(tl.float32)
-            part_sum = tl.where(_over(above, b, M, m, by, TREE), own[None, :], 0.0)
-            strict = _over(above, b, M, by, j, TREE) & (by[:, None] != j[None, :])
-            between += tl.dot(part_sum, strict.to(tl.float32), input_precision=SUM_PRECISION)
-            if t == r:
-                total += tl.sum(part_sum, 1)
-        between = tl.where(_over(above, b, M, m, j, TREE), tl.exp(between), 0.0)
-        k_j = tl.load(k + j[:, None] * k_by_token + i[None, :], mask=(j < M)[:, None] & in_k, other=0.0)
-        k_j = tl.trans(k_j.to(tl.float32))
-        weight = between * tl.dot(q_m, k_j, input_precision=PRECISION)
-        tl.store(matrix + at_matrix + (near + r - first) * PART * PART, weight)
+        over = _over(above, b, M, m, j, TREE)
+        if BY_KEY:
+            between = tl.where(over, 1.0, 0.0)
+            own = _decays_of(decay, j, i, M, H, K)
+            total += tl.dot(between, own, input_precision=SUM_PRECISION)
+            reads, meets = _pairs(q_m, k_m, k, k_by_token, decay, above, b, part, r, n, i, M, H, K, BK, PART,
+                                  TREE)  # fmt: skip
+        else:
+            # What lies between two nodes, from their own tokens: those above i, and strictly below j.
+            between = tl.zeros((PART, PART), tl.float32)
+            for t in range(r, part + 1):
+                by = t * PART + n
+                own = tl.load(decay + by * H, mask=by < M, other=0.0).to(tl.float32)
+                part_sum = tl.where(_over(above, b, M, m, by, TREE), own[None, :], 0.0)
+                strict = _over(above, b, M, by, j, TREE) & (by[:, None] != j[None, :])
+                between += tl.dot(part_sum, strict.to(tl.float32), input_precision=SUM_PRECISION)
+                if t == r:
+                    total += tl.sum(part_sum, 1)
+            between = tl.where(over, tl.exp(between), 0.0)
+            k_j = tl.load(k + j[:, None] * k_by_token + i[None, :], mask=(j < M)[:, None] & in_k, other=0.0)
+            k_j = tl.trans(k_j.to(tl.float32))
+            reads = tl.dot(q_m, k_j, input_precision=PRECISION)
+            meets = tl.dot(k_m, k_j, input_precision=PRECISION)
+        tl.store(matrix + at_matrix + (near + r - first) * PART * PART, between * reads)
         if beta is not None:
             strength = tl.load(beta + (b * M + m) * H + h, mask=m < M, other=0.0).to(tl.float32)
-            inner = between * tl.dot(k_m, k_j, input_precision=PRECISION) * strength[:, None]
+            inner = between * meets * strength[:, None]
             if r == part:
                 inner = tl.where(n[:, None] > n[None, :], -inner, 0.0)
                 for row in tl.static_range(1, PART):
@@ -141,7 +155,46 @@ def _prepare(
                     inner = tl.where(mine, own_row[None, :], inner)
                 inner += tl.where(n[:, None] == n[None, :], 1.0, 0.0)
             tl.store(matrix + at_matrix + (r - first) * PART * PART, inner)
-    tl.store(scale + at_row + n, tl.exp(total))
+    if BY_KEY:
+        tl.store(scale + (at_row + n)[:, None] * K + i[None, :], tl.exp(total), mask=in_k)
+    else:
+        tl.store(scale + at_row + n, tl.exp(total))
+
+
+@triton.jit
+def _decays_of(decay, m, i, M, H: tl.constexpr, K: tl.constexpr):
+    """Load the log-decays by keys of tokens m of one head."""
+    mask = (m < M)[:, None] & (i < K)[None, :]
+    return tl.load(decay + m[:, None] * (H * K) + i[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _pairs(
+    q_m, k_m, k, k_by_token, decay, above, b, part, r, n, i, M, H: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, PART: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Return what queries and keys of a part make of the keys of part r, as the part's nodes find them.
+
+    Every exponent is a sum of what lies between a node and one above it: none is above 0.
+    """
+    reads = tl.zeros((PART, PART), tl.float32)
+    meets = tl.zeros((PART, PART), tl.float32)
+    m, j = part * PART + n, r * PART + n
+    for column in range(PART):
+        mine = (n == column)[None, :]
+        between = tl.zeros((PART, BK), tl.float32)
+        for t in range(r, part + 1):
+            by = t * PART + n
+            under = _over(above, b, M, by, j, TREE) & (by[:, None] != j[None, :]) & mine
+            step = _over(above, b, M, m, by, TREE) & (tl.sum(tl.where(under, 1, 0), 1) != 0)[None, :]
+            own = _decays_of(decay, by, i, M, H, K)
+            between += tl.dot(step.to(tl.float32), own, input_precision=SUM_PRECISION)
+        at = r * PART + column
+        k_j = tl.load(k + at * k_by_token + i, mask=(i < K) & (at < M), other=0.0).to(tl.float32)
+        found = tl.exp(between) * k_j[None, :]
+        reads += tl.where(mine, tl.sum(q_m * found, 1)[:, None], 0.0)
+        meets += tl.where(mine, tl.sum(k_m * found, 1)[:, None], 0.0)
+    return reads, meets
 
 
 @triton.jit
@@ -158,7 +211,7 @@ def _chunk_scan(
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place, decays,
     decay_by_slab, decay_by_place, record_slab, record_place, M, G: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TREE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, BY_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // (H // G)
@@ -175,7 +228,8 @@ def _chunk_scan(
         return
     state += h * K * W + first
     update += h * W + first
-    decays += h
+    D: tl.constexpr = K if BY_KEY else 1
+    decays += h * D
     at_head = i[:, None] * W + w[None, :]
     in_state = in_k[:, None] & in_w[None, :]
     home = state + slot * state_by_slot + at_head
@@ -184,13 +238,13 @@ def _chunk_scan(
         length = tl.load(path_length + b)
         s = fold_path(s, keys + (b * P * G + g) * K, path_slab + b * P, path_place + b * P, length, update,
                       update_by_slab, update_by_place, decays, decay_by_slab, decay_by_place, i, w, in_k,
-                      in_w, G * K)  # fmt: skip
+                      in_w, G * K, BY_KEY)  # fmt: skip
         if record_slab is not None and length > 0:
             tl.store(home, s, mask=in_state)
     q += b * M * q_by_token + g * K
     k += b * M * k_by_token + g * K
     v += b * M * v_by_token + h * W + first
-    decay += b * M * H + h
+    decay += (b * M * H + h) * D
     near = 1
     if TREE:
         near = parts
@@ -203,16 +257,26 @@ def _chunk_scan(
         at_row = ((b * H + h) * parts + part) * PART
         solve = matrix + at_row * 2 * PART * near + square
         weigh = solve + near * PART * PART
-        grow = tl.load(scale + at_row + n)[:, None]
-        own = tl.load(decay + m * H, mask=in_m, other=0.0).to(tl.float32)
+        if BY_KEY:
+            grow = tl.load(scale + (at_row + n)[:, None] * K + i[None, :], mask=in_k[None, :], other=0.0)
+            own = _decays_of(decay, m, i, M, H, K)
+        else:
+            grow = tl.load(scale + at_row + n)[:, None]
+            own = tl.load(decay + m * H, mask=in_m, other=0.0).to(tl.float32)
         in_qk = in_m[:, None] & in_k[None, :]
         k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
         q_m = tl.load(q + m[:, None] * q_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
         u = tl.load(v + m[:, None] * v_by_token + w[None, :], mask=mask, other=0.0).to(tl.float32)
-        o = grow * tl.dot(q_m, s, input_precision=PRECISION)
+        if BY_KEY:
+            o = tl.dot(q_m * grow, s, input_precision=PRECISION)
+        else:
+            o = grow * tl.dot(q_m, s, input_precision=PRECISION)
         if beta is not None:
             strength = tl.load(beta + token * H + h, mask=in_m, other=0.0).to(tl.float32)[:, None]
-            u = (u - grow * tl.dot(k_m, s, input_precision=PRECISION)) * strength
+            if BY_KEY:
+                u = (u - tl.dot(k_m * grow, s, input_precision=PRECISION)) * strength
+            else:
+                u = (u - grow * tl.dot(k_m, s, input_precision=PRECISION)) * strength
         if TREE:
             for r in range(part):
                 before = b * M + r * PART + n
@@ -235,10 +299,19 @@ def _chunk_scan(
             at = update + (slab * update_by_slab + place * update_by_place)[:, None] + w[None, :]
             tl.store(at, u, mask=mask)
             if first == 0:
-                tl.store(decays + slab * decay_by_slab + place * decay_by_place, own, mask=in_m)
+                log = decays + slab * decay_by_slab + place * decay_by_place
+                if BY_KEY:
+                    tl.store(log[:, None] + i[None, :], own, mask=in_qk)
+                else:
+                    tl.store(log, own, mask=in_m)
             tl.debug_barrier()  # The next part reads what all threads have stored.
         if not TREE:
-            weight, total = _until(own, n, PART - 1)
-            s = s * total + tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=PRECISION)
+            if BY_KEY:
+                later = (n[None, :] > n[:, None]).to(tl.float32)
+                k_m *= tl.exp(tl.dot(later, own, input_precision=SUM_PRECISION))
+                s = s * tl.exp(tl.sum(own, 0))[:, None] + tl.dot(tl.trans(k_m), u, input_precision=PRECISION)
+            else:
+                weight, total = _until(own, n, PART - 1)
+                s = s * total + tl.dot(tl.trans(k_m), u * weight[:, None], input_precision=PRECISION)
     if record_slab is None:
         tl.store(home, s, mask=in_state)

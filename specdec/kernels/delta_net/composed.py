@@ -32,8 +32,8 @@ class ComposedDeltaNet(NamedTuple):
         self, projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group
     ) -> Tensor:
         """Return the layer's output before its last projection, in the projection's dtype."""
-        key, _, value, _, heads, _ = layer.widths
-        qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TN, [2 * key + value, value, heads, heads], dim=-1)
+        key, _, value, _, heads, decays = layer.widths
+        qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TN, [2 * key + value, value, heads, decays], dim=-1)
         k_path_BPGK = None
         if group.path is not None and group.path_length_B is not None:
             k_path_BPGK = self.path_keys(layer, memory, group.state_B, group.path, group.path_length_B)
@@ -43,12 +43,14 @@ class ComposedDeltaNet(NamedTuple):
         q_TGK = self.l2_normalise(q_TN.view(tokens, layer.key_heads, -1), layer.key_dim**-0.5)
         k_TGK = self.l2_normalise(k_TN.view(tokens, layer.key_heads, -1), 1.0)
         v_THW = v_TN.view(tokens, heads, -1).to(q_TGK.dtype)
-        decay_TH, beta_TH = self.delta_gates(b_TH, a_TH, layer.A_log_H, layer.dt_bias_H)
+        decay_TH, beta_TH = self.delta_gates(b_TH, a_TH, layer.A_log_H, layer.dt_bias_H, layer.bound)
         if layer.beta_scale != 1:
             beta_TH = beta_TH * layer.beta_scale
         o_THW = self.scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
         return self.gated_norm(
-            o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim, gate_first=False
+            *(o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim),
+            gate_first=False,
+            sigmoid=layer.sigmoid,
         )
 
     def path_keys(

@@ -14,13 +14,18 @@ class DeltaLayer:
     conv_CK: Tensor
     A_log_H: Tensor
     dt_bias_H: Tensor
+    """[H], or [H, K]: then a decay is a vector over the keys."""
     norm_W: Tensor
     eps: float
     beta_scale: float = 1.0
     """Of the write strength: 2 lets the state's eigenvalues be negative."""
+    bound: float | None = None
+    """What no log-decay is below; None: -e^A softplus is not bounded."""
+    sigmoid: bool = False
+    """Whether a sigmoid gates the output; else silu."""
 
     @property
     def widths(self) -> tuple[int, int, int, int, int, int]:
         """Columns of q, k, v, z, b and a, in the order of the projection."""
         key, value = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        return key, key, value, value, self.value_heads, self.value_heads
+        return key, key, value, value, self.value_heads, self.dt_bias_H.numel()

@@ -24,12 +24,13 @@ from specdec.kernels.recurrence.triton import scan_window
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
     """Run everything between the projections; mutates `memory` as the convolution and the recurrence do."""
-    key, _, value, _, heads, _ = layer.widths
+    key, _, value, _, heads, decays = layer.widths
     tokens, groups = len(projected_TN), layer.key_heads
     assert projected_TN.stride(1) == 1
     dtype, device = projected_TN.dtype, projected_TN.device
     q_TGK, k_TGK = torch.empty(2, tokens, groups, layer.key_dim, dtype=torch.float32, device=device)
-    decay_TH, beta_TH = torch.empty(2, tokens, heads, dtype=torch.float32, device=device)
+    beta_TH = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    decay_TH = torch.empty(tokens, *layer.dt_bias_H.shape, dtype=torch.float32, device=device)
     v_THW = torch.empty(tokens, heads, layer.value_dim, dtype=dtype, device=device)
     k_path_BPGK = _empty_keys(layer, group.path, device) if group.path else None
     blocks = triton.cdiv(group.width, SPAN)
@@ -43,15 +44,21 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         H=heads,
         W=layer.value_dim,
         MOVES=blocks == 1,
+        BY_KEY=decays > heads,
+        BOUND=layer.bound,
         SPAN=SPAN,
         BLOCK=triton.next_power_of_2(max(layer.key_dim, layer.value_dim)),
-        num_warps=4,
+        num_warps=8 if decays > heads else 4,
     )
     if blocks > 1:
         store_inputs(projected_TN, memory, group)
     o_THW = scan_window(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     z_TV = projected_TN[:, 2 * key + value : 2 * (key + value)]
-    return gated_norm(o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim, gate_first=False)
+    return gated_norm(
+        *(o_THW.flatten(1), z_TV, layer.norm_W, layer.eps, layer.value_dim),
+        gate_first=False,
+        sigmoid=layer.sigmoid,
+    )
 
 
 def path_keys(
@@ -85,6 +92,13 @@ def _unit(total, kind: tl.constexpr):
     """Return what the convolution gives, as vectors of length 1."""
     y = finish(total, kind).to(tl.float32)
     return y * (1.0 / tl.sqrt(tl.sum(y * y, 1) + 1e-6))[:, None]
+
+
+@triton.jit
+def _log_decay(step, rate, BOUND: tl.constexpr):
+    """Return the log-decay, which a bound keeps from falling below it."""
+    other = tl.exp(tl.minimum(-rate * step, 80.0))
+    return -rate * softplus(step) if BOUND is None else BOUND / (1.0 + other)
 
 
 @triton.jit
@@ -122,8 +136,8 @@ def _inputs(
     x, x_by_token, weight, A_log, dt_bias, beta_scale, q, k, v, decay, beta, keys, window, window_by_slot,
     slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
     snapshots, taps, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
-    SPAN: tl.constexpr,
+    C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BY_KEY: tl.constexpr, BOUND: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Convolve one head of queries, keys or values; make units of the first two, gates beside the last."""
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -171,9 +185,17 @@ def _inputs(
             strength = tl.load(gates, mask=in_m, other=0.0).to(tl.float32)
             strength = (1.0 / (1.0 + tl.exp(-strength))).to(kind).to(tl.float32)
             tl.store(beta + (token + m) * H + h, strength * beta_scale, mask=in_m)
-            step = tl.load(gates + H, mask=in_m, other=0.0).to(tl.float32) + tl.load(dt_bias + h)
-            rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
-            tl.store(decay + (token + m) * H + h, rate * softplus(step), mask=in_m)
+            rate = tl.exp(tl.load(A_log + h).to(tl.float32))
+            if BY_KEY:
+                keys_of = x + m.to(tl.int64)[:, None] * x_by_token + C + H * W + H + h * K + at[None, :]
+                in_keys = in_m[:, None] & (at < K)[None, :]
+                step = tl.load(keys_of, mask=in_keys, other=0.0).to(tl.float32)
+                step += tl.load(dt_bias + h * K + at, mask=at < K, other=0.0)[None, :]
+                to = decay + ((token + m)[:, None] * H + h) * K + at[None, :]
+                tl.store(to, _log_decay(step, rate, BOUND), mask=in_keys)
+            else:
+                step = tl.load(gates + H, mask=in_m, other=0.0).to(tl.float32) + tl.load(dt_bias + h)
+                tl.store(decay + (token + m) * H + h, _log_decay(step, rate, BOUND), mask=in_m)
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
                     path_place, length, record_slab, record_place, snapshots, M,

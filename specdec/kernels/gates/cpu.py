@@ -7,11 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def delta_gates(b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-decay -e^A softplus(a + bias) and the write strength sigmoid(b)."""
-    step_TH = F.softplus(a_TH + _wide(dt_bias_H))
-    rate_H = A_log_H.to(step_TH.dtype).exp().neg_()
-    return step_TH.mul_(rate_H), _wide(torch.sigmoid(b_TH))
+def delta_gates(
+    b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, bound: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the log-decay -e^A softplus(a + bias) and the write strength sigmoid(b).
+
+    With a lower bound the decay is bound sigmoid(e^A (a + bias)). A bias [H, K] makes decays [T, H, K] of a's
+    H K columns.
+    """
+    x_TH = a_TH.view(-1, *dt_bias_H.shape) + _wide(dt_bias_H)
+    rate_H = A_log_H.to(x_TH.dtype).exp().view(-1, *[1] * (dt_bias_H.dim() - 1))
+    if bound is None:
+        decay_TH = F.softplus(x_TH).mul_(rate_H.neg_())
+    else:
+        decay_TH = x_TH.mul_(rate_H).sigmoid_().mul_(bound)
+    return decay_TH, _wide(torch.sigmoid(b_TH))
 
 
 def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:

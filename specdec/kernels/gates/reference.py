@@ -5,13 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def delta_gates(b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+def delta_gates(
+    b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, bound: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the log-decay -e^A softplus(a + bias) and the write strength sigmoid(b).
 
-    The strength is rounded to the model's dtype before it is widened, as it was in training.
+    With a lower bound the decay is bound sigmoid(e^A (a + bias)). A bias [H, K] makes decays [T, H, K] of a's
+    H K columns. The strength is rounded to the model's dtype before it is widened, as it was in training.
     """
-    a_TH = _wide(a_TH)
-    decay_TH = -torch.exp(A_log_H.to(a_TH.dtype)) * F.softplus(a_TH + dt_bias_H)
+    x_TH = _wide(a_TH).view(-1, *dt_bias_H.shape) + dt_bias_H
+    rate_H = torch.exp(A_log_H.to(x_TH.dtype)).view(-1, *[1] * (dt_bias_H.dim() - 1))
+    decay_TH = -rate_H * F.softplus(x_TH) if bound is None else bound * torch.sigmoid(rate_H * x_TH)
     return decay_TH, _wide(torch.sigmoid(b_TH))
 
 

@@ -51,12 +51,21 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def gated_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor | None, eps: float, group_size: int, *, gate_first: bool
+    x_TD: Tensor,
+    gate_TD: Tensor,
+    weight_D: Tensor | None,
+    eps: float,
+    group_size: int,
+    *,
+    gate_first: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
     """Normalise runs of a float32 tensor and gate them."""
     alike = weight_D is None or weight_D.dtype == gate_TD.dtype
     if not serves(gate_TD) or gate_TD.stride(-1) != 1 or not alike:
-        return norm.gated_norm(x_TD, gate_TD, weight_D, eps, group_size, gate_first=gate_first)
+        return norm.gated_norm(
+            x_TD, gate_TD, weight_D, eps, group_size, gate_first=gate_first, sigmoid=sigmoid
+        )
     x_TD = x_TD.float().contiguous()
     out_TD = torch.empty(gate_TD.shape, dtype=gate_TD.dtype)
     function("gated_norm", gate_TD.dtype)(
@@ -69,7 +78,7 @@ def gated_norm(
         pointer(weight_D),
         group_size if weight_D is not None and weight_D.numel() > group_size else 0,
         eps,
-        gate_first,
+        2 if sigmoid else int(gate_first),
         out_TD.data_ptr(),
     )
     return out_TD

@@ -175,6 +175,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         layer.A_log_H.data_ptr(),
         layer.dt_bias_H.data_ptr(),
         layer.beta_scale,
+        *(layer.dt_bias_H.dim() == 2, layer.bound or 0.0, layer.sigmoid),
         *_conv_memory(memory, group),
         memory.state_SHKW.data_ptr(),
         memory.state_SHKW.stride(0),
@@ -206,6 +207,6 @@ def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
 
 
 def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
-    """Return the sizes of a layer's states, and say where they and its records lie."""
-    state = memory.state_SHKW
-    return *state.shape[1:], state.data_ptr(), state.stride(0), slot_B.data_ptr(), records_of(memory)
+    """Return the sizes of a layer's states and what decays it has; say where states and records lie."""
+    state, by_key = memory.state_SHKW, memory.decay_SRH.dim() == 4
+    return *state.shape[1:], by_key, state.data_ptr(), state.stride(0), slot_B.data_ptr(), records_of(memory)

@@ -43,17 +43,26 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def gated_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor | None, eps: float, group_size: int, *, gate_first: bool
+    x_TD: Tensor,
+    gate_TD: Tensor,
+    weight_D: Tensor | None,
+    eps: float,
+    group_size: int,
+    *,
+    gate_first: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
     Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. A
-    weight of `group_size` entries serves every run; without one x is gated alone.
+    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. With a
+    sigmoid in silu's place, which gates last, x and the result alone are rounded. A weight of `group_size`
+    entries serves every run; without one x is gated alone.
     """
+    assert not (sigmoid and gate_first), "a sigmoid gates last"
     if weight_D is None:
         return F.silu(_wide(gate_TD)).mul_(x_TD).to(gate_TD.dtype)
-    normalise = _norm_of_gated if gate_first else _gated_norm
+    normalise = _sigmoid_norm if sigmoid else _norm_of_gated if gate_first else _gated_norm
     weight_RD = weight_D.view(-1, group_size)
     if x_TD.numel() <= PIECE:
         return normalise(x_TD, gate_TD, weight_RD, eps)
@@ -72,6 +81,11 @@ def _gated_norm(x_TD: Tensor, gate_TD: Tensor, weight_RD: Tensor, eps: float) ->
     x_TD = x_TD.to(gate_TD.dtype) if weight_RD.dtype == gate_TD.dtype else _wide(x_TD)
     run_TRD = _runs(x_TD, weight_RD, eps)
     return F.silu(_wide(gate_TD)).mul_(run_TRD.mul_(weight_RD).flatten(-2)).to(gate_TD.dtype)
+
+
+def _sigmoid_norm(x_TD: Tensor, gate_TD: Tensor, weight_RD: Tensor, eps: float) -> Tensor:
+    run_TRD = _runs(_wide(x_TD.to(gate_TD.dtype)), weight_RD, eps)
+    return torch.sigmoid(_wide(gate_TD)).mul_(run_TRD.mul_(weight_RD).flatten(-2)).to(gate_TD.dtype)
 
 
 def _runs(x_TD: Tensor, weight_RD: Tensor, eps: float) -> Tensor:

@@ -24,18 +24,30 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def gated_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor | None, eps: float, group_size: int, *, gate_first: bool
+    x_TD: Tensor,
+    gate_TD: Tensor,
+    weight_D: Tensor | None,
+    eps: float,
+    group_size: int,
+    *,
+    gate_first: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
     Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. A
-    weight of `group_size` entries serves every run; without one x is gated alone.
+    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. With a
+    sigmoid in silu's place, which gates last, x and the result alone are rounded. A weight of `group_size`
+    entries serves every run; without one x is gated alone.
     """
     dtype, silu_TD = gate_TD.dtype, F.silu(_wide(gate_TD))
     if weight_D is None:
         return (_wide(x_TD) * silu_TD).to(dtype)
     weight_RD = weight_D.view(-1, group_size)
+    if sigmoid:
+        x_TRD = _wide(x_TD.to(dtype)).reshape(len(x_TD), -1, group_size)
+        y_TD = (_normalise(x_TRD, eps) * _wide(weight_RD)).flatten(-2)
+        return (y_TD * torch.sigmoid(_wide(gate_TD))).to(dtype)
     if gate_first:
         x_TRD = (_wide(x_TD) * silu_TD).reshape(len(x_TD), -1, group_size)
         return (_normalise(x_TRD, eps) * weight_RD).flatten(-2).to(dtype)

@@ -47,13 +47,21 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def gated_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor | None, eps: float, group_size: int, *, gate_first: bool
+    x_TD: Tensor,
+    gate_TD: Tensor,
+    weight_D: Tensor | None,
+    eps: float,
+    group_size: int,
+    *,
+    gate_first: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
     Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. A
-    weight of `group_size` entries serves every run; without one x is gated alone.
+    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. With a
+    sigmoid in silu's place, which gates last, x and the result alone are rounded. A weight of `group_size`
+    entries serves every run; without one x is gated alone.
     """
     tokens, width = x_TD.shape
     assert x_TD.stride(1) == gate_TD.stride(1) == 1
@@ -68,6 +76,7 @@ def gated_norm(
         *(1 if weight_D is None else len(weight_D) // group_size, eps),
         GATE_FIRST=gate_first,
         WIDE=weight_D is not None and weight_D.dtype != gate_TD.dtype,
+        SIGMOID=sigmoid,
         **_block(group_size),
     )
     return out_TD
@@ -102,7 +111,7 @@ def _rms_norm(
 @triton.jit
 def _gated_norm(
     x, gate, weight, out, runs, x_by_token, gate_by_token, size, weights, eps,
-    GATE_FIRST: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    GATE_FIRST: tl.constexpr, WIDE: tl.constexpr, SIGMOID: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     token, run = program // runs, program % runs
@@ -111,20 +120,20 @@ def _gated_norm(
     kind = out.dtype.element_ty
     value = tl.load(x + token * x_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_by_token + run * size + at, mask=mask, other=0.0).to(tl.float32)
-    silu = z / (1.0 + tl.exp(-z))
+    factor = (1.0 if SIGMOID else z) / (1.0 + tl.exp(-z))
     if weight is None:
-        value *= silu
+        value *= factor
     else:
         weigh = tl.load(weight + run % weights * size + at, mask=mask, other=0.0).to(tl.float32)
         if GATE_FIRST:
-            value *= silu
+            value *= factor
         elif not WIDE:
             value = value.to(kind).to(tl.float32)
         value = value * (1.0 / tl.sqrt(tl.sum(value * value) / size + eps))
         if GATE_FIRST:
             value *= weigh
-        elif WIDE:
-            value *= weigh * silu
+        elif WIDE or SIGMOID:
+            value *= weigh * factor
         else:
-            value = (value.to(kind).to(tl.float32) * weigh).to(kind).to(tl.float32) * silu
+            value = (value.to(kind).to(tl.float32) * weigh).to(kind).to(tl.float32) * factor
     tl.store(out + program * size + at, value.to(kind), mask=mask)

@@ -25,6 +25,7 @@ def fold_state(
         W=columns,
         BK=triton.next_power_of_2(size),
         BW=COLUMNS,
+        BY_KEY=memory.decay_SRH.dim() == 4,
         num_warps=1,
     )
 
@@ -61,7 +62,7 @@ def inside(w, first, W: tl.constexpr, BW: tl.constexpr):
 @triton.jit
 def fold_path(
     s, keys, path_slab, path_place, length, update, update_by_slab, update_by_place, decays, decay_by_slab,
-    decay_by_place, i, w, in_k, in_w, GK: tl.constexpr, STRIDE: tl.constexpr = 4
+    decay_by_place, i, w, in_k, in_w, GK: tl.constexpr, BY_KEY: tl.constexpr, STRIDE: tl.constexpr = 4
 ):  # fmt: skip
     """Return a block of a state after its row's path; the loads of a stride wait together.
 
@@ -72,7 +73,11 @@ def fold_path(
             n = first + offset
             on = n < length
             slab, place = tl.load(path_slab + n, mask=on, other=0), tl.load(path_place + n, mask=on, other=0)
-            own = tl.load(decays + slab * decay_by_slab + place * decay_by_place, mask=on, other=0.0)
+            at = decays + slab * decay_by_slab + place * decay_by_place
+            if BY_KEY:
+                own = tl.load(at + i, mask=in_k & on, other=0.0)[:, None]
+            else:
+                own = tl.load(at, mask=on, other=0.0)
             k = tl.load(keys + n * GK + i, mask=in_k & on, other=0.0).to(tl.float32)
             u = tl.load(
                 update + slab * update_by_slab + place * update_by_place + w, mask=in_w & on, other=0.0
@@ -85,7 +90,7 @@ def fold_path(
 def _fold_state(
     state, state_by_slot, slots, keys, path_slab, path_place, path_length, P, update, update_by_slab,
     update_by_place, decays, decay_by_slab, decay_by_place, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-    W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, w = tl.arange(0, BK), tl.arange(0, BW)
@@ -97,6 +102,7 @@ def _fold_state(
         mask = in_k[:, None] & in_w[None, :]
         s = tl.load(at, mask=mask, other=0.0)
         s = fold_path(s, keys + (b * P * G + h // (H // G)) * K, path_slab + b * P, path_place + b * P,
-                      length, update + h * W + first, update_by_slab, update_by_place, decays + h,
-                      decay_by_slab, decay_by_place, i, w, in_k, in_w, G * K)  # fmt: skip
+                      length, update + h * W + first, update_by_slab, update_by_place,
+                      decays + h * (K if BY_KEY else 1), decay_by_slab, decay_by_place, i, w, in_k, in_w,
+                      G * K, BY_KEY)  # fmt: skip
         tl.store(at, s, mask=mask)

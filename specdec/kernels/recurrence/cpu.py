@@ -7,16 +7,16 @@ that every product is one batched product.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.conv.cpu import fold_window
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.recurrence.decays import HeadDecays, KeyDecays, along_paths, of_path, per_head
 from specdec.kernels.recurrence.states import States, Update
 from specdec.kernels.rows import cast, find_parents, locate_records, trim_path, write
 
-CHUNK = 64
-"""Tokens of a chain that are solved at once."""
+CHUNK, KEY_CHUNK = 64, 16
+"""Tokens of a chain that are solved at once; fewer where each pair of them has a vector of decays."""
 
 
 class Tokens(NamedTuple):
@@ -26,6 +26,7 @@ class Tokens(NamedTuple):
     k_YMK: Tensor
     v_ZMW: Tensor
     decay_ZM: Tensor
+    """[Z, M], or [Z, M, K]."""
     beta_ZM1: Tensor | None
 
     def cut(self, start: int, end: int) -> "Tokens":
@@ -39,10 +40,7 @@ class Solved(NamedTuple):
 
     o_ZMW: Tensor
     u_ZMW: Tensor
-    decay_ZMM: Tensor
-    """e^{G_i - G_j} where j is an ancestor of i or i itself, else 0."""
-    log_ZM: Tensor
-    """G, summed from the window's root."""
+    decays: HeadDecays | KeyDecays
 
 
 def scan_window(
@@ -88,7 +86,7 @@ def scan_window(
     if group.record is None:
         o_ZMW = _extend(tokens, states)
     else:
-        o_ZMW, u_ZMW, _, _ = _solve(tokens, group.ancestors_BMM, states)
+        o_ZMW, u_ZMW, _ = _solve(tokens, group.ancestors_BMM, states)
         at = locate_records(group.record)
         write(memory.update_SRHW, at, _packed(u_ZMW, rows))
         write(memory.decay_SRH, at, decay_TH)
@@ -111,10 +109,7 @@ def fold(
 def _accepted(
     memory: RecurrentMemory, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor
 ) -> Update | None:
-    """Return what promoting the last record of each path makes of the state.
-
-    S ← e^{G} S + Σ_j e^{G − G_j} k_j u_jᵀ, the exponents being sums of the path's decays from its end.
-    """
+    """Return what promoting the last record of each path makes of the state."""
     path, padding_BN = trim_path(path, length_B)
     rows, longest = path.slab_BN.shape
     if longest == 0:
@@ -127,10 +122,8 @@ def _accepted(
         absent_ZN = padding_BN.repeat_interleave(len(u_ZNW) // rows, dim=0)
         k_YNK = k_YNK.masked_fill(padding_BN.repeat_interleave(len(k_YNK) // rows, dim=0)[..., None], 0)
         u_ZNW = u_ZNW.masked_fill(absent_ZN[..., None], 0)
-        decay_ZN = decay_ZN.masked_fill(absent_ZN, 0)
-    factor_ZE = F.pad(decay_ZN, (0, 1)).flip(1).cumsum(1).exp_().flip(1)
-    weighted_ZNW = u_ZNW * factor_ZE[:, 1:, None]
-    return Update(factor_ZE[:, :1, None], _per_head(k_YNK, len(u_ZNW)).mT, weighted_ZNW)
+        decay_ZN = decay_ZN.masked_fill(absent_ZN.view(*absent_ZN.shape, *[1] * (decay_ZN.dim() - 2)), 0)
+    return of_path(decay_ZN, per_head(k_YNK, len(u_ZNW)), u_ZNW)
 
 
 def _step(
@@ -142,7 +135,7 @@ def _step(
         q_BGK = q_BGK.repeat_interleave(heads // groups, dim=1)
         k_BGK = k_BGK.repeat_interleave(heads // groups, dim=1)
     o_Z1W = states.step(
-        decay_BH.exp().reshape(-1, 1, 1),
+        decay_BH.exp().reshape(len(q_BGK) * heads, -1, 1),
         q_BGK.reshape(-1, 1, size),
         k_BGK.reshape(-1, 1, size),
         v_BHW.reshape(-1, 1, v_BHW.shape[2]),
@@ -185,14 +178,12 @@ def _sources(snapshot_BM: Tensor, group: Group) -> Tensor:
 def _extend(tokens: Tokens, states: States) -> Tensor:
     """Solve a certain chain and take the states to its end: in the fewest chunks, as equal as can be."""
     heads, width = tokens.v_ZMW.shape[:2]
-    size = -(-width // -(-width // CHUNK))
+    size = -(-width // -(-width // (CHUNK if tokens.decay_ZM.dim() == 2 else KEY_CHUNK)))
     o = []
     for start in range(0, width, size):
         chunk = tokens.cut(start, start + size)
         solved = _solve(chunk, None, states)
-        k_ZKM = _per_head(chunk.k_YMK, heads).mT
-        weighted_ZMW = solved.u_ZMW * solved.decay_ZMM[:, -1, :, None]
-        states.advance(Update(solved.log_ZM[:, -1, None, None].exp(), k_ZKM, weighted_ZMW))
+        states.advance(solved.decays.to_end(per_head(chunk.k_YMK, heads), solved.u_ZMW))
         o.append(solved.o_ZMW)
     return o[0] if len(o) == 1 else torch.cat(o, dim=1)
 
@@ -204,38 +195,18 @@ def _solve(tokens: Tokens, ancestors_BMM: Tensor | None, states: States) -> Solv
     O = e^G Q S + P U,  P_ij = e^{G_i − G_j} q_i·k_j for j above i or i itself.
     """
     q_YMK, k_YMK, u_ZMW, decay_ZM, beta_ZM1 = tokens
-    heads, width = decay_ZM.shape
-    log_ZM, decay_ZMM = _decays(decay_ZM, ancestors_BMM)
+    decays = along_paths(decay_ZM, ancestors_BMM)
     # The delta rule reads with keys and queries (C = 2), Mamba-2 with queries alone.
     reader_YXK = q_YMK if beta_ZM1 is None else torch.cat([k_YMK, q_YMK], dim=1)
-    inner = torch.bmm(reader_YXK, k_YMK.mT).view(len(k_YMK), 1, -1, width, width)
-    weight_ZCMM = (inner * decay_ZMM.view(len(k_YMK), -1, 1, width, width)).flatten(0, 1)
-    read_ZCMW = states.read(_per_head(reader_YXK, heads)).view(heads, -1, width, u_ZMW.shape[2])
-    read_ZCMW *= log_ZM.exp()[:, None, :, None]
+    weight_ZCMM = decays.weigh(reader_YXK, k_YMK)
+    read_ZCMW = decays.read(states, reader_YXK)
     if beta_ZM1 is not None:
         u_ZMW = (u_ZMW - read_ZCMW[:, 0]).mul_(beta_ZM1)
-        if width > 1:
+        if decay_ZM.shape[1] > 1:
             below_ZMM = weight_ZCMM[:, 0] * beta_ZM1
             u_ZMW = torch.linalg.solve_triangular(below_ZMM, u_ZMW, upper=False, unitriangular=True)
     o_ZMW = torch.baddbmm(read_ZCMW[:, -1], weight_ZCMM[:, -1], u_ZMW)
-    return Solved(o_ZMW, u_ZMW, decay_ZMM, log_ZM)
-
-
-def _decays(decay_ZM: Tensor, ancestors_BMM: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return G, and the decay from each ancestor of a node to the node.
-
-    What lies between two nodes is summed from its own tokens. The difference of two sums from the root is
-    the same number, less the digits that a strong decay above both of them has cost.
-    """
-    heads, width = decay_ZM.shape
-    if ancestors_BMM is None:
-        between_ZMM = decay_ZM[..., None].expand(-1, -1, width).tril(-1).cumsum(1)
-        return decay_ZM.cumsum(1), between_ZMM.exp_().tril_()
-    above_BMM = ancestors_BMM.to(decay_ZM.dtype)
-    above_ZMM = _per_head(above_BMM, heads)
-    part_ZMM = decay_ZM[:, None] * above_ZMM
-    between_ZMM = torch.bmm(part_ZMM, _per_head(above_BMM.tril(-1), heads))
-    return part_ZMM.sum(-1), between_ZMM.exp_().mul_(above_ZMM)
+    return Solved(o_ZMW, u_ZMW, decays)
 
 
 def _heads_first(x_TH: Tensor, rows: int) -> Tensor:
@@ -250,8 +221,3 @@ def _packed(x_ZM: Tensor, rows: int) -> Tensor:
     if rows == 1:
         return x_ZM.transpose(0, 1)
     return x_ZM.reshape(rows, -1, *x_ZM.shape[1:]).transpose(1, 2).flatten(0, 1)
-
-
-def _per_head(x_Y: Tensor, heads: int) -> Tensor:
-    """Repeat each of Y entries for the heads that it serves."""
-    return x_Y if len(x_Y) == heads else x_Y.repeat_interleave(heads // len(x_Y), dim=0)

@@ -1,7 +1,8 @@
 """The recurrence one token at a time, every node with a whole state of its own.
 
 S_t = e^{g_t} S_p + k_t u_tᵀ, p the parent of t; o_t = S_tᵀ q_t. Mamba-2 writes u_t = v_t; the gated delta
-rule writes what its decayed state does not say yet: u_t = β_t (v_t − e^{g_t} S_pᵀ k_t).
+rule writes what its decayed state does not say yet: u_t = β_t (v_t − e^{g_t} S_pᵀ k_t). Where g_t is a vector
+over the keys (Kimi's delta attention), e^{g_t} is the diagonal matrix of its exponentials.
 """
 
 import torch
@@ -23,6 +24,8 @@ def scan_window(
 ) -> Tensor:
     """Read the state after each node with its query; G key heads serve H heads, `beta` None is Mamba-2.
 
+    A decay is a number for each head, or a vector over its keys [T, H, K].
+
     Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states; then the states
     move on over the tokens, if they are certain, or each leaves a record, or the state after it.
     """
@@ -40,7 +43,7 @@ def scan_window(
             q_HK, k_HK = _per_head(q_TGK[t].to(dtype), heads), _per_head(k_TGK[t].to(dtype), heads)
             decay_H = decay_TH[t].to(dtype)
             before_HKW = committed_HKW if parent < 0 else state_HKW[parent]
-            decayed_HKW = torch.exp(decay_H)[:, None, None] * before_HKW
+            decayed_HKW = _decayed(before_HKW, decay_H)
             u_HW = v_THW[t].to(dtype)
             if beta_TH is not None:
                 u_HW = beta_TH[t].to(dtype)[:, None] * (u_HW - torch.einsum("hkw,hk->hw", decayed_HKW, k_HK))
@@ -77,8 +80,13 @@ def fold_state(
         for n in range(int(length_B[b])):
             at = path.slab_BN[b, n], path.index_BN[b, n]
             k_HK, u_HW = _per_head(k_path_BPGK[b, n].to(dtype), heads), memory.update_SRHW[at]
-            decayed_HKW = torch.exp(memory.decay_SRH[at])[:, None, None] * memory.state_SHKW[slot]
+            decayed_HKW = _decayed(memory.state_SHKW[slot], memory.decay_SRH[at])
             memory.state_SHKW[slot] = decayed_HKW + k_HK[:, :, None] * u_HW[:, None, :]
+
+
+def _decayed(state_HKW: Tensor, decay_H: Tensor) -> Tensor:
+    """Return e^g S; g is [H], or [H, K]."""
+    return torch.exp(decay_H).view(len(decay_H), -1, 1) * state_HKW
 
 
 def parent_of(group: Group, b: int, i: int) -> int:

@@ -21,6 +21,7 @@ class Update(NamedTuple):
     """S ← scale S + k u."""
 
     scale_Z11: Tensor
+    """[Z, 1, 1], or [Z, K, 1]."""
     k_ZKN: Tensor
     u_ZNW: Tensor
 

@@ -57,12 +57,17 @@ def scan_window(
         *(q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), v_THW, v_THW.stride(0)),
         *(decay_TH, beta_TH, out_THW, state, state.stride(0), group.state_B),
     )
+    by_key = decay_TH.dim() == 3
     # Where the registers hold more than a state's 16 columns, a program has 8: else it would spill them.
-    is_full = (v_THW.itemsize > 2 and beta_TH is not None) or (group.width > CERTAIN and group.path is None)
+    is_full = (
+        by_key
+        or (v_THW.itemsize > 2 and beta_TH is not None)
+        or (group.width > CERTAIN and group.path is None)
+    )
     block = COLUMNS // 2 if is_full else COLUMNS
     grid = (triton.cdiv(columns, block), heads, group.rows)
     sizes = {"G": groups, "H": heads, "K": size, "W": columns}
-    sizes |= {"BK": triton.next_power_of_2(size), "BW": block}
+    sizes |= {"BK": triton.next_power_of_2(size), "BW": block, "BY_KEY": by_key}
     if group.snapshot_BM is not None:
         _snapshots[grid](*inputs, group.snapshot_BM, above, group.width, **sizes, num_warps=1)
         return out_THW
@@ -74,7 +79,7 @@ def scan_window(
         M=group.width,
         BM=triton.next_power_of_2(group.width),
         **sizes,
-        num_warps=1,
+        num_warps=4 if by_key else 1,
     )
     return out_THW
 
@@ -102,7 +107,7 @@ def _window(
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place,
     decays, decay_by_slab, decay_by_place, record_slab, record_place, above, M,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-    BM: tl.constexpr,
+    BY_KEY: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // (H // G)
@@ -120,17 +125,23 @@ def _window(
     home = state + slot * state_by_slot + h * K * W + first + i[:, None] * W + w[None, :]
     s = tl.load(home, mask=in_state, other=0.0)
     # What lies between two nodes is summed from its own tokens: sums from the root would lose digits.
-    own = tl.load(decay + b * M * H + h + m * H, mask=in_m, other=0.0).to(tl.float32)
+    if BY_KEY:
+        decay += b * M * H * K + h * K
+        in_own = in_m[:, None] & in_k[None, :]
+        own = tl.load(decay + m[:, None] * (H * K) + i[None, :], mask=in_own, other=0.0).to(tl.float32)
+    else:
+        own = tl.load(decay + b * M * H + h + m * H, mask=in_m, other=0.0).to(tl.float32)
     if above is None:
         over = (m[:, None] >= m[None, :]) & in_m[:, None]
     else:
         square = in_m[:, None] & in_m[None, :]
         over = tl.load(above + b * M * M + m[:, None] * M + m[None, :], mask=square, other=0) != 0
-    total = tl.sum(tl.where(over, own[None, :], 0.0), 1)
     below = over & (m[:, None] > m[None, :])
-    step = over[:, :, None] & below[None, :, :]
-    between = tl.exp(tl.sum(tl.where(step, own[None, :, None], 0.0), 1))
-    between = tl.where(over, between, 0.0)
+    if not BY_KEY:
+        total = tl.sum(tl.where(over, own[None, :], 0.0), 1)
+        step = over[:, :, None] & below[None, :, :]
+        between = tl.exp(tl.sum(tl.where(step, own[None, :, None], 0.0), 1))
+        between = tl.where(over, between, 0.0)
 
     q += b * M * q_by_token + g * K
     k += b * M * k_by_token + g * K
@@ -141,20 +152,28 @@ def _window(
         in_at = in_m[:, None] & (at < K)[None, :]
         k_m = tl.load(k + m[:, None] * k_by_token + at[None, :], mask=in_at, other=0.0).to(tl.float32)
         q_m = tl.load(q + m[:, None] * q_by_token + at[None, :], mask=in_at, other=0.0).to(tl.float32)
+        if BY_KEY:
+            g_m = tl.load(decay + m[:, None] * (H * K) + at[None, :], mask=in_at, other=0.0).to(tl.float32)
         for n in tl.static_range(BM):
             there = (m == n)[None, :]
             k_n = tl.load(k + n * k_by_token + at, mask=(at < K) & (n < M), other=0.0).to(tl.float32)
-            weight += tl.where(there, tl.sum(q_m * k_n[None, :], 1)[:, None], 0.0)
+            if BY_KEY:  # as the nodes below n find its key
+                under = tl.sum(tl.where(there & below, 1, 0), 1) != 0
+                step = over & under[None, :]
+                k_n = k_n[None, :] * tl.exp(tl.sum(tl.where(step[:, :, None], g_m[None, :, :], 0.0), 1))
+            else:
+                k_n = k_n[None, :]
+            weight += tl.where(there, tl.sum(q_m * k_n, 1)[:, None], 0.0)
             if beta is not None:
-                inner += tl.where(there, tl.sum(k_m * k_n[None, :], 1)[:, None], 0.0)
+                inner += tl.where(there, tl.sum(k_m * k_n, 1)[:, None], 0.0)
 
     update += h * W + first
-    decays += h
+    decays += h * (K if BY_KEY else 1)
     if path_slab is not None:
         length = tl.load(path_length + b)
         s = fold_path(s, keys + (b * P * G + g) * K, path_slab + b * P, path_place + b * P, length, update,
                       update_by_slab, update_by_place, decays, decay_by_slab, decay_by_place, i, w, in_k,
-                      in_w, G * K)  # fmt: skip
+                      in_w, G * K, BY_KEY)  # fmt: skip
         if record_slab is not None and length > 0:
             tl.store(home, s, mask=in_state)
 
@@ -163,12 +182,22 @@ def _window(
     for n in tl.static_range(BM):
         mine = (m == n)[:, None]
         q_n = tl.load(q + n * q_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
+        if BY_KEY:
+            above_n = tl.sum(tl.where(mine & over, 1, 0), 0) != 0
+            grow = tl.exp(tl.sum(tl.where(above_n[:, None], own, 0.0), 0))
+            q_n *= grow
         o = tl.where(mine, tl.sum(q_n[:, None] * s, 0)[None, :], o)
         if beta is not None:
             k_n = tl.load(k + n * k_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
+            if BY_KEY:
+                k_n *= grow
             read = tl.where(mine, tl.sum(k_n[:, None] * s, 0)[None, :], read)
 
-    scale = tl.exp(total)[:, None]
+    if BY_KEY:  # readers and keys have met their decays already
+        between = tl.where(over, 1.0, 0.0)
+        scale = tl.full((BM, 1), 1.0, tl.float32)
+    else:
+        scale = tl.exp(total)[:, None]
     v += b * M * v_by_token + h * W + first
     u = tl.load(v + m[:, None] * v_by_token + w[None, :], mask=mask, other=0.0).to(tl.float32)
     if beta is not None:
@@ -192,12 +221,21 @@ def _window(
         at = update + (slab * update_by_slab + place * update_by_place)[:, None] + w[None, :]
         tl.store(at, u, mask=mask)
         if first == 0:
-            tl.store(decays + slab * decay_by_slab + place * decay_by_place, own, mask=in_m)
+            log = decays + slab * decay_by_slab + place * decay_by_place
+            if BY_KEY:
+                tl.store(log[:, None] + i[None, :], own, mask=in_own)
+            else:
+                tl.store(log, own, mask=in_m)
     else:
-        u *= tl.sum(tl.where((m == M - 1)[:, None], between, 0.0), 0)[:, None]
-        s *= tl.exp(tl.sum(own, 0))
+        if BY_KEY:
+            s *= tl.exp(tl.sum(own, 0))[:, None]
+        else:
+            u *= tl.sum(tl.where((m == M - 1)[:, None], between, 0.0), 0)[:, None]
+            s *= tl.exp(tl.sum(own, 0))
         for n in tl.static_range(BM):
             k_n = tl.load(k + n * k_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
+            if BY_KEY:
+                k_n *= tl.exp(tl.sum(tl.where((m > n)[:, None], own, 0.0), 0))
             s += k_n[:, None] * tl.sum(tl.where((m == n)[:, None], u, 0.0), 0)[None, :]
         tl.store(home, s, mask=in_state)
 
@@ -206,7 +244,7 @@ def _window(
 def _snapshots(
     q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots, snapshots,
     above, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    BW: tl.constexpr,
+    BW: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // (H // G)
@@ -230,7 +268,11 @@ def _snapshots(
                 source = tl.load(snapshots + token - 1)
             tl.debug_barrier()  # The parent's state was stored by all threads.
             s = tl.load(state + source * state_by_slot, mask=in_state, other=0.0)
-            s *= tl.exp(tl.load(decay + token * H + h).to(tl.float32))
+            if BY_KEY:
+                own = tl.load(decay + (token * H + h) * K + i, mask=in_k, other=0.0).to(tl.float32)
+                s *= tl.exp(own)[:, None]
+            else:
+                s *= tl.exp(tl.load(decay + token * H + h).to(tl.float32))
             k_n = tl.load(k + token * k_by_token + g * K + i, mask=in_k, other=0.0).to(tl.float32)
             q_n = tl.load(q + token * q_by_token + g * K + i, mask=in_k, other=0.0).to(tl.float32)
             u = tl.load(v + token * v_by_token + h * W + first + w, mask=in_w, other=0.0).to(tl.float32)

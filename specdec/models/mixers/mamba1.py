@@ -86,13 +86,17 @@ class LoadedMamba1(LoadedMixer):
             # Before the path enters the window.
             x_path_BPHW = self._inputs(memory, group.state_B, group.path, group.path_length_B)
         x_TC = ops.causal_conv(x_TC, self.conv_CK, self.conv_C, memory, group)
+        selected = torch.split(self.select(x_TC), sizes, dim=1)
         low_TR, k_TK, q_TK = (
             part if norm_D is None else ops.rms_norm(part, norm_D, self.spec.eps)
-            for part, norm_D in zip(self.select(x_TC).split(sizes, dim=1), self.norm_D.values(), strict=True)
+            for part, norm_D in zip(selected, self.norm_D.values(), strict=True)
         )
-        heads = (x_TC, gate_TC, self.widen(low_TR), k_TK, q_TK)
-        out_THW = ops.selective_scan(*(x[:, None] for x in heads), self.layer, memory, group, x_path_BPHW)
-        return out_THW.flatten(1)
+        x_T1W, gate_T1W, dt_T1W = (part[:, None] for part in (x_TC, gate_TC, self.widen(low_TR)))
+        out_T1W = ops.selective_scan(
+            *(x_T1W, gate_T1W, dt_T1W, k_TK[:, None], q_TK[:, None]),
+            *(self.layer, memory, group, x_path_BPHW),
+        )
+        return out_T1W.flatten(1)
 
     def _inputs(self, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
         """Make the convolved inputs of pending paths again, from what their records hold."""
