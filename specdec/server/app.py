@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -100,7 +101,8 @@ async def _pass(
     """Give a request its id, check its key, and turn failures into error responses."""
     number = _request_id(request.headers.get("X-Request-ID"))
     request["headers"] = {"X-Request-ID": number}
-    if speaks_anthropic(request.path):
+    is_anthropic = speaks_anthropic(request.path, request.headers)
+    if is_anthropic:
         request["headers"]["request-id"] = number
     start_s, state = time.perf_counter(), request.app[STATE]
     level = logging.DEBUG if request.path in POLLED else logging.INFO
@@ -131,7 +133,7 @@ async def _pass(
             about = _about(request, failure.status, start_s) | {"reason": str(failure)}
             says = "%(request_id)s %(path)s failed: %(reason)s"
             logger.error(says, about, exc_info=failure.trace, extra=about)
-        response = failure.response(error_body(failure) if speaks_anthropic(request.path) else None)
+        response = failure.response(error_body(failure) if is_anthropic else None)
     resource = request.match_info.route.resource
     if resource:  # what is no address of the server could be any text
         state.metrics.answered(resource.canonical, request.method, response.status)
@@ -163,7 +165,8 @@ async def _embeddings(request: web.Request, state: State) -> web.Response:
 
 async def _models(request: web.Request, state: State) -> web.Response:
     cards = [_card(own, name) for own in state.served for name in own.names]
-    return web.json_response({"object": "list", "data": cards})
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+    return web.json_response({"object": "list", "data": cards, **ends})
 
 
 async def _model(request: web.Request, state: State) -> web.Response:
@@ -172,11 +175,15 @@ async def _model(request: web.Request, state: State) -> web.Response:
 
 
 def _card(served: Served, name: str) -> dict[str, Any]:
+    """Describe a model in the fields of OpenAI's API, of vLLM's and of Anthropic's."""
     return {
         "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "specdec",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(STARTED, UTC).isoformat(),
         "root": served.name,
         "parent": None,
         "max_model_len": served.max_model_len,

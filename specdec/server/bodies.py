@@ -13,7 +13,7 @@ from specdec.server.failures import Failure, misfit
 from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.messages import Many, Message
 from specdec.server.tools.bodies import Tool
-from specdec.server.tools.offer import Choice, Offer, make_offer
+from specdec.server.tools.offer import GivenChoice, Offer, make_offer
 from specdec.text.answers.calls import CallFormat
 
 Ids = Many[StrictInt]
@@ -254,7 +254,9 @@ class ChatBody(Body):
     thinking_budget: int | None = Field(None, ge=0, description="the same in Qwen's words")
     max_thinking_tokens: int | None = Field(None, ge=0, description="the same once more")
     tools: Many[Tool] | None = Field(None, description="functions that the model may call")
-    tool_choice: Choice | None = Field(None, description="auto, none, required, or one of the tools")
+    tool_choice: GivenChoice | None = Field(
+        None, description="auto, none, required, one of the tools, or some of them as allowed_tools"
+    )
     parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
 
     def offer(self, form: CallFormat | None, *, told: bool = True) -> Offer | None:

@@ -25,7 +25,10 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 CACHE = "cache_control"
 MOST_MARKS = 4
 MEDIA = frozenset(
-    {"audio", "image", "image_url", "images", "input_audio", "input_image", "video", "video_url", "videos"}
+    {
+        *("audio", "image", "image_url", "images", "input_audio", "input_image", "video", "video_url"),
+        *("videos", "file_id", "file_url", "file_data"),
+    }
 )
 """Fields by which clients send what is no text, beside a message's or a part's own."""
 THOUGHT = ("reasoning_content", "reasoning")

@@ -21,6 +21,7 @@ APART = "\n\n"
 
 class CacheMark(BaseModel):
     type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = Field(None, description="has no effect")
 
 
 class Marked(TextAlone):

@@ -1,10 +1,13 @@
 """Errors in the form that clients of Anthropic's API expect."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.server.failures import Failure
 
 PATH = "/v1/messages"
+VERSION = "anthropic-version"
+"""The header that every request of Anthropic's clients has, whichever address it asks."""
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -22,6 +25,6 @@ def error_body(failure: Failure) -> dict[str, Any]:
     return {"type": "error", "error": {"type": KINDS.get(failure.status, other), "message": str(failure)}}
 
 
-def speaks_anthropic(path: str) -> bool:
-    """Tell whether errors at an address are those of Anthropic's API."""
-    return path == PATH or path.startswith(f"{PATH}/")
+def speaks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """Tell whether a request is one of Anthropic's API, in whose form its error is."""
+    return VERSION in headers or path == PATH or path.startswith(f"{PATH}/")

@@ -18,8 +18,6 @@ class ItemPart(TextAlone):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: None = Field(None, description="images are not read")
-    file_id: None = Field(None, description="files are not read")
 
 
 Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[ItemPart], Tag("list")], EITHER]

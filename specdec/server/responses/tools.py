@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from specdec.server.failures import Failure, misfit
 from specdec.server.messages import Many
 from specdec.server.responses.items import flat_name
-from specdec.server.tools.bodies import Function, NamedFunction, NamedTool, Tool
+from specdec.server.tools.bodies import Allowed, AllowedTools, Function, NamedFunction, NamedTool, Tool
 from specdec.server.tools.offer import Choice
 from specdec.text.answers.source import LONGEST_NAME
 
@@ -73,6 +73,16 @@ class ChosenTool(BaseModel):
     type: str
     name: str | None = None
     namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: "Many[ChosenTool]" = Field(default=[], description="those of allowed_tools")
+
+    @property
+    def named(self) -> NamedTool | None:
+        """Return the tool as a chat names it, if it is one that is served here."""
+        if self.type not in ("function", "custom") or self.name is None:
+            return None
+        function = NamedFunction(name=flat_name(self.name, self.namespace))
+        return NamedTool(type="function", function=function)
 
 
 class Known(NamedTuple):
@@ -122,12 +132,14 @@ class Toolbox:
         """Return which of the tools must be called, as a chat says it."""
         if not isinstance(given, ChosenTool):
             return given  # type: ignore[return-value]
-        if given.type not in ("function", "custom") or given.name is None:
-            raise Failure(
-                400,
-                f"tool_choice: {given.type!r:.40} is not served here; give auto, none, required or "
-                '{"type": "function", "name": …}.',
-                param="tool_choice",
-            )
-        named = NamedFunction(name=flat_name(given.name, given.namespace))
-        return NamedTool(type="function", function=named)
+        if given.type == "allowed_tools":
+            served = [named for own in given.tools if (named := own.named)]
+            return AllowedTools(type=given.type, allowed_tools=Allowed(mode=given.mode, tools=served))
+        if named := given.named:
+            return named
+        raise Failure(
+            400,
+            f"tool_choice: {given.type!r:.40} is not served here; give auto, none, required, "
+            '{"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}.',
+            param="tool_choice",
+        )

@@ -171,7 +171,7 @@ def _head(body: ResponseBody, model: str) -> Json:
         "reasoning": {"effort": effort, "summary": summary},
         "store": body.store,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": given.get("text") or {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, **(given.get("text") or {})},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": given.get("tools", []),
         "top_p": 1.0 if body.top_p is None else body.top_p,

@@ -1,7 +1,7 @@
 """Tools and calls as clients send them."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,6 +37,26 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class Allowed(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)]
+
+
+class AllowedTools(BaseModel):
+    """A choice among some of the tools; the model is told of these alone."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.allowed_tools.tools]
 
 
 class CalledFunction(BaseModel):

@@ -4,16 +4,34 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from specdec.config.json_schema import unread
 from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
-from specdec.server.tools.bodies import NamedTool, Tool
+from specdec.server.tools.bodies import AllowedTools, NamedTool, Tool
 from specdec.text.answers.calls import CallFormat, Calls
 from specdec.text.answers.formats import CALL_FORMATS
 
-Choice = Literal["none", "auto", "required"] | NamedTool
+Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+def _whole_choice(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Speak of a choice as one, whichever of its forms was meant."""
+    try:
+        return read(value)
+    except ValidationError:
+        raise PydanticCustomError("choice", CHOICES) from None
+
+
+CHOICES = (
+    'give auto, none, required, {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", '
+    '"allowed_tools": {"mode": …, "tools": […]}}'
+)
+GivenChoice = Annotated[Choice, WrapValidator(_whole_choice)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +59,8 @@ class Offer:
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:
     """Return the tool fields that are ignored because the template states no tools and none is required."""
-    if told or not tools or choice not in (None, "auto"):
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+    if told or not tools or mode not in (None, "auto"):
         return []
     return ["tools", *(["tool_choice"] if choice else [])]
 
@@ -58,6 +77,8 @@ def make_offer(
     _check_names(tools or [])
     if untold(tools, choice, told=told):
         return None
+    if isinstance(choice, AllowedTools):
+        tools, choice = _named(tools or [], choice.names), choice.allowed_tools.mode
     if choice == "none" or (not tools and choice in (None, "auto")):
         return None
     if not tools:
@@ -73,12 +94,18 @@ def make_offer(
     if choice == "required":
         structure = force(tools, form, several=parallel)
     elif isinstance(choice, NamedTool):
-        name = choice.function.name
-        named = [tool for tool in tools if tool.function.name == name]
-        if not named:
-            raise Failure(400, f"tool_choice: none of the tools is named {name!r:.80}.", param="tool_choice")
-        structure = force(named, form, several=False)
+        structure = force(_named(tools, [choice.function.name]), form, several=False)
     return Offer(tuple(tools), form, parallel, structure)
+
+
+def _named(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
+    """Return the tools of these names, in their own order, or refuse a name that none has."""
+    known = {tool.function.name for tool in tools}
+    for name in names:
+        if name not in known:
+            raise Failure(400, f"tool_choice: none of the tools is named {name!r:.80}.", param="tool_choice")
+    wanted = {*names}
+    return [tool for tool in tools if tool.function.name in wanted]
 
 
 FRAME = 100

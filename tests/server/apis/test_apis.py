@@ -12,6 +12,7 @@ from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from specdec.server.fields import MOST_PARTS
 from tests.server.live import Answer, Live, total
 from tests.server.tools.scripted import write_scripted
 
@@ -242,6 +243,24 @@ def test_calls_are_forced(client: openai.OpenAI, claude: anthropic.Anthropic) ->
         **fields, tools=[RESPONSE_TOOL], tool_choice={"type": "function", "name": "weather"}, store=False
     )
     (call,) = response.output
+    other: Any = {"type": "function", "name": "other", "parameters": {"type": "object"}}
+    named: Any = [{"type": "function", "name": "weather"}, {"type": "web_search_preview"}]
+    some: Any = {"type": "allowed_tools", "mode": "required", "tools": named}
+    allowed = client.responses.create(
+        **fields, tools=[other, RESPONSE_TOOL], tool_choice=some, parallel_tool_calls=False, store=False
+    )
+    assert [own.arguments for own in allowed.output] == [call.arguments]  # type: ignore[union-attr]
+    chats: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    chat = client.chat.completions.create(
+        model="scripted",
+        temperature=0,
+        messages=[{"role": "user", "content": "Ask 4"}],
+        tools=[CHAT_TOOL, {"type": "function", "function": {"name": "other"}}],  # type: ignore[list-item]
+        tool_choice={"type": "allowed_tools", "allowed_tools": chats},
+        parallel_tool_calls=False,
+    )
+    (called,) = chat.choices[0].message.tool_calls or ()
+    assert called.type == "function" and called.function.arguments == call.arguments
     turns: Any = [{"role": "user", "content": "Ask 4"}]
     message = claude.messages.create(
         model="scripted",
@@ -256,6 +275,8 @@ def test_calls_are_forced(client: openai.OpenAI, claude: anthropic.Anthropic) ->
     assert json.loads(call.arguments) == use.input and use.input["city"] in ("Paris", "Rome")
     form: Any = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}
     shaped = client.responses.create(**fields, text=form, store=False)
+    plain = client.responses.create(**fields, text={"verbosity": "low"}, store=False)
+    assert plain.text and plain.text.format and plain.text.format.type == "text"
     assert json.loads(shaped.output_text)["city"] in ("Paris", "Rome")
     config: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
     told = claude.messages.create(
@@ -330,6 +351,7 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         ({"system": [{"type": "text"}]}, "system.0: a part of type 'text' lacks its text; give it."),
         ({"system": {"text": "a"}}, "system: give a text, or a list of parts."),
         ({"messages": [{**turn[0], "images": ["x"]}]}, "messages.0: images is not read"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "9d"}}, "cache_control.ttl"),
     ]
     for fields, named in wrong:
         answer = post(live, "/v1/messages", {"messages": turn, "max_tokens": 9} | fields)
@@ -354,6 +376,18 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
             {"input": [{**result, "output": [{"type": "input_text"}]}], "previous_response_id": made},
             "input.0: a part of type 'input_text' lacks its text; give it.",
         ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+            "input.0.content.0: file_id is not read",
+        ),
+        (
+            {
+                "input": "a",
+                "tools": [RESPONSE_TOOL],
+                "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "x"}]},
+            },
+            "tool_choice",
+        ),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -365,8 +399,27 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
         assert answer.error["param"] == named.partition(":")[0].split(".0")[0]
         assert named in answer.error["message"], answer.json
+    wrong_form = {
+        "messages": turn,
+        "tools": [CHAT_TOOL],
+        "tool_choice": {"type": "function", "name": "weather"},
+    }
+    answer = post(live, "/v1/chat/completions", wrong_form)
+    assert answer.status == 400 and "tool_choice: give auto, none" in answer.error["message"]
     with pytest.raises(openai.NotFoundError, match="generation only"):
         client.embeddings.create(model="scripted", input="a")
+
+
+def test_models_are_described_to_each_client(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    for models in (client.models.list(), claude.models.list(limit=1)):
+        assert [own.id for own in models] == ["scripted"]
+    found = claude.models.retrieve("scripted")
+    assert (found.type, found.display_name) == ("model", "scripted") and found.created_at.year > 2024
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        claude.models.retrieve("other")
+    assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
 
 
 def test_leaving_a_stream_ends_its_request(
@@ -413,4 +466,13 @@ def test_hostile_bodies_are_refused(live: Live) -> None:
         assert answer.status == status and len(answer.data) < 1 << 20, (body.keys(), answer.data[:300])
     made = post(live, "/v1/responses", {"input": [*lone, {"role": "user", "content": "4"}]}).json["id"]
     assert post(live, "/v1/responses", {"input": "Ask 4", "previous_response_id": made}).status == 200
+    # A chain of responses has as many items as a body has parts: each is read again for the next.
+    many = [*[{"type": "reasoning"}] * (MOST_PARTS * 2 // 5), {"role": "user", "content": "4"}]
+    chain, statuses = None, list[int]()
+    for _ in range(3):
+        answer = post(live, "/v1/responses", {"input": many, "previous_response_id": chain})
+        statuses.append(answer.status)
+        chain = answer.json.get("id")
+    assert statuses == [200, 200, 400] and answer.error["param"] == "previous_response_id"
+    assert "items; begin a new one" in answer.error["message"]
     assert live.ask("/v1/responses/" + "a" * 5000, authorization=f"Bearer {KEYS[0]}").status == 404

@@ -451,3 +451,29 @@ def test_what_is_read_again_is_bounded(form: CallFormat, unit: str) -> None:
     events = [*reader.push(text), *reader.finish(cut=False)]
     assert "".join(event[0] for event in events) == text and all(isinstance(own, Text) for own in events)
     assert reader._source.reread <= MOST_REREAD + len(text)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_long_arguments_are_read_once(name: str) -> None:
+    """What waits to be read stays short while arguments come, so that each piece costs its own length."""
+    form, piece = CALL_FORMATS[name], 64
+    waits: list[int] = []
+    for length in (1 << 12, 1 << 13):
+        sent = json.dumps({"s": "é<\\\" '" * (length // 6)}, ensure_ascii=False)
+        whole = (
+            element(("s", json.loads(sent)["s"]))
+            if form is CALL_FORMATS["qwen3_coder"]
+            else written(form, ("f", sent))
+        )
+        reader, read = AnswerReader(calls=Calls(form, SCHEMAS)), 0
+        events: list[Any] = []
+        for start in range(0, len(whole), piece):
+            events += reader.push(whole[start : start + piece])
+            read += len(reader._source.text)
+        events += reader.finish(cut=False)
+        assert json.loads("".join(own.text for own in events if isinstance(own, Arguments))) == json.loads(
+            sent
+        )
+        assert len(events) <= len(whole) // piece + 4
+        waits.append(read)
+    assert waits[1] <= 2.1 * waits[0] + piece, waits
