@@ -106,6 +106,8 @@ class CausalConv(Protocol):
         bias_C: Tensor | None,
         memory: RecurrentMemory,
         group: Group,
+        *,
+        silu: bool = True,
     ) -> Tensor: ...
 
 
@@ -222,6 +224,7 @@ class RouteSigmoid(Protocol):
         top_groups: int,
         renormalise: bool,
         scale: float,
+        eps: float = 1e-20,
     ) -> tuple[Tensor, Tensor]: ...
 
 

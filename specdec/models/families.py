@@ -11,6 +11,7 @@ from specdec.models import (
     bamba,
     falcon_h1,
     granite,
+    lfm2,
     mamba2,
     nemotron_h,
     olmo_hybrid,
@@ -42,7 +43,7 @@ class Family(Protocol):
 
 _FAMILIES: tuple[Family, ...] = (
     *(qwen3, qwen3_next, qwen3_5, nemotron_h),
-    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1),
+    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, lfm2),
 )
 
 

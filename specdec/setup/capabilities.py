@@ -36,7 +36,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "prefixes": ("read", "kept"),
     "family": (
         *("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
-        *("granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1"),
+        *("granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1", "lfm2", "lfm2_moe"),
     ),
     "sampling": (
         "greedy",
@@ -68,6 +68,8 @@ TITLES: Mapping[str, str] = {
     "mamba2": "Mamba-2",
     "olmo_hybrid": "OLMo-Hybrid",
     "falcon_h1": "Falcon-H1",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2 MoE",
     "temperature": "temperature with a seed",
     "filters": "top-k, top-p and min-p",
     "logit_bias": "bias",

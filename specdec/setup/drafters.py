@@ -117,7 +117,7 @@ def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
     return RoundedDrafter(beside.copy, beside.arena, rank, device)
 
 
-HEADLESS = ("qwen3", "granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1")
+HEADLESS = ("qwen3", "granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1", "lfm2", "lfm2_moe")
 """Families whose checkpoints hold no multi-token head."""
 
 DRAFTERS: dict[str, DrafterSpec] = {

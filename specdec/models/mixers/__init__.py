@@ -4,5 +4,16 @@ from specdec.models.mixers.attention import Attention
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from specdec.models.mixers.mamba2 import Mamba2
+from specdec.models.mixers.short_conv import ShortConv
 
-__all__ = ["Attention", "GatedDeltaNet", "LoadedMixer", "Mamba2", "Memory", "Mixer", "Place", "Step"]
+__all__ = [
+    "Attention",
+    "GatedDeltaNet",
+    "LoadedMixer",
+    "Mamba2",
+    "Memory",
+    "Mixer",
+    "Place",
+    "ShortConv",
+    "Step",
+]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedConfig
 
-from tests.models.drawn import bamba, falcon_h1, granite, mamba2, olmo_hybrid
+from tests.models.drawn import bamba, falcon_h1, granite, lfm2, lfm2_moe, mamba2, olmo_hybrid
 
 
 class Drawn(Protocol):
@@ -28,4 +28,6 @@ DRAWN: Mapping[str, Drawn] = {
     "mamba2": mamba2,
     "olmo_hybrid": olmo_hybrid,
     "falcon_h1": falcon_h1,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
 }
