@@ -24,7 +24,7 @@ class ShortConv(Mixer):
     kind: ClassVar[str] = "short convolution"
 
     def state_shape(self) -> StateShape:
-        """Keep the last inputs B ⊙ h, of which a record is one: there is no state that it would be added to."""
+        """Keep the last inputs B ⊙ h, of which a record is one; there is no state to add it to."""
         return StateShape(0, 0, 0, self.conv - 1, self.channels)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
