@@ -1,4 +1,7 @@
-"""LFM2, dense and with experts: gated short convolutions and a few attention layers."""
+"""LFM2, dense and with experts: gated short convolutions and a few attention layers.
+
+Of LFM2-VL the text model is read; its other parts are left out.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +13,8 @@ from specdec.models.blocks import (
     assemble,
     attention,
     layer_kinds,
-    model_type,
     refuse_unsupported,
+    text_fields,
     top_k,
 )
 from specdec.models.feed_forward import MLP, MoE
@@ -21,7 +24,7 @@ from specdec.models.mixers import Mixer, ShortConv
 from specdec.models.norm import Norm
 
 NAME = "lfm2"
-MODEL_TYPES: tuple[str, ...] = ("lfm2", "lfm2_moe")
+MODEL_TYPES: tuple[str, ...] = ("lfm2", "lfm2_moe", "lfm2_vl")
 
 CONV = "conv"
 THETA = 1_000_000.0
@@ -42,24 +45,26 @@ NAMES = (
 
 def network(config: Mapping[str, Any]) -> spec.Network:
     """Describe the network of a config."""
-    fields = Fields(config)
+    outer = Fields(config)
+    fields = text_fields(outer)
+    for level in (outer, fields):
+        refuse_unsupported(level)
     _refuse_unsupported(fields)
     norm = Norm(fields.number("norm_eps", default=1e-5), wide=False)
     kinds = _kinds(fields)
     mixers: dict[str, Mixer] = {CONV: short_conv(fields, taps=3)}
     if FULL in kinds:
         mixers[FULL] = attention(fields, norm=norm, theta=THETA)
-    dense, experts = _dense(fields, config), None
+    dense, experts = _dense(fields), None
     split = len(kinds)
-    if model_type(fields) == "lfm2_moe":
+    if fields.get("model_type") == "lfm2_moe":
         dense, experts = MLP(fields.integer("intermediate_size", default=7168), "swiglu"), _experts(fields)
         split = fields.integer("num_dense_layers", default=2, least=0)
     layers = (spec.Layer((mixers[kind],), dense if i < split else experts) for i, kind in enumerate(kinds))
-    return assemble(NAME, fields, tuple(layers), norm, tied=True, max_length=128_000)
+    return assemble(NAME, outer, tuple(layers), norm, tied=True, max_length=128_000)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    refuse_unsupported(fields)
     for name in ("attention_bias", "mlp_bias"):
         fields.absent(name, "projections without biases (false)")
     fields.only("block_use_swiglu", True)
@@ -87,14 +92,14 @@ def short_conv(fields: Fields, *, taps: int) -> ShortConv:
     )
 
 
-def _dense(fields: Fields, config: Mapping[str, Any]) -> MLP:
+def _dense(fields: Fields) -> MLP:
     """Read the dense feed-forward, whose width follows from two thirds of what the config says."""
     width = fields.integer("block_ff_dim", "intermediate_size", default=12288)
     if not fields.flag("block_auto_adjust_ff_dim", default=True):
         return MLP(width, "swiglu")
     width = int(2 * width / 3)
     # Null leaves the width as it is, and a field that is not there is one.
-    if config.get("block_ffn_dim_multiplier", 1.0) is not None:
+    if not fields.null("block_ffn_dim_multiplier"):
         multiple = fields.integer("block_multiple_of", default=256)
         width = int(fields.number("block_ffn_dim_multiplier", default=1.0) * width)
         width = -(-width // multiple) * multiple

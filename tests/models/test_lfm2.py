@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from specdec.config.engine import EngineConfig
@@ -14,6 +16,10 @@ from specdec.models.feed_forward import MLP
 from specdec.models.mixers import Attention, ShortConv
 from specdec.models.shapes import SHAPES
 from specdec.setup.footprint import describe_model
+from tests.models.drawn import lfm2
+from tests.models.runner import Runner
+from tests.models.test_network import relative
+from tests.tolerances import LOGITS_RELATIVE
 
 SMALL: Mapping[str, Any] = {**SHAPES["lfm2-350m"], "hidden_size": 32, "num_hidden_layers": 3}
 SMALL = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv"] * 3}
@@ -56,3 +62,21 @@ def test_states_are_windows_and_records_their_next_inputs(family_folder: Callabl
     published = families.network(SHAPES["lfm2-8b-a1b"])
     windows = [own.state_shape() for own in published.mixers() if isinstance(own, ShortConv)]
     assert sum(own.conv_inputs * own.channels * 2 for own in windows if own) == 144 * 1024
+
+
+def test_the_text_of_a_vision_model_is_read(tmp_path: Path) -> None:
+    text = lfm2.draw(Random(2))
+    vision = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Lfm2VlConfig(
+        text_config=text,
+        vision_config={"model_type": "siglip2_vision_model", **vision},
+        projector_hidden_size=8,
+    )
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.Lfm2VlForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = list(range(3, 40))
+    with torch.inference_mode():
+        expected_TV = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    found_TV = Runner(tmp_path, torch.float32, kernels="cpu").read(tokens, 7)
+    assert relative(found_TV, expected_TV) < LOGITS_RELATIVE
