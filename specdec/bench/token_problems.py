@@ -190,7 +190,9 @@ def _activation(bench: Bench, operation: str, tokens: int, width: int) -> Proble
 
 def _route(bench: Bench, moe: MoE, tokens: int) -> Problem:
     sigmoid = moe.router == "sigmoid"
-    logits_TE = bench.draw(tokens, moe.experts, dtype=torch.float32 if sigmoid else None)
+    logits_TE = bench.draw(
+        tokens, moe.experts, dtype=torch.float32 if sigmoid and not moe.narrow_router else None
+    )
     bias_E = bench.draw(moe.experts, dtype=torch.float32, seed=1, scale=0.1)
 
     def route(ops: Kernels, logits_TE: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,6 +206,7 @@ def _route(bench: Bench, moe: MoE, tokens: int) -> Problem:
             top_groups=moe.top_groups,
             renormalise=moe.renormalise,
             scale=moe.scale,
+            eps=moe.eps,
         )
 
     def chosen(ops: Kernels, logits_TE: Tensor, bias_E: Tensor) -> Tensor:

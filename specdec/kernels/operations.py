@@ -108,6 +108,8 @@ class CausalConv(Protocol):
         bias_C: Tensor | None,
         memory: RecurrentMemory,
         group: Group,
+        *,
+        silu: bool = True,
     ) -> Tensor: ...
 
 
@@ -256,6 +258,7 @@ class RouteSigmoid(Protocol):
         top_groups: int,
         renormalise: bool,
         scale: float,
+        eps: float = 1e-20,
     ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -16,6 +16,9 @@ FULL, LINEAR = "full_attention", "linear_attention"
 MOST_LAYERS = 1024
 """Each takes memory before the first tensor is looked up; published models have a tenth of them."""
 
+TIED = "tie_embedding", "tie_word_embeddings"
+"""Spellings of one field; LFM2's own counts before the one that savers write."""
+
 # Names from before the two kinds of layer were called alike everywhere.
 _LEGACY_KINDS = {"attention": FULL, "mamba": LINEAR}
 
@@ -49,7 +52,7 @@ def modern_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(_LEGACY_KINDS.get(kind, kind) for kind in kinds)
 
 
-def rope(fields: Fields, head_dim: int, *, partial: float) -> Rope:
+def rope(fields: Fields, head_dim: int, *, partial: float, theta: float = 10_000.0) -> Rope:
     """Read rotary parameters, nested (`rope_parameters`, `rope_scaling`) or at the top level.
 
     The sections of a multimodal rope are all the same for text, so "mrope" is plain here.
@@ -59,7 +62,7 @@ def rope(fields: Fields, head_dim: int, *, partial: float) -> Rope:
         for kind in ("rope_type", "type"):
             nested.only(kind, "default", "mrope")
     nested = fields.within("rope_parameters")
-    theta = nested.number("rope_theta", default=fields.number("rope_theta", default=10_000.0))
+    theta = nested.number("rope_theta", default=fields.number("rope_theta", default=theta))
     if theta <= 0:
         (nested if "rope_theta" in nested else fields).refuse("rope_theta", "a number above 0")
     outer = fields.number("partial_rotary_factor", default=partial)
@@ -77,6 +80,7 @@ def attention(
     norm_whole: bool = False,
     gated: bool = False,
     partial: float | None = 1.0,
+    theta: float = 10_000.0,
     scale: float | None = None,
 ) -> Attention:
     """Read attention with rotary positions (`partial` None: without) and norms on each query and key head.
@@ -91,7 +95,7 @@ def attention(
         kv_heads=fields.integer("num_key_value_heads", default=heads),
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else scale,
-        rope=None if partial is None else rope(fields, head_dim, partial=partial),
+        rope=None if partial is None else rope(fields, head_dim, partial=partial, theta=theta),
         qk_norm=norm,
         norm_whole=norm_whole,
         gated=gated,
@@ -215,7 +219,7 @@ def assemble(
         hidden=text.integer("hidden_size"),
         layers=layers,
         norm=norm,
-        tied=config.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings", default=tied)),
+        tied=config.flag(*TIED, default=text.flag(*TIED, default=tied)),
         max_length=text.integer("max_position_embeddings", default=max_length),
         eos=config.tokens("eos_token_id", vocab) or text.tokens("eos_token_id", vocab),
         mtp=mtp,

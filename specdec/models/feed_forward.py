@@ -78,6 +78,12 @@ class MoE(FeedForward):
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    narrow_router: bool = False
+    """A sigmoid router works in the model's dtype and not in float32."""
+    corrected: bool = True
+    """A sigmoid router has a bias, which decides on the choice alone."""
+    eps: float = 1e-20
+    """Added to the sum by which a sigmoid router renormalises."""
     latent: int | None = None
     """The experts work in this width, between two projections."""
 
@@ -127,15 +133,13 @@ class LoadedMLP:
 class LoadedMoE:
     def __init__(self, s: MoE, hidden: int, weights: Weights, kernels: Kernels) -> None:
         self.spec, self.kernels = s, kernels
-        router_dtype = torch.float32 if s.router == "sigmoid" else None
+        router_dtype = torch.float32 if s.router == "sigmoid" and not s.narrow_router else None
         router_ED = weights.take("router.weight", (s.experts, hidden), router_dtype)
         if s.shared_gate:
             # The shared expert's gate is one more row: one product makes both.
             router_ED = torch.cat([router_ED, weights.take("shared_gate.weight", (1, hidden))])
-        self.router = Linear(kernels, router_ED)
-        self.correction_E = (
-            weights.take("router.correction", (s.experts,), torch.float32) if s.router == "sigmoid" else None
-        )
+        self.router, self.routed_in = Linear(kernels, router_ED), router_ED.dtype
+        self.correction_E = self._correction(weights, router_ED) if s.router == "sigmoid" else None
         inner = s.latent or hidden
         self.up_EID = kernels.pack_experts(weights.matrix("experts.up", (s.experts, s.up_rows, inner)))
         self.down_EDI = kernels.pack_experts(weights.matrix("experts.down", (s.experts, inner, s.width)))
@@ -143,6 +147,11 @@ class LoadedMoE:
             self.latent_in = Linear.load(weights, kernels, {"latent_in": s.latent}, hidden)
             self.latent_out = Linear.load(weights, kernels, {"latent_out": hidden}, s.latent)
         self.shared = s.shared.build(hidden, weights.within("shared"), kernels) if s.shared else None
+
+    def _correction(self, weights: Weights, router_ED: Tensor) -> Tensor:
+        if self.spec.corrected:
+            return weights.take("router.correction", (self.spec.experts,), torch.float32)
+        return router_ED.new_zeros(self.spec.experts)
 
     def _route(self, score_TE: Tensor) -> tuple[Tensor, Tensor]:
         s, ops = self.spec, self.kernels
@@ -156,12 +165,12 @@ class LoadedMoE:
             top_groups=s.top_groups,
             renormalise=s.renormalise,
             scale=s.scale,
+            eps=s.eps,
         )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         s, ops = self.spec, self.kernels
-        routed_TD = x_TD if self.correction_E is None else x_TD.to(self.correction_E.dtype)
-        score_TE, gate_T1 = self.router(routed_TD).tensor_split([s.experts], dim=1)
+        score_TE, gate_T1 = self.router(x_TD.to(self.routed_in)).tensor_split([s.experts], dim=1)
         index_TA, weight_TA = self._route(score_TE)
         inner_TD = self.latent_in(x_TD) if s.latent else x_TD
         gated = s.activation == "swiglu"

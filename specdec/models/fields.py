@@ -23,6 +23,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def null(self, name: str) -> bool:
+        """Tell whether the field is there and null, for the few in which that differs from its absence."""
+        return name in self._values and self._values[name] is None
+
     def get(self, *names: str) -> Any:
         """Return the value as it stands in the file, or None."""
         return next((self._values[name] for name in names if name in self), None)

@@ -64,7 +64,7 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 _ROTARY = r".*\.inv_freq"
 """Rotary frequencies that old exporters stored; they follow from the config."""
 
-_VISION = r"(model\.)?(visual|vision_tower|audio_tower)\..*"
+_VISION = r"(model\.)?(visual|vision_tower|audio_tower|multi_modal_projector)\..*"
 
 _OUTPUT = r"(.*\.)?lm_head\.weight"
 

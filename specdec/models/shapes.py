@@ -70,6 +70,29 @@ def _jamba(hidden: int, layers: int, *, heads: int, **other: object) -> dict[str
     }
 
 
+def _lfm2(
+    hidden: int, layers: int, *, attend: tuple[int, ...], heads: int, **other: object
+) -> dict[str, Any]:
+    """Fill in what LFM2 shares, dense or not; the layers that do not attend are short convolutions."""
+    return {
+        "dtype": "bfloat16",
+        "vocab_size": 65536,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention" if i in attend else "conv" for i in range(layers)],
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        **other,
+    }
+
+
 _SMALL = _qwen3_5(
     1024, 24, heads=8, kv_heads=2, value_heads=16, intermediate_size=3584, tie_word_embeddings=True
 )
@@ -241,5 +264,31 @@ SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
             "tie_word_embeddings": False,
             "eos_token_id": None,
         },
+        "lfm2-350m": _lfm2(
+            1024,
+            16,
+            attend=(2, 5, 8, 10, 12, 14),
+            heads=16,
+            model_type="lfm2",
+            intermediate_size=6656,
+            block_auto_adjust_ff_dim=True,
+            block_ffn_dim_multiplier=1.0,
+            block_multiple_of=256,
+        ),
+        "lfm2-8b-a1b": _lfm2(
+            2048,
+            24,
+            attend=(2, 6, 10, 14, 18, 21),
+            heads=32,
+            model_type="lfm2_moe",
+            intermediate_size=7168,
+            num_dense_layers=2,
+            num_experts=32,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1792,
+            norm_topk_prob=True,
+            use_expert_bias=True,
+            routed_scaling_factor=1.0,
+        ),
     }
 )

@@ -37,6 +37,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "family": (
         *("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
         *("granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1", "mamba", "jamba"),
+        *("lfm2", "lfm2_moe"),
     ),
     "sampling": (
         "greedy",
@@ -70,6 +71,8 @@ TITLES: Mapping[str, str] = {
     "falcon_h1": "Falcon-H1",
     "mamba": "Mamba",
     "jamba": "Jamba",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2 MoE",
     "temperature": "temperature with a seed",
     "filters": "top-k, top-p and min-p",
     "logit_bias": "bias",

@@ -254,7 +254,8 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     """Say what a checkpoint is made of and what an engine with this configuration would need for it.
 
     `sequences` counts how many of each length fit in the arena, of those that the engine would take, or of
-    its longest. `record_share` is a draft token's record over a state; drafters in records have it.
+    its longest. `record_share` is a draft token's record over a state, of which a window alone
+    has none; drafters in records have it.
     """
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings

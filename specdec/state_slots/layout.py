@@ -86,7 +86,7 @@ class LayoutFigures:
     padding: float
     """The part of a slab that lies idle while it serves a state."""
     record_share: float
-    """A record's bytes as a part of a state's."""
+    """A record's bytes as a part of a state's; 0 of windows alone, whose next inputs they are."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Layout:
             blocks_per_slab=self.blocks_per_slab,
             records_per_slab=self.records_per_slab,
             padding=1 - states / self.slab_bytes if states else 0.0,
-            record_share=self.record_bytes / states if states else 0.0,
+            record_share=self.record_bytes / states if any(s.heads for s in self.states) else 0.0,
         )
 
 

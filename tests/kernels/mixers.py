@@ -9,13 +9,23 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.table import load_kernels
-from specdec.models.mixers import GatedDeltaNet, KimiDeltaAttention, LoadedMixer, Mamba2, Place, Step
+from specdec.models.mixers import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LoadedMixer,
+    Mamba2,
+    Place,
+    ShortConv,
+    Step,
+)
 from specdec.models.weights import Scoped, Weights
 from specdec.state_slots.window import Window
 from tests.kernels import trees
 
 HIDDEN = 24
-KINDS = ("delta net", "delta net, 1 to 1", "mamba-2", "kda")
+STATES = ("delta net", "delta net, 1 to 1", "mamba-2", "kda")
+KINDS = (*STATES, "short conv")
+"""The last one keeps a window alone."""
 KERNEL_SETS = [
     ("reference", torch.float64),
     ("cpu", torch.float64),
@@ -76,6 +86,9 @@ class Mixer:
             self.sizes = trees.Layer(heads=3, key=6, value=6, channels=3 * 3 * 6, dtype=dtype, by_key=True)
             kda = KimiDeltaAttention(3, 6, 4, 1e-5, gate_rank=5)
             self.layer = kda.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+        elif kind == "short conv":
+            self.sizes = trees.Layer(heads=0, channels=HIDDEN, dtype=dtype)
+            self.layer = ShortConv(HIDDEN, 4, True).build(weights, self.kernels, Place(HIDDEN, HIDDEN))
         else:
             heads = 2 if kind.endswith("1 to 1") else 4
             self.sizes = trees.Layer(heads=heads, key=6, value=5, channels=2 * 2 * 6 + heads * 5, dtype=dtype)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, MoE
-from specdec.models.mixers import Attention, GatedDeltaNet, Mamba1, Mamba2
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba1, Mamba2, ShortConv
 
 
 def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -25,7 +25,13 @@ def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[
 
 
 def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    parts = {Attention: _attention, GatedDeltaNet: _delta_net, Mamba1: _mamba1, Mamba2: _mamba}
+    parts = {
+        Attention: _attention,
+        GatedDeltaNet: _delta_net,
+        Mamba1: _mamba1,
+        Mamba2: _mamba,
+        ShortConv: _short_conv,
+    }
     for i, mixer in enumerate(layer.mixers):
         for name, shape in parts[type(mixer)](mixer, width).items():
             yield f"{at}.mixer{i + 1 if i else ''}.{name}", shape
@@ -103,6 +109,13 @@ def _mamba(m: Mamba2, width: int) -> dict[str, tuple[int, ...]]:
     return shapes | ({"in.bias": (rows,)} if m.bias else {})
 
 
+def _short_conv(m: ShortConv, width: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"in.weight": (3 * m.channels, width)}
+    shapes |= {"conv.weight": (m.channels, m.conv), "out.weight": (width, m.channels)}
+    biases = {"in.bias": (3 * m.channels,), "conv.bias": (m.channels,), "out.bias": (width,)}
+    return shapes | (biases if m.bias else {})
+
+
 def _dense(f: MLP, width: int) -> dict[str, tuple[int, ...]]:
     ups = ("gate", "up") if f.activation == "swiglu" else ("up",)
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (f.width, width) for n in ups}
@@ -119,7 +132,7 @@ def _experts(f: MoE, width: int) -> dict[str, tuple[int, ...]]:
         "experts.up": (f.experts, rows, inner),
         "experts.down": (f.experts, inner, f.width),
     }
-    if f.router == "sigmoid":
+    if f.router == "sigmoid" and f.corrected:
         shapes["router.correction"] = (f.experts,)
     if f.latent:
         shapes |= {"latent_in.weight": (inner, width), "latent_out.weight": (width, inner)}

@@ -175,7 +175,7 @@ def _unsettle(tensors: dict[str, Tensor]) -> None:
     """Move what initialisers leave constant."""
     with torch.no_grad():
         for name, value in tensors.items():
-            if "norm" in name or name.endswith((".bias", "dt_bias", ".D", "correction_bias")):
+            if "norm" in name or name.endswith((".bias", "dt_bias", ".D", "correction_bias", "expert_bias")):
                 value.add_(0.3 * torch.randn(value.shape))
 
 

@@ -29,7 +29,7 @@ def test_the_axes_are_what_there_is() -> None:
     assert set(AXES["drafter"]) == {"auto", "none", *DRAFTERS} and [*DRAFTERS] == [*DRAFTER_OPTIONS]
     assert set(AXES["backing"]) == set(get_args(EngineConfig.model_fields["slots"].annotation))
     assert set(AXES["family"]) == set(CONFIGS)
-    assert {name.removesuffix("_text") for name in supported()} == set(CONFIGS)
+    assert {name.removesuffix("_text").removesuffix("_vl") for name in supported()} == set(CONFIGS)
     assert set(AXES["prefixes"]) == {"read", "kept"} and "prefix_cache" in EngineConfig.model_fields
     assert set(AXES["sampling"]) == set(FEATURES) and set(AXES["shape"]) == set(SHAPES)
 

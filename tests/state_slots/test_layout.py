@@ -120,6 +120,7 @@ def test_a_convolution_alone_has_no_heads() -> None:
     layout = Layout((KVShape(1, 8),), (StateShape(0, 0, 0, 2, 33),), torch.bfloat16)
     assert layout.state_bytes == 3 * ALIGN
     assert layout.record_bytes == 2 * ALIGN
+    assert layout.describe().record_share == 0.0
 
 
 def test_a_record_larger_than_its_state_grows_the_slab() -> None:

@@ -107,7 +107,7 @@ def _tile(shared: int, dim: int, itemsize: int, *, tree: bool) -> dict[str, int]
         "KEYS": 32 if few_keys else 64,
         "BLOCK": block,
         "num_warps": 8 if queries > (16 if large else 64) else 4,
-        "num_stages": 3,
+        "num_stages": 2 if block <= 64 and queries == 16 and tree else 3,
     }
 
 

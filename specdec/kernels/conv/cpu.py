@@ -14,9 +14,15 @@ TILE = 1 << 19
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    memory: RecurrentMemory,
+    group: Group,
+    *,
+    silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then silu.
+    """Convolve each channel over the last K inputs of a node's own path, round, then silu where asked.
 
     Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
     leaves a record, or the window after it. A float32 weight that lies [K, C] in memory spares a conversion.
@@ -38,13 +44,13 @@ def causal_conv(
 
     weight_KC = _taps_first(weight_CK, x_TC.dtype)
     if group.tap_BMC is not None:
-        y_TC = _finish(_tree(cast(known_BNC, weight_KC.dtype), weight_KC, group.tap_BMC), bias_C, x_TC.dtype)
-        return y_TC.view(x_TC.shape)
+        sum_BMC = _tree(cast(known_BNC, weight_KC.dtype), weight_KC, group.tap_BMC)
+        return _finish(sum_BMC, bias_C, x_TC.dtype, silu=silu).view(x_TC.shape)
     # The keys of tokens that may be taken back are made again one day, and must come out the same to the bit.
     convolve = _shifted if group.tentative else _chain
     tile, before = max(LONG, TILE // (rows * x_TC.shape[1])), len(weight_KC) - 1
     y_BMC = [
-        _finish(convolve(known_BNC[:, i : i + tile + before], weight_KC), bias_C, x_TC.dtype)
+        _finish(convolve(known_BNC[:, i : i + tile + before], weight_KC), bias_C, x_TC.dtype, silu=silu)
         for i in range(0, width, tile)
     ]
     return (y_BMC[0] if len(y_BMC) == 1 else torch.cat(y_BMC, dim=1)).view(x_TC.shape)
@@ -69,7 +75,7 @@ def path_conv(
     past_TC = memory.input_SRC[..., channels][locate_records(path)]
     known_BNC = torch.cat([window_BIC, past_TC.view(rows, longest, past_TC.shape[1])], dim=1)
     y_BPC = _shifted(known_BNC, weight_KC)
-    return _finish(y_BPC, None if bias_C is None else bias_C[channels], past_TC.dtype)
+    return _finish(y_BPC, None if bias_C is None else bias_C[channels], past_TC.dtype, silu=True)
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
@@ -143,7 +149,8 @@ def _tree(known_BNC: Tensor, weight_KC: Tensor, tap_BMK: Tensor) -> Tensor:
     return y_TC.view(rows, -1, channels)
 
 
-def _finish(y: Tensor, bias_C: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _finish(y: Tensor, bias_C: Tensor | None, dtype: torch.dtype, *, silu: bool) -> Tensor:
     if bias_C is not None:
         y += bias_C
-    return F.silu(cast(y, dtype), inplace=True)
+    y = cast(y, dtype)
+    return F.silu(y, inplace=True) if silu else y

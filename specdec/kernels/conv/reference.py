@@ -8,9 +8,15 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    memory: RecurrentMemory,
+    group: Group,
+    *,
+    silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then silu.
+    """Convolve each channel over the last K inputs of a node's own path, round, then silu where asked.
 
     Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
     leaves a record, or the window after it.
@@ -25,7 +31,7 @@ def causal_conv(
         known_NC = torch.cat([memory.window_SIC[slot], x_MC])
         for i in range(width):
             tap_K = torch.arange(i, i + taps) if group.tap_BMC is None else group.tap_BMC[b, i].cpu()
-            y_TC[b * width + i] = _convolve(known_NC[tap_K], weight_CK, bias_C)
+            y_TC[b * width + i] = _convolve(known_NC[tap_K], weight_CK, bias_C, silu=silu)
             if group.record is not None:
                 memory.input_SRC[group.record.slab_BN[b, i], group.record.index_BN[b, i]] = x_MC[i]
             if group.snapshot_BM is not None:
@@ -54,7 +60,7 @@ def path_conv(
         known_NC = memory.window_SIC[slot]
         for n in range(int(length_B[b])):
             known_NC = torch.cat([known_NC, memory.input_SRC[path.slab_BN[b, n], path.index_BN[b, n]][None]])
-            y_BPC[b, n] = _convolve(known_NC[n : n + taps], weight_CK, bias_C)
+            y_BPC[b, n] = _convolve(known_NC[n : n + taps], weight_CK, bias_C, silu=True)
     return y_BPC[..., channels]
 
 
@@ -67,10 +73,11 @@ def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length
         memory.window_SIC[slot] = window_IC
 
 
-def _convolve(input_KC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
+def _convolve(input_KC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, *, silu: bool) -> Tensor:
     """Return one output, in the inputs' dtype."""
     dtype = torch.float64 if input_KC.dtype == torch.float64 else torch.float32
     y_C = torch.zeros_like(input_KC[0], dtype=dtype) if bias_C is None else bias_C.to(dtype)
     for j, input_C in enumerate(input_KC):
         y_C = y_C + weight_CK[:, j].to(dtype) * input_C.to(dtype)
-    return F.silu(y_C.to(input_KC.dtype))
+    rounded_C = y_C.to(input_KC.dtype)
+    return F.silu(rounded_C) if silu else rounded_C

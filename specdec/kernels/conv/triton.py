@@ -15,9 +15,15 @@ launch, once all programs have read them."""
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    memory: RecurrentMemory,
+    group: Group,
+    *,
+    silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then silu.
+    """Convolve each channel over the last K inputs of a node's own path, round, then silu where asked.
 
     Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
     leaves a record, or the window after it. Slot 0, the dummy row's, stays as it is; its outputs are zero.
@@ -31,6 +37,7 @@ def causal_conv(
         M=group.width,
         C=channels,
         TAPS=taps,
+        SILU=silu,
         MOVES=blocks == 1,
         SPAN=SPAN,
         **_TILE,
@@ -177,8 +184,10 @@ def convolve(
 
 
 @triton.jit
-def finish(total, kind: tl.constexpr):
-    """Round, then silu, then round."""
+def finish(total, kind: tl.constexpr, SILU: tl.constexpr = True):
+    """Round; then silu, and round again."""
+    if not SILU:
+        return total.to(kind)
     y = total.to(kind).to(tl.float32)
     return (y / (1.0 + tl.exp(-y))).to(kind)
 
@@ -232,8 +241,8 @@ def move_window(
 def _causal_conv(
     x, x_by_token, weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab,
     path_place, path_length, P, record_slab, record_place, snapshots, taps, M,
-    C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
-    SPAN: tl.constexpr,
+    C: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1).to(tl.int64)
@@ -258,7 +267,7 @@ def _causal_conv(
                          window_by_slot, record, by_slab, by_place, path_slab, path_place, own_snapshots,
                          own_taps, weight, bias, c, in_c & (slot != 0), C, TAPS, BM, BLOCK)  # fmt: skip
         at = out + (token + m)[:, None] * C + c[None, :]
-        tl.store(at, finish(total, out.dtype.element_ty), mask=in_m[:, None] & in_c[None, :])
+        tl.store(at, finish(total, out.dtype.element_ty, SILU), mask=in_m[:, None] & in_c[None, :])
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
                     path_place, length, record_slab, record_place, snapshots, M,

@@ -35,14 +35,23 @@ def route_sigmoid(
     top_groups: int,
     renormalise: bool,
     scale: float,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
 
-    Only the `top_groups` groups of experts whose two best scores add up highest take part.
+    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only the
+    `top_groups` groups of experts whose two best scores add up highest take part.
     """
-    score_TE = torch.sigmoid(_wide(logits_TE))
+    score_TE = torch.sigmoid(logits_TE)
     return choose_experts(
-        *(score_TE, bias_E, top_k), groups=groups, top_groups=top_groups, renormalise=renormalise, scale=scale
+        score_TE,
+        bias_E,
+        top_k,
+        groups=groups,
+        top_groups=top_groups,
+        renormalise=renormalise,
+        scale=scale,
+        eps=eps,
     )
 
 
@@ -55,6 +64,7 @@ def choose_experts(
     top_groups: int,
     renormalise: bool,
     scale: float,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Do so by scores, of which none is below 0."""
     choice_TE = score_TE + bias_E
@@ -67,7 +77,7 @@ def choose_experts(
     index_TA = choice_TE.topk(top_k, dim=-1, sorted=False).indices
     weight_TA = score_TE.gather(-1, index_TA)
     if renormalise:
-        weight_TA = weight_TA.div_(weight_TA.sum(-1, keepdim=True).add_(1e-20))
+        weight_TA = weight_TA.div_(weight_TA.sum(-1, keepdim=True).add_(eps))
     return index_TA, weight_TA if scale == 1 else weight_TA.mul_(scale)
 
 

@@ -28,14 +28,16 @@ def route_sigmoid(
     top_groups: int,
     renormalise: bool,
     scale: float,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
 
-    Only the `top_groups` groups of experts whose two best scores add up highest take part.
+    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only the
+    `top_groups` groups of experts whose two best scores add up highest take part.
     """
     indices, weights = [], []
     for logits_E in logits_TE:
-        score_E = torch.sigmoid(_wide(logits_E))
+        score_E = torch.sigmoid(_wide(logits_E)).to(logits_E.dtype)
         choice_GE = (score_E + bias_E).view(groups, -1)
         if top_groups < groups:
             best_two_G = choice_GE.topk(2).values.sum(-1)
@@ -45,7 +47,7 @@ def route_sigmoid(
         index_A = choice_GE.flatten().topk(top_k, sorted=False).indices
         weight_A = score_E[index_A]
         if renormalise:
-            weight_A = weight_A / (weight_A.sum() + 1e-20)
+            weight_A = weight_A / (weight_A.sum() + eps)
         indices.append(index_A)
         weights.append(weight_A * scale)
     return torch.stack(indices), torch.stack(weights)

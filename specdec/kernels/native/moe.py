@@ -24,11 +24,19 @@ def route_sigmoid(
     top_groups: int,
     renormalise: bool,
     scale: float,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by their biased scores; see moe/cpu.py."""
-    score_TE = sigmoid(logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float())
+    score_TE = sigmoid(logits_TE)
     return cpu.choose_experts(
-        *(score_TE, bias_E, top_k), groups=groups, top_groups=top_groups, renormalise=renormalise, scale=scale
+        score_TE,
+        bias_E,
+        top_k,
+        groups=groups,
+        top_groups=top_groups,
+        renormalise=renormalise,
+        scale=scale,
+        eps=eps,
     )
 
 

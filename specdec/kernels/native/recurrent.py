@@ -18,13 +18,19 @@ from specdec.kernels.recurrence import cpu as recurrence
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, memory: RecurrentMemory, group: Group
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    memory: RecurrentMemory,
+    group: Group,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """Convolve a narrow window with a float32 weight that lies [K, C] in memory."""
     weight_KC = weight_CK.t()
     fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous() and x_TC.stride(1) == 1
     if not fits or not serves(x_TC):
-        return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group)
+        return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group, silu=silu)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
@@ -37,6 +43,7 @@ def causal_conv(
         x_TC.stride(0),
         weight_KC.data_ptr(),
         pointer(bias_C),
+        silu,
         *_conv_memory(memory, group),
         out_TC.data_ptr(),
     )

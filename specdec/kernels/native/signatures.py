@@ -24,7 +24,7 @@ ARGUMENTS = {
     "swiglu": "p nn n p",
     "relu2": "p n p",
     "rotate": "p nnnn nn pp p",
-    "causal_conv": "p nnn n n pp p n p p nn ppp n ppp p p",
+    "causal_conv": "p nnn n n pp i p n p p nn ppp n ppp p p",
     "l2_normalise": "p nnn n f p",
     "mamba_step": "p nn n p ff p",
     "sigmoid": "p nn n p",

@@ -36,15 +36,17 @@ def route_sigmoid(
     top_groups: int,
     renormalise: bool,
     scale: float,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
 
-    Only the `top_groups` groups of experts whose two best scores add up highest take part.
+    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only the
+    `top_groups` groups of experts whose two best scores add up highest take part.
     """
     assert logits_TE.stride(1) == 1
     tokens, experts = logits_TE.shape
     index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
-    weight_TA = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    weight_TA = torch.empty(tokens, top_k, dtype=logits_TE.dtype, device=logits_TE.device)
     _sigmoid[(tokens,)](
         logits_TE,
         logits_TE.stride(0),
@@ -52,6 +54,7 @@ def route_sigmoid(
         index_TA,
         weight_TA,
         scale,
+        eps,
         GROUPS=groups,
         TOP_GROUPS=top_groups,
         RENORMALISE=renormalise,
@@ -89,6 +92,11 @@ def _finite(value_E):
 
 
 @triton.jit
+def _rounded(value, kind: tl.constexpr):
+    return value.to(kind).to(tl.float32)
+
+
+@triton.jit
 def _softmax(
     logits, by_token, index, weight, RENORMALISE: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
@@ -108,14 +116,14 @@ def _softmax(
 
 @triton.jit
 def _sigmoid(
-    logits, by_token, bias, index, weight, factor,
+    logits, by_token, bias, index, weight, factor, eps,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK_G: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at_E, at_A = tl.arange(0, BLOCK), tl.arange(0, BLOCK_A)
     logit_E = tl.load(logits + token * by_token + at_E, mask=at_E < E, other=0.0).to(tl.float32)
-    score_E = 1.0 / (1.0 + tl.exp(-logit_E))
+    score_E = _rounded(1.0 / (1.0 + tl.exp(-logit_E)), logits.dtype.element_ty)
     key_E = _finite(score_E + tl.load(bias + at_E, mask=at_E < E, other=0.0).to(tl.float32))
     key_E = tl.where(at_E < E, key_E, float("-inf"))
     if TOP_GROUPS < GROUPS:
@@ -135,6 +143,9 @@ def _sigmoid(
         key_E = tl.where(allowed_E & (at_E < E), key_E, float("-inf"))
     index_A, weight_A = _choose(key_E, score_E, TOP_K, BLOCK_A)
     if RENORMALISE:
-        weight_A = weight_A / (tl.sum(weight_A, 0) + 1e-20)
+        kind: tl.constexpr = logits.dtype.element_ty
+        total = _rounded(_rounded(tl.sum(weight_A, 0), kind) + eps, kind)
+        weight_A = _rounded(weight_A / total, kind)
     tl.store(index + token * TOP_K + at_A, index_A.to(tl.int64), mask=at_A < TOP_K)
-    tl.store(weight + token * TOP_K + at_A, weight_A * factor, mask=at_A < TOP_K)
+    own_A = (weight_A * factor).to(weight.dtype.element_ty)
+    tl.store(weight + token * TOP_K + at_A, own_A, mask=at_A < TOP_K)

@@ -6,6 +6,7 @@ from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from specdec.models.mixers.kda import KimiDeltaAttention
 from specdec.models.mixers.mamba1 import Mamba1
 from specdec.models.mixers.mamba2 import Mamba2
+from specdec.models.mixers.short_conv import ShortConv
 
 __all__ = [
     "Attention",
@@ -17,5 +18,6 @@ __all__ = [
     "Memory",
     "Mixer",
     "Place",
+    "ShortConv",
     "Step",
 ]

@@ -11,7 +11,17 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedConfig
 
-from tests.models.drawn import bamba, falcon_h1, granite, jamba, mamba, mamba2, olmo_hybrid
+from tests.models.drawn import (
+    bamba,
+    falcon_h1,
+    granite,
+    jamba,
+    lfm2,
+    lfm2_moe,
+    mamba,
+    mamba2,
+    olmo_hybrid,
+)
 
 
 class Drawn(Protocol):
@@ -30,4 +40,6 @@ DRAWN: Mapping[str, Drawn] = {
     "falcon_h1": falcon_h1,
     "mamba": mamba,
     "jamba": jamba,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
 }
