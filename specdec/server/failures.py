@@ -70,7 +70,7 @@ class Failure(Exception):
 
     def reason(self, *, in_full: bool) -> dict[str, str]:
         """Return what the log may say of it: its message, which may repeat the request, only if in full."""
-        found = {"code": self.code, "param": self.param, "message": repr(str(self)) if in_full else None}
+        found = {"code": self.code, "param": self.param, "reason": repr(str(self)) if in_full else None}
         return {name: value for name, value in found.items() if value}
 
     def response(self, body: Mapping[str, Any] | None = None) -> web.Response:

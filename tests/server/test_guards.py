@@ -243,5 +243,5 @@ def test_prompts_are_logged_only_where_that_is_asked_for() -> None:
         assert ("a secret" in said) == bool(options)
         assert "; param min_p" in said and "; code invalid_json" in said
         told = re.search(r" 400 in \d+ ms; param keep_alive(.*)", said)
-        assert told and told[1].startswith("; message ") == bool(options)
+        assert told and told[1].startswith("; reason ") == bool(options)
         assert "\nCRITICAL" not in said and "\x1b" not in said
