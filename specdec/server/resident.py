@@ -188,16 +188,17 @@ class Resident:
         self.look()
 
     def check_loadable(self) -> None:
-        """Refuse requests of a model that can never be loaded, or could not be just now."""
+        """Refuse requests of a model that can never be loaded, or that has just failed."""
         if not self.may_load:
             raise self._unloadable()
 
     def _unloadable(self) -> Failure:
         return Failure(
             503,
-            f"model: {self.name!r} could not be loaded: {self.refusal or self.failure}",
+            f"model: {self.name!r} {'is not' if self._fault else 'could not be'} loaded: "
+            f"{self.refusal or self.failure}",
             param="model",
-            code="model_not_loaded",
+            code="engine_error" if self._fault else "model_not_loaded",
             headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
         )
 

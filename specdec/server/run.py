@@ -73,6 +73,8 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
         ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
             logger.critical("ending the process: %s", fault or "a step does not end")
+        else:
+            logger.info("stopped")
         # A thread that is in a step, or that compiles a form, cannot be stopped, and would crash in an
         # interpreter that is being finalized.
         if failed or any(thread.daemon and thread.name.startswith(OURS) for thread in threading.enumerate()):

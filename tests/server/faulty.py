@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.draft.lookup import Lookup
 from specdec.models.frame import Half
+from specdec.server import run
 from specdec.state_slots.backing import RecordBacking
 from specdec.state_slots.slots import SlotPool
 from specdec.text.grammar import compiler
@@ -53,7 +55,7 @@ def told(place: str, file: Path) -> bool:
     return True
 
 
-def set_trap(owner: type, name: str, place: str, file: Path) -> None:
+def set_trap(owner: type | ModuleType, name: str, place: str, file: Path) -> None:
     """Let a function raise after it has worked, when its place is named."""
     right = getattr(owner, name)
 
@@ -100,6 +102,7 @@ if __name__ == "__main__":
     trap = Path(os.environ[FILE])
     for name, (owner, function) in PLACES.items():
         set_trap(owner, function, name, trap)
+    set_trap(run, "_abandon_hung", "watched", trap)
     set_worse(trap)
     set_slow_forms()
     sys.exit(main())
