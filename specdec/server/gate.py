@@ -21,7 +21,7 @@ class Work(Protocol):
 
 
 class Gate:
-    """Owned by the event loop's thread; `on_change` is called when a request begins or ends to wait or run."""
+    """Owned by the event loop's thread; `on_change` is called when a request begins or ends to wait."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change

@@ -239,7 +239,7 @@ def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
 
 
 async def _keep_forms(served: Served) -> None:
-    """Start the process of forms of an idle model that is warm, before its first form; end that of a resting one."""
+    """Start the process of forms of an idle model that is warm, and end that of one that rests."""
     resident = served.resident
     while True:
         await asyncio.sleep(IDLE_S)
