@@ -68,7 +68,7 @@ class DecodeLoop:
         self._resolve_limits()
         if self.prefixes:
             # What was read and written until a caller left is asked again where it was stopped by hand.
-            self.prefixes.keep_running([r for r in self.scheduler.running if r.cancelled and r.first_token_s])
+            self.prefixes.keep_running([r for r in self.scheduler.running if r.cancelled])
         plan = self.scheduler.schedule()
         self._follow(plan.events)
         if not plan.rows or (self.runner and self.runner.begin(plan.rows)):

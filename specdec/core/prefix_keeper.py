@@ -62,9 +62,10 @@ class Prefixes:
     def keep_running(self, running: Sequence[Request]) -> None:
         """Keep what requests have read that are about to be preempted or dropped, for later ones.
 
-        Their states are the tree's from now on: they must not run any more.
+        Their states are the tree's from now on: they must not run any more. What no token has come of was
+        never seen to give numbers, and is left out.
         """
-        self._keep([self._left(r, None) for r in running if r.lease and r.num_computed_tokens], None)
+        self._keep([self._left(r, None) for r in running if r.lease and r.first_token_s], None)
 
     def _keep(self, done: list["Left"], ahead: Ahead | None) -> None:
         # A node without a state grows with a text that goes on from it: the longest comes first.

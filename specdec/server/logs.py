@@ -3,22 +3,22 @@
 import contextlib
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 OWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 """Standard attributes of a record; the rest came by `extra`."""
 
 
-class LoggedModel(NamedTuple):
+@dataclass(slots=True)
+class LoggedModel:
     """Which model's engine a thread builds or runs."""
 
     name: str
-    repeated: int | None
-    """The thread that builds it though it was loaded before: what that says is in the log already."""
+    is_repeated: bool
+    """Whether it is being built though it was loaded before: what is said of that is in the log already."""
 
 
 LOGGED_MODEL: ContextVar[LoggedModel | None] = ContextVar("LOGGED_MODEL", default=None)
@@ -28,10 +28,12 @@ LOGGED_MODEL: ContextVar[LoggedModel | None] = ContextVar("LOGGED_MODEL", defaul
 @contextlib.contextmanager
 def naming_model(name: str, *, again: bool) -> Iterator[None]:
     """Have what an engine that is built in here logs, in its own thread too, name its model."""
-    token = LOGGED_MODEL.set(LoggedModel(name, threading.get_ident() if again else None))
+    model = LoggedModel(name, again)
+    token = LOGGED_MODEL.set(model)
     try:
         yield
     finally:
+        model.is_repeated = False
         LOGGED_MODEL.reset(token)
 
 
@@ -43,7 +45,7 @@ class NamingFilter(logging.Filter):
         model = LOGGED_MODEL.get()
         if model is None:
             return True
-        if model.repeated is not None and record.thread == model.repeated and record.levelno <= logging.INFO:
+        if model.is_repeated and record.levelno <= logging.INFO:
             return False
         if "model" not in vars(record):  # another handler may have named it
             record.msg, record.args = f"{model.name}: {record.getMessage()}", ()

@@ -261,9 +261,9 @@ class Resident:
         except SpecdecError as error:
             logger.error("%s cannot be loaded: %s", self.name, error)
             self.note_failure(error)
-        except Exception as error:
+        except Exception:
             logger.exception("%s cannot be loaded", self.name)
-            self.note_failure(error)
+            self.note_failure("loading failed; the server's log says how")
         finally:
             self.is_loading = False
             self.look()
@@ -281,6 +281,12 @@ class Resident:
             self._free()
         self.look()
         return self.engine is None
+
+    def stay(self) -> None:
+        """Let requests enter again: nothing wants the memory any more that they were to make free."""
+        self.is_draining = False
+        if self.engine and not self.engine.fault:
+            self.gate.open(self.engine)
 
     async def let_go(self) -> None:
         """Free what an engine that has failed holds, as soon as its thread has ended."""

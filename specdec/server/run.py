@@ -123,6 +123,8 @@ async def serve(
         tell_supervisor(READY)
         reports = [asyncio.create_task(_report(state, own)) for own in state.served]
         reports += [asyncio.create_task(_keep_forms(own)) for own in state.served]
+        for task in reports:
+            task.add_done_callback(_log_if_failed)
         tasks = [asyncio.create_task(own) for own in (_watch(state, told), switcher.run())]
         for task in tasks:
             task.add_done_callback(partial(_stop_if_failed, told, hurried))
@@ -216,6 +218,12 @@ def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.
         logger.critical("a task of the server has failed", exc_info=error)
         told.set()
         hurried.set()
+
+
+def _log_if_failed(task: "asyncio.Task[None]") -> None:
+    """Say that something beside the server is no longer done: it goes on without."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("%s has failed and is not done any more", task.get_name(), exc_info=error)
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:

@@ -122,6 +122,10 @@ class Switcher:
             for own in self.residents
             if own.engine is None and own.gate.waiting and own.may_load and not own.is_changing
         ]
+        if not waiting:  # whoever they drained for has been given up
+            for own in self.residents:
+                if own.is_draining and not own.is_changing:
+                    own.stay()
         for own in sorted(waiting, key=lambda own: own.wanted_s or 0.0):
             if self._left_bytes(own) < 0:
                 self._free_weights(own, changes)

@@ -1,6 +1,7 @@
 """Several models in one process: they take turns on the memory, and no request loses or changes a word."""
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from specdec.server.shares import open_models
 from specdec.server.switcher import Switcher
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
-from tests.server.test_guards import wait_for
+from tests.server.test_guards import open_stream, wait_for
 
 NAMES = ("anna", "berta", "clara")
 ARENA = 24 << 20
@@ -413,6 +414,9 @@ def test_over_http_the_models_name_picks(live: Live) -> None:
     assert live.ask("/tokenize", {"model": "clara", "prompt": "def"}).json["count"] > 0
 
 
+RUNNING = "vllm:num_requests_running"
+
+
 def unloaded(live: Live, name: str) -> None:
     """Have a model unloaded now, and wait for that."""
     assert complete(live, name, keep_alive=0, max_tokens=1).status == 200
@@ -436,6 +440,51 @@ def test_over_http_a_request_says_how_long_its_model_is_kept(
         assert says in capsys.readouterr().err
     assert main(["top", live.url, "--model", "clara", "--once", "--interval", "0.01"]) == 0
     assert capsys.readouterr().out.startswith("clara (and 2 more: --model) at ")
+
+
+def test_over_http_a_slow_reader_holds_no_weights_and_reads_its_whole_text(live: Live) -> None:
+    """Its answer is larger than all buffers on the way, so that it is still being read when the model goes."""
+    asked = {"prompt": PROMPTS[0], "seed": 5, "max_tokens": 450, "ignore_eos": True, "logprobs": 20, "n": 3}
+    with open_stream(live, {"model": "clara", "stream": True, **asked}, buffer=1 << 16) as reader:
+        wait_for(lambda: running(live, "clara") > 0)
+        wait_for(lambda: running(live, "clara") == 0)
+        refused = complete(live, "clara", n=2)
+        assert refused.status == 429 and "clara" in refused.error["message"], "it is still being read"
+        unloaded(live, "clara")
+        with reader.makefile("rb") as lines:
+            said = list(iter(lines.readline, b"data: [DONE]\n"))
+    events = [json.loads(line[6:]) for line in said if line.startswith(b"data: {")]
+    pieces = [own for event in events for own in event["choices"]]
+    texts = ["".join(own["text"] for own in pieces if own["index"] == index) for index in range(3)]
+    assert [own["finish_reason"] for own in pieces].count("length") == 3
+    whole = complete(live, "anna", **asked).json["choices"]
+    assert texts == [own["text"] for own in whole]
+
+
+def running(live: Live, name: str) -> float:
+    """Return how many requests the engine of a model runs."""
+    own = (value for key, value in live.metrics().items() if f'model_name="{name}"' in key and RUNNING in key)
+    return next(own, 0.0)
+
+
+def test_over_http_a_load_holds_no_other_model_up_and_lines_name_theirs(live: Live, fault: Path) -> None:
+    unloaded(live, "berta")
+    begun = len(live.said)
+    fault.write_text("load")
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(complete, live, "berta", n=4)
+        wait_for(lambda: states(live)["berta"] == "loading")
+        assert complete(live, "anna").status == 200 and complete(live, "berta").status == 429
+        assert not waits.done() and states(live)["berta"] == "loading"
+        fault.unlink()
+        assert waits.result().status == 200
+    fault.write_text("planned")
+    assert complete(live, "berta").status == 500
+    wait_for(lambda: any("berta: a step failed" in line for line in live.said[begun:]))
+    assert any("loaded berta in" in line for line in live.said[begun:])
+    assert any("INFO specdec.setup.resolve: berta: settings" in line for line in live.said[:begun])
+    repeated = [line for line in live.said[begun:] if " INFO specdec." in line and ": berta: " in line]
+    assert not [line for line in repeated if ".server." not in line]
 
 
 def test_a_server_that_is_told_to_stop_waits_for_no_load(live: Live, fault: Path) -> None:

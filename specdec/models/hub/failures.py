@@ -25,6 +25,7 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 LOGGERS = ("huggingface_hub.utils._http", "httpx", "httpx2")
 """Those that log addresses."""
 _USER = re.compile(r"(https?://)[^/\s@]*@", re.I)
+_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", re.I)
 
 
 def cache_folder() -> Path:
@@ -45,8 +46,8 @@ def few(files: Iterable[str]) -> str:
 
 
 def without_user(text: object) -> str:
-    """Leave out the user and the password that an address may hold."""
-    return _USER.sub(r"\1", str(text))
+    """Leave out what an address may hold that is secret: user and password, and a query, which may be signed."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", str(text)))
 
 
 def explain(error: Exception, name: HubName) -> CheckpointError:
