@@ -30,6 +30,8 @@ class ThinkingMarks:
         self.opening = opening[0] if len(opening) == 1 and tokenizer.spell(opening[0]) == start else None
         """The token that is the start, if one is."""
         self.ending = tokenizer.encode(end, special=False)
+        while end in "".join(map(tokenizer.spell, self.ending[1:])):  # a blank that SentencePiece puts first
+            self.ending = self.ending[1:]
         if end not in "".join(map(tokenizer.spell, self.ending)):
             raise RequestError(
                 f"thinking: the model's tokens cannot write its end, {end!r}; give one that they can, "
@@ -56,6 +58,7 @@ class ThinkingTerms:
         self.start_bits = set_of([] if self.start is None else [self.start], vocab)
         self.end_bits = [set_of([token], vocab) for token in marks.ending]
         """What may follow once the budget is spent, token by token."""
+        self.ending = tuple(map(marks.tokenizer.spell, marks.ending))
         self.thinking_bits = all_but({*ends, *runs.get("", ())}, vocab)
         """What may follow within thinking, before a form."""
         self.begun_bits = {begun: all_but(tokens, vocab) for begun, tokens in runs.items() if begun}
@@ -80,6 +83,12 @@ class ThinkingTerms:
             if tail.endswith(begun):
                 words_W = words_W & words_of(bits)
         return words_W
+
+    def ending_words(self, tail: tuple[str, ...]) -> Tensor:
+        """Return the end's next token: an end that the output has begun itself goes on where it stands."""
+        most = min(len(tail), len(self.ending) - 1)
+        written = next(at for at in range(most, -1, -1) if tail[len(tail) - at :] == self.ending[:at])
+        return words_of(self.end_bits[written])
 
 
 class ThinkingLimit:
@@ -124,8 +133,8 @@ class ThinkingLimit:
         terms, form = self._terms, self._form
         if place.phase == Phase.THINKING:
             if terms.budget is not None and place.spent >= terms.budget:
-                return words_of(terms.end_bits[min(place.spent - terms.budget, len(terms.end_bits) - 1)])
-            return terms.thinking_words(place.tail) if form else None
+                return terms.ending_words(place.tail)
+            return terms.thinking_words("".join(place.tail)) if form else None
         words_W = form.words(own) if form and own is not None else None
         if place.phase == Phase.MAY_BEGIN and words_W is not None:
             return words_W | words_of(terms.start_bits)

@@ -94,10 +94,11 @@ def test_tokens_tell_where_thinking_ends(text: list[int], opened: bool, phases: 
     assert found == phases
 
 
-def test_the_tokens_of_thinking_are_counted() -> None:
+@pytest.mark.parametrize("text", [(2, 2, 2, 5, 2, 2), (2, 2, 2, 1, 3, 2), (2, 1, 1, 1, 3), (1, 2, 2, 1, 9)])
+def test_the_tokens_of_thinking_are_counted_without_its_markers(text: tuple[int, ...]) -> None:
     track = ThinkingTrack("<a>", "</a>", Letters().spell, opened=False)
     place = track.first
-    for token in (4, 2, 2, 2, 5, 2, 2):
+    for token in (4, *text):
         place = track.after(place, token)
     assert (place.phase, place.spent) == (Phase.OVER, 3)
 
@@ -110,6 +111,9 @@ def test_a_budget_ends_thinking_token_by_token_along_a_path_too() -> None:
         ((2, 2), {1}),
         ((2, 2, 1), {3}),
         ((2, 2, 1, 3), EVERYTHING),
+        ((2, 1), {3}),  # an end that is begun goes on
+        ((2, 1, 3), EVERYTHING),
+        ((1, 20), {1}),
         ((5,), EVERYTHING),
         ((2, 5, 2, 2), EVERYTHING),
     ):
