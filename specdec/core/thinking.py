@@ -39,6 +39,23 @@ class ThinkingMarks:
                 field="thinking",
             )
 
+        self.continuations = self._continuations()
+        """The token that goes on with the end, by what of it is written."""
+
+    def _continuations(self) -> dict[str, int]:
+        """Read them off the end's own tokens; where an output cuts it otherwise the rest is encoded anew."""
+        spelled = [self.tokenizer.spell(token) for token in self.ending]
+        at, found = -"".join(spelled).index(self.end), dict[str, int]()
+        for token, text in zip(self.ending, spelled, strict=True):
+            found.setdefault(self.end[: max(at, 0)], token)
+            at += len(text)
+        for at in range(1, len(self.end)):
+            rest = self.tokenizer.encode(self.end[at:], special=False)
+            text = self.tokenizer.spell(rest[0]) if rest else ""
+            fits = text and self.end.startswith(text, at)
+            found.setdefault(self.end[:at], rest[0] if fits else self.ending[0])
+        return {begun: found[begun] for begun in sorted(found, key=len, reverse=True)}
+
     @cached_property
     def overruns(self) -> Mapping[str, Collection[int]]:
         """Tokens with which the text of a form would begin unseen by it."""
@@ -56,15 +73,14 @@ class ThinkingTerms:
         self.budget = span.budget
         self.start = marks.opening
         self.start_bits = set_of([] if self.start is None else [self.start], vocab)
-        self.end_bits = [set_of([token], vocab) for token in marks.ending]
-        """What may follow once the budget is spent, token by token."""
-        self.ending = tuple(map(marks.tokenizer.spell, marks.ending))
+        self.end_bits = {begun: set_of([token], vocab) for begun, token in marks.continuations.items()}
+        """What may follow once the budget is spent, by what of the end is written; the longest first."""
         self.thinking_bits = all_but({*ends, *runs.get("", ())}, vocab)
         """What may follow within thinking, before a form."""
         self.begun_bits = {begun: all_but(tokens, vocab) for begun, tokens in runs.items() if begun}
         """What may follow a part of the end, before a form."""
         if self.budget is not None and any(
-            token in tokens for tokens in runs.values() for token in marks.ending
+            token in tokens for tokens in runs.values() for token in marks.continuations.values()
         ):
             raise RequestError(
                 f"thinking: its end, {marks.end!r}, may overlap itself, so that a budget cannot write it "
@@ -84,11 +100,9 @@ class ThinkingTerms:
                 words_W = words_W & words_of(bits)
         return words_W
 
-    def ending_words(self, tail: tuple[str, ...]) -> Tensor:
+    def ending_words(self, tail: str) -> Tensor:
         """Return the end's next token: an end that the output has begun itself goes on where it stands."""
-        most = min(len(tail), len(self.ending) - 1)
-        written = next(at for at in range(most, -1, -1) if tail[len(tail) - at :] == self.ending[:at])
-        return words_of(self.end_bits[written])
+        return next(words_of(bits) for begun, bits in self.end_bits.items() if tail.endswith(begun))
 
 
 class ThinkingLimit:
@@ -132,9 +146,10 @@ class ThinkingLimit:
         place, own = self._follow(path)
         terms, form = self._terms, self._form
         if place.phase == Phase.THINKING:
+            tail = "".join(place.tail)
             if terms.budget is not None and place.spent >= terms.budget:
-                return terms.ending_words(place.tail)
-            return terms.thinking_words("".join(place.tail)) if form else None
+                return terms.ending_words(tail)
+            return terms.thinking_words(tail) if form else None
         words_W = form.words(own) if form and own is not None else None
         if place.phase == Phase.MAY_BEGIN and words_W is not None:
             return words_W | words_of(terms.start_bits)

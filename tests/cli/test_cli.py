@@ -256,7 +256,7 @@ CUDA_IS_MISSING = [] if torch.cuda.is_available() else [(["--device", "cuda"], N
             ["--topk", "0", "--num-steps=0"],
             "--num-steps cannot be 0; give a whole number of at least 1. --topk c",
         ),
-        (["--max-model-len", "abc"], "--max-model-len cannot be 'abc'; give a whole number of at least 1.\n"),
+        (["--max-model-len", "abc"], "--max-model-len cannot be 'abc'; give a whole number of at least 2.\n"),
         *CUDA_IS_MISSING,
         (["--draft"], "--draft needs a value: --draft DRAFT, or --draft=DRAFT where it begins with -"),
         (["--quantization", "awq_marlin"], "quantization: checkpoints packed as awq_marlin are "),

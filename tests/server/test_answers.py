@@ -286,7 +286,7 @@ def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
         ("/models", "did you mean /v1/models?: the base URL of OpenAI's clients ends with /v1."),
         (
             "/v1/v1/messages",
-            "did you mean /v1/messages?: the base URL of Anthropic's clients is without /v1.",
+            "mean /v1/messages?: the base URL of Anthropic's clients is without /v1.",
         ),
     ):
         is_anthropic = path.endswith("messages")
