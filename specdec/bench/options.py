@@ -140,4 +140,5 @@ class TopOptions(Settings):
     model: str | None = text(None, "of several models the one to show; default: one that is warm")
     interval: float = seconds(1.0, "between two polls")
     once: bool = switch("print one picture, of two polls, and end")
+    api_key: str | None = text(None, "the key; other users of the machine can read it there")
     api_key_env: str | None = text(None, "the environment variable that holds the key")

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 
 from specdec import __version__
-from specdec.config.parser import USER_ERROR, Parser, as_written
+from specdec.config.parser import USER_ERROR, Parser, as_typed, as_written
 from specdec.errors import SpecdecError
 
 INTERRUPTED = 130
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | No
             on_start()
         run()
     except SpecdecError as error:
-        print(f"specdec: {_line(as_written(str(error), args.written))}", file=sys.stderr)
+        print(f"specdec: {_line(as_typed(as_written(str(error), args.written)))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

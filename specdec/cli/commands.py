@@ -27,7 +27,7 @@ from specdec.config.options import (
 )
 from specdec.config.parser import Parser
 from specdec.config.sampling import SamplingParams
-from specdec.errors import RequestError
+from specdec.errors import ConfigError, RequestError
 from specdec.models.folder import GIVEN, describable, find_models, short
 
 COLOURS = ("auto", "always", "never")
@@ -167,10 +167,13 @@ def add_top(parser: Parser) -> None:
 
 def _top(args: argparse.Namespace) -> Run:
     options = settings_from(args, TopOptions)
+    if options.api_key is not None and options.api_key_env is not None:
+        raise ConfigError("--api-key: --api-key-env gives the key already; give one of them", field="api_key")
+    key = secret(options.api_key_env) if options.api_key is None else options.api_key
     # Imported late: no other command but a benchmark needs an HTTP client.
     from specdec.cli.top.view import run
 
-    return partial(run, options, secret(options.api_key_env))
+    return partial(run, options, key)
 
 
 def add_demo(parser: Parser) -> None:

@@ -22,6 +22,8 @@ METHODS = MappingProxyType(
 """Drafters by what `method` of vLLM's speculative_config calls them."""
 ALGORITHMS = MappingProxyType({"EAGLE": "eagle", "EAGLE3": "eagle", "NEXTN": "mtp", "NGRAM": "ngram"})
 """Drafters by SGLang's names."""
+PACKED = ("awq", "gptq", "compressed-tensors")
+"""What both call the formats that are read as they are; with `_marlin` it names their kernels."""
 KEYS = ("method", "model", "num_speculative_tokens")
 
 
@@ -43,6 +45,16 @@ def _value(engine: str, field: str, words: Mapping[str, str] = MappingProxyType(
         return {field: words.get(value, value) if isinstance(value, str) else value}
 
     return Alias(engine, (field,), read, note=note)
+
+
+def _quantization(value: object) -> Meaning:
+    """Read how weights are quantised; formats that folders are published in are refused."""
+    if isinstance(value, str) and value.removesuffix("_marlin") in PACKED:
+        says = (
+            f"quantization: checkpoints packed as {value} are recognised by themselves; leave the option out"
+        )
+        raise ConfigError(says, field="quantize")
+    return {"quantize": value}
 
 
 def _switch(engine: str, field: str, *, on: bool, off: bool | None) -> Alias:
@@ -95,8 +107,11 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "enforce_eager": _switch("vLLM", "graphs", on=False, off=None),
         "disable_cuda_graph": _switch("SGLang", "graphs", on=False, off=None),
         "kv_cache_dtype": _value("vLLM and SGLang", "kv_dtype", FP8),
-        "quantization": _value(
-            "vLLM and SGLang", "quantize", note="what a folder is stored in is read from it: leave it out"
+        "quantization": Alias(
+            "vLLM and SGLang",
+            ("quantize",),
+            _quantization,
+            note="what a folder is stored in is read from it: leave it out",
         ),
         "speculative_config": Alias(
             "vLLM",

@@ -4,7 +4,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -77,7 +77,24 @@ class Settings(BaseModel):
             return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."
         shown = " ".join(SHORT.repr(value).split())
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return f"{cls.__name__}.{name} cannot be {shown}; give {cls.model_fields[name].description}."
+        field = cls.model_fields[name]
+        words = choices_of(field.annotation) if isinstance(value, str) else []
+        close = difflib.get_close_matches(str(value).replace("-", "_"), words, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        return f"{cls.__name__}.{name} cannot be {shown}; give {field.description}{hint}."
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """Return the words that a field takes."""
+    if get_origin(annotation) is Literal:
+        return [own for own in get_args(annotation) if isinstance(own, str)]
+    return [word for own in get_args(annotation) for word in choices_of(own)]
+
+
+def describe_choices(annotation: Any) -> str:
+    """Describe a field that takes one of some words."""
+    *others, last = (f'"{word}"' for word in choices_of(annotation))
+    return f"{', '.join(others)} or {last}"
 
 
 def _plain_fields(data: Mapping[Any, Any]) -> dict[Any, Any]:

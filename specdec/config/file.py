@@ -45,7 +45,10 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = 
         if not hasattr(args, field):
             setattr(args, field, entry.value)
     if not hasattr(args, MODEL):
-        raise ConfigError("MODEL is missing: name it, or a file with --config that does", field=MODEL)
+        where = "in a file for --config"
+        if args.config is not None:
+            where = f"in {args.config}, which {'names none' if entries else 'is empty'}"
+        raise ConfigError(f"MODEL is missing: name it, or name it {where}", field=MODEL)
 
 
 def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, Entry]:

@@ -170,7 +170,15 @@ class Parser(argparse.ArgumentParser):
             message = self._unknown_word(found[1], found[2], re.findall(r"[\w.-]+", found[3]))
         if found := re.search(r"^argument (.*): ignored explicit argument (.*)$", message):
             message = _needless(found[1].split("/"), found[2])
+        if found := re.search(r"^argument (.*): expected (?:one|at least one) argument$", message):
+            message = self._missing(found[1].split("/")[-1])
         self.exit(USER_ERROR, f"specdec: {message}; see {self.prog} --help\n")
+
+    def _missing(self, option: str) -> str:
+        """Say what is missing behind an option; a word that begins with - is taken for one itself."""
+        action = self._option_string_actions.get(option)
+        value = (action and action.metavar) or "VALUE"
+        return f"{option} needs a value: {option} {value}, or {option}={value} where it begins with -"
 
     def _unknown_word(self, name: str, word: str, known: Sequence[str]) -> str:
         """Say what there is instead of a word that is none of an option's, or no command."""
@@ -189,12 +197,24 @@ def _needless(switch: Sequence[str], value: str) -> str:
 
 
 def as_written(message: str, written: Mapping[str, str]) -> str:
-    """Name the settings that a refusal speaks of by the options that were given for them."""
+    """Name the settings that a refusal speaks of by the options that were given for them.
+
+    None is what an option that is left out stands for: it is no value to give.
+    """
 
     def option(found: re.Match[str]) -> str:
         return written.get(found[1], found[0])
 
-    return re.sub(r"(?:\b[A-Z]\w*\.|^)(\w+)\b", option, message)
+    return re.sub(r"(?:\b[A-Z]\w*\.|^)(\w+)\b", option, message).replace(", or None", "")
+
+
+def as_typed(message: str) -> str:
+    """Spell settings that a refusal advises as options: draft='auto' is --draft auto."""
+
+    def option(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')} {found[2] or found[3]}"
+
+    return re.sub(r"\b([a-z_]+)=(?:'([^']*)'|([A-Z]+\b))", option, message)
 
 
 def near(word: str, known: "Sequence[str] | dict[str, Any]") -> str:

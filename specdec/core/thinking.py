@@ -30,12 +30,31 @@ class ThinkingMarks:
         self.opening = opening[0] if len(opening) == 1 and tokenizer.spell(opening[0]) == start else None
         """The token that is the start, if one is."""
         self.ending = tokenizer.encode(end, special=False)
+        while end in "".join(map(tokenizer.spell, self.ending[1:])):  # a blank that SentencePiece puts first
+            self.ending = self.ending[1:]
         if end not in "".join(map(tokenizer.spell, self.ending)):
             raise RequestError(
                 f"thinking: the model's tokens cannot write its end, {end!r}; give one that they can, "
                 "or leave thinking out.",
                 field="thinking",
             )
+
+        self.continuations = self._continuations()
+        """The token that goes on with the end, by what of it is written."""
+
+    def _continuations(self) -> dict[str, int]:
+        """Read them off the end's own tokens; where an output cuts it otherwise the rest is encoded anew."""
+        spelled = [self.tokenizer.spell(token) for token in self.ending]
+        at, found = -"".join(spelled).index(self.end), dict[str, int]()
+        for token, text in zip(self.ending, spelled, strict=True):
+            found.setdefault(self.end[: max(at, 0)], token)
+            at += len(text)
+        for at in range(1, len(self.end)):
+            rest = self.tokenizer.encode(self.end[at:], special=False)
+            text = self.tokenizer.spell(rest[0]) if rest else ""
+            fits = text and self.end.startswith(text, at)
+            found.setdefault(self.end[:at], rest[0] if fits else self.ending[0])
+        return {begun: found[begun] for begun in sorted(found, key=len, reverse=True)}
 
     @cached_property
     def overruns(self) -> Mapping[str, Collection[int]]:
@@ -54,14 +73,14 @@ class ThinkingTerms:
         self.budget = span.budget
         self.start = marks.opening
         self.start_bits = set_of([] if self.start is None else [self.start], vocab)
-        self.end_bits = [set_of([token], vocab) for token in marks.ending]
-        """What may follow once the budget is spent, token by token."""
+        self.end_bits = {begun: set_of([token], vocab) for begun, token in marks.continuations.items()}
+        """What may follow once the budget is spent, by what of the end is written; the longest first."""
         self.thinking_bits = all_but({*ends, *runs.get("", ())}, vocab)
         """What may follow within thinking, before a form."""
         self.begun_bits = {begun: all_but(tokens, vocab) for begun, tokens in runs.items() if begun}
         """What may follow a part of the end, before a form."""
         if self.budget is not None and any(
-            token in tokens for tokens in runs.values() for token in marks.ending
+            token in tokens for tokens in runs.values() for token in marks.continuations.values()
         ):
             raise RequestError(
                 f"thinking: its end, {marks.end!r}, may overlap itself, so that a budget cannot write it "
@@ -80,6 +99,10 @@ class ThinkingTerms:
             if tail.endswith(begun):
                 words_W = words_W & words_of(bits)
         return words_W
+
+    def ending_words(self, tail: str) -> Tensor:
+        """Return the end's next token: an end that the output has begun itself goes on where it stands."""
+        return next(words_of(bits) for begun, bits in self.end_bits.items() if tail.endswith(begun))
 
 
 class ThinkingLimit:
@@ -123,9 +146,10 @@ class ThinkingLimit:
         place, own = self._follow(path)
         terms, form = self._terms, self._form
         if place.phase == Phase.THINKING:
+            tail = "".join(place.tail)
             if terms.budget is not None and place.spent >= terms.budget:
-                return words_of(terms.end_bits[min(place.spent - terms.budget, len(terms.end_bits) - 1)])
-            return terms.thinking_words(place.tail) if form else None
+                return terms.ending_words(tail)
+            return terms.thinking_words(tail) if form else None
         words_W = form.words(own) if form and own is not None else None
         if place.phase == Phase.MAY_BEGIN and words_W is not None:
             return words_W | words_of(terms.start_bits)

@@ -137,9 +137,7 @@ class Worker:
             # From here on its caller cannot give it up: to tell it nothing would end the engine.
             if not done.set_running_or_notify_cancel():
                 return
-            if (
-                threading.current_thread() is not self._thread
-            ):  # the engine was abandoned: no step is its own now
+            if threading.current_thread() is not self._thread:  # it was abandoned, perhaps within a step
                 done.set_exception(EngineError(self.fault or CLOSED))
                 return
             self._step_start_s = time.monotonic()

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from specdec import __version__
 from specdec.core.outputs import EngineStats
+from specdec.server.addresses import name_address
 from specdec.server.answers import Deadline
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
 from specdec.server.anthropic.handlers import count_tokens, message
@@ -50,7 +51,7 @@ POLLED = {"/health", "/ready", "/metrics"}
 
 def build_app(state: State) -> web.Application:
     """Assemble the routes."""
-    app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass])
+    app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass, name_address])
     app[STATE] = state
     app.on_response_prepare.append(_head)
     routes: list[tuple[str, str, Handler]] = [

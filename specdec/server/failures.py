@@ -97,8 +97,6 @@ def failure_of(error: Exception) -> Failure:
             return Failure(400, message, param=error.field, code="context_length_exceeded" if long else None)
         case HttpProcessingError():
             return _garbled(error)
-        case web.HTTPNotFound():
-            return Failure(404, "There is nothing at this address; /openapi.json lists those there are.")
         case web.HTTPMethodNotAllowed():
             allowed = " or ".join(sorted(error.allowed_methods))
             return Failure(405, f"This address takes {allowed}.", headers=_kept(error.headers))

@@ -194,19 +194,23 @@ def _bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
+def _answers(count: int) -> str:
+    return f"{count} answer{'' if count == 1 else 's'}"
+
+
 async def _drain(state: State, hurried: asyncio.Event) -> None:
     """Drain running requests within the limit."""
     state.draining = True
     seconds, start_s = state.config.drain_seconds, time.monotonic()
     if state.choices:
-        logger.info("stopping: %d choices have %g s; a second signal ends them", state.choices, seconds)
+        logger.info("stopping: %g s for %s; a second signal ends at once", seconds, _answers(state.choices))
     waits = [asyncio.create_task(event.wait()) for event in (state.idle, hurried)]
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
     if state.choices:
         took_s = time.monotonic() - start_s
-        logger.warning("stopping with %d choices under way after %.1f s", state.choices, took_s)
+        logger.warning("stopping with %s under way after %.1f s", _answers(state.choices), took_s)
         state.end_all()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(state.idle.wait(), LINGER_S)

@@ -5,8 +5,36 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from specdec.config.base import MAX_BYTES, Settings, parse_bytes
+from specdec.config.base import MAX_BYTES, Settings, describe_choices, parse_bytes
 from specdec.config.sampling import MOST_TOKENS
+
+ToolCallParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "nemotron_json",
+    "granite",
+    "mistral",
+    "mistral_v3",
+    "llama3_json",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "kimi_k2",
+    "none",
+]
+ReasoningParser = Literal[
+    "auto",
+    "qwen3",
+    "deepseek_r1",
+    "deepseek_v3",
+    "nemotron_v3",
+    "kimi_k2",
+    "glm45",
+    "mistral",
+    "seed_oss",
+    "none",
+]
 
 
 class ServerConfig(Settings):
@@ -154,40 +182,15 @@ class ServerConfig(Settings):
         "otherwise for theirs",
         description="a number of at least 0, or -1",
     )
-    tool_call_parser: Literal[
-        "auto",
-        "hermes",
-        "qwen3_coder",
-        "nemotron_json",
-        "granite",
-        "mistral",
-        "mistral_v3",
-        "llama3_json",
-        "deepseek_v3",
-        "deepseek_v31",
-        "deepseek_v32",
-        "kimi_k2",
-        "none",
-    ] = Field(
+    tool_call_parser: ToolCallParser = Field(
         "auto",
         title="how the model writes calls of tools; auto asks its chat template, none refuses tools",
-        description='"auto", "hermes", "qwen3_coder" and its like (docs/serving.md), or "none"',
+        description=describe_choices(ToolCallParser),
     )
-    reasoning_parser: Literal[
-        "auto",
-        "qwen3",
-        "deepseek_r1",
-        "deepseek_v3",
-        "nemotron_v3",
-        "kimi_k2",
-        "glm45",
-        "mistral",
-        "seed_oss",
-        "none",
-    ] = Field(
+    reasoning_parser: ReasoningParser = Field(
         "auto",
         title="how the model marks its thinking; auto asks its chat template, none leaves it in the text",
-        description='"auto", "qwen3" and its like (docs/serving.md), or "none"',
+        description=describe_choices(ReasoningParser),
     )
     chat_template_kwargs: str | None = Field(
         None,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.cli import main
@@ -241,6 +242,8 @@ def test_a_value_may_look_like_an_option_where_it_has_a_blank(capsys: Capture) -
 
 
 GRAPHS = "--graphs or --no-graphs"
+NO_CUDA = "--device: 'cuda' was asked for, but torch finds no CUDA device; use --device cpu or install "
+CUDA_IS_MISSING = [] if torch.cuda.is_available() else [(["--device", "cuda"], NO_CUDA)]
 
 
 @pytest.mark.parametrize(
@@ -251,8 +254,12 @@ GRAPHS = "--graphs or --no-graphs"
         (["--draft", "mpt"], "--draft cannot be 'mpt'; give auto, none, "),
         (
             ["--topk", "0", "--num-steps=0"],
-            "--num-steps cannot be 0; give a whole number of at least 1, or None. --topk c",
+            "--num-steps cannot be 0; give a whole number of at least 1. --topk c",
         ),
+        (["--max-model-len", "abc"], "--max-model-len cannot be 'abc'; give a whole number of at least 2.\n"),
+        *CUDA_IS_MISSING,
+        (["--draft"], "--draft needs a value: --draft DRAFT, or --draft=DRAFT where it begins with -"),
+        (["--quantization", "awq_marlin"], "quantization: checkpoints packed as awq_marlin are "),
         (["--draft", "none", "--topk", "2"], "--topk: it has no meaning with "),
         (["--no-prefix-cache", "--prefix-alpha", "2"], "--prefix-alpha: nothing is kept where "),
         (["--max-model-len", "999999999"], "--max-model-len is 999999999, but the model was made for "),

@@ -212,6 +212,8 @@ def test_once_prints_one_picture(
     body = {"prompt": "import os\n" * 30, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     assert live.ask("/v1/completions", body, **WITH_KEY).status == 200
     options = ["--once", "--interval", "0.05", "--api-key-env", ENV]
+    if path:
+        options[3:] = ["--api-key", KEY]
     assert main(["top", live.url + path, *options]) == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text and text.startswith(f"tiny at {live.url}, watched for 0:00:0")
@@ -232,7 +234,7 @@ def test_once_prints_one_picture(
     ("url", "says"),
     [
         ("http://127.0.0.1:9", "nothing answers there"),
-        ("LIVE", "--api-key-env"),
+        ("LIVE", "give --api-key, or --api-key-env"),
         ("LIVE/nowhere", "it wants a key"),
         ("ftp://nonsense", "is no address of a server"),
     ],
@@ -246,6 +248,8 @@ def test_a_wrong_address_is_one_line(live: Live, url: str, says: str, capsys: Ca
 def test_a_variable_that_is_not_set_is_named(capsys: Capture) -> None:
     assert main(["top", "--api-key-env", "SPECDEC_TEST_NO_SUCH"]) == 2
     assert "SPECDEC_TEST_NO_SUCH" in capsys.readouterr().err
+    assert main(["top", "--api-key-env", ENV, "--api-key", KEY]) == 2
+    assert "give one of them" in capsys.readouterr().err
 
 
 class Watched:

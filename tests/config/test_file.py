@@ -83,6 +83,11 @@ def test_a_file_says_what_options_say_and_they_come_first(path: Path) -> None:
             "line 1: gpu-memory-utilization is no setting here: give --memory-bytes",
         ),
         ("speculative-config: {method: x}", "line 1: speculative_config: the method 'x'"),
+        (
+            "quantization: gptq",
+            "line 1: quantization: checkpoints packed as gptq are recognised",
+        ),
+        ("reasoning-parser: qwen4", '"seed_oss" or "none" (did you mean qwen3?).'),
         ("model: [a, 2]", "line 1: model cannot be ['a', 2]"),
         ("no: 1", "line 1: False is no option's name"),
         ("port: !!python/object:os.system {}", "line 1: it is no YAML: could not determine a constructor"),
@@ -106,7 +111,8 @@ def test_a_model_must_be_named_somewhere(path: Path, capsys: pytest.CaptureFixtu
     path.write_text("")
     for argv in (["serve"], ["info", "--config", str(path)]):
         assert main(argv) == 2
-        assert "MODEL is missing" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "MODEL is missing" in said and (str(path) in said) == (str(path) in argv)
 
 
 def test_generate_takes_sampling_and_engine(path: Path) -> None:

@@ -33,7 +33,7 @@ class Letters:
     """A tokenizer of a few tokens, in which the end is two of them."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        return {"<a>": [4], "</a>": [1, 3], "?": [], "x<": [20], "*|*": [30]}[text]
+        return {"<a>": [4], "</a>": [1, 3], "?": [], "x<": [20], "*|*": [30]}.get(text, [])
 
     def spell(self, token: int) -> str:
         return SPELT.get(token, "x")
@@ -94,10 +94,11 @@ def test_tokens_tell_where_thinking_ends(text: list[int], opened: bool, phases: 
     assert found == phases
 
 
-def test_the_tokens_of_thinking_are_counted() -> None:
+@pytest.mark.parametrize("text", [(2, 2, 2, 5, 2, 2), (2, 2, 2, 1, 3, 2), (2, 1, 1, 1, 3), (1, 2, 2, 1, 9)])
+def test_the_tokens_of_thinking_are_counted_without_its_markers(text: tuple[int, ...]) -> None:
     track = ThinkingTrack("<a>", "</a>", Letters().spell, opened=False)
     place = track.first
-    for token in (4, 2, 2, 2, 5, 2, 2):
+    for token in (4, *text):
         place = track.after(place, token)
     assert (place.phase, place.spent) == (Phase.OVER, 3)
 
@@ -110,6 +111,8 @@ def test_a_budget_ends_thinking_token_by_token_along_a_path_too() -> None:
         ((2, 2), {1}),
         ((2, 2, 1), {3}),
         ((2, 2, 1, 3), EVERYTHING),
+        ((2, 1), {3}),  # an end that is begun goes on
+        ((2, 1, 3), EVERYTHING),
         ((5,), EVERYTHING),
         ((2, 5, 2, 2), EVERYTHING),
     ):

@@ -282,6 +282,17 @@ def test_the_description_has_every_address_and_field(live: Live) -> None:
 
 def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
     assert live.ask("/v1/nowhere").status == 404
+    for path, says in (
+        ("/models", "did you mean /v1/models?: the base URL of OpenAI's clients ends with /v1."),
+        (
+            "/v1/v1/messages",
+            "mean /v1/messages?: the base URL of Anthropic's clients is without /v1.",
+        ),
+    ):
+        is_anthropic = path.endswith("messages")
+        missed = live.ask(path, **{"anthropic-version": "2023-06-01"} if is_anthropic else {})
+        assert missed.status == 404 and missed.json["error"]["message"].endswith(says)
+        assert missed.json.get("type") == ("error" if is_anthropic else None)
     answer = live.ask("/v1/completions")
     assert answer.status == 405 and answer.headers["Allow"] == "POST"
     assert answer.error["message"]

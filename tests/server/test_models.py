@@ -443,7 +443,7 @@ def test_over_http_a_request_says_how_long_its_model_is_kept(
 
 
 def test_over_http_a_slow_reader_holds_no_weights_and_reads_its_whole_text(live: Live) -> None:
-    """Its answer is larger than all buffers on the way, so that it is still being read when the model goes."""
+    """Its answer is larger than all buffers on the way, so that it is still read when the model goes."""
     asked = {"prompt": PROMPTS[0], "seed": 5, "max_tokens": 450, "ignore_eos": True, "logprobs": 20, "n": 3}
     with open_stream(live, {"model": "clara", "stream": True, **asked}, buffer=1 << 16) as reader:
         wait_for(lambda: running(live, "clara") > 0)

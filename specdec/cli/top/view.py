@@ -64,7 +64,7 @@ class Source:
     def why(self, error: Exception) -> str:
         """Explain why there was no reading, and what helps."""
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
-            return "it wants a key, or another one: --api-key-env names its variable"
+            return "it wants a key, or another one: give --api-key, or --api-key-env with its variable"
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 404 and self.model:
             return f"it serves no model {self.model!r} (--model), or is no specdec"
         return reason(error)

@@ -46,7 +46,7 @@ def few(files: Iterable[str]) -> str:
 
 
 def without_user(text: object) -> str:
-    """Leave out what an address may hold that is secret: user and password, and a query, which may be signed."""
+    """Leave out what an address may hold that is secret: user, password, and a query, which may be signed."""
     return _QUERY.sub(r"\1", _USER.sub(r"\1", str(text)))
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
-from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
+from specdec.server.bodies import BUDGETS, ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure
 from specdec.server.messages import EITHER, Many, Mark
@@ -90,6 +90,9 @@ class ResponseBody(Dialect):
     max_output_tokens: int | None = Field(None, description="tokens to write at most, thinking included")
     text: Text | None = None
     reasoning: Reasoning | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, description="tokens of thinking at most")
+    thinking_budget: int | None = Field(None, ge=0, description="the same in Qwen's words")
+    max_thinking_tokens: int | None = Field(None, ge=0, description="the same once more")
     tools: Many[AnyTool] | None = Field(None, description="functions, custom tools, and namespaces of them")
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
@@ -109,6 +112,7 @@ class ResponseBody(Dialect):
     def chat(self, before: Sequence[Item], toolbox: Toolbox) -> ChatBody:
         """Return the chat that this is, behind what was said before."""
         own: dict[str, Any] = {"max_tokens": self.max_output_tokens}
+        own |= {name: getattr(self, name) for name in BUDGETS}
         if self.text and self.text.format:
             own["response_format"] = self.text.format.response_format
         if toolbox.tools:

@@ -313,7 +313,7 @@ prompt.addEventListener("keydown", (event) => {
 });
 find("stop").addEventListener("click", () => running?.abort());
 find("compare").addEventListener("click", compare);
-find("view").addEventListener("change", () => { render(); meet(); });
+find("view").addEventListener("change", () => { settings.keep(); render(); meet(); });
 find("key-wanted").addEventListener("click", () => { settings.dialog.showModal(); field("key").focus(); });
 for (const mode of Object.keys(MODES)) {
   field(mode).addEventListener("change", () => { form.dataset.touched = "yes"; switchMode(mode); });

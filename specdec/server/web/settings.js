@@ -20,7 +20,8 @@ export class Settings {
     this.fault = document.getElementById("fault");
     /** The fields of a request that hold where none are given. */
     this.defaults = {};
-    this.kept = [...this.dialog.querySelectorAll("input, select, textarea")].filter(({ id }) => id !== "key");
+    const own = [...this.dialog.querySelectorAll("input, select, textarea")].filter(({ id }) => id !== "key");
+    this.kept = [...own, document.getElementById("view")];
     this.recall();
     this.dialog.addEventListener("change", () => this.keep());
     this.dialog.addEventListener("close", () => this.blame(null));

@@ -91,10 +91,10 @@ class Place(NamedTuple):
     """A place in an output, as far as its thinking is concerned."""
 
     phase: Phase
-    tail: str = ""
-    """The end of the text, as much of it as may belong to a marker."""
+    tail: tuple[str, ...] = ()
+    """The last tokens, spelled out: as many as may belong to a marker."""
     spent: int = 0
-    """Tokens of thinking so far."""
+    """Tokens of thinking so far; those of the tail too, until they turn out to be its end."""
 
 
 OVER = Place(Phase.OVER)
@@ -128,15 +128,28 @@ class ThinkingTrack:
         """Return where a token leads."""
         if place.phase == Phase.OVER:
             return place
-        text = place.tail + self._spell(token)
+        pieces = (*place.tail, self._spell(token))
+        text = "".join(pieces)
         if place.phase == Phase.MAY_BEGIN:
             said = text.lstrip()
             if self._start.startswith(said):
-                begun = said == self._start
-                return Place(Phase.THINKING) if begun else Place(Phase.MAY_BEGIN, text)
+                is_whole = said == self._start
+                return Place(Phase.THINKING) if is_whole else Place(Phase.MAY_BEGIN, pieces)
             if not said.startswith(self._start):
                 return OVER
             text = said[len(self._start) :]
-        if self._end in text:
-            return OVER._replace(spent=place.spent)
-        return Place(Phase.THINKING, text[max(len(text) - len(self._end) + 1, 0) :], place.spent + 1)
+            pieces = (text,)
+        spent = place.spent + 1
+        if (begin := text.find(self._end)) >= 0:
+            return OVER._replace(spent=spent - len(_last(pieces, len(text) - begin)))
+        begun = max(at for at in range(len(self._end)) if text.endswith(self._end[:at]))
+        return Place(Phase.THINKING, _last(pieces, begun), spent)
+
+
+def _last(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:
+    """Return as many of the last pieces as hold so many characters."""
+    at = len(pieces)
+    while length > 0:
+        at -= 1
+        length -= len(pieces[at])
+    return pieces[at:]

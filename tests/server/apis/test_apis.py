@@ -317,6 +317,24 @@ def test_more_tokens_than_the_context_leaves_are_cut_and_told(live: Live, stream
         assert told[0] == 2 and most - 200 < told[1] < most
 
 
+def test_budgets_and_counts_of_thinking_are_without_its_markers(live: Live) -> None:
+    """Both markers are several tokens here."""
+
+    def spent(**fields: Any) -> tuple[int, str]:
+        own = {"input": ASK, "max_output_tokens": 64, "temperature": 0, **fields}
+        answer = post(live, "/v1/responses", own)
+        usage, (first, *_) = answer.json["usage"], answer.json["output"]
+        counted = int(usage["output_tokens_details"]["reasoning_tokens"])
+        return counted, first["content"][0]["text"] if first["type"] == "reasoning" else ""
+
+    whole, thought = spent()
+    assert 8 > whole > 2 and thought == "Where to? Both."
+    assert spent(thinking_budget=whole + 1) == spent(thinking_budget=whole) == (whole, thought)
+    for budget in range(1, whole):  # the start's last token here begins to think
+        count, text = spent(thinking_token_budget=budget)
+        assert count == budget and thought.startswith(text) and len(text) < len(thought)
+
+
 def test_responses_are_found_by_the_key_that_made_them(live: Live, client: openai.OpenAI) -> None:
     made = client.responses.create(model="scripted", input="Ask 4", metadata={"a": "b"})
     found = client.responses.retrieve(made.id)

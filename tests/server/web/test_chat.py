@@ -65,7 +65,10 @@ def test_a_chat_goes_on(chat: Tab) -> None:
     assert "temperature" in first and "seed" not in first and "return_drafts" not in first
 
     # It is there again when the page is opened anew, and goes on from there.
+    chat.look("document.getElementById('view').click()")
     chat.reload()
+    assert chat.look("document.getElementById('view').checked && document.body.dataset.view") == "tokens"
+    chat.look("document.getElementById('view').click()")
     assert words(chat, ".prose") == [one, other] and words(chat, "#chats .open") == ["Sort a list."]
     enter_key(chat)
     chat.complaints.clear()  # of the key that the first look at the server lacked

@@ -1,0 +1,37 @@
+"""What is said of an address that is none: mostly the base URL lacks `/v1`, or has it twice."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from specdec.server.anthropic.errors import PATH, speaks_anthropic
+from specdec.server.failures import Failure
+
+MISPLACED = re.compile(
+    r"(?P<base>(?:/v1)*)(?P<call>/(?:chat/completions|completions|models|responses|messages|embeddings))(?:/.*)?"
+)
+"""The ends of this server's addresses, behind any number of `/v1`."""
+
+
+@web.middleware
+async def name_address(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer an address that is none with the one that was meant, where that is plain."""
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        raise Failure(404, _nothing_at(request.path, request.headers)) from None
+
+
+def _nothing_at(path: str, headers: Mapping[str, str]) -> str:
+    found = MISPLACED.fullmatch(path)
+    if found is None or found["base"] == "/v1":
+        return "There is nothing at this address; /openapi.json lists those there are."
+    meant = f"/v1{found['call']}"
+    if meant == PATH or speaks_anthropic(path, headers):
+        base = "the base URL of Anthropic's clients is without /v1"
+    else:
+        base = "the base URL of OpenAI's clients ends with /v1"
+    return f"There is nothing at this address, did you mean {meant}?: {base}."
