@@ -18,6 +18,8 @@ from specdec.errors import ConfigError, RequestError
 
 SETTINGS = [name for name in SamplingParams.model_fields if name not in NOT_IN_CHATS]
 LISTS_OF_TEXTS = ("stop", "bad_words")
+DEFAULT = ("none", "default")
+"""Words for max_tokens: as many as an answer has where nothing is said."""
 COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
 """A word behind the slash, and its argument: `/usr/bin` and `/* comment */` are messages."""
 
@@ -92,7 +94,13 @@ def _set(chat: Chat, argument: str) -> Reply:
         return Reply(f"{name} {_value(chat, name)}: {known.title}; {known.description}{spelt}")
     given = chat.params.model_dump(exclude_unset=True)
     try:
-        chat.params = SamplingParams.model_validate({**given, name: read_value(known, text)})
+        if name == "max_tokens" and text.lower() in DEFAULT:
+            given.pop(name, None)
+        else:
+            given[name] = read_value(known, text)
+        if given.get("max_tokens") == 0:
+            raise ConfigError("max_tokens cannot be 0; give at least 1, or none for the default.", field=name)
+        chat.params = SamplingParams.model_validate(given)
     except ConfigError as error:
         raise ConfigError(as_written(str(error), {name: name}), field=error.field) from None
     return Reply(f"{name} {_value(chat, name)}")
