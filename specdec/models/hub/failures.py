@@ -79,8 +79,9 @@ def begun(name: HubName, folder: Path, error: Exception) -> CheckpointError:
 
 def refusal_of(error: Exception) -> str | None:
     """Say how the hub refuses a model, if that is why it does not say what it is."""
-    refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in REFUSALS
-    return f"{without_user(constants.ENDPOINT)} {REFUSALS[error.response.status_code]}" if refused else None
+    if not isinstance(error, errors.HfHubHTTPError) or error.response.status_code not in REFUSALS:
+        return None
+    return f"{without_user(constants.ENDPOINT)} {REFUSALS[error.response.status_code]}"
 
 
 def _why_no_more(error: Exception, name: HubName) -> str:
