@@ -36,7 +36,7 @@ KINDS_OF_VALUE = {"str", "int", "float", "bool", "list", "dict"}
 SEVERAL = {
     "prompt": "give a text, token ids, or a list of texts or of lists of ids",
     "stop": "give a text or a list of texts",
-    "keep_alive": "give seconds of at least 0, a text such as 30s or 5m, or -1 to keep the model for good",
+    "keep_alive": "give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good",
 }
 """What fields may be that may be of several kinds: pydantic would speak of the first alone."""
 
