@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 BLOCKS, STATES, PREFIXES = "KV blocks", "state slots", "prefixes"
 """What of the arena a request may have to wait for; and a prefix that another is computing."""
+DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS = "draft blocks", "draft slots", "slots of steps on the device"
+"""What a draft may be short of, and a step on the device."""
+RUNNING, CHUNK = "max_running", "chunk_tokens"
+"""The settings that may keep a request waiting."""
+RESOURCES = (BLOCKS, STATES, PREFIXES, RUNNING, CHUNK, DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS)
+"""All that steps may be short of, by which `limited_by` counts."""
 WORTH_WAITING = 64
 """So many tokens that another reads are better waited for than read again."""
 
@@ -97,7 +103,7 @@ class Scheduler:
 
     def _note_catching_up(self) -> None:
         """Look whether all have caught up but those for which there is no memory: these wait for others."""
-        waits = self._last_limit in ("", "chunk_tokens", PREFIXES)
+        waits = self._last_limit in ("", CHUNK, PREFIXES)
         self.is_catching_up = any(
             own.finish_reason is None and not own.is_decoding and (waits or own in self.running)
             for own in self._paused
@@ -161,7 +167,7 @@ class Scheduler:
             return True
         blocks = self.arena.take_blocks(request.number, missing)
         if blocks is None:
-            self.limited_by["draft blocks"] += 1
+            self.limited_by[DRAFT_BLOCKS] += 1
             return False
         request.add_blocks(blocks)
         return True
@@ -255,12 +261,12 @@ class Scheduler:
     def _room_for(self, request: Request, budget: int) -> tuple[Lease | None, str]:
         """Look up where a request may go on from, and name what keeps it out, if anything does."""
         if len(self.running) >= self.max_running:
-            return None, "max_running"
+            return None, RUNNING
         lease = self._lease(request)
         if lease and self._is_being_read(request, lease):
             limit = PREFIXES
         elif budget <= 0:
-            limit = "chunk_tokens"
+            limit = CHUNK
         else:
             lease, limit = self._memory_for(request, lease)
         if limit and self.cache and lease:

@@ -14,7 +14,7 @@ from specdec.core.draft_record import Answer, DraftRecord, merged, want_of, wide
 from specdec.core.ranker import Ranker
 from specdec.core.records import Experience, Records
 from specdec.core.request import Request
-from specdec.core.scheduler import Scheduler
+from specdec.core.scheduler import DRAFT_SLOTS, Scheduler
 from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.echo import Echo
@@ -255,7 +255,7 @@ class Speculation:
         nodes = 0
         for request, shape in zip(requests, shapes, strict=True):
             while shape and not (lends or self.backing.has_room(nodes + shape.num_draft_tokens)):
-                self.scheduler.limited_by["draft slots"] += 1
+                self.scheduler.limited_by[DRAFT_SLOTS] += 1
                 shape = shape.within(shape.num_draft_tokens // 2)
             fitting.append(shape if shape and self._reserve(request, shape) else None)
             nodes += shape.num_draft_tokens if fitting[-1] and shape else 0
@@ -272,7 +272,7 @@ class Speculation:
             slots = lend(request.number, 1 + len(proposal))
             if slots is not None:
                 return Draft(proposal.tree(request.tokens[-1]), slots)
-            self.scheduler.limited_by["draft slots"] += 1
+            self.scheduler.limited_by[DRAFT_SLOTS] += 1
             proposal = proposal.best(len(proposal) // 2)
         return None
 

@@ -176,6 +176,10 @@ class SpecEngine:
         """Start the process in which forms are compiled, which takes about two seconds, without waiting."""
         self._grammars.prepare()
 
+    def release_forms(self) -> None:
+        """End that process, and those of forms that no output uses; the next form starts them again."""
+        self._grammars.release()
+
     def begin_form(self, params: SamplingParams, *, caller: str = "") -> "Future[Form] | None":
         """Have the form of an output compiled meanwhile, if it has one; the result raises what is wrong."""
         self._worker.check_process()

@@ -106,7 +106,7 @@ async def _pass(
     if is_anthropic:
         request["headers"]["request-id"] = number
     start_s, state = time.perf_counter(), request.app[STATE]
-    level = logging.DEBUG if request.path in POLLED else logging.INFO
+    level, why = logging.DEBUG if request.path in POLLED else logging.INFO, {}
     try:
         if is_preflight(request):
             state.access.admit_preflight(request)
@@ -130,6 +130,7 @@ async def _pass(
         return web.Response(status=GONE)  # the client has gone
     except Exception as error:
         failure = failure_of(error)
+        why = failure.reason(in_full=state.config.log_prompts)
         if failure.status == 500:
             about = _about(request, failure.status, start_s) | {"reason": str(failure)}
             says = "%(request_id)s %(path)s failed: %(reason)s"
@@ -138,8 +139,9 @@ async def _pass(
     resource = request.match_info.route.resource
     if resource:  # what is no address of the server could be any text
         state.metrics.answered(resource.canonical, request.method, response.status)
-    about = _about(request, response.status, start_s)
+    about = _about(request, response.status, start_s) | why
     says = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
+    says += "".join(f"; {name} %({name})s" for name in why)
     logger.log(level, says, about, extra=about)
     return response
 

@@ -13,6 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from specdec.core.outputs import EngineStats, PrefixStats
+from specdec.core.scheduler import RESOURCES
 from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
 from specdec.server.resident import Resident, Status
@@ -93,8 +94,9 @@ class OneModel:
         yield self._counter("specdec:steps", "Verify steps, summed over rows.", counts.steps)
         yield self._counter("specdec:step_tokens", "Tokens that verify steps emitted.", counts.tokens)
         yield self._by("specdec:step_seconds", "Seconds of verify steps by phase.", "phase", counts.seconds)
+        every = {**dict.fromkeys(RESOURCES, 0), **stats.limited_by}
         limited = "Steps that a resource limited, by resource."
-        yield self._by("specdec:limited", limited, "what", stats.limited_by)
+        yield self._by("specdec:limited", limited, "what", every)
 
     def _gauge(self, name: str, says: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, says, labels=list(self.labels))

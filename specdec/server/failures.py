@@ -10,6 +10,7 @@ from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, I
 from pydantic import ValidationError
 
 from specdec.errors import CapacityError, EngineError, SpecdecError
+from specdec.server.remedies import remedy
 
 KINDS = {
     400: "invalid_request_error",
@@ -66,6 +67,11 @@ class Failure(Exception):
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def reason(self, *, in_full: bool) -> dict[str, str]:
+        """Return what the log may say of it: its message, which may repeat the request, only if in full."""
+        found = {"code": self.code, "param": self.param, "reason": repr(str(self)) if in_full else None}
+        return {name: value for name, value in found.items() if value}
 
     def response(self, body: Mapping[str, Any] | None = None) -> web.Response:
         """Return it as a response, with the body of another API if it is given."""
@@ -175,7 +181,7 @@ def misfit(error: ValidationError) -> Failure:
     field = str(first["loc"][0]) if first["loc"] else None
     if field in SEVERAL:
         return Failure(400, f"{field}: {SEVERAL[field]}.", param=field)
-    return Failure(400, f"{where or 'the body'}: {first['msg'].lower()}.", param=field)
+    return Failure(400, f"{where or 'the body'}: {remedy(first)}.", param=field)
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 IGNORED = "x-specdec-ignored-fields"
 """The response header that lists the ignored fields of its request."""
+MAX_TOKENS = "x-specdec-max-tokens"
+"""The response header that says how many tokens a choice may have, `max_tokens` cut to the context."""
 MOST_NAMES, LONGEST_NAME = 16, 64
 """Of the fields that one answer names, and of those that the log knows: names are the clients' own."""
 MOST_LOGGED = 256
@@ -108,7 +110,7 @@ def given_fields(data: bytes) -> dict[str, Any]:
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
-        raise Failure(400, "the body is no JSON; send one object, as UTF-8.") from None
+        raise Failure(400, "the body is no JSON; send one object, as UTF-8.", code="invalid_json") from None
     if not isinstance(given, dict):
         raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
     _check_shape(given)

@@ -14,6 +14,7 @@ from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.chunks import Chunks
 from specdec.server.events import Expected
 from specdec.server.failures import SAME, Failure, Names, chained, naming, renamed
+from specdec.server.fields import MAX_TOKENS
 from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
@@ -137,6 +138,8 @@ async def _answer(
     streams: bool,
 ) -> web.StreamResponse:
     stall_s, metrics, resident = state.config.stall_timeout, served.metrics, served.resident
+    room = served.engine.model.settings.max_model_len - max(len(own.ids) for own in prepared)
+    request["headers"][MAX_TOKENS] = str(min(prepared[0].params.max_tokens, room))
     answers = Answers(
         served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over
     )

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -16,8 +17,8 @@ class LoggedModel(NamedTuple):
     """Which model's engine a thread builds or runs."""
 
     name: str
-    again: bool
-    """Whether it was loaded before: what its settings are is in the log already."""
+    repeated: int | None
+    """The thread that builds it though it was loaded before: what that says is in the log already."""
 
 
 LOGGED_MODEL: ContextVar[LoggedModel | None] = ContextVar("LOGGED_MODEL", default=None)
@@ -27,7 +28,7 @@ LOGGED_MODEL: ContextVar[LoggedModel | None] = ContextVar("LOGGED_MODEL", defaul
 @contextlib.contextmanager
 def naming_model(name: str, *, again: bool) -> Iterator[None]:
     """Have what an engine that is built in here logs, in its own thread too, name its model."""
-    token = LOGGED_MODEL.set(LoggedModel(name, again))
+    token = LOGGED_MODEL.set(LoggedModel(name, threading.get_ident() if again else None))
     try:
         yield
     finally:
@@ -42,8 +43,7 @@ class NamingFilter(logging.Filter):
         model = LOGGED_MODEL.get()
         if model is None:
             return True
-        is_start = record.name.startswith(("specdec.setup.", "specdec.kernels.", "specdec.models."))
-        if is_start and model.again and record.levelno <= logging.INFO:
+        if model.repeated is not None and record.thread == model.repeated and record.levelno <= logging.INFO:
             return False
         if "model" not in vars(record):  # another handler may have named it
             record.msg, record.args = f"{model.name}: {record.getMessage()}", ()

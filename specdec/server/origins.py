@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from specdec.errors import ConfigError
-from specdec.server.fields import IGNORED
+from specdec.server.fields import IGNORED, MAX_TOKENS
 
 ANY = "*"
 ORIGIN = re.compile(r"([a-z][a-z0-9+.\-]*)://[^\s/?#@,]+")
 PORTS = {"http": ":80", "https": ":443"}
 """Default ports, which browsers omit."""
-EXPOSED = f"X-Request-ID, Request-ID, Retry-After, {IGNORED}"
+EXPOSED = f"X-Request-ID, Request-ID, Retry-After, {IGNORED}, {MAX_TOKENS}"
 """Response headers exposed to pages beside the safelisted ones."""
 NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
 METHODS = "GET, HEAD, POST, DELETE"

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 from specdec.config.engine import EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import EngineError, SpecdecError
 from specdec.server.failures import Failure, without_inside
+from specdec.server.gate import Gate, Work
 from specdec.server.logs import naming_model
 from specdec.server.threads import apart
 from specdec.state_slots.pages import release_heap
@@ -41,17 +41,6 @@ class Status(StrEnum):
     UNLOADED = "unloaded"
     FAILED = "failed"
     """It could not be loaded, or its engine has failed for good."""
-
-
-class Work(Protocol):
-    """Something that an engine was asked for."""
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def fail(self, failure: Failure) -> None:
-        """End it with an error, unless it is over."""
-        ...
 
 
 class Resident:
@@ -89,12 +78,7 @@ class Resident:
         self._failed_s = 0.0
         self._fault: str | None = None
         """Why its last engine has failed, which has been let go since."""
-        self.users = 0
-        """Requests under way."""
-        self._gate: list[asyncio.Future[SpecEngine]] = []
-        """Of these, those that wait until it is loaded."""
-        self._answers: set[Work] = set()
-        """What the engine was asked for; what is over is perhaps still being read."""
+        self.gate = Gate(self.look)
         self.wanted_s: float | None = None
         """Since when a request waits for weights or an arena; None: none does."""
         self.turn_s = 0.0
@@ -156,29 +140,14 @@ class Resident:
         return not (self.refusal or (self.failure and time.monotonic() < self._failed_s + RETRY_S))
 
     @property
-    def at_gate(self) -> int:
-        """Requests that wait until it is loaded."""
-        return len(self._gate)
-
-    @property
-    def running(self) -> int:
-        """Answers that the engine has not ended yet: they want an arena."""
-        return sum(not own.is_over for own in self._answers)
-
-    @property
-    def inside(self) -> int:
-        """Requests that use the engine, or are about to; one whose answer is only being read does not."""
-        return self.users - self.at_gate - sum(own.is_over for own in self._answers)
-
-    @property
     def is_unused(self) -> bool:
-        return not (self.inside or self.at_gate)
+        return not (self.gate.inside or self.gate.waiting)
 
     def look(self) -> None:
         """Note since when requests wait, and have the switcher look."""
-        if self.at_gate or (self.running and not self.is_warm):
+        if self.gate.waiting or (self.gate.running and not self.is_warm):
             self.wanted_s = self.wanted_s or time.monotonic()
-        elif self.is_warm or not self.inside:  # else those that were at the gate keep their place
+        elif self.is_warm or not self.gate.inside:  # else those that were at the gate keep their place
             self.wanted_s = None
         self.changed.set()
 
@@ -188,16 +157,17 @@ class Resident:
         self.look()
 
     def check_loadable(self) -> None:
-        """Refuse requests of a model that can never be loaded, or could not be just now."""
+        """Refuse requests of a model that can never be loaded, or that has just failed."""
         if not self.may_load:
             raise self._unloadable()
 
     def _unloadable(self) -> Failure:
         return Failure(
             503,
-            f"model: {self.name!r} could not be loaded: {self.refusal or self.failure}",
+            f"model: {self.name!r} {'is not' if self._fault else 'could not be'} loaded: "
+            f"{self.refusal or self.failure}",
             param="model",
-            code="model_not_loaded",
+            code="engine_error" if self._fault else "model_not_loaded",
             headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
         )
 
@@ -213,9 +183,7 @@ class Resident:
         self.blocked = why
         if why:
             logger.error("%s", self._blocked())
-            self._open_gate(lambda entry: entry.set_exception(self._blocked()))
-            for answer in list(self._answers):
-                answer.fail(self._blocked())
+            self.gate.end_all(self._blocked)
 
     def _blocked(self) -> Failure:
         return Failure(503, f"model: {self.name!r} {self.blocked}", param="model", code="engine_error")
@@ -227,22 +195,7 @@ class Resident:
             return self.engine
         if self.engine is None:
             self.check_loadable()
-        entry: asyncio.Future[SpecEngine] = asyncio.get_running_loop().create_future()
-        self._gate.append(entry)
-        self.look()
-        try:
-            return await entry
-        finally:
-            if entry in self._gate:
-                self._gate.remove(entry)
-            self.look()
-
-    def _open_gate(self, decide: "Callable[[asyncio.Future[SpecEngine]], None]") -> None:
-        """Let in, or refuse, all that wait; they count as such at once."""
-        entries, self._gate = self._gate, []
-        for entry in entries:
-            if not entry.done():
-                decide(entry)
+        return await self.gate.wait()
 
     def enter(self, keep_alive_s: float | None = None) -> None:
         """Count a request, which may not be ready yet."""
@@ -252,11 +205,11 @@ class Resident:
                 "keep_alive: models are unloaded on a CPU under Linux alone; leave it out.",
                 param="keep_alive",
             )
-        self.users += 1
+        self.gate.users += 1
 
     def leave(self, keep_alive_s: float | None) -> None:
         """Count a request off; it may say how long the model is kept for it."""
-        self.users -= 1
+        self.gate.users -= 1
         self.used_s = time.monotonic()
         self.kept_s = self.keep_alive_s if keep_alive_s is None else keep_alive_s
         self.look()
@@ -265,13 +218,8 @@ class Resident:
     def answering(self, answer: Work) -> Iterator[None]:
         """Ask for an arena until an answer is over, in here or sooner."""
         self.check_blocked()
-        self._answers.add(answer)
-        self.look()
-        try:
+        with self.gate.answering(answer):
             yield
-        finally:
-            self._answers.remove(answer)
-            self.look()
 
     def seconds_kept(self, now_s: float) -> float | None:
         """Return how long the model is still to be kept; None: there is no end to it yet."""
@@ -289,7 +237,7 @@ class Resident:
     def note_failure(self, error: Exception | str) -> None:
         """Note why there is no engine; requests that wait for one are told."""
         self.failure, self._failed_s = str(error) or repr(error), time.monotonic()
-        self._open_gate(lambda entry: entry.set_exception(self._unloadable()))
+        self.gate.refuse(self._unloadable)
 
     def install(self, engine: SpecEngine, *, is_resting: bool = False) -> None:
         """Take an engine that was built, and let requests enter."""
@@ -298,7 +246,7 @@ class Resident:
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
         self.engine = engine
-        self._open_gate(lambda entry: entry.set_result(engine))
+        self.gate.open(engine)
 
     async def load(self, has_room: Callable[[], bool]) -> None:
         """Build the engine beside the event loop; it rests at once where no arena is free for it."""

@@ -42,7 +42,8 @@ BACKLOG = 1024
 UNSENT_BYTES = 1 << 18
 """The send buffer of a connection; the system's default grows to megabytes."""
 IDLE_S = 5.0
-"""Seconds after which an idle model's process of forms is started: imports take a core for two seconds."""
+"""Seconds after which an idle model's process of forms is started, as imports take a core for two seconds, or
+ended where the model rests."""
 HANDSHAKE_S = 10.0
 """Seconds that a client's TLS handshake may take."""
 WATCH_S = 1.0
@@ -73,6 +74,8 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
         ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
             logger.critical("ending the process: %s", fault or "a step does not end")
+        else:
+            logger.info("stopped")
         # A thread that is in a step, or that compiles a form, cannot be stopped, and would crash in an
         # interpreter that is being finalized.
         if failed or any(thread.daemon and thread.name.startswith(OURS) for thread in threading.enumerate()):
@@ -119,7 +122,7 @@ async def serve(
         )
         tell_supervisor(READY)
         reports = [asyncio.create_task(_report(state, own)) for own in state.served]
-        reports += [asyncio.create_task(_prepare_forms(own)) for own in state.served]
+        reports += [asyncio.create_task(_keep_forms(own)) for own in state.served]
         tasks = [asyncio.create_task(own) for own in (_watch(state, told), switcher.run())]
         for task in tasks:
             task.add_done_callback(partial(_stop_if_failed, told, hurried))
@@ -237,13 +240,17 @@ def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
             engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
 
 
-async def _prepare_forms(served: Served) -> None:
-    """Have a model's process of forms started before the first form is asked for, while the model is idle."""
+async def _keep_forms(served: Served) -> None:
+    """Start the process of forms of an idle model that is warm, and end that of one that rests."""
+    resident = served.resident
     while True:
         await asyncio.sleep(IDLE_S)
-        engine, resident = served.resident.engine, served.resident
-        if engine and engine.tokenizer and resident.is_warm and resident.is_idle and not resident.users:
-            engine.prepare_forms()
+        engine = resident.engine
+        if engine and engine.tokenizer and resident.is_sound and not resident.gate.users:
+            if resident.is_warm:
+                engine.prepare_forms()
+            elif resident.is_resting:
+                engine.release_forms()
         del engine  # it may be unloaded meanwhile
 
 

@@ -75,7 +75,7 @@ class ServerConfig(Settings):
     max_queued: int = Field(
         1024,
         ge=1,
-        title="choices under way or waiting at most; beyond, requests are refused with 429",
+        title="choices of each model under way or waiting at most; beyond, requests are refused with 429",
         description="a whole number of at least 1",
     )
     request_timeout: float = Field(

@@ -105,11 +105,11 @@ class Switcher:
     def _end(self, own: Resident, changes: asyncio.TaskGroup) -> float | None:
         """Let go of an engine that has failed, unload what is no longer kept; return how long it is kept."""
         if own.engine and own.engine.fault:
-            if not own.inside:
+            if not own.gate.inside:
                 self._begin(own, own.let_go(), changes)
             return None
         kept_s = own.seconds_kept(time.monotonic())
-        if own.engine and (kept_s == 0 or (own.is_draining and not own.inside)):
+        if own.engine and (kept_s == 0 or (own.is_draining and not own.gate.inside)):
             own.is_draining = True  # from now on: a request that comes before the task begins waits too
             self._begin(own, self._unload(own), changes)
             return None
@@ -120,7 +120,7 @@ class Switcher:
         waiting = [
             own
             for own in self.residents
-            if own.engine is None and own.at_gate and own.may_load and not own.is_changing
+            if own.engine is None and own.gate.waiting and own.may_load and not own.is_changing
         ]
         for own in sorted(waiting, key=lambda own: own.wanted_s or 0.0):
             if self._left_bytes(own) < 0:
@@ -134,7 +134,7 @@ class Switcher:
         waiting = [
             own
             for own in self.residents
-            if own.is_sound and own.is_resting and own.running and not own.is_changing
+            if own.is_sound and own.is_resting and own.gate.running and not own.is_changing
         ]
         for own in sorted(waiting, key=lambda own: (not own.is_draining, own.wanted_s or 0.0)):
             if self._has_room():
@@ -142,7 +142,7 @@ class Switcher:
                 self._begin(own, self._woken(own), changes)
                 continue
             warm = [other for other in self.residents if other.is_warm and not other.is_changing]
-            idle = [other for other in warm if not other.running]
+            idle = [other for other in warm if not other.gate.running]
             if idle:
                 before, left_s = min(idle, key=lambda other: other.used_s), 0.0
             elif warm:

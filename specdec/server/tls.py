@@ -1,12 +1,21 @@
 """TLS: the certificate that the server shows, read before the model is loaded."""
 
+import logging
+import math
 import ssl
+import time
 from pathlib import Path
 
 from specdec.errors import ConfigError
 from specdec.models.folder import short
 from specdec.server.settings import ServerConfig
 
+logger = logging.getLogger(__name__)
+
+QUIET_S = 60.0
+"""Seconds between two log lines about clients that speak plain HTTP."""
+PLAIN_HTTP = "HTTP_REQUEST"
+"""OpenSSL's reason for a handshake that is a request in plain HTTP."""
 MISMATCH = "KEY_VALUES_MISMATCH"
 """OpenSSL's reason for a key that is not the certificate's."""
 
@@ -32,7 +41,28 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
     except (ssl.SSLError, ValueError) as error:
         raise _refusal(config, error, is_encrypted=bool(asked)) from None
+    context.sslobject_class = _telling_plain_http()
     return context
+
+
+def _telling_plain_http() -> type[ssl.SSLObject]:
+    """Return the kind of connection that logs where a client speaks plain HTTP, now and then."""
+    told_s = -math.inf
+
+    class Telling(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            nonlocal told_s
+            try:
+                super().do_handshake()
+            except ssl.SSLError as error:
+                if error.reason == PLAIN_HTTP and time.monotonic() - told_s >= QUIET_S:
+                    told_s = time.monotonic()
+                    logger.warning(
+                        "a client speaks plain HTTP where this server speaks TLS; give it https://"
+                    )
+                raise
+
+    return Telling
 
 
 def _check_readable(field: str, path: str | None) -> None:

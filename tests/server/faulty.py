@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.draft.lookup import Lookup
+from specdec.engine.engine import SpecEngine
 from specdec.models.frame import Half
+from specdec.server import run
+from specdec.server.resident import Resident
 from specdec.state_slots.backing import RecordBacking
 from specdec.state_slots.slots import SlotPool
 from specdec.text.grammar import compiler
@@ -53,7 +57,7 @@ def told(place: str, file: Path) -> bool:
     return True
 
 
-def set_trap(owner: type, name: str, place: str, file: Path) -> None:
+def set_trap(owner: type | ModuleType, name: str, place: str, file: Path) -> None:
     """Let a function raise after it has worked, when its place is named."""
     right = getattr(owner, name)
 
@@ -84,6 +88,18 @@ def set_worse(file: Path) -> None:
     DecodeLoop.step = wrong  # type: ignore[method-assign]
 
 
+def set_held_loads(file: Path) -> None:
+    """Let loading a model that was loaded before wait as long as that is told."""
+    right = Resident.build
+
+    def held(own: Resident) -> SpecEngine:
+        while own.max_model_len and file.exists() and file.read_text("utf-8") == "load":
+            time.sleep(0.01)
+        return right(own)
+
+    Resident.build = held  # type: ignore[method-assign]
+
+
 def set_slow_forms() -> None:
     """Let forms of output be compiled by processes that can be told to take for ever; wait less for them."""
     compiler.PATIENCE_S = PATIENCE_S
@@ -100,6 +116,8 @@ if __name__ == "__main__":
     trap = Path(os.environ[FILE])
     for name, (owner, function) in PLACES.items():
         set_trap(owner, function, name, trap)
+    set_trap(run, "_abandon_hung", "watched", trap)
     set_worse(trap)
+    set_held_loads(trap)
     set_slow_forms()
     sys.exit(main())

@@ -309,6 +309,40 @@ def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
         assert "#/properties/tags" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_tokens": "many"}, "max_tokens: give a whole number."),
+        ({"max_tokens": 1.5}, "max_tokens: give a whole number."),
+        ({"temperature": "hot"}, "temperature: give a number."),
+        ({"temperature": "inf"}, "temperature: give a finite number."),
+        ({"stream": "perhaps"}, "stream: give true or false."),
+        ({"model": 7}, "model: give a text."),
+        ({"stop_token_ids": 7}, "stop_token_ids: give a list."),
+        ({"logit_bias": [7]}, "logit_bias: give an object."),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a: give a whole number."),
+        ({"stream_options": 7}, "stream_options: give an object."),
+        (
+            {"response_format": {"type": "x"}},
+            'response_format.type: give "text", "json_object" or "json_schema".',
+        ),
+        ({"structured_outputs": {"a": 1}}, "structured_outputs.a: it is not known here; leave it out."),
+        (
+            {"keep_alive": [1]},
+            "keep_alive: give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good.",
+        ),
+        ({"top_logprobs": 21}, "top_logprobs: give a number of at most 20."),
+        ({"thinking_budget": -1}, "thinking_budget: give a number of at least 0."),
+        ({"messages": []}, "messages: give at least 1."),
+        ({"messages": None}, "messages: it is missing; give it."),
+    ],
+)
+def test_what_does_not_fit_is_told_in_plain_words(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(Failure) as caught:
+        ChatBody.read(json.dumps(CHAT | fields).encode())
+    assert str(caught.value) == says
+
+
 @pytest.mark.parametrize("prompt", [5, [1, "a"], [["a"]], [1.5], ["a", [1]], {"a": 1}])
 def test_a_prompt_of_no_kind_is_told_all_kinds(prompt: object) -> None:
     with pytest.raises(Failure, match="prompt: give a text, token ids, or") as caught:

@@ -325,6 +325,15 @@ def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) ->
         assert code == 0 and "Traceback" not in log
 
 
+def test_a_task_of_the_server_that_fails_ends_it_with_its_exit_code(told: Told) -> None:
+    with Live(*PLAIN_TEXT, env=told.env, entry="tests.server.faulty") as own:
+        told.fail("watched")
+        own.process.wait(timeout=60)
+        code, log = own.stop()
+    assert code == 70 and "told to fail: watched" in log and "a task of the server has failed" in log
+    assert "specdec.server.run: stopped" not in log
+
+
 def test_it_stops_in_bounded_time_though_a_step_hangs_and_somebody_waits_to_flush(told: Told) -> None:
     settings = ("--drain-seconds", "0.5", "--step-timeout", "600")
     with (

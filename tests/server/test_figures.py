@@ -12,6 +12,7 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams
 from specdec.core.outputs import Delta, RequestStats
+from specdec.core.scheduler import RESOURCES
 from specdec.core.terms import Terms
 from specdec.engine.engine import Prepared
 from specdec.errors import CapacityError, EngineError
@@ -255,6 +256,8 @@ def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
     for name in ASKED:
         own = [key for key in found if key.startswith(f"vllm:{name}{{")]
         assert own and all(labelled in key and 'engine="0"' in key for key in own), name
+    short_of = [key for key in found if key.startswith("specdec:limited_total{")]
+    assert len(short_of) == len(RESOURCES)  # also those that nothing was short of yet
     assert total(found, "vllm:gpu_cache_usage_perc") == total(found, "vllm:kv_cache_usage_perc")
     for end in ("bucket", "sum", "count"):
         older, newer = (

@@ -156,7 +156,9 @@ def test_told_to_stop_it_ends_what_runs_and_takes_nothing_new() -> None:
         asked.join()
         reasons = [c["finish_reason"] for e in answers[0].events for c in e["choices"] if c["finish_reason"]]
         assert reasons == ["length"] * 4
-        assert live.process.wait(timeout=60) == 0 and "Traceback" not in live.stop()[1]
+        code, log = live.stop()
+        assert code == 0 and "Traceback" not in log
+        assert log.splitlines()[-1].endswith(" INFO specdec.server.run: stopped")
 
 
 @pytest.mark.parametrize("twice", [True, False])
@@ -195,6 +197,7 @@ def test_it_stops_in_bounded_time(twice: bool) -> None:
     [
         (("--port", "70000"), "--port"),
         (("--host", "no.such.host.invalid"), "--host"),
+        (("--host", "192.0.2.1"), "--host: 192.0.2.1 is no address of this machine"),
         (("--api-key-file", "/nowhere"), "--api-key-file"),
         (("--max-queued", "0"), "--max-queued"),
         (("--draft", "none", "--topk", "2"), "--topk"),
@@ -232,7 +235,13 @@ def test_prompts_are_logged_only_where_that_is_asked_for() -> None:
     for options in ((), ("--log-prompts",)):
         with Live(*PLAIN, *options) as live:
             live.ask("/v1/completions", {"prompt": "a secret", "max_tokens": 1})
+            live.ask("/v1/completions", {"prompt": "x", "stop": ["another secret"], "min_p": 2})
+            live.ask("/v1/completions", data=b"{")
+            live.ask("/v1/completions", {"prompt": "x", "keep_alive": "a secret\n"})
             live.ask("/%0aCRITICAL%1b")
             said = live.stop()[1]
         assert ("a secret" in said) == bool(options)
+        assert "; param min_p" in said and "; code invalid_json" in said
+        told = re.search(r" 400 in \d+ ms; param keep_alive(.*)", said)
+        assert told and told[1].startswith("; reason ") == bool(options)
         assert "\nCRITICAL" not in said and "\x1b" not in said

@@ -6,24 +6,27 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
+from specdec.cli import main
 from specdec.core.batch import StepReport
 from specdec.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from specdec.models.folder import SHIPPED
 from specdec.server import resident as resident_module
 from specdec.server import shares
+from specdec.server.answers import Answers, Bell, Deadline
 from specdec.server.failures import Failure
 from specdec.server.resident import Resident, Status
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.switcher import Switcher
+from tests.server.faulty import FILE
 from tests.server.live import Live, total
+from tests.server.test_guards import wait_for
 
 NAMES = ("anna", "berta", "clara")
 ARENA = 24 << 20
@@ -76,15 +79,6 @@ async def switching(switcher: Switcher) -> AsyncIterator[None]:
             await task
 
 
-@dataclass(eq=False)
-class Asked:
-    is_over: bool = False
-    failure: Failure | None = None
-
-    def fail(self, failure: Failure) -> None:
-        self.failure = failure
-
-
 async def ask(
     own: Resident,
     prompt: str = PROMPTS[0],
@@ -95,11 +89,11 @@ async def ask(
     """Do as the server's handlers do; return a text's tokens, and how often it was preempted."""
     own.enter()
     try:
-        engine = await own.ready()
-        with own.answering(work := Asked()):
-            deltas = [delta async for delta in engine.stream(prompt, params)]
-            work.is_over = True
-            own.note_over()
+        engine, bell, until = await own.ready(), Bell(asyncio.get_running_loop()), Deadline(60.0)
+        prepared = [engine.prepare(prompt, params)]
+        answers = Answers(engine, bell, prepared, streams=True, until=until, on_over=own.note_over)
+        with own.answering(answers), answers:
+            deltas = [said.delta async for said in answers]
             await asyncio.sleep(slow_s)
     finally:
         own.leave(keep)
@@ -241,9 +235,9 @@ def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
 
         async def turns() -> None:
             long = asyncio.create_task(ask(first, params=LONG.model_copy(update={"max_tokens": 400})))
-            await until(lambda: first.running == 1)
+            await until(lambda: first.gate.running == 1)
             waits = asyncio.create_task(ask(second, params=LONG))
-            await until(lambda: second.running == 1)
+            await until(lambda: second.gate.running == 1)
             waits.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waits
@@ -255,7 +249,7 @@ def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
             assert len((await ask(second))[0]) == SHORT.max_tokens  # an idle one makes way at once
             # So does one whose answer is over and still being read.
             read = asyncio.create_task(ask(first, slow_s=60.0))
-            await until(lambda: first.is_warm and not (first.running or first.at_gate))
+            await until(lambda: first.is_warm and not (first.gate.running or first.gate.waiting))
             assert len((await ask(second))[0]) == SHORT.max_tokens and not read.done()
             assert first.is_resting and first.wanted_s is None
             read.cancel()
@@ -294,13 +288,17 @@ def test_what_a_hung_engine_holds_is_counted_until_its_step_ends(folders: list[s
             asked = asyncio.create_task(ask(first))
             await until(hangs.is_set)
             waits = asyncio.create_task(ask(second))
-            await until(lambda: second.running == 1)
+            await until(lambda: second.gate.running == 1)
             first.engine.abandon("It hangs.")
             with pytest.raises(EngineError, match=r"It hangs"):
                 await asked
             await until(lambda: second.blocked is not None)
             assert first.is_stuck and first.holds_arena and second.is_resting
-            waits.cancel()
+            with pytest.raises(Failure, match=r"'berta' cannot run: .* 'anna'") as inside:
+                await waits
+            assert inside.value.status == 503
+            engine = second.engine
+            await until(lambda: engine.stats().waiting == 0)
             with pytest.raises(Failure, match=r"'berta' cannot run: .* 'anna'.*restart") as raised:
                 await ask(second)
             assert raised.value.status == 503
@@ -370,10 +368,16 @@ def test_names_and_shares(folders: list[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="module")
-def live(folders: list[str]) -> Iterator[Live]:
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fault") / FILE
+
+
+@pytest.fixture(scope="module")
+def live(folders: list[str], fault: Path) -> Iterator[Live]:
     options = ["--memory-bytes", str(ARENA), "--dtype", "float32", "--switch-after", "0.05"]
-    options += ["--draft", "suffix", "--no-adaptive"]
-    with Live(*options, model=folders[0], beside=folders[1:]) as own:
+    options += ["--draft", "suffix", "--no-adaptive", "--max-queued", "4", "--drain-seconds", "0.2"]
+    names, env = folders[1:], {FILE: str(fault)}
+    with Live(*options, model=folders[0], beside=names, entry="tests.server.faulty", env=env) as own:
         yield own
 
 
@@ -409,14 +413,37 @@ def test_over_http_the_models_name_picks(live: Live) -> None:
     assert live.ask("/tokenize", {"model": "clara", "prompt": "def"}).json["count"] > 0
 
 
-def test_over_http_a_request_says_how_long_its_model_is_kept(live: Live) -> None:
+def unloaded(live: Live, name: str) -> None:
+    """Have a model unloaded now, and wait for that."""
+    assert complete(live, name, keep_alive=0, max_tokens=1).status == 200
+    wait_for(lambda: states(live)[name] == "unloaded")
+
+
+def test_over_http_a_request_says_how_long_its_model_is_kept(
+    live: Live, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = complete(live, "berta", keep_alive="soon")
     assert wrong.status == 400 and wrong.error["param"] == "keep_alive"
     assert complete(live, "berta", keep_alive="0s").status == 200
-    for _ in range(200):
-        if states(live)["berta"] == "unloaded":
-            break
+    wait_for(lambda: states(live)["berta"] == "unloaded")
     info = live.ask("/server_info?model=berta").json
     assert info["models"]["berta"] == "unloaded" and "steps" not in info
     assert live.ask("/health").status == 200
     assert complete(live, "berta").status == 200 and states(live)["berta"] == "warm"
+    for name, code, says in (("berta", 2, "'berta' is unloaded"), ("doris", 2, "no model 'doris'")):
+        unloaded(live, "berta")
+        assert main(["top", live.url, "--model", name, "--once"]) == code
+        assert says in capsys.readouterr().err
+    assert main(["top", live.url, "--model", "clara", "--once", "--interval", "0.01"]) == 0
+    assert capsys.readouterr().out.startswith("clara (and 2 more: --model) at ")
+
+
+def test_a_server_that_is_told_to_stop_waits_for_no_load(live: Live, fault: Path) -> None:
+    unloaded(live, "berta")
+    fault.write_text("load")
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(complete, live, "berta")
+        wait_for(lambda: states(live)["berta"] == "loading")
+        code, said = live.stop()
+        assert code == 0 and "cannot be loaded" not in said
+        assert waits.result().status == 503 and waits.result().error["code"] == "stopping"

@@ -51,6 +51,8 @@ class Source:
         if self.model is None and states.get(info["model"], "warm") != "warm":
             warm = next((name for name, state in states.items() if state == "warm"), None)
             info = await self._info(warm) if warm else info
+        if "steps" not in info and (state := info.get("models", {}).get(info["model"])):
+            raise ValueError(f"the model {info['model']!r} is {state}: it has figures once it is loaded")
         return Reading.of(info, time.monotonic())
 
     async def _info(self, model: str | None) -> Mapping[str, Any]:
@@ -63,6 +65,8 @@ class Source:
         """Explain why there was no reading, and what helps."""
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
             return "it wants a key, or another one: --api-key-env names its variable"
+        if isinstance(error, aiohttp.ClientResponseError) and error.status == 404 and self.model:
+            return f"it serves no model {self.model!r} (--model), or is no specdec"
         return reason(error)
 
 

@@ -20,7 +20,7 @@ from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
 from specdec.core.draft_record import want_of
 from specdec.core.request import Request
-from specdec.core.scheduler import Scheduler
+from specdec.core.scheduler import DEVICE_SLOTS, Scheduler
 from specdec.draft.head import HeadDrafter
 from specdec.kernels.table import on_gpu
 from specdec.state_slots.arena import Arena
@@ -120,7 +120,7 @@ class DeviceBatch:
         for request in requests:
             held = self._borrow(request)
             if held is None or not self._reserve(request):
-                self.scheduler.limited_by["slots of steps on the device"] += 1
+                self.scheduler.limited_by[DEVICE_SLOTS] += 1
                 for own in (*self.held, *filter(None, [held])):
                     self._release(own, ())
                 self.held.clear()

@@ -53,6 +53,13 @@ class Grammars:
         with contextlib.suppress(RequestError, EngineError, OSError):
             self._loaded().start()
 
+    def release(self) -> None:
+        """End the processes that no output needs; the next form starts them again."""
+        with self._lock:
+            self._known.clear()
+            if self.template:
+                self.template.stop()
+
     def guide(self, form: Form) -> Guide:
         """Begin an output."""
         return Guide(form)

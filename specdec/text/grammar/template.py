@@ -133,6 +133,14 @@ class Template:
             if not self.is_closed and self._control is None:
                 self._control = self._start()
 
+    def stop(self) -> None:
+        """End the process until a copy is asked for, unless it is being started or copied just now."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
     def close(self) -> None:
         """End the template and start it no more; its copies end with their links."""
         self.is_closed = True

@@ -299,6 +299,24 @@ def test_ends_are_told(client: openai.OpenAI, claude: anthropic.Anthropic) -> No
     assert claude.messages.create(**fields, max_tokens=2, messages=turns).stop_reason == "max_tokens"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_tokens_than_the_context_leaves_are_cut_and_told(live: Live, stream: bool) -> None:
+    most = live.ask("/v1/models", authorization=f"Bearer {KEYS[0]}").json["data"][0]["max_model_len"]
+    turns = {"messages": [{"role": "user", "content": "Ask 4"}]}
+    for path, body, field in (
+        ("/v1/completions", {"prompt": "Ask 4", "stop": ["a", "e", " "]}, "max_tokens"),
+        ("/v1/chat/completions", turns, "max_tokens"),
+        ("/v1/responses", {"input": "Ask 4"}, "max_output_tokens"),
+        ("/v1/messages", turns, "max_tokens"),
+    ):
+        told = []
+        for asked in (2, 1_000_000):
+            answer = post(live, path, {**body, field: asked, "temperature": 0, "stream": stream})
+            assert answer.status == 200, answer.data
+            told.append(int(answer.headers["x-specdec-max-tokens"]))
+        assert told[0] == 2 and most - 200 < told[1] < most
+
+
 def test_responses_are_found_by_the_key_that_made_them(live: Live, client: openai.OpenAI) -> None:
     made = client.responses.create(model="scripted", input="Ask 4", metadata={"a": "b"})
     found = client.responses.retrieve(made.id)

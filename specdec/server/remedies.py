@@ -1,0 +1,50 @@
+"""Say of a field of a body that does not fit what fits, instead of pydantic's words for it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+FITS = {
+    "missing": "it is missing; give it",
+    "extra_forbidden": "it is not known here; leave it out",
+    "string_type": "give a text",
+    "string_unicode": "give a text in valid Unicode",
+    "string_pattern_mismatch": "it has characters that it must not have; it must match {pattern}",
+    "string_too_short": "give at least {min_length:,} characters",
+    "string_too_long": "give at most {max_length:,} characters",
+    "bool": "give true or false",
+    "int": "give a whole number",
+    "float": "give a number",
+    "finite_number": "give a finite number",
+    "list_type": "give a list",
+    "dict_type": "give an object",
+    "model_type": "give an object",
+    "model_attributes_type": "give an object",
+    "too_short": "give at least {min_length:,}",
+    "too_long": "give at most {max_length:,}",
+    "greater_than": "give a number above {gt:,}",
+    "greater_than_equal": "give a number of at least {ge:,}",
+    "less_than": "give a number below {lt:,}",
+    "less_than_equal": "give a number of at most {le:,}",
+    "literal_error": "give {expected}",
+    "enum": "give {expected}",
+    "union_tag_invalid": "give a type of {expected_tags}",
+    "union_tag_not_found": "give its type",
+}
+"""By pydantic's type of error, or by what stands before its first underscore."""
+
+
+def remedy(error: ErrorDetails) -> str:
+    """Return what to give instead, without the dot; our own errors say it themselves."""
+    kind = error["type"]
+    form = FITS.get(kind) or FITS.get(kind.partition("_")[0])
+    return form.format_map(_plain(error.get("ctx", {}))) if form else error["msg"]
+
+
+def _plain(context: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an error's figures; names of values stand in the quotes of JSON."""
+    return {
+        name: value.replace("'", '"') if name.startswith("expected") else value
+        for name, value in context.items()
+    }
