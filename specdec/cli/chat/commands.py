@@ -13,7 +13,7 @@ from specdec.cli.chat.session import Chat
 from specdec.cli.terminal import binary
 from specdec.config.options import SWITCH, TEXTS, read_value
 from specdec.config.parser import as_written
-from specdec.config.sampling import SamplingParams
+from specdec.config.sampling import MOST_TOKENS, SamplingParams
 from specdec.errors import ConfigError, RequestError
 
 SETTINGS = [name for name in SamplingParams.model_fields if name not in NOT_IN_CHATS]
@@ -98,10 +98,11 @@ def _set(chat: Chat, argument: str) -> Reply:
             given.pop(name, None)
         else:
             given[name] = read_value(known, text)
-        if given.get("max_tokens") == 0:
-            raise ConfigError("max_tokens cannot be 0; give at least 1, or none for the default.", field=name)
         chat.params = SamplingParams.model_validate(given)
     except ConfigError as error:
+        if error.field == "max_tokens":
+            fits = f"a whole number from 1 to {MOST_TOKENS}, or none for the default"
+            raise ConfigError(f"max_tokens cannot be {text:.40}; give {fits}.", field=name) from None
         raise ConfigError(as_written(str(error), {name: name}), field=error.field) from None
     return Reply(f"{name} {_value(chat, name)}")
 

@@ -363,7 +363,7 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         ({"messages": [*turn, {"role": "assistant", "content": "So"}]}, "messages"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens: give a number of at least 1"),
         ({"keep_alive": True}, "keep_alive"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         (
@@ -414,7 +414,7 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
             "tool_choice",
         ),
         ({"input": "a", "background": True}, "background"),
-        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens: input should be greater"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens: give a number of at least 1"),
         ({"input": "a", "keep_alive": -2}, "keep_alive"),
         ({"input": [{**result, "output": "4"}]}, "input.0.call_id: no call before it has the id 'c'"),
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice"),
