@@ -79,6 +79,8 @@ def _speculative_config(value: object) -> Meaning:
     method, folder, depth = map(given.get, KEYS)
     if method is not None and method not in METHODS:
         raise _unfit(f"the method {method!r} is none of {', '.join(METHODS)}")
+    if depth is not None and (type(depth) is not int or depth < 1):
+        raise _unfit(f"num_speculative_tokens cannot be {depth!r:.40}; it is a whole number of at least 1")
     draft = {} if method is None else {"draft": METHODS[method]}
     model = {} if folder is None else {"draft_model": folder}
     chain = {} if depth is None else {"num_steps": depth, "topk": 1}
@@ -156,6 +158,8 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "block_size": "KV blocks have 16 tokens; leave it out",
                 "page_size": "KV blocks have 16 tokens; leave it out",
                 "attention_backend": "give --kernels",
+                "revision": "name it behind the model, as in OWNER/NAME@REVISION",
+                "download_dir": "set HF_HUB_CACHE to the folder, or HF_HOME to the one above it",
                 "trust_remote_code": "code of a checkpoint is never run; leave it out",
                 "enable_chunked_prefill": f"{_ALWAYS}, or give --chunk-tokens",
             }
@@ -165,6 +169,9 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "enable_auto_tool_choice": _ALWAYS,
                 "enable_metrics": _ALWAYS,
                 "chat_template": "the folder's own is read; put it there as chat_template.jinja",
+                "disable_log_requests": "prompts are logged only with --log-prompts; leave it out",
+                "uvicorn_log_level": "give -v for a longer log, and leave it out for warnings alone",
+                "root_path": "have the proxy strip the prefix, so that paths begin with /v1; leave it out",
                 "ssl_ca_certs": "leave clients' certificates to a proxy, as in docs/deployment.md",
                 "ssl_cert_reqs": "leave clients' certificates to a proxy, as in docs/deployment.md",
             }

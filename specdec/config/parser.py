@@ -87,7 +87,8 @@ class Parser(argparse.ArgumentParser):
         unknown = self._further_values(words, unknown, found)
         if unknown:
             self._refuse(unknown[0], words)
-        own = {self._option_string_actions[option].dest: option for option in self._own_options(words)}
+        actions = [(self._option_string_actions[option], option) for option in self._own_options(words)]
+        own = {name: option for action, option in actions for name in _sets(action)}
         found.written = {**getattr(found, "written", {}), **own}
         return found, unknown
 
@@ -123,7 +124,7 @@ class Parser(argparse.ArgumentParser):
     def _refuse_twice(self, option: str, given: dict[str, str]) -> None:
         """Refuse a setting that two options of different names give."""
         action = self._option_string_actions[option]
-        for setting in getattr(action, "sets", (action.dest,)):
+        for setting in _sets(action):
             first = given.setdefault(setting, option)
             if self._option_string_actions[first] is not action:
                 self.error(f"{first} and {option} both set {setting}; give one of them")
@@ -189,6 +190,12 @@ class Parser(argparse.ArgumentParser):
         return f"{word} is no command of {self.prog}" + (
             near(word, known) or f"; known are {', '.join(known)}"
         )
+
+
+def _sets(action: argparse.Action) -> Sequence[str]:
+    """Return the settings that an option gives: another engine's may give several."""
+    sets: Sequence[str] = getattr(action, "sets", (action.dest,))
+    return sets
 
 
 def _needless(switch: Sequence[str], value: str) -> str:

@@ -32,6 +32,7 @@ from specdec.server.protocol import SERVER
 from specdec.server.responses.handlers import delete, respond, retrieve
 from specdec.server.state import Served, State, worked
 from specdec.server.streams import send_whole
+from specdec.server.thinking import unread
 from specdec.server.tools.offer import make_offer, untold
 from specdec.setup.settings import Resolved
 
@@ -221,7 +222,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 async def _tokenize(request: web.Request, state: State) -> web.Response:
     body = read_plain(TokenizeBody, await request.read())
     served = state.named(body.model)
-    request["headers"] |= state.ignored.headers([*untold(body.tools, None, told=served.told), *body.ignored])
+    unmet = [
+        *untold(body.tools, None, told=served.told),
+        *unread(body.chat_template_kwargs or {}, served.template),
+    ]
+    request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
     until = Deadline(state.config.request_timeout)
     with state.under_way(served, 1, until):
         async with until.held():

@@ -1,15 +1,26 @@
 """Request bodies, with the field names of OpenAI's API and of vLLM's extensions."""
 
+import math
 import re
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, StrictInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+)
 
-from specdec.config.sampling import SamplingParams
+from specdec.config.sampling import MOST_TOKENS, SamplingParams
 from specdec.config.structured import Structure
+from specdec.config.template import Variables
 from specdec.errors import ConfigError
-from specdec.server.failures import Failure, misfit
+from specdec.server.failures import SEVERAL, Failure, misfit
 from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.messages import Many, Message
 from specdec.server.tools.bodies import Tool
@@ -23,6 +34,9 @@ BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 """The fields by which servers bound thinking: vLLM's, Qwen's, and what several clients send."""
 DURATION = re.compile(r"(?P<number>-?\d{1,12}(\.\d{1,9})?)(?P<unit>s|m|h)?")
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+Duration = StrictInt | StrictFloat | str
+"""A number of seconds, or a text with a unit."""
+KEPT = "seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 for good"
 B = TypeVar("B", bound="Body")
 
 
@@ -111,9 +125,7 @@ class Body(BaseModel):
     speculate: bool | None = Field(
         None, description="false: no drafts for this request; the text is the same"
     )
-    keep_alive: float | str | None = Field(
-        None, description="seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 for good"
-    )
+    keep_alive: Duration | None = Field(None, description=KEPT)
     return_drafts: bool = Field(
         False,
         description="put each verify step's draft beside the text: token_ids, texts and parents of its nodes "
@@ -184,15 +196,14 @@ class Body(BaseModel):
         if given is None:
             return None
         found = DURATION.fullmatch(str(given))
-        if not found:
+        seconds = float(found["number"]) * SECONDS[found["unit"] or "s"] if found else -math.inf
+        if seconds < 0 and seconds != -1:
             raise Failure(
                 400,
-                f"keep_alive: {given!r:.40} is no time; give seconds, or a text such as 30s, 5m or 2h; -1 "
-                "keeps the model for good.",
+                f"keep_alive: {given!r:.40} is no time; {SEVERAL['keep_alive']}.",
                 param="keep_alive",
             )
-        seconds = float(found["number"]) * SECONDS[found["unit"] or "s"]
-        return max(seconds, -1.0)
+        return seconds
 
     @property
     def includes_usage(self) -> bool:
@@ -236,7 +247,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(
-        None, ge=1, description="tokens to write at most; before max_tokens"
+        None, ge=1, le=MOST_TOKENS, description="tokens to write at most; before max_tokens"
     )
     logprobs: bool = Field(False, description="log-probabilities of the chosen tokens")
     top_logprobs: int | None = Field(
@@ -244,11 +255,13 @@ class ChatBody(Body):
     )
     add_generation_prompt: bool = True
     add_special_tokens: Literal[False] = Field(False, description="the chat template has written them")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    chat_template_kwargs: Variables | None = Field(None, description="variables of the chat template")
     reasoning_effort: str | None = Field(
         None, description="the template's variable of this name, or what switches its thinking on or off"
     )
-    enable_thinking: bool | None = Field(None, description="think before the answer, if the template says so")
+    enable_thinking: StrictBool | None = Field(
+        None, description="think before the answer, if the template says so"
+    )
     include_reasoning: bool = Field(True, description="false leaves out what was thought")
     thinking_token_budget: int | None = Field(None, ge=0, description="tokens of thinking at most")
     thinking_budget: int | None = Field(None, ge=0, description="the same in Qwen's words")

@@ -5,14 +5,15 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
-from specdec.server.bodies import ChatBody
+from specdec.config.template import Variables
+from specdec.server.bodies import KEPT, ChatBody, Duration
 from specdec.server.failures import Failure, Names, misfit
 from specdec.server.fields import given_fields
 from specdec.server.messages import Message
 
 SHARED = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p"),
-    *("seed", "cache_salt", "chat_template_kwargs"),
+    *("seed", "cache_salt", "chat_template_kwargs", "keep_alive"),
 )
 
 
@@ -38,7 +39,8 @@ class Dialect(BaseModel):
     cache_salt: SkipValidation[str | None] = Field(
         None, description="share what was read and written with requests of this key and salt alone"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    chat_template_kwargs: Variables | None = Field(None, description="variables of the chat template")
+    keep_alive: Duration | None = Field(None, description=KEPT)
 
     @classmethod
     def read(cls, data: bytes) -> Self:

@@ -1,9 +1,10 @@
 """Bodies of the tokenize and detokenize routes."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from specdec.config.template import Variables
 from specdec.server.bodies import Ids
 from specdec.server.failures import misfit
 from specdec.server.fields import given_fields, unknown
@@ -27,7 +28,7 @@ class TokenizeBody(PlainBody):
     prompt: str | None = None
     messages: Many[Message] | None = None
     tools: Many[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

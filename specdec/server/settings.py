@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from specdec.config.base import MAX_BYTES, Settings, describe_choices, parse_bytes
 from specdec.config.sampling import MOST_TOKENS
+from specdec.config.template import check_variables
 
 ToolCallParser = Literal[
     "auto",
@@ -227,11 +228,13 @@ class ServerConfig(Settings):
     @classmethod
     def _check_kwargs(cls, value: str | None) -> str | None:
         try:
-            if value is None or isinstance(json.loads(value), dict):
-                return value
-        except (ValueError, RecursionError):
-            pass
-        raise ValueError
+            given = json.loads(value or "{}")
+        except RecursionError:
+            raise ValueError from None
+        if not isinstance(given, dict):
+            raise ValueError
+        check_variables(given)
+        return value
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

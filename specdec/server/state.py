@@ -237,6 +237,7 @@ class Served:
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
     ) -> EncodedChat:
         """Render a chat by the model's template and tokenize it."""
+        self.template.check_roles(messages)
         text = await apart(partial(self.template.render, messages, variables, answer=answer), "template")
         self.engine.check_length(text)
         ids = await self.encode(text, special=self.template.is_plain)

@@ -1,8 +1,9 @@
 """What a chat asks of its model's thinking, and how many tokens the thinking took."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from specdec.config.template import FIELD
 from specdec.config.thinking import ThinkingSpan
 from specdec.server.bodies import ChatBody
 from specdec.text.answers.thinking import Place, ThinkingFormat, ThinkingTrack
@@ -17,7 +18,7 @@ LITTLE = {"none", "minimal"}
 def template_variables(
     body: ChatBody, template: ChatTemplate, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a chat's variables of its template, and the fields on thinking for which that has none."""
+    """Return a chat's variables of its template, and the fields for which that has none."""
     switches, effort = [name for name in THINKING_SWITCHES if template.takes(name)], body.reasoning_effort
     own, ignored = dict[str, Any](), list[str]()
     if effort is not None:
@@ -27,7 +28,13 @@ def template_variables(
     if body.enable_thinking is not None:
         own |= dict.fromkeys(switches, body.enable_thinking)
         ignored += [] if switches else [THINKING_SWITCHES[0]]
-    return {**defaults, **own, **(body.chat_template_kwargs or {})}, ignored
+    given = body.chat_template_kwargs or {}
+    return {**defaults, **own, **given}, [*ignored, *unread(given, template)]
+
+
+def unread(variables: Iterable[str], template: ChatTemplate) -> list[str]:
+    """Return the variables that a request gives and its template does not read, as fields."""
+    return [f"{FIELD}.{name}" for name in variables if not template.takes(name)]
 
 
 def span_of(form: ThinkingFormat, budget: int | None) -> ThinkingSpan:

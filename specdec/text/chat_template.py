@@ -15,14 +15,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.config.folders import has_file
+from specdec.config.template import SPECIAL
 from specdec.errors import CheckpointError, RequestError
 
 log = logging.getLogger(__name__)
 
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-"""Special tokens that templates use, by their names in `tokenizer_config.json`."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """The variables by which chat templates switch thinking: Qwen's and Nemotron's, and DeepSeek's."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles of OpenAI's API; a template may have others, such as `ipython`."""
 LONGEST_ANSWER = 4096
 """Default max_tokens of a chat: some models never end on their own."""
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
@@ -51,10 +52,15 @@ class ChatTemplate:
         self.source = tool_use or source or ""
         """The template of chats with tools; some checkpoints have a separate one."""
         self._special, self._where = special, where
+        self._sources = "".join({source or "", self.source})
         environment = _environment()
         try:
             self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
-            self._variables = find_undeclared_variables(environment.parse(self.source))
+            self._variables = {
+                name
+                for own in {source or "", self.source}
+                for name in find_undeclared_variables(environment.parse(own))
+            }
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); mend or remove it",
@@ -64,6 +70,16 @@ class ChatTemplate:
     def takes(self, variable: str) -> bool:
         """Tell whether the template has a variable, such as `tools`."""
         return variable in self._variables
+
+    def check_roles(self, messages: Sequence[Message]) -> None:
+        """Refuse roles that are neither usual nor spoken of by the template, which would pass them over."""
+        for i, message in enumerate(messages):
+            role = message["role"]
+            if role not in ROLES and (not role or role not in self._sources):
+                raise RequestError(
+                    f"messages.{i}.role: {role!r:.40} is no role of this model; give {', '.join(ROLES)}",
+                    field="messages",
+                )
 
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, answer: bool = True

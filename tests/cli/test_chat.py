@@ -304,9 +304,13 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
     assert command(chat, "/set stop").says.startswith('stop ["\\n\\n", "x"]: texts that end')
     with pytest.raises(ConfigError, match=r"begins as JSON and is none; write \"\\n\\n\", or"):
         command(chat, "/set stop ['a']")
+    for text in ("0", "-1", "many"):
+        with pytest.raises(ConfigError, match=rf"^max_tokens cannot be {text}; give .*, or none for the def"):
+            command(chat, f"/set max_tokens {text}")
     with pytest.raises(ConfigError, match=r"^ignore_eos cannot be 'maybe'"):
         command(chat, "/set ignore_eos maybe")
     assert chat.params == before
+    assert "max_tokens 256, or what" in command(chat, "/set max_tokens none").says
     for line, why in (
         ("/sytem x", "did you mean /system"),
         ("/clear all", "takes nothing"),
@@ -316,6 +320,12 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
     ):
         with pytest.raises(RequestError, match=why):
             command(chat, line)
+
+
+def test_thinking_is_switched_one_way(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", "tiny", "--think", "--no-think"])
+    assert ended.value.code == 2 and "--think and --no-think contradict" in capsys.readouterr().err
 
 
 def test_what_the_template_refuses_changes_nothing(engine: SpecEngine, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_a_setting_by_two_names_is_refused(argv: tuple[str, ...], capsys: pytest
         ("{", "it is no JSON"),
         ("[]", "it is no JSON object"),
         ('{"method": "medusa"}', "'medusa' is none of"),
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens cannot be 0"),
         ('{"method": "ngram", "prompt_lookup_max": 4}', "'prompt_lookup_max' is none of its keys"),
     ],
 )

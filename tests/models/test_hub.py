@@ -90,6 +90,8 @@ def test_a_name_serves_as_its_folder_does_and_is_downloaded_once(
     assert hub.fetched() == sorted([*READ, "generation_config.json"]) and newer != folder
     count, hub.status = len(hub.asked), 503
     assert find_folder(NAME) == newer and "as it is in the cache" in caplog.text
+    hub.status = 404
+    assert find_folder(NAME) == newer and "has no model of that name (404" in caplog.text
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_folder(NAME) == newer and find_folder(f"{NAME}@v1") == folder and len(hub.asked) == count
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids") as refused:
@@ -180,6 +182,10 @@ def test_what_was_interrupted_goes_on_where_it_stopped(hub: Hub, monkeypatch: py
     with pytest.raises(CheckpointError, match=r"cannot be reached for a/b .*run this again"):
         find_folder("a/b")
     ranges = [asked for method, file, asked in hub.asked if (method, file) == ("GET", SINGLE)]
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(CheckpointError, match=r"its download to \S+a--b was interrupted, .* unset that"):
+            find_folder("a/b")
     assert ranges == ["", "bytes=300000-", "bytes=400000-", "bytes=400000-"]
     hub.asked.clear()
     hub.sent = 0

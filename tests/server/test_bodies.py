@@ -235,7 +235,7 @@ def test_options_of_a_stream_belong_to_one(kind: type[Body], least: Mapping[str,
             "{{ thinking }}",
             {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "a": 2}},
             {"a": 2, "thinking": False},
-            [],
+            ["chat_template_kwargs.a"],
         ),
         (
             "",
@@ -254,6 +254,7 @@ def test_a_template_hears_how_to_think(
 
 def test_an_effort_is_a_text_and_budgets_are_one() -> None:
     assert refusal(ChatBody, CHAT, reasoning_effort=3).param == "reasoning_effort"
+    assert refusal(ChatBody, CHAT, enable_thinking="no").param == "enable_thinking"
     assert read(ChatBody, CHAT, thinking_budget=3, thinking_token_budget=3).budget
     assert refusal(ChatBody, CHAT, thinking_budget=-1).param == "thinking_budget"
 

@@ -13,11 +13,13 @@ from specdec.cli.chat.session import Chat
 from specdec.cli.terminal import binary
 from specdec.config.options import SWITCH, TEXTS, read_value
 from specdec.config.parser import as_written
-from specdec.config.sampling import SamplingParams
+from specdec.config.sampling import MOST_TOKENS, SamplingParams
 from specdec.errors import ConfigError, RequestError
 
 SETTINGS = [name for name in SamplingParams.model_fields if name not in NOT_IN_CHATS]
 LISTS_OF_TEXTS = ("stop", "bad_words")
+DEFAULT = ("none", "default")
+"""Words for max_tokens: as many as an answer has where nothing is said."""
 COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
 """A word behind the slash, and its argument: `/usr/bin` and `/* comment */` are messages."""
 
@@ -92,8 +94,15 @@ def _set(chat: Chat, argument: str) -> Reply:
         return Reply(f"{name} {_value(chat, name)}: {known.title}; {known.description}{spelt}")
     given = chat.params.model_dump(exclude_unset=True)
     try:
-        chat.params = SamplingParams.model_validate({**given, name: read_value(known, text)})
+        if name == "max_tokens" and text.lower() in DEFAULT:
+            given.pop(name, None)
+        else:
+            given[name] = read_value(known, text)
+        chat.params = SamplingParams.model_validate(given)
     except ConfigError as error:
+        if error.field == "max_tokens":
+            fits = f"a whole number from 1 to {MOST_TOKENS}, or none for the default"
+            raise ConfigError(f"max_tokens cannot be {text:.40}; give {fits}.", field=name) from None
         raise ConfigError(as_written(str(error), {name: name}), field=error.field) from None
     return Reply(f"{name} {_value(chat, name)}")
 

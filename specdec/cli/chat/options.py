@@ -3,6 +3,7 @@
 import argparse
 import sys
 from functools import partial
+from typing import Any
 
 from specdec.cli.commands import COLOURS, SYNTHETIC, read_text
 from specdec.config.engine import EngineConfig
@@ -28,6 +29,16 @@ NOT_IN_CHATS = frozenset(
 """Parameters of a request that a chat sets itself, cannot show, or cannot read from a line."""
 
 
+class _Thinking(argparse.BooleanOptionalAction):
+    """Take `--think` or `--no-think`, and not both."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *read: Any) -> None:
+        before = getattr(namespace, self.dest)
+        super().__call__(parser, namespace, *read)
+        if before not in (None, getattr(namespace, self.dest)):
+            parser.error("--think and --no-think contradict each other; give one of them")
+
+
 def add_chat(parser: Parser) -> None:
     """Add the options of `specdec chat`."""
     parser.set_defaults(command=_chat)
@@ -37,7 +48,7 @@ def add_chat(parser: Parser) -> None:
     parser.add_argument("--message", metavar="TEXT", help="answer this and end; without it, what is piped in")
     parser.add_argument(
         "--think",
-        action=argparse.BooleanOptionalAction,
+        action=_Thinking,
         help="switch thinking, where the chat template takes that",
     )
     parser.add_argument(

@@ -38,6 +38,14 @@ def find_cached(name: HubName) -> Cached | None:
         return Cached(folder, [f"a {INDEX} that can be read"])
 
 
+def find_begun(name: HubName) -> Path | None:
+    """Return where a download that was interrupted before its snapshot stood left what it had."""
+    kept = kept_as(cache_folder(), name.repo)
+    blobs = kept / "blobs"
+    is_begun = any(blobs.glob("*.incomplete")) or (any(blobs.glob("*")) and not (kept / "snapshots").is_dir())
+    return kept if is_begun else None
+
+
 def _listed(tree: Path) -> frozenset[str]:
     """Return the files of a commit, where huggingface_hub has noted them; nothing: it has not."""
     try:

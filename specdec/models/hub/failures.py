@@ -21,6 +21,11 @@ RAISED = (HTTPError, OSError, ValueError, TypeError, KeyError, AttributeError)
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 SHOWN = 3
 """Files that an error names."""
+REFUSALS = {
+    401: "refuses it (401: it may be private or gone, or the token is not accepted)",
+    403: "refuses it (403: it is gated, or the token may not read it)",
+    404: "has no model of that name (404: it may be renamed or gone)",
+}
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 LOGGERS = ("huggingface_hub.utils._http", "httpx", "httpx2")
 """Those that log addresses."""
@@ -57,14 +62,33 @@ def explain(error: Exception, name: HubName) -> CheckpointError:
 
 def in_part(name: HubName, folder: Path, lacks: Iterable[str], error: Exception) -> CheckpointError:
     """Say that the cache does not have all of a model, and why the rest cannot be downloaded."""
-    why = without_user(_explain(error, name))
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        why = "HF_HUB_OFFLINE forbids to download the rest; unset that and run this again"
     return CheckpointError(
-        f"{name} is in the cache only in part: {folder} lacks {few(lacks)}, and {why}; or give the path of "
-        "that folder, if it is whole without",
+        f"{name} is in the cache only in part: {folder} lacks {few(lacks)}, and {_why_no_more(error, name)}; "
+        "or give the path of that folder, if it is whole without",
         field="model",
     )
+
+
+def begun(name: HubName, folder: Path, error: Exception) -> CheckpointError:
+    """Say that a download was interrupted, why it cannot go on, and that it would where it stopped."""
+    return CheckpointError(
+        f"{name} is in the cache only in part: its download to {folder} was interrupted, and would go on "
+        f"where it stopped, but {_why_no_more(error, name)}",
+        field="model",
+    )
+
+
+def refusal_of(error: Exception) -> str | None:
+    """Say how the hub refuses a model, if that is why it does not say what it is."""
+    if not isinstance(error, errors.HfHubHTTPError) or error.response.status_code not in REFUSALS:
+        return None
+    return f"{without_user(constants.ENDPOINT)} {REFUSALS[error.response.status_code]}"
+
+
+def _why_no_more(error: Exception, name: HubName) -> str:
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE forbids to download the rest; unset that and run this again"
+    return without_user(_explain(error, name))
 
 
 def no_room(name: HubName, needed: int, free: int) -> CheckpointError:

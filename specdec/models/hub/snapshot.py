@@ -5,8 +5,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, errors
 
-from specdec.models.hub.cached import find_cached
-from specdec.models.hub.failures import RAISED, check_endpoint, explain, in_part
+from specdec.models.hub.cached import find_begun, find_cached
+from specdec.models.hub.failures import LOG_IN, RAISED, begun, check_endpoint, explain, in_part, refusal_of
 from specdec.models.hub.names import HubName, is_commit
 from specdec.models.hub.repository import Repository
 
@@ -38,10 +38,15 @@ def open_repository(name: HubName) -> Repository | Path:
     except RAISED as error:
         failure = explain(error, name)
         kept = None if isinstance(error, errors.RevisionNotFoundError) else find_cached(name)
+        refusal = refusal_of(error)
         if kept is None:
+            is_away = not refusal and not isinstance(error, errors.RevisionNotFoundError)
+            if is_away and (folder := find_begun(name)):
+                raise begun(name, folder, error) from error
             raise failure from error
         if kept.lacks:
             raise in_part(name, kept.folder, kept.lacks, error) from error
         if not isinstance(error, errors.OfflineModeIsEnabled):
-            logger.warning("taking %s as it is in the cache: %s", name, failure)
+            why = f"{refusal}; {LOG_IN} where it is private" if refusal else failure
+            logger.warning("taking %s as it is in the cache: %s", name, why)
         return kept.folder

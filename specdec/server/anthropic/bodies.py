@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from specdec.config.sampling import MOST_TOKENS
 from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure, misfit
@@ -216,7 +217,7 @@ class CountBody(Dialect):
 
 
 class MessageBody(CountBody):
-    max_tokens: int = Field(description="tokens to write at most, thinking included")
+    max_tokens: int = Field(ge=1, le=MOST_TOKENS, description="tokens to write at most, thinking included")
 
 
 def _tool(tool: AnyTool, index: int) -> Tool:
@@ -240,10 +241,12 @@ def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
 
     What a system says between turns is told as the user's, as many templates take it at the beginning alone.
     """
+    calls: set[str] = set()
     for index, turn in enumerate(turns):
         given = turn.content
         blocks = [TextBlock(type="text", text=given)] if isinstance(given, str) else given
         if turn.role == "assistant":
+            calls |= {block.id for block in blocks if isinstance(block, CallBlock)}
             yield _answer(blocks, index)
             continue
         texts: list[TextBlock] = []
@@ -254,7 +257,10 @@ def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
                 if texts:
                     yield Message(role="user", content=_parts(texts, ""))
                     texts = []
-                yield _result(block, index)
+                result = _result(block, index)
+                if block.tool_use_id not in calls:
+                    raise _uncalled(block.tool_use_id, index)
+                yield result
             else:
                 raise _misplaced(index, block.type, turn.role)
         if texts or not blocks:
@@ -301,6 +307,14 @@ def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[Part]:
         text = block.text if i + 1 == len(blocks) else block.text + APART
         parts.append(Part(type="text", text=text, cache_control=block.mark))
     return parts
+
+
+def _uncalled(call_id: str, index: int) -> Failure:
+    return Failure(
+        400,
+        f"messages.{index}.content: no tool_use block before it has the id {call_id!r:.80}; send that too.",
+        param="messages",
+    )
 
 
 def _misplaced(index: int, kind: str, role: str) -> Failure:

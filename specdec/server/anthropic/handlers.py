@@ -37,10 +37,11 @@ async def count_tokens(request: web.Request, state: State) -> web.Response:
     until = Deadline(state.config.request_timeout)
     body = CountBody.read(await request.read())
     served = state.named(body.model)
-    request["headers"] |= state.ignored.headers(body.ignored)
     with naming(body.NAMES), state.under_way(served, 1, until):
         asked = body.chat()
-        variables, _ = told_of(asked, asked.offer(served.calls, told=served.told), served)
+        variables, unmet = told_of(asked, asked.offer(served.calls, told=served.told), served)
+        unmet = [body.NAMES.get(name, name) for name in unmet]
+        request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
         async with until.held():
             await served.ready()
             ids, _ = await served.encode_chat(as_read(asked.messages), variables, answer=True)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
+from specdec.config.sampling import MOST_TOKENS
 from specdec.server.bodies import BUDGETS, ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure
@@ -87,7 +88,9 @@ class ResponseBody(Dialect):
     )
     store: bool = Field(True, description="keep the response, for previous_response_id and GET")
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
-    max_output_tokens: int | None = Field(None, description="tokens to write at most, thinking included")
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=MOST_TOKENS, description="tokens to write at most, thinking included"
+    )
     text: Text | None = None
     reasoning: Reasoning | None = None
     thinking_token_budget: int | None = Field(None, ge=0, description="tokens of thinking at most")

@@ -115,6 +115,7 @@ def as_messages(instructions: str | None, items: Iterable[Item], *, first: int =
     system = [instructions] if instructions else []
     messages: list[Message] = []
     turn: Turn | None = None
+    calls: set[str] = set()
     for index, item in enumerate(items, first):
         if isinstance(item, Output) or (isinstance(item, Said) and item.role != "assistant"):
             messages += [turn.message] if turn else []
@@ -132,6 +133,8 @@ def as_messages(instructions: str | None, items: Iterable[Item], *, first: int =
                 messages.append(Message(role="user", content=_text(item.content, index)))
             case Output():
                 text = _text(item.output, index)
+                if item.call_id not in calls:
+                    raise _uncalled(item.call_id, index)
                 messages.append(Message(**{"role": "tool", "tool_call_id": item.call_id, "content": text}))
             case Reasoning():
                 if turn and (turn.text is not None or turn.calls):
@@ -142,8 +145,18 @@ def as_messages(instructions: str | None, items: Iterable[Item], *, first: int =
             case Call() | CustomCall():
                 turn = turn or Turn()
                 turn.calls.append(_called(item))
+                calls.add(item.call_id)
     messages += [turn.message] if turn else []
     return [*([Message(role="system", content="\n\n".join(system))] if system else []), *messages]
+
+
+def _uncalled(call_id: str, index: int) -> Failure:
+    return Failure(
+        400,
+        f"input.{index}.call_id: no call before it has the id {call_id!r:.80}; send the call too, or "
+        "previous_response_id.",
+        param="input",
+    )
 
 
 def _called(item: Call | CustomCall) -> Called:

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from specdec.server.fields import IGNORED
 from tests.server.live import Live
 from tests.server.tools.scripted import write_scripted
 from tests.text.answers.test_calls import call, element
@@ -277,6 +278,10 @@ def test_what_is_wrong_with_tools_is_named(live: Live, fields: dict[str, Any], p
 
 
 def test_variables_of_a_template_cannot_take_the_place_of_the_chat(live: Live) -> None:
-    variables = {"messages": [], "answer": 1, "self": 2, "tools": []}
-    (choice,) = live.ask(CHAT, asked("1", chat_template_kwargs=variables)).json["choices"]
-    assert choice["finish_reason"] == "tool_calls"
+    answer = live.ask(CHAT, asked("1", chat_template_kwargs={"answer": 1, "self": 2}))
+    assert answer.json["choices"][0]["finish_reason"] == "tool_calls"
+    assert answer.headers[IGNORED] == "chat_template_kwargs.answer, chat_template_kwargs.self"
+    for name in ("messages", "tools", "bos_token", "tokenize"):
+        answer = live.ask(CHAT, asked("1", chat_template_kwargs={name: []}))
+        assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
+        assert f"{name} is no variable to give" in answer.error["message"]
