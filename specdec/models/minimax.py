@@ -58,7 +58,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name each layer's mixer: `layer_types`, or as published, 1 where it attends; else every other attends."""
+    """Name each layer's mixer: by `layer_types`, or as published; without either every other attends."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     if "layer_types" in fields:
         return layer_kinds(fields, supported=(FULL, LINEAR))

@@ -24,9 +24,9 @@ from specdec.state_slots.window import Window
 from tests.kernels import trees
 
 HIDDEN = 24
-STATES = ("delta net", "delta net, 1 to 1", "mamba-2", "kda", "lightning")
-KINDS = (*STATES, "short conv")
-"""The last one keeps a window alone."""
+STATES = ("delta net", "delta net, 1 to 1", "mamba-2", "kda")
+KINDS = (*STATES, "lightning", "short conv")
+"""Lightning attention runs on the recurrence of Mamba-2; the last one keeps a window alone."""
 KERNEL_SETS = [
     ("reference", torch.float64),
     ("cpu", torch.float64),

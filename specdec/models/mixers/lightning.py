@@ -90,7 +90,7 @@ class LoadedLightning(LoadedMixer):
         """Make the keys of pending paths again, from what their records hold."""
         channels = slice(0, self.spec.inner)
         k_BPN = self.kernels.path_conv(self.tap_C1, None, channels, memory, slot_B, path, length_B)
-        return k_BPN.unflatten(2, (self.spec.heads, self.spec.head_dim))
+        return k_BPN.view(*path.slab_BN.shape, self.spec.heads, self.spec.head_dim)
 
     def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)
