@@ -15,6 +15,7 @@ from specdec.models import (
     lfm2,
     mamba,
     mamba2,
+    minimax,
     nemotron_h,
     olmo_hybrid,
     qwen3,
@@ -45,7 +46,7 @@ class Family(Protocol):
 
 _FAMILIES: tuple[Family, ...] = (
     *(qwen3, qwen3_next, qwen3_5, nemotron_h),
-    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2),
+    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, minimax),
 )
 
 

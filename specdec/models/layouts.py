@@ -5,7 +5,7 @@ its file should have named it, and nothing is read before it is asked for.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,6 +98,13 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
         return weight[index_N.to(weight.device)]
 
     return choose
+
+
+def rows_by_kind(heads: int, widths: Sequence[int], kinds: Sequence[int]) -> Tensor:
+    """List the rows of some kinds in a projection that repeats `widths` for each head."""
+    row = torch.arange(heads * sum(widths)).view(heads, -1)
+    parts = torch.split_with_sizes(row, list(widths), dim=1)
+    return torch.cat([parts[kind].flatten() for kind in kinds])
 
 
 def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:

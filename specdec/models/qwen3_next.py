@@ -1,11 +1,8 @@
 """Qwen3-Next: gated delta nets and gated attention, mixtures of experts, a multi-token head."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from specdec.models import rules, spec
 from specdec.models.blocks import (
@@ -22,7 +19,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import FeedForward, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.layouts import Layout, Rule, layer_rules, rows, rows_by_kind
 from specdec.models.mixers import GatedDeltaNet, Mixer
 from specdec.models.norm import Norm
 
@@ -92,13 +89,6 @@ def _interleaved(net: GatedDeltaNet) -> Iterator[Rule]:
         ("in_proj_ba", ba, {"b": (0,), "a": (1,)}),
     ):
         for name, kinds in parts.items():
-            order = partial(_by_kind, net.key_heads, widths, kinds)
+            order = partial(rows_by_kind, net.key_heads, widths, kinds)
             recipe = rows(order, net.key_heads * sum(widths))
             yield from layer_rules(rf"mixer\.in_{name}\.weight", f"linear_attn.{disk}.weight", recipe=recipe)
-
-
-def _by_kind(heads: int, widths: Sequence[int], kinds: Sequence[int]) -> Tensor:
-    """List the rows of some kinds in a projection that repeats `widths` for each head."""
-    row = torch.arange(heads * sum(widths)).view(heads, -1)
-    parts = torch.split_with_sizes(row, list(widths), dim=1)
-    return torch.cat([parts[kind].flatten() for kind in kinds])

@@ -12,6 +12,7 @@ from specdec.kernels.table import load_kernels
 from specdec.models.mixers import (
     GatedDeltaNet,
     KimiDeltaAttention,
+    Lightning,
     LoadedMixer,
     Mamba2,
     Place,
@@ -24,8 +25,8 @@ from tests.kernels import trees
 
 HIDDEN = 24
 STATES = ("delta net", "delta net, 1 to 1", "mamba-2", "kda")
-KINDS = (*STATES, "short conv")
-"""The last one keeps a window alone."""
+KINDS = (*STATES, "lightning", "short conv")
+"""Lightning attention runs on the recurrence of Mamba-2; the last one keeps a window alone."""
 KERNEL_SETS = [
     ("reference", torch.float64),
     ("cpu", torch.float64),
@@ -86,6 +87,10 @@ class Mixer:
             self.sizes = trees.Layer(heads=3, key=6, value=6, channels=3 * 3 * 6, dtype=dtype, by_key=True)
             kda = KimiDeltaAttention(3, 6, 4, 1e-5, gate_rank=5)
             self.layer = kda.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+        elif kind == "lightning":
+            self.sizes = trees.Layer(heads=4, key=6, value=6, taps=1, channels=4 * 6, dtype=dtype)
+            lightning = Lightning(4, 6, decay_scale=0.3, eps=1e-6)
+            self.layer = lightning.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
         elif kind == "short conv":
             self.sizes = trees.Layer(heads=0, channels=HIDDEN, dtype=dtype)
             self.layer = ShortConv(HIDDEN, 4, True).build(weights, self.kernels, Place(HIDDEN, HIDDEN))

@@ -127,7 +127,7 @@ def test_keys_are_made_again_to_the_same_bits() -> None:
             assert torch.equal(k_path[b, : len(own)], first[b, own])
 
 
-@pytest.mark.parametrize("kind", ["delta net, 1 to 1", "mamba-2"])
+@pytest.mark.parametrize("kind", ["delta net, 1 to 1", "mamba-2", "lightning"])
 def test_folding_accepted_nodes_equals_feeding_them(kind: str) -> None:
     """Rows accept a path or nothing; what follows reads it lazily, or after a fold."""
     mixer, slots = Mixer(kind, "triton", torch.float32), [7, 2]

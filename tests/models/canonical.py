@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, MoE
-from specdec.models.mixers import Attention, GatedDeltaNet, Mamba1, Mamba2, ShortConv
+from specdec.models.mixers import Attention, GatedDeltaNet, Lightning, Mamba1, Mamba2, ShortConv
 
 
 def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -28,6 +28,7 @@ def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[
     parts = {
         Attention: _attention,
         GatedDeltaNet: _delta_net,
+        Lightning: _lightning,
         Mamba1: _mamba1,
         Mamba2: _mamba,
         ShortConv: _short_conv,
@@ -72,6 +73,16 @@ def _delta_net(m: GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
         "A_log": (m.value_heads,),
         "dt_bias": (m.value_heads,),
         "norm.weight": (m.value_dim,),
+    }
+
+
+def _lightning(m: Lightning, width: int) -> dict[str, tuple[int, ...]]:
+    inner = m.heads * m.head_dim
+    return {
+        "in.weight": (3 * inner, width),
+        "gate.weight": (inner, width),
+        "norm.weight": (inner,),
+        "out.weight": (width, inner),
     }
 
 

@@ -33,6 +33,8 @@ SEEDS = range(12)
 LENGTH = 70
 NARROW, STEPS = 6, 24
 """Models in bfloat16, and the tokens that each reads."""
+DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+"""Buffers that MiniMax is saved with, which follow from its config."""
 NATIVE = "native" if compiled() else "cpu"
 
 
@@ -73,6 +75,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(family: str, seed: int
     """Each chunk size by C forms or by torch's, in turn; every tensor on disk is one of ours."""
     one = Case(family, seed, tmp_path)
     taken, stored = take_all(tmp_path), read_tensors(tmp_path)
+    stored = {name: value for name, value in stored.items() if not name.endswith(DERIVED)}
     assert torch.equal(numbers(taken), numbers(stored))
     expected_TV = one.logits(one.tokens)
     runners = [Runner(tmp_path, torch.float32, kernels=name) for name in ("cpu", NATIVE)]

@@ -20,6 +20,7 @@ from tests.models.drawn import (
     lfm2_moe,
     mamba,
     mamba2,
+    minimax,
     olmo_hybrid,
 )
 
@@ -42,4 +43,5 @@ DRAWN: Mapping[str, Drawn] = {
     "jamba": jamba,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
+    "minimax": minimax,
 }

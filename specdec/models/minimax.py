@@ -1,0 +1,149 @@
+"""MiniMax-Text-01 and M1: lightning attention and a few attention layers, mixtures of experts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from specdec.models import rules, spec
+from specdec.models.blocks import (
+    FULL,
+    LINEAR,
+    MOST_LAYERS,
+    assemble,
+    attention,
+    layer_kinds,
+    refuse_unsupported,
+    top_k,
+)
+from specdec.models.feed_forward import MoE
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout, Rule, layer_rules, rows, rows_by_kind, stack
+from specdec.models.mixers import Attention, Lightning
+from specdec.models.norm import Norm
+
+NAME = "minimax"
+MODEL_TYPES: tuple[str, ...] = ("minimax", "minimax_text_01", "minimax_m1")
+
+EXPERTS = "num_local_experts"
+THETA = 1_000_000.0
+NORM_EPS = 1e-6
+"""Of the norm behind lightning attention: no field gives it."""
+
+DERIVED = r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)"
+"""Decays that are stored beside the weights; they follow from the config."""
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    fields = Fields(config)
+    refuse_unsupported(fields)
+    fields.only("postnorm", True)
+    fields.only("shared_intermediate_size", 0)
+    fields.absent("sliding_window", "full attention (null)")
+    norm = Norm(fields.number("rms_norm_eps", default=1e-5), wide=False)
+    kinds, full, experts = _kinds(fields), _attention(fields), _experts(fields)
+    frames = {FULL: _frame(fields, "full_attn", "full_attention")}
+    frames[LINEAR] = _frame(fields, "linear_attn", "linear_attention")
+    layers = (
+        spec.Layer(
+            (full if kind == FULL else _lightning(full, i, len(kinds)),),
+            experts,
+            frame=frames[kind],
+            ffn_frame=_frame(fields, "mlp", "mlp"),
+        )
+        for i, kind in enumerate(kinds)
+    )
+    return assemble(NAME, fields, tuple(layers), norm)
+
+
+def _kinds(fields: Fields) -> tuple[str, ...]:
+    """Name each layer's mixer: by `layer_types`, or as published; without either every other attends."""
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    if "layer_types" in fields:
+        return layer_kinds(fields, supported=(FULL, LINEAR))
+    if "attn_type_list" not in fields:
+        return tuple(LINEAR if i % 2 else FULL for i in range(count))
+    attends = fields.integers("attn_type_list")
+    if len(attends) != count or not set(attends) <= {0, 1}:
+        fields.refuse("attn_type_list", f"as many zeros and ones as num_hidden_layers ({count})")
+    return tuple(FULL if attend else LINEAR for attend in attends)
+
+
+def _frame(fields: Fields, name: str, published: str) -> spec.Frame:
+    """Read what half a layer is added with, to the stream that it has normalised."""
+    alpha, beta = (
+        fields.number(f"{name}_{own}_factor", f"layernorm_{published}_{own}", default=1.0)
+        for own in ("alpha", "beta")
+    )
+    return spec.Frame(outputs=(beta,), keep=alpha, keeps_normed=True)
+
+
+def _attention(fields: Fields) -> Attention:
+    """Read attention, which rotates the first `rotary_dim` entries of a head, or all."""
+    fields.absent("attention_bias", "projections without biases (false)")
+    own = attention(fields, theta=THETA)
+    assert own.rope
+    rotated = fields.integer("rotary_dim", default=own.rope.dim)
+    if rotated % 2 or rotated > own.head_dim:
+        fields.refuse("rotary_dim", f"an even number of at most the width of a head ({own.head_dim})")
+    return replace(own, rope=replace(own.rope, dim=rotated))
+
+
+def _lightning(full: Attention, layer: int, layers: int) -> Lightning:
+    """Give a layer its decays, which grow slower from layer to layer."""
+    scale = 1 - layer / (layers - 1 + 1e-5) + 1e-5
+    return Lightning(full.heads, full.head_dim, decay_scale=scale, eps=NORM_EPS)
+
+
+def _experts(fields: Fields) -> MoE:
+    fields.only("hidden_act", "silu")
+    return MoE(
+        experts=fields.integer(EXPERTS),
+        top_k=top_k(fields, EXPERTS),
+        width=fields.integer("intermediate_size"),
+        activation="swiglu",
+        router="softmax",
+        renormalise=True,
+        shared_width=0,
+        shared_gate=False,
+    )
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    return Layout(
+        rules=(
+            *rules.OUTER,
+            *rules.PRE_NORM,
+            *rules.ATTENTION,
+            *_lightning_rules(network),
+            *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.gate.weight"),
+            *layer_rules(
+                r"ffn\.experts\.up",
+                "block_sparse_moe.experts.{e}.w1.weight",
+                "block_sparse_moe.experts.{e}.w3.weight",
+                recipe=stack,
+            ),
+            *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.experts.{e}.w2.weight", recipe=stack),
+            *rules.GATED_EXPERTS,
+        ),
+        prefixes=rules.PREFIXES,
+        embedding="embed_tokens.weight",
+        ignored=(*rules.ignored(network), DERIVED),
+    )
+
+
+def _lightning_rules(network: spec.Network) -> tuple[Rule, ...]:
+    """Put the keys first in the projection whose rows are [q | k | v] head by head."""
+    own = next((mixer for mixer in network.mixers() if isinstance(mixer, Lightning)), None)
+    if own is None:
+        return ()
+    order = partial(rows_by_kind, own.heads, (own.head_dim,) * 3, (1, 0, 2))
+    recipe = rows(order, 3 * own.inner)
+    return (
+        *layer_rules(r"mixer\.in\.weight", "self_attn.qkv_proj.weight", recipe=recipe),
+        *layer_rules(r"mixer\.gate\.weight", "self_attn.output_gate.weight"),
+        *layer_rules(r"mixer\.norm\.weight", "self_attn.norm.weight"),
+        *layer_rules(r"mixer\.out\.weight", "self_attn.out_proj.weight"),
+    )
