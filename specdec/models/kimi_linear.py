@@ -1,4 +1,4 @@
-"""Kimi-Linear: three layers of Kimi delta attention to one of latent attention, without positions; experts."""
+"""Kimi-Linear: three layers of Kimi delta attention to one of latent attention, no positions, experts."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -129,7 +129,7 @@ def _experts(fields: Fields) -> MoE:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie: as published, as transformers saves them again, and as its modules name them."""
+    """Say where the tensors lie: as published, as transformers saves them, and as its modules name them."""
     nets = {mixer for mixer in network.mixers() if isinstance(mixer, KimiDeltaAttention)}
     return Layout(
         rules=(

@@ -27,6 +27,7 @@ def test_named_shape_is_accepted_by_family_and_transformers(name: str) -> None:
         ("falcon-h1-7b", 132, 0.006),
         ("falcon-mamba-7b", 34.9, 0.086),
         ("jamba-mini", 15.2, 0.086),
+        ("kimi-linear-48b", 41.4, 0.0264),
     ],
 )
 def test_states_and_records_are_as_large_as_is_known_of_them(

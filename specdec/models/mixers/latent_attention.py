@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values made of one narrow vector, and a part of the keys that all share.
+"""Multi-head latent attention: keys and values made of one narrow vector, a part of the keys shared by heads.
 
 The cache holds both of each head, not the vector. Its entries have one width, the larger of the two; the
 narrower ones end in zeros, which add nothing to a score and are cut off the output.
@@ -50,7 +50,7 @@ class LatentAttention(Mixer):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Rows of the first projection: queries or what makes them, what makes keys and values, shared keys."""
+        """Rows of the first projection: of queries or what makes them, and of what makes keys and values."""
         queries = {"q": self.heads * self.key_dim} if self.q_rank is None else {"q_a": self.q_rank}
         return {**queries, "kv_a": self.kv_rank + self.shared_dim}
 
@@ -114,7 +114,7 @@ class LoadedLatentAttention(LoadedMixer):
         kv_THN = self.expand(ops.rms_norm(kv_TR, self.kv_norm_R, s.norm.eps)).view(len(x_TD), s.heads, -1)
         own_THK, v_THW = torch.split(kv_THN, [s.own_dim, s.value_dim], dim=2)
         k_THK = torch.cat((own_THK, shared_TE[:, None].expand(-1, s.heads, -1)), dim=2)
-        parts = (q_TN.unflatten(1, (s.heads, -1)), k_THK, v_THW)
+        parts = (q_TN.view(len(x_TD), s.heads, -1), k_THK, v_THW)
         return torch.cat([F.pad(part, (0, s.width - part.shape[2])).flatten(1) for part in parts], dim=1)
 
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
