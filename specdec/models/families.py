@@ -12,6 +12,7 @@ from specdec.models import (
     falcon_h1,
     granite,
     jamba,
+    kimi_linear,
     lfm2,
     mamba,
     mamba2,
@@ -46,7 +47,7 @@ class Family(Protocol):
 
 _FAMILIES: tuple[Family, ...] = (
     *(qwen3, qwen3_next, qwen3_5, nemotron_h),
-    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, minimax),
+    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, minimax, kimi_linear),
 )
 
 

@@ -57,11 +57,18 @@ def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     return reader.read(disk[0], shape)
 
 
-def squeeze_conv(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
-    """Drop the axis of size one from a depthwise convolution's weight [C, 1, K]."""
-    channels, width = shape
-    weight_C1K = reader.read(disk[0], (channels, 1, width))
-    return weight_C1K if reader.unused else reader.widen(weight_C1K, disk[0]).squeeze(1)
+def stored_as(stored: Callable[[Shape], Shape]) -> Recipe:
+    """Take a tensor that the files hold in another shape of as many entries."""
+
+    def reshape(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+        weight = reader.read(disk[0], stored(shape))
+        return weight if reader.unused else reader.widen(weight, disk[0]).view(shape)
+
+    return reshape
+
+
+squeeze_conv = stored_as(lambda shape: (shape[0], 1, shape[1]))
+"""Drop the axis of size one from a depthwise convolution's weight [C, 1, K]."""
 
 
 def join_convs(*heights: int) -> Recipe:

@@ -93,6 +93,41 @@ def _lfm2(
     }
 
 
+def _kimi_linear(hidden: int, layers: int, *, heads: int, **other: object) -> dict[str, Any]:
+    """Fill in what is alike in Kimi-Linear's sizes: every fourth layer attends, and the last one."""
+    attend = [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers]
+    return {
+        "model_type": "kimi_linear",
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "linear_attn_config": {
+            "full_attn_layers": attend,
+            "kda_layers": [i for i in range(1, layers + 1) if i not in attend],
+            "head_dim": 128,
+            "num_heads": heads,
+            "short_conv_kernel_size": 4,
+        },
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "num_shared_experts": 1,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.446,
+        "rms_norm_eps": 1e-5,
+        "model_max_length": 1048576,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        **other,
+    }
+
+
 _SMALL = _qwen3_5(
     1024, 24, heads=8, kv_heads=2, value_heads=16, intermediate_size=3584, tie_word_embeddings=True
 )
@@ -313,5 +348,28 @@ SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
             "tie_word_embeddings": False,
             "eos_token_id": None,
         },
+        "kimi-linear-48b": _kimi_linear(
+            2304,
+            27,
+            heads=32,
+            vocab_size=163840,
+            intermediate_size=9216,
+            first_k_dense_replace=1,
+            num_experts=256,
+            num_experts_per_token=8,
+            moe_intermediate_size=1024,
+        ),
+        # Ours: what a CPU holds of it, without experts.
+        "kimi-linear-0.4b": _kimi_linear(
+            1024,
+            20,
+            heads=8,
+            vocab_size=32768,
+            intermediate_size=3584,
+            first_k_dense_replace=20,
+            num_experts=8,
+            num_experts_per_token=2,
+            moe_intermediate_size=1024,
+        ),
     }
 )

@@ -37,7 +37,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "family": (
         *("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
         *("granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1", "mamba", "jamba"),
-        *("lfm2", "lfm2_moe", "minimax"),
+        *("lfm2", "lfm2_moe", "minimax", "kimi_linear"),
     ),
     "sampling": (
         "greedy",
@@ -74,6 +74,7 @@ TITLES: Mapping[str, str] = {
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2 MoE",
     "minimax": "MiniMax",
+    "kimi_linear": "Kimi-Linear",
     "temperature": "temperature with a seed",
     "filters": "top-k, top-p and min-p",
     "logit_bias": "bias",

@@ -119,7 +119,7 @@ def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
 
 HEADLESS = (
     *("qwen3", "granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1"),
-    *("mamba", "jamba", "lfm2", "lfm2_moe", "minimax"),
+    *("mamba", "jamba", "lfm2", "lfm2_moe", "minimax", "kimi_linear"),
 )
 """Families whose checkpoints hold no multi-token head."""
 

@@ -4,7 +4,16 @@ from collections.abc import Iterator
 
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, MoE
-from specdec.models.mixers import Attention, GatedDeltaNet, Lightning, Mamba1, Mamba2, ShortConv
+from specdec.models.mixers import (
+    Attention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LatentAttention,
+    Lightning,
+    Mamba1,
+    Mamba2,
+    ShortConv,
+)
 
 
 def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -29,6 +38,8 @@ def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[
         Attention: _attention,
         GatedDeltaNet: _delta_net,
         Lightning: _lightning,
+        KimiDeltaAttention: _kda,
+        LatentAttention: _latent,
         Mamba1: _mamba1,
         Mamba2: _mamba,
         ShortConv: _short_conv,
@@ -84,6 +95,29 @@ def _lightning(m: Lightning, width: int) -> dict[str, tuple[int, ...]]:
         "norm.weight": (inner,),
         "out.weight": (width, inner),
     }
+
+
+def _kda(m: KimiDeltaAttention, width: int) -> dict[str, tuple[int, ...]]:
+    assert m.gate_rank is not None
+    inner = m.heads * m.head_dim
+    shapes: dict[str, tuple[int, ...]] = {f"in_{name}.weight": (inner, width) for name in "qkv"}
+    shapes |= {"in_b.weight": (m.heads, width), "out.weight": (width, inner)}
+    shapes |= {"conv.weight": (3 * inner, m.conv), "A_log": (m.heads,), "dt_bias": (m.heads, m.head_dim)}
+    for name in ("in_z", "in_a"):
+        shapes |= {f"{name}_a.weight": (m.gate_rank, width), f"{name}_b.weight": (inner, m.gate_rank)}
+    return shapes | {"norm.weight": (m.head_dim,)}
+
+
+def _latent(m: LatentAttention, width: int) -> dict[str, tuple[int, ...]]:
+    queries, shapes = m.heads * (m.own_dim + m.shared_dim), dict[str, tuple[int, ...]]()
+    if m.q_rank is None:
+        shapes["q.weight"] = queries, width
+    else:
+        shapes |= {"q_a.weight": (m.q_rank, width), "q_norm.weight": (m.q_rank,)}
+        shapes["q_b.weight"] = queries, m.q_rank
+    shapes |= {"kv_a.weight": (m.kv_rank + m.shared_dim, width), "kv_norm.weight": (m.kv_rank,)}
+    shapes["kv_b.weight"] = m.heads * (m.own_dim + m.value_dim), m.kv_rank
+    return shapes | {"o.weight": (width, m.heads * m.value_dim)}
 
 
 def _mamba1(m: Mamba1, width: int) -> dict[str, tuple[int, ...]]:

@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": EPS,
 }
 OURS = {"b_proj": "in_b", "f_proj": "in_a", "g_proj": "in_z", "f_a_proj": "in_a_a", "f_b_proj": "in_a_b"}
+OURS |= {f"{name}_proj": f"in_{name}" for name in "qkv"}
 OURS |= {"g_a_proj": "in_z_a", "g_b_proj": "in_z_b", "o_norm": "norm", "o_proj": "out", "conv1d": "conv"}
 LOW_RANK, BOUNDED = KimiDeltaAttention(3, 6, 4, 1e-6, 5), KimiDeltaAttention(2, 8, 4, 1e-6, None, bound=-5.0)
 LAYERS = tuple(spec.Layer((mixer,), FFN) for mixer in (LOW_RANK, BOUNDED, FULL))
@@ -48,8 +49,6 @@ class Held:
         for name, tensor in theirs.state_dict().items():
             parts = name.removeprefix("forget_gate.").split(".")
             self.tensors[".".join([OURS.get(parts[0], parts[0]), *parts[1:]])] = tensor
-        own = [self.tensors.pop(f"{name}_proj.weight") for name in "qkv"]
-        self.tensors["in_qkv.weight"] = torch.cat(own)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return self.tensors[name].view(shape).to(dtype or torch.float32)

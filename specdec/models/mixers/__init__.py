@@ -4,6 +4,7 @@ from specdec.models.mixers.attention import Attention
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from specdec.models.mixers.kda import KimiDeltaAttention
+from specdec.models.mixers.latent_attention import LatentAttention
 from specdec.models.mixers.lightning import Lightning
 from specdec.models.mixers.mamba1 import Mamba1
 from specdec.models.mixers.mamba2 import Mamba2
@@ -13,6 +14,7 @@ __all__ = [
     "Attention",
     "GatedDeltaNet",
     "KimiDeltaAttention",
+    "LatentAttention",
     "Lightning",
     "LoadedMixer",
     "Mamba1",

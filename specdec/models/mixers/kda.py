@@ -39,7 +39,8 @@ class KimiDeltaAttention(Mixer):
         """Rows of the first projection: what is convolved, then gates, write strengths and decays."""
         gate = {"in_z": self.width} if self.gate_rank is None else {"in_z_a": self.gate_rank}
         decay = {"in_a": self.width} if self.gate_rank is None else {"in_a_a": self.gate_rank}
-        return {"in_qkv": 3 * self.width, **gate, "in_b": self.heads, **decay}
+        convolved = dict.fromkeys(("in_q", "in_k", "in_v"), self.width)
+        return {**convolved, **gate, "in_b": self.heads, **decay}
 
     def state_shape(self) -> StateShape:
         sizes = (self.heads, self.head_dim, self.head_dim, self.conv - 1, 3 * self.width)
@@ -66,7 +67,7 @@ class KimiDeltaAttention(Mixer):
 class LoadedKimiDeltaAttention(LoadedMixer):
     def __init__(self, s: KimiDeltaAttention, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index = kernels, place.state
-        self.columns = list(s.rows.values())
+        self.columns = [3 * s.width, *list(s.rows.values())[3:]]
         # What decides how the state fades stays exact: it is multiplied into it at every token.
         exact = ("in_b", "in_a", "in_a_a")
         self.project = Linear.load(weights, kernels, s.rows, place.reads, exact=exact)

@@ -16,6 +16,7 @@ from tests.models.drawn import (
     falcon_h1,
     granite,
     jamba,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     mamba,
@@ -44,4 +45,5 @@ DRAWN: Mapping[str, Drawn] = {
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "minimax": minimax,
+    "kimi_linear": kimi_linear,
 }
