@@ -31,7 +31,8 @@ class Inputs:
 
     def gates(self) -> tuple[Tensor, Tensor]:
         """Return the log-decay and the write strength [B, T, H]."""
-        return delta_gates(self.b_BTH, self.a_BTH, self.A_log_H, self.dt_bias_H)
+        decay_TH, beta_BTH = delta_gates(self.b_BTH, self.a_BTH, self.A_log_H, self.dt_bias_H)
+        return decay_TH.view(beta_BTH.shape), beta_BTH
 
     def repeated(self) -> tuple[Tensor, Tensor]:
         """Return queries and keys once for every value head, as most of the others want them."""

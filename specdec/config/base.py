@@ -77,6 +77,7 @@ class Settings(BaseModel):
             return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."
         shown = " ".join(SHORT.repr(value).split())
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        shown = shown if cls.model_fields[name].repr else "what was given"  # a secret is not repeated
         field = cls.model_fields[name]
         words = choices_of(field.annotation) if isinstance(value, str) else []
         close = difflib.get_close_matches(str(value).replace("-", "_"), words, n=1)

@@ -42,9 +42,11 @@ class Deadline:
             raise self._failure
         self._waits = task = asyncio.current_task()
         try:
-            async with asyncio.timeout_at(self._at_s):
+            async with asyncio.timeout_at(self._at_s) as bound:
                 yield
         except TimeoutError:
+            if not bound.expired():
+                raise  # it is another's
             raise late from None
         except asyncio.CancelledError:
             if self._failure is None or task is None:

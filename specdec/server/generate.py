@@ -86,6 +86,7 @@ async def answer_chat(
 ) -> web.StreamResponse:
     """Answer a chat, in whichever API it came: with its names for fields, and its form of answers."""
     with naming(names):
+        served.check_turns(len(body.messages))
         offer, budget = body.offer(served.calls, told=served.told), body.budget
         variables, unmet = told_of(body, offer, served)
         unmet += untold(body.tools, body.tool_choice, told=served.told)

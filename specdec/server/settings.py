@@ -57,9 +57,10 @@ class ServerConfig(Settings):
     )
     api_key: list[str] | None = Field(
         None,
+        repr=False,
         title="keys of which a request must bring one (Authorization: Bearer KEY); others are refused. The "
         "environment's SPECDEC_API_KEY and the lines of api_key_file are keys too",
-        description="a list of keys, or None",
+        description="a list of keys, or None; in a file of settings quote one that looks like a number",
     )
     api_key_file: str | None = Field(
         None, title="a file with one key on each line; # begins a comment", description="a path, or None"
@@ -82,9 +83,10 @@ class ServerConfig(Settings):
     )
     ssl_keyfile_password: str | None = Field(
         None,
+        repr=False,
         min_length=1,
         title="the password of an encrypted key; in a file of settings other users do not see it",
-        description="a text, or None",
+        description="a text, or None; in a file of settings quote one that looks like a number",
     )
     max_body_bytes: int = Field(
         16 << 20, ge=1024, title="bytes of a request at most", description="a whole number of at least 1024"

@@ -233,6 +233,17 @@ class Served:
         except (UnicodeError, TypeError):
             raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
 
+    def check_turns(self, count: int, field: str = "messages") -> None:
+        """Refuse more turns than the context has tokens, before they cost the time to convert and render."""
+        most = self.resident.max_model_len
+        if most and count > most:
+            raise Failure(
+                400,
+                f"{field}: {count:,} turns do not fit into {most:,} tokens, the max_model_len; give fewer.",
+                param=field,
+                code="context_length_exceeded",
+            )
+
     async def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
     ) -> EncodedChat:

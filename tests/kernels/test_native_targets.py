@@ -245,10 +245,10 @@ def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path)
             *(key**-0.5 * draw(tokens, groups, key, seed=seed) for seed in (0, 1)),
             *(draw(tokens, heads, value, seed=2), -draw(tokens, heads, seed=3).abs()),
             draw(tokens, heads, seed=4).sigmoid() if with_beta else None,
-            *(poisoned(tokens, heads, value), rows, width, groups, heads, key, value),
+            *(poisoned(tokens, heads, value), rows, width, groups, heads, key, value, 0),
             *(states, states.stride(0), torch.tensor([1, 0]), torch.zeros(8, dtype=torch.int64)),
             *(None, None, None, None, 0, None, None, slots, branches),
-            results=(5, 12),
+            results=(5, 13),
         )
     for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         torch.testing.assert_close(there, here, rtol=KERNEL[torch.float32], atol=KERNEL[torch.float32])

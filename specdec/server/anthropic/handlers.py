@@ -21,6 +21,7 @@ async def message(request: web.Request, state: State) -> web.StreamResponse:
     until = Deadline(state.config.request_timeout)
     body = MessageBody.read(await request.read())
     served = state.named(body.model)
+    served.check_turns(len(body.messages))
     with naming(body.NAMES):
         asked = body.chat()
 
@@ -37,6 +38,7 @@ async def count_tokens(request: web.Request, state: State) -> web.Response:
     until = Deadline(state.config.request_timeout)
     body = CountBody.read(await request.read())
     served = state.named(body.model)
+    served.check_turns(len(body.messages))
     with naming(body.NAMES), state.under_way(served, 1, until):
         asked = body.chat()
         variables, unmet = told_of(asked, asked.offer(served.calls, told=served.told), served)
