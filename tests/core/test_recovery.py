@@ -67,7 +67,7 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
         case "inside a look-up":
             return Table, "index", 7
         case "inside the network":
-            return engine.model.network.blocks[1], "feed", 2
+            return engine.model.network.blocks[1].mixing, "run", 2
         case "inside a tape":
             return Tape, "play", 3
         case "chosen":

@@ -145,6 +145,6 @@ def test_a_recurrence_that_solves_a_window_at_once_is_seen(
     fields = settings("float32", None)
     with SpecEngine(folder, draft="none", **fields) as engine:
         plain = ask(engine, together=False)
-    monkeypatch.setattr(recurrent, "_has_room", lambda group: False)
+    monkeypatch.setattr(recurrent, "has_room", lambda group: False)
     alone, _ = drafted(folder, plain, fields, **SHAPES["tree"])
     assert alone != numbers(plain)

@@ -67,9 +67,13 @@ def test_a_rejected_draft_that_is_no_number_changes_nothing(folder: Path, kernel
 def test_what_came_before_an_output_that_is_no_number_is_still_said(folder: Path) -> None:
     """With drafts the failure comes where it comes without: after the tokens before it."""
     with SpecEngine(folder, dtype="float64", draft="none", max_model_len=64) as engine:
-        (plain,) = engine.generate([[1, 2, 3]], PARAMS)
-    fatal = next(
-        token for i, token in enumerate(plain.token_ids) if i > 4 and token not in plain.token_ids[:i]
+        asked = [[1 + i, 2 + 3 * i % 11, 3] for i in range(40)]
+        said_plainly = zip(asked, engine.generate(asked, PARAMS), strict=True)
+    prompt, plain, fatal = next(
+        (prompt, own, token)
+        for prompt, own in said_plainly
+        for i, token in enumerate(own.token_ids)
+        if i > 1 and token not in [*prompt, *own.token_ids[:i]]
     )
     at = plain.token_ids.index(fatal)
     with SpecEngine(folder, dtype="float64", max_model_len=64, **FIELDS) as engine:
@@ -78,7 +82,7 @@ def test_what_came_before_an_output_that_is_no_number_is_still_said(folder: Path
         speculation.drafters.clear()
         speculation.add_drafter(Poisoner(plain.token_ids))
         said: list[int] = []
-        submitted = engine.stream([1, 2, 3], PARAMS)
+        submitted = engine.stream(prompt, PARAMS)
 
         async def listen() -> None:
             async for delta in submitted:

@@ -110,7 +110,7 @@ def test_bfloat16_lies_within_the_references_own_gap(
     assert sum(one > 1 for one in found) <= BFLOAT16_ASTRAY, found
 
 
-def _silu_unrounded(y: Tensor, bias_C: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _silu_unrounded(y: Tensor, bias_C: Tensor | None, dtype: torch.dtype, *, silu: bool) -> Tensor:
     return F.silu(y if bias_C is None else y + bias_C).to(dtype)
 
 
