@@ -39,7 +39,6 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
             f"previous_response_id: the conversation has more than {MOST_PARTS:,} items; begin a new one.",
             param="previous_response_id",
         )
-    served.check_turns(sum(own.num_items for own in history) + len(body.items), "input")
     before = await worked(sum(own.size for own in history), partial(_items, history))
     toolbox = Toolbox(body.tools or ())
     with naming(body.NAMES):
