@@ -122,7 +122,7 @@ class Switcher:
             for own in self.residents
             if own.engine is None and own.gate.waiting and own.may_load and not own.is_changing
         ]
-        if not waiting:  # whoever they drained for has been given up
+        if not waiting:  # what they drained for has been given up
             for own in self.residents:
                 if own.is_draining and not own.is_changing:
                     own.stay()
