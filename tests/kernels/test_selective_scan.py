@@ -203,7 +203,7 @@ def test_what_a_token_reads_is_the_same_in_every_window() -> None:
 
 
 def test_a_siblings_state_is_noticed() -> None:
-    """A mutant: a node goes on from the one before it, whoever its parent is."""
+    """A mutant: a node goes on from the one before it, whatever its parent is."""
     layer = Layer(heads=1, value=33)
     weights, tokens = weights_of(layer), draw_tokens(layer, 7)
     records = scattered(1, 7, seed=1)

@@ -325,7 +325,8 @@ def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) ->
         assert code == 0 and "Traceback" not in log
 
 
-def test_a_task_of_the_server_that_fails_ends_it_with_its_exit_code(told: Told) -> None:
+def test_a_task_of_the_server_that_fails_ends_it_with_its_exit_code(tmp_path: Path) -> None:
+    told = Told(tmp_path)  # of its own: every server looks after its engines, the one that runs beside too
     with Live(*PLAIN_TEXT, env=told.env, entry="tests.server.faulty") as own:
         told.fail("watched")
         own.process.wait(timeout=60)

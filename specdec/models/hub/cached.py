@@ -65,7 +65,7 @@ def _implied(folder: Path) -> Iterator[str]:
             try:
                 yield from (f"{prefix}{shard}" for shard in read_shards(folder / prefix / INDEX))
             except RAISED:
-                continue  # whoever reads it says so
+                continue  # reading it says so
         elif not prefix or f"{prefix}config.json" in found:
             yield f"{prefix}{SINGLE}"
 

@@ -107,7 +107,7 @@ class Repository:
             # What is too large for one HTTP answer is for huggingface_hub to download by other means.
             most = constants.MAX_HTTP_DOWNLOAD_SIZE
             Download(str(self.name), [blob for blob in blobs if blob.size <= most]).run()
-        # Weights last: whoever finds them all finds the rest, even if this is interrupted.
+        # Weights last: where they are all there the rest is too, even if this is interrupted.
         last = [file for file in missing if file.endswith(WEIGHTS) and "/" not in file]
         for files in ([file for file in missing if file not in last], last):
             side_by_side(self._link, files)
