@@ -138,6 +138,10 @@ async def serve(
             task.cancel()
         return "a task of the server has failed" if broken else switcher.fault
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # What is left is bounded: one more signal is to change nothing, the exit code neither.
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
         faulthandler.cancel_dump_traceback_later()
         if listener:
             listener.close()
