@@ -24,7 +24,8 @@ export class Settings {
     this.kept = [...own, document.getElementById("view")];
     this.recall();
     this.dialog.addEventListener("change", () => this.keep());
-    this.dialog.addEventListener("close", () => this.blame(null));
+    // The event comes a task later: a mistake may have opened the dialog again by then.
+    this.dialog.addEventListener("close", () => { if (!this.dialog.open) this.blame(null); });
     document.getElementById("settings-open").addEventListener("click", () => this.dialog.showModal());
   }
 
