@@ -27,7 +27,7 @@ class Forms:
     integers: str
     """What whole numbers are multiplied by."""
     tiles: bool
-    """Whether matrix units multiply windows of 16 rows and more in bfloat16, in an order of their own."""
+    """Whether matrix units multiply bfloat16; they sum in an order of their own."""
 
 
 @functools.cache

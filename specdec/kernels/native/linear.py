@@ -1,8 +1,7 @@
 """y = x Wᵀ + b in C, in float32 and bfloat16, and by whole numbers of 8 and 4 bits.
 
 What the product of a small matrix costs is mostly the call, and here that is short.
-A row's result does not depend on the window it is read in, as it does in the library's kernels; but matrix units,
-where there are any, sum windows of 16 rows and more in their order.
+A row's result does not depend on the window it is read in, as it does in the library's kernels.
 """
 
 from collections.abc import Iterator
