@@ -382,11 +382,17 @@ def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
     argv = ["info", str(hybrid), "--memory-bytes", "4MiB", "--length", "16,512"]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    assert "3 gated delta net" in text
+    assert "3 gated delta net" in text and " EAGLE " not in text and "in 4 bits" not in text
     assert main([*argv, "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert described["arena_bytes"] == 4 << 20
     assert f"{described['sequences']['512 tokens']} of 512 tokens" in text.replace(",", "")
+
+
+def test_info_has_words_for_every_figure(capsys: Capture) -> None:
+    for argv in (["--draft", "eagle"], ["--draft", "self-int4", "--dtype", "bfloat16"]):
+        assert main(["info", "tiny", *argv]) == 0
+        assert "multi-token head    " in capsys.readouterr().out
 
 
 def test_training_into_a_folder_that_cannot_be_made_is_refused(capsys: Capture, tmp_path: Path) -> None:
