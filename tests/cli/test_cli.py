@@ -233,7 +233,7 @@ def test_a_typo_is_answered_with_what_is_near(argv: list[str], near: str, capsys
         main(argv)
     assert ended.value.code == 2
     line = capsys.readouterr().err
-    assert f"did you mean {near}" in line and line.count("\n") == 1
+    assert f"; did you mean {near}" in line and "? See specdec" in line and line.count("\n") == 1
 
 
 def test_a_value_may_look_like_an_option_where_it_has_a_blank(capsys: Capture) -> None:
