@@ -24,6 +24,8 @@ from specdec.models.norm import Norm
 
 NAME = "kimi_linear"
 MODEL_TYPES: tuple[str, ...] = ("kimi_linear",)
+TITLES: Mapping[str, str] = {"kimi_linear": "Kimi-Linear"}
+HAS_MTP = False
 
 LATENT_NORM = Norm(1e-6, wide=False)
 """Of what queries, keys and values are made of: its epsilon is no field."""
