@@ -1,5 +1,6 @@
 """Ling-3.0: five layers of Kimi delta attention to one of gated latent attention, experts in groups."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from specdec.models.blocks import (
     rope_theta,
     swiglu,
 )
+from specdec.models.feed_forward import FeedForward
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule, layer_rules, rows
 from specdec.models.mixers import KimiDeltaAttention, LatentAttention, Mixer
@@ -31,6 +33,8 @@ from specdec.models.rope import Rope
 
 NAME = "bailing_hybrid"
 MODEL_TYPES: tuple[str, ...] = ("bailing_hybrid",)
+TITLES: Mapping[str, str] = {"bailing_hybrid": "Ling-3.0"}
+HAS_MTP = False
 
 HOMES = "attention", "self_attn"
 """Where a layer's mixer lies as published, and as the modules of transformers name it."""
@@ -43,9 +47,8 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     norm = Norm(fields.number("rms_norm_eps", default=1e-6), wide=False)
     mixers: dict[str, Mixer] = {LINEAR: _delta_attention(fields, norm.eps), FULL: _latent_attention(fields)}
     kinds, forwards = _kinds(fields), feed_forwards(fields, dense=2)
-    experts = grouped_moe(fields, groups=8, top_groups=4, scale=2.5) if SPARSE in forwards else None
-    parts = {DENSE: swiglu(fields), SPARSE: experts}
-    layers = (spec.Layer((mixers[kind],), parts[own]) for kind, own in zip(kinds, forwards, strict=True))
+    parts = zip(kinds, _feed_forwards(fields, forwards), strict=True)
+    layers = (spec.Layer((mixers[kind],), ffn) for kind, ffn in parts)
     most = fields.integer("model_max_length", default=1 << 18)
     return assemble(NAME, fields, tuple(layers), norm, max_length=most)
 
@@ -77,9 +80,6 @@ def _refuse_unsupported(fields: Fields) -> None:
         fields.only(name, "sigmoid")
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         fields.only(name, 0, 1)
-    for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
-        if any(fields.get(name) or ()):
-            fields.refuse(name, "experts without limits (null)")
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
@@ -112,6 +112,29 @@ def _latent_attention(fields: Fields) -> LatentAttention:
         fields.refuse("qk_rope_head_dim", "an even number of rotated entries")
     fields.only("rotary_dim", plain.shared_dim)
     return replace(plain, rope=Rope(plain.shared_dim, rope_theta(fields, default=6e6)), gated=True)
+
+
+def _feed_forwards(fields: Fields, forwards: tuple[str, ...]) -> Iterator[FeedForward]:
+    """Read each layer's feed-forward: experts have limits of their own in each."""
+    dense, experts = swiglu(fields), None
+    if SPARSE in forwards:
+        experts = grouped_moe(fields, groups=8, top_groups=4, scale=2.5)
+    limits = (_limits(fields, f"{name}_swiglu_limit_list", forwards) for name in ("expert", "share_expert"))
+    for kind, limit, shared in zip(forwards, *limits, strict=True):
+        assert experts or kind == DENSE
+        yield replace(experts, limit=limit, shared_limit=shared) if experts and kind == SPARSE else dense
+
+
+def _limits(fields: Fields, name: str, forwards: tuple[str, ...]) -> tuple[float, ...]:
+    """Read what bounds the activations of each layer's experts; 0 and null: nothing does."""
+    found = [None] * len(forwards) if fields.get(name) is None else fields.get(name)
+    numbers = isinstance(found, list) and all(isinstance(own or 0, int | float) for own in found)
+    if not numbers or len(found) < len(forwards) or any((own or 0) < 0 for own in found):
+        fields.refuse(name, f"a number of at least 0 for each of {len(forwards)} layers")
+    limits = tuple(float(own) if own else math.inf for own in found[: len(forwards)])
+    if any(limit < math.inf and kind == DENSE for limit, kind in zip(limits, forwards, strict=True)):
+        fields.refuse(name, "limits of layers with experts alone (0 in the others)")
+    return limits
 
 
 def layout(network: spec.Network) -> Layout:

@@ -116,7 +116,7 @@ class LoadedLatentAttention(LoadedMixer):
 
         o_THW = step.by_group(attend).view(-1, s.heads, s.width)[..., : s.value_dim]
         if s.gated:
-            o_THW = o_THW * torch.sigmoid(gate_TH)[..., None]
+            o_THW = ops.gate_heads(o_THW, gate_TH)
         return self.out(o_THW.flatten(1).contiguous())
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
