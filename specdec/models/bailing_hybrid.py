@@ -170,15 +170,13 @@ def _mixers(network: spec.Network, home: str) -> Iterator[Rule]:
 
 def _rotated(mixer: LatentAttention, home: str) -> Iterator[Rule]:
     """Name the projections whose outputs are turned, adjacent ones as a pair."""
-    for name, blocks, before in (
-        ("q", mixer.heads, mixer.own_dim),
-        ("q_b", mixer.heads, mixer.own_dim),
-        ("kv_a", 1, mixer.kv_rank),
+    queries, turned = (mixer.heads, mixer.own_dim), mixer.shared_dim
+    for name, disk, (blocks, before) in (
+        ("q", "q_proj", queries),
+        ("q_b", "q_b_proj", queries),
+        ("kv_a", "kv_a_proj_with_mqa", (1, mixer.kv_rank)),
     ):
-        recipe = rows(
-            partial(_pairs_apart, blocks, before, mixer.shared_dim), blocks * (before + mixer.shared_dim)
-        )
-        disk = f"{name}_proj_with_mqa" if name == "kv_a" else f"{name}_proj"
+        recipe = rows(partial(_pairs_apart, blocks, before, turned), blocks * (before + turned))
         yield from layer_rules(rf"mixer\.{name}\.weight", f"{home}.{disk}.weight", recipe=recipe)
 
 
