@@ -78,6 +78,8 @@ class Resident:
         self._failed_s = 0.0
         self._fault: str | None = None
         """Why its last engine has failed, which has been let go since."""
+        self._unrested: str | None = None
+        """Why its engine was given up though all that it holds is known: another one may be loaded."""
         self.gate = Gate(self.look)
         self.wanted_s: float | None = None
         """Since when a request waits for weights or an arena; None: none does."""
@@ -113,7 +115,9 @@ class Resident:
 
     @property
     def fault(self) -> str | None:
-        """Why its engine has failed for good, until another one is loaded."""
+        """Why its engine has failed for good, until another one is loaded: that is the process's failure."""
+        if self._unrested:
+            return None
         return self.engine.fault if self.engine and not self.is_unloading else self._fault
 
     @property
@@ -162,12 +166,13 @@ class Resident:
             raise self._unloadable()
 
     def _unloadable(self) -> Failure:
+        has_failed = self._fault or self._unrested
         return Failure(
             503,
-            f"model: {self.name!r} {'is not' if self._fault else 'could not be'} loaded: "
-            f"{self.refusal or self.failure}",
+            f"model: {self.name!r} {'is not' if has_failed else 'could not be'} loaded: "
+            f"{self.refusal or self.failure or self._unrested}",
             param="model",
-            code="engine_error" if self._fault else "model_not_loaded",
+            code="engine_error" if has_failed else "model_not_loaded",
             headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
         )
 
@@ -175,6 +180,8 @@ class Resident:
         """Refuse requests that would wait for memory which a failed engine does not give back."""
         if self.blocked:
             raise self._blocked()
+        if self._unrested and self.engine:
+            raise self._unloadable()
 
     def block(self, why: str | None) -> None:
         """Say why it cannot have memory, if it cannot: what waits for that ends with this error."""
@@ -242,6 +249,8 @@ class Resident:
     def install(self, engine: SpecEngine, *, is_resting: bool = False) -> None:
         """Take an engine that was built, and let requests enter."""
         self.failure = self._fault = None
+        if not engine.fault:
+            self._unrested = None
         self.is_resting, self.is_draining = is_resting, False
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
@@ -291,13 +300,13 @@ class Resident:
     async def let_go(self) -> None:
         """Free what an engine that has failed holds, as soon as its thread has ended."""
         assert self.engine
-        self._fault, self.is_draining = self.engine.fault, False
+        self._fault, self.is_draining = self.fault, False
         while not await self._closed():
             self.is_stuck = True
             self.look()
             await asyncio.sleep(LET_GO_S)
         self.is_stuck = False
-        self.note_failure(f"its engine has failed: {without_inside(self._fault or '')}")
+        self.note_failure(self._unrested or f"its engine has failed: {without_inside(self._fault or '')}")
         self._free()
         self.look()
 
@@ -343,6 +352,12 @@ class Resident:
                 doing.result()
         except EngineError:
             pass  # it has failed or was closed, which its requests hear
+        except (OSError, MemoryError) as error:
+            # The system has refused pages. By then the arena was proved empty: closing the engine frees it.
+            logger.exception("%s is given up: its memory could not be handed over", self.name)
+            why = error.strerror if isinstance(error, OSError) else None
+            self._unrested = f"its memory could not be handed over ({why or 'no memory is left'})"
+            engine.abandon(f"The engine of {self.name!r} was given up, as {self._unrested}.")
         except Exception as error:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")
 

@@ -25,6 +25,7 @@ from specdec.server.resident import Resident, Status
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.switcher import Switcher
+from specdec.state_slots.arena import Arena
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
 from tests.server.test_guards import open_stream, wait_for
@@ -268,6 +269,40 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
             assert first.status is Status.FAILED and switcher.fault == "It hangs."
             assert len((await ask(second))[0]) == SHORT.max_tokens
             assert first.engine is None and switcher.fault == "It hangs.", "its memory was freed first"
+
+        run(switcher, turns)
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), AssertionError("torn")])
+def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """What the system refuses harms its model alone: requests are told its name, and a later one loads it."""
+    with opened(folders[:2], switch_after=0.01) as switcher:
+        first, second = switcher.residents
+        is_torn = isinstance(error, AssertionError)
+
+        def refuse(_: Arena) -> None:
+            raise error
+
+        async def turns() -> None:
+            assert first.engine
+            with monkeypatch.context() as patch:
+                patch.setattr(Arena, "give_back", refuse)
+                running = asyncio.create_task(ask(first, params=LONG.model_copy(update={"max_tokens": 400})))
+                await until(lambda: first.gate.running == 1)
+                assert len((await ask(second))[0]) == SHORT.max_tokens, "it got the arena all the same"
+            with pytest.raises(EngineError):
+                await running
+            assert first.status is Status.FAILED and first.engine is None
+            assert (switcher.fault is not None) == is_torn
+            says = "its engine has failed" if is_torn else r"handed over \(Cannot allocate memory\)"
+            with pytest.raises(Failure, match=f"'anna' is not loaded: .*{says}") as raised:
+                await ask(first)
+            assert (raised.value.status, raised.value.headers) == (503, {"Retry-After": "30"})
+            monkeypatch.setattr(resident_module, "RETRY_S", 0.0)
+            assert len((await ask(first))[0]) == SHORT.max_tokens
+            assert switcher.fault is None and first.status is Status.WARM
 
         run(switcher, turns)
 
