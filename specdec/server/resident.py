@@ -131,12 +131,13 @@ class Resident:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether its weights take memory: also of an engine that has failed, until it is let go."""
-        return self.engine is not None or self.is_loading
+        """Whether its weights take memory: also of an engine that has failed, until it is freed."""
+        return self.engine is not None or self.is_loading or self.is_unloading
 
     @property
     def holds_arena(self) -> bool:
-        return self.engine is not None and (self.is_waking or not self.is_resting)
+        is_there = self.engine is not None or self.is_unloading
+        return is_there and (self.is_waking or not self.is_resting)
 
     @property
     def may_load(self) -> bool:
@@ -262,7 +263,7 @@ class Resident:
         self.is_loading = True
         try:
             engine = await apart(self.build, "load")
-            settle_garbage()
+            await apart(settle_garbage, "load")
             rests = not has_room()
             if rests:
                 await self._done(engine, engine.begin_rest)
@@ -287,7 +288,7 @@ class Resident:
             self.is_unloading = True
             while not await self._closed():
                 pass
-            self._free()
+            await self._free()
         self.look()
         return self.engine is None
 
@@ -307,7 +308,7 @@ class Resident:
             await asyncio.sleep(LET_GO_S)
         self.is_stuck = False
         self.note_failure(self._unrested or f"its engine has failed: {without_inside(self._fault or '')}")
-        self._free()
+        await self._free()
         self.look()
 
     async def _closed(self) -> bool:
@@ -320,9 +321,11 @@ class Resident:
         finally:
             closing.clear()
 
-    def _free(self) -> None:
-        self.engine, self.is_draining, self.is_unloading = None, False, False
-        settle_garbage()
+    async def _free(self) -> None:
+        """Free the memory of an engine that was closed; until then it counts as held."""
+        self.engine, self.is_unloading = None, True
+        await apart(settle_garbage, "free")
+        self.is_draining = self.is_unloading = False
 
     async def rest(self) -> None:
         """Have the engine give its arena back; requests that run are preempted."""
@@ -362,12 +365,18 @@ class Resident:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")
 
 
-def settle_garbage() -> None:
-    """Free what an unloaded model and the loading of one left, and set aside what was loaded.
+def freeze_imports() -> None:
+    """Set aside what was imported, before models are loaded: most of all objects, and none of it garbage.
 
-    A garbage collection that scanned a loaded model would stall every request for 0.2 s.
+    A garbage collection that scanned it would stall every request for 0.1 to 0.2 s; models are a few thousand
+    objects each, which are found again when they are unloaded.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+def settle_garbage() -> None:
+    """Free what an unloaded model, or the loading of one, has left; any thread may."""
+    gc.collect()
     release_heap()

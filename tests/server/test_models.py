@@ -1,9 +1,11 @@
 """Several models in one process: they take turns on the memory, and no request loses or changes a word."""
 
 import asyncio
+import gc
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -196,6 +198,40 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
             await until(lambda: own.status is Status.UNLOADED)
 
         run(switcher, turns)
+
+
+def test_models_are_loaded_one_at_a_time_and_freed_beside_the_event_loop(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load touches an arena of its own. What was imported is looked through once, before the first."""
+    built: list[int] = []
+    collecting: list[threading.Thread] = []
+    right, collect = Resident.build, gc.collect
+    with opened(folders, weights_bytes=1 << 30) as switcher:
+
+        def build(own: Resident) -> SpecEngine:
+            built.append(sum(other.is_loading for other in switcher.residents))
+            return right(own)
+
+        def noted() -> int:
+            collecting.append(threading.current_thread())
+            return collect()
+
+        async def turns() -> None:
+            engines = [weakref.ref(own.engine) for own in switcher.residents if own.engine]
+            monkeypatch.setattr(Resident, "build", build)
+            monkeypatch.setattr(gc, "collect", noted)
+            monkeypatch.setattr(gc, "unfreeze", None)
+            await asyncio.gather(*(ask(own, keep=0.0) for own in switcher.residents))
+            await until(lambda: all(own.status is Status.UNLOADED for own in switcher.residents))
+            await until(lambda: not any(own.holds_weights for own in switcher.residents))
+            assert len(engines) == len(NAMES) and not any(engine() for engine in engines)
+            texts = await asyncio.gather(*(ask(own) for own in switcher.residents))
+            assert [len(tokens) for tokens, _ in texts] == [SHORT.max_tokens] * 3
+
+        run(switcher, turns)
+        assert built == [1, 1, 1]
+        assert len(collecting) >= 6 and threading.main_thread() not in collecting
 
 
 def test_one_that_cannot_be_loaded_takes_no_other_down(
