@@ -227,7 +227,7 @@ async def _tokenize(request: web.Request, state: State) -> web.Response:
         *unread(body.chat_template_kwargs or {}, served.template),
     ]
     request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
-    with state.under_way(served, 1, until):
+    with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
             ids = await _tokens(body, served)
@@ -254,7 +254,7 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
     body = await state.read(request, until, partial(read_plain, DetokenizeBody))
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
-    with state.under_way(served, 1, until):
+    with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
             return web.json_response({"prompt": await _text(body, served)})

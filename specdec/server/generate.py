@@ -49,11 +49,14 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
 
     names = {"structured_outputs": "response_format"} if body.response_format else {}
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
-    kept_s = body.keep_alive_s
-    with naming(names), state.under_way(served, choices, until, field=field, keep_alive_s=kept_s):
+    caller, kept_s = request["caller"], body.keep_alive_s
+    with (
+        naming(names),
+        state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s),
+    ):
         async with until.held():
             await served.ready()
-            prepared = await served.prepare(body.prompts, params, request["caller"])
+            prepared = await served.prepare(body.prompts, params, caller)
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
         form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
@@ -105,7 +108,8 @@ async def answer_chat(
         forced = offer and offer.structure
         asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
         names = chained({"prompt": "messages", "structured_outputs": asker}, names)
-    with naming(names), state.under_way(served, params.n, until, keep_alive_s=body.keep_alive_s):
+    caller, kept_s = request["caller"], body.keep_alive_s
+    with naming(names), state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s):
         async with until.held():
             await served.ready()
             messages, opened = body.messages, body.add_generation_prompt
@@ -120,7 +124,7 @@ async def answer_chat(
                 most = served.engine.model.settings.max_model_len
                 own["max_tokens"] = max(min(default, most - len(ids)), 1)
             params = params.model_copy(update=own)
-            prepared = await served.prepare([ids], params, request["caller"])
+            prepared = await served.prepare([ids], params, caller)
         writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := served.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)

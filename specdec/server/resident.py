@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -87,8 +88,8 @@ class Resident:
         """Since when it has had its turn: what was preempted has been computed anew."""
         self.used_s = time.monotonic()
         """When its last answer was over, or it was loaded."""
-        self.kept_s = keep_alive_s
-        """How long it is kept after that."""
+        self._kept_until_s: dict[str, float] = {}
+        """Until when each caller wants it kept; an API key counts for its own alone."""
         self.max_model_len: int | None = None
         """Known once it was loaded."""
         self.switches = Counter[str]()
@@ -215,12 +216,16 @@ class Resident:
             )
         self.gate.users += 1
 
-    def leave(self, keep_alive_s: float | None) -> None:
-        """Count a request off; it may say how long the model is kept for it."""
+    def leave(self, keep_alive_s: float | None, caller: str = "") -> None:
+        """Count a request off; its caller may say how long the model is kept for it."""
         self.gate.users -= 1
         self.used_s = time.monotonic()
-        self.kept_s = self.keep_alive_s if keep_alive_s is None else keep_alive_s
+        self._kept_until_s[caller] = self._kept_until(keep_alive_s)
         self.look()
+
+    def _kept_until(self, keep_alive_s: float | None) -> float:
+        kept_s = self.keep_alive_s if keep_alive_s is None else keep_alive_s
+        return math.inf if kept_s < 0 else self.used_s + kept_s
 
     @contextlib.contextmanager
     def answering(self, answer: Work) -> Iterator[None]:
@@ -231,9 +236,10 @@ class Resident:
 
     def seconds_kept(self, now_s: float) -> float | None:
         """Return how long the model is still to be kept; None: there is no end to it yet."""
-        if not self.is_sound or not self.is_unused or self.kept_s < 0:
+        until_s = max(self._kept_until_s.values(), default=self._kept_until(None))
+        if not self.is_sound or not self.is_unused or math.isinf(until_s):
             return None
-        return max(self.used_s + self.kept_s - now_s, 0.0)
+        return max(until_s - now_s, 0.0)
 
     def build(self) -> SpecEngine:
         """Build the engine, which has an arena from now on; any thread may. What is wrong is raised."""
@@ -255,6 +261,7 @@ class Resident:
         self.is_resting, self.is_draining = is_resting, False
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
+        self._kept_until_s.clear()
         self.engine = engine
         self.gate.open(engine)
 

@@ -122,6 +122,7 @@ class State:
         choices: int,
         until: Deadline,
         *,
+        caller: str,
         field: str = "n",
         keep_alive_s: float | None = None,
     ) -> Iterator[None]:
@@ -150,7 +151,7 @@ class State:
         try:
             yield
         finally:
-            served.resident.leave(keep_alive_s)
+            served.resident.leave(keep_alive_s, caller)
             self._under_way.discard(until)
             served.choices -= choices
             if not self.choices:

@@ -89,6 +89,7 @@ async def ask(
     params: SamplingParams = SHORT,
     keep: float | None = None,
     slow_s: float = 0.0,
+    caller: str = "",
 ) -> tuple[list[int], int]:
     """Do as the server's handlers do; return a text's tokens, and how often it was preempted."""
     own.enter()
@@ -100,7 +101,7 @@ async def ask(
             deltas = [said.delta async for said in answers]
             await asyncio.sleep(slow_s)
     finally:
-        own.leave(keep)
+        own.leave(keep, caller)
     assert deltas[-1].stats
     return [token for delta in deltas for token in delta.token_ids], deltas[-1].stats.preemptions
 
@@ -195,6 +196,14 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
             assert again == first and own.switches["load"] == 1
             await ask(own, keep=0.02)
             assert own.status is Status.WARM
+            await until(lambda: own.status is Status.UNLOADED)
+            # A key speaks for itself: what another wants kept stays, however long it wants it.
+            for keep in (-1.0, 60.0, None):
+                await ask(own, keep=keep, caller="alice")
+                await ask(own, keep=0.0, caller="bob")
+                await asyncio.sleep(0.05)
+                assert own.status is Status.WARM and own.switches["load"] == 2
+            await ask(own, keep=0.0, caller="alice")
             await until(lambda: own.status is Status.UNLOADED)
 
         run(switcher, turns)

@@ -40,7 +40,7 @@ async def count_tokens(request: web.Request, state: State) -> web.Response:
     body = await state.read(request, until, CountBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.NAMES), state.under_way(served, 1, until):
+    with naming(body.NAMES), state.under_way(served, 1, until, caller=request["caller"]):
 
         def settle() -> tuple[ChatBody, dict[str, Any], list[str]]:
             asked = body.chat()
