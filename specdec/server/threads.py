@@ -34,6 +34,9 @@ class Pool:
         self._waiting: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._running = 0
+        """Threads."""
+        self._held = 0
+        """What waits, and what a thread is at."""
 
     async def do(self, work: Callable[[], T]) -> T:
         """Do work in its turn; refuse it where too much waits."""
@@ -44,7 +47,7 @@ class Pool:
                 _do(doing, work)
 
         with self._lock:
-            if len(self._waiting) >= self.most:
+            if self._held >= COUNT + self.most:
                 raise Failure(
                     503,
                     f"{self.most:,} requests wait to be read already; try again later.",
@@ -54,23 +57,29 @@ class Pool:
             if self._running < COUNT:
                 _start(self._run, self.name)
                 self._running += 1
+            self._held += 1
             self._waiting.append(run)
         try:
             return await asyncio.wrap_future(doing)
         except asyncio.CancelledError:
             with self._lock, contextlib.suppress(ValueError):
                 self._waiting.remove(run)
+                self._held -= 1
             raise
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._running -= 1
-                    return
-                run = self._waiting.popleft()
+        while run := self._next():
             run()
-            del run  # it holds a request's body
+            del run  # it refers to a request's body, and to what came of it
+            with self._lock:
+                self._held -= 1
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._running -= 1
+            return None
 
 
 def _do(doing: "Future[T]", work: Callable[[], T]) -> None:

@@ -129,7 +129,7 @@ def test_long_chats_are_read_and_converted_beside_the_event_loop(
         return json.loads(data, **named)
 
     monkeypatch.setattr("specdec.server.fields.parse", noted)
-    own = {} if path in ("/tokenize", "/v1/messages/count_tokens") else {"stream": False}
+    own: dict[str, Any] = {} if path in ("/tokenize", "/v1/messages/count_tokens") else {"stream": False}
     own |= {"max_output_tokens": 1} if field == "input" else {"max_tokens": 1} if own else {}
 
     async def main() -> None:
