@@ -11,7 +11,7 @@ from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.server.answers import Answers, Deadline
-from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.bodies import ASKED, Body, ChatBody, CompletionBody
 from specdec.server.chunks import Chunks
 from specdec.server.events import Expected
 from specdec.server.failures import SAME, Failure, Names, chained, naming, renamed
@@ -47,7 +47,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
         return [Echo.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)]
 
-    names = {"structured_outputs": "response_format"} if body.response_format else {}
+    names = ASKED["response_format" if body.response_format else "structured_outputs"]
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
     caller, kept_s = request["caller"], body.keep_alive_s
     with (
@@ -107,7 +107,7 @@ async def answer_chat(
         request["headers"] |= state.ignored.headers(ignored)
         forced = offer and offer.structure
         asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
-        names = chained({"prompt": "messages", "structured_outputs": asker}, names)
+        names = chained({"prompt": "messages", **ASKED[asker]}, names)
     caller, kept_s = request["caller"], body.keep_alive_s
     with naming(names), state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s):
         async with until.held():

@@ -23,14 +23,14 @@ async def message(request: web.Request, state: State) -> web.StreamResponse:
     body = await state.read(request, until, MessageBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.NAMES):
+    with naming(body.names):
         asked = await state.beside(request, until, body.chat)
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> MessageWriter:
         return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
 
     return await answer_chat(
-        request, state, served, asked, until, write, ignored=body.ignored, names=body.NAMES
+        request, state, served, asked, until, write, ignored=body.ignored, names=body.names
     )
 
 
@@ -40,14 +40,14 @@ async def count_tokens(request: web.Request, state: State) -> web.Response:
     body = await state.read(request, until, CountBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.NAMES), state.under_way(served, 1, until, caller=request["caller"]):
+    with naming(body.names), state.under_way(served, 1, until, caller=request["caller"]):
 
         def settle() -> tuple[ChatBody, dict[str, Any], list[str]]:
             asked = body.chat()
             return asked, *told_of(asked, asked.offer(served.calls, told=served.told), served)
 
         asked, variables, unmet = await state.beside(request, until, settle)
-        unmet = [body.NAMES.get(name, name) for name in unmet]
+        unmet = [body.names.get(name, name) for name in unmet]
         request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
         async with until.held():
             await served.ready()

@@ -45,7 +45,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
         asked = body.chat(_items(history), toolbox)
         return toolbox, asked, ITEMS.dump_python(body.items) if body.store else []
 
-    with naming(body.NAMES):
+    with naming(body.names):
         kept_bytes = sum(own.size for own in history)
         toolbox, asked, given = await state.beside(request, until, convert, kept_bytes)
 
@@ -61,7 +61,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
         return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
 
     ignored = [*toolbox.left_out, *body.ignored]
-    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.NAMES)
+    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.names)
 
 
 def _items(history: Sequence[Stored]) -> list[Item]:
