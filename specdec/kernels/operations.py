@@ -235,6 +235,10 @@ class Swiglu(Protocol):
     def __call__(self, gate_up_TI: Tensor) -> Tensor: ...
 
 
+class Geglu(Protocol):
+    def __call__(self, gate_up_TI: Tensor) -> Tensor: ...
+
+
 class Relu2(Protocol):
     def __call__(self, x_TI: Tensor) -> Tensor: ...
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.table import Kernels
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, Projection
 from specdec.models.weights import Weights
 
-Activation = Literal["swiglu", "relu2"]
+Activation = Literal["swiglu", "geglu", "relu2"]
 
 
 class LoadedFeedForward(Protocol):
@@ -55,7 +56,7 @@ class MLP(FeedForward):
     @property
     def up_rows(self) -> int:
         """Outputs of the first product: a gate beside what it scales, or this alone."""
-        return self.width * (2 if self.activation == "swiglu" else 1)
+        return self.width * (1 if self.activation == "relu2" else 2)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {"up": (self.up_rows, hidden), "down": (hidden, self.width)}
@@ -69,7 +70,7 @@ class MoE(FeedForward):
     experts: int
     top_k: int
     width: int
-    activation: Activation
+    activation: Literal["swiglu", "relu2"]
     router: Literal["softmax", "sigmoid"]
     renormalise: bool
     shared_width: int
@@ -117,11 +118,17 @@ class MoE(FeedForward):
 
 class LoadedMLP:
     def __init__(self, s: MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
-        rows = dict.fromkeys(("gate", "up") if s.activation == "swiglu" else ("up",), s.width)
+        rows = dict.fromkeys(("up",) if s.activation == "relu2" else ("gate", "up"), s.width)
         self.width, self.gate_scale = s.width, s.gate_scale
-        self.up = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
-        self.activate = kernels.swiglu if s.activation == "swiglu" else kernels.relu2
+        self.up: Projection = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
+        self.activate: Projection = getattr(kernels, s.activation)
         self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
+
+    def with_up(self, up: Projection) -> "LoadedMLP":
+        """Return the same but for the first product."""
+        own = copy(self)
+        own.up = up
+        return own
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         up_TI = self.up(x_TD)
