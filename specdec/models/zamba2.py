@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2, before which some layers run a shared attention block over the stream and the embeddings."""
+"""Zamba2: Mamba-2; some layers run a shared attention block on the stream and the embeddings before it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

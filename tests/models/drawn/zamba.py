@@ -14,12 +14,12 @@ def draw(rng: Random) -> PreTrainedConfig:
     own = attention(rng)
     own.pop("head_dim")
     own["num_attention_heads"] = own["num_key_value_heads"] * 2
-    kinds = [rng.choice(["mamba", "hybrid"]) for _ in range(rng.choice([1, 3, 4]))]
+    kinds = [rng.choice(["mamba", "hybrid"]) for _ in range(rng.choice([1, 3]))]
     layers = rng.choice([None, kinds])
     own["tie_word_embeddings"] = layers is None or layers.count("hybrid") != 1
     return transformers.ZambaConfig(
         **own,
-        num_hidden_layers=len(layers or range(6)),
+        num_hidden_layers=len(layers or range(5)),
         layers_block_type=layers,
         attn_layer_period=rng.choice([2, 3]),
         attn_layer_offset=rng.choice([0, 1]),
