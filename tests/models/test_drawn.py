@@ -115,8 +115,8 @@ def test_bfloat16_lies_within_the_references_own_gap(
 ) -> None:
     """As in test_bfloat16.py: read at once, and one by one.
 
-    transformers rounds what both its forms of Mamba-1 share, the gate, states as they are read and step sizes.
-    Where we lie further from it than that tells, we lie no further from float32 than it does.
+    Of Mamba-1 transformers rounds in both forms what kernels keep in float32: gates, steps, states as they are
+    read. Where we lie further from it than its forms from each other, we lie no further from float32.
     """
     found: dict[str, list[float]] = {"at once": [], "one by one": []}
     for seed in itertools.islice(filter(partial(rounds_alike, family), SEEDS), NARROW):
