@@ -115,7 +115,7 @@ def test_bfloat16_lies_within_the_references_own_gap(
 ) -> None:
     """As in test_bfloat16.py: read at once, and one by one.
 
-    Of Mamba-1 transformers rounds in both forms what kernels keep in float32: gates, steps, states as they are
+    Of Mamba-1 transformers rounds in both forms what kernels keep in float32: gates, steps, states that are
     read. Where we lie further from it than its forms from each other, we lie no further from float32.
     """
     found: dict[str, list[float]] = {"at once": [], "one by one": []}
