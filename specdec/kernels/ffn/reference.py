@@ -15,7 +15,8 @@ def geglu(gate_up_TI: Tensor) -> Tensor:
     """Return gelu(gate) · up for rows [gate | up], gelu(x) = x Φ(x)."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
     wide_TI = _wide(gate_TI)
-    return (wide_TI * torch.special.ndtr(wide_TI)).to(gate_TI.dtype) * up_TI
+    passed_TI: Tensor = torch.special.ndtr(wide_TI)
+    return (wide_TI * passed_TI).to(gate_TI.dtype) * up_TI
 
 
 def relu2(x_TI: Tensor) -> Tensor:

@@ -93,7 +93,11 @@ class LoadedMamba1(LoadedMixer):
         x_TC = ops.causal_conv(x_TC, self.conv_CK, self.conv_C, memory, group)
         selected = [self._select(h, x_TW) for h, x_TW in enumerate(x_TC.chunk(heads, dim=1))]
         parts_TN = (own[0] if heads == 1 else ops.concat(*own) for own in zip(*selected, strict=True))
-        inputs = (part_TN.unflatten(1, (heads, -1)) for part_TN in (x_TC, gate_TC, *parts_TN))
+        x_THW, gate_THW, dt_THW, k_THK, q_THK = (
+            part_TN.view(len(part_TN), heads, part_TN.shape[1] // heads)
+            for part_TN in (x_TC, gate_TC, *parts_TN)
+        )
+        inputs = x_THW, gate_THW, dt_THW, k_THK, q_THK
         out_THW = ops.selective_scan(*inputs, self.layer, memory, group, x_path_BPHW)
         return out_THW.flatten(1)
 
@@ -111,7 +115,8 @@ class LoadedMamba1(LoadedMixer):
         """Make the convolved inputs of pending paths again, from what their records hold."""
         own = self.conv_CK, self.conv_C, slice(0, self.spec.inner)
         x_path_BPC = self.kernels.path_conv(*own, memory, slot_B, path, length_B)
-        return x_path_BPC.unflatten(2, (self.spec.heads, -1))
+        rows, longest, channels = x_path_BPC.shape
+        return x_path_BPC.view(rows, longest, self.spec.heads, channels // self.spec.heads)
 
     def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)

@@ -81,7 +81,7 @@ class LoadedSharedBlock(LoadedMixer):
         self.kernels, self.eps, hidden = kernels, s.norm.eps, place.writes
         lender = place.lender
         assert lender is None or isinstance(lender, LoadedSharedBlock)
-        self.lent = lender.lent if lender else Lent(s, weights.within(SHARED), kernels, place)
+        self.lent: Lent = lender.lent if lender else Lent(s, weights.within(SHARED), kernels, place)
         adapters = dict(_adapters(s, weights, kernels, hidden))
         attention, ffn, up = self.lent.attention, self.lent.ffn, adapters.pop("up", None)
         project = Adapted(kernels, attention.project, *adapters.values()) if adapters else attention.project
