@@ -240,6 +240,10 @@ class Swiglu(Protocol):
     def __call__(self, gate_up_TI: Tensor, limit: float = math.inf) -> Tensor: ...
 
 
+class Geglu(Protocol):
+    def __call__(self, gate_up_TI: Tensor) -> Tensor: ...
+
+
 class Relu2(Protocol):
     def __call__(self, x_TI: Tensor) -> Tensor: ...
 

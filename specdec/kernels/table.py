@@ -38,6 +38,7 @@ class Kernels:
     selective_scan: op.SelectiveScan
     fold_selective: op.FoldSelective
     swiglu: op.Swiglu
+    geglu: op.Geglu
     relu2: op.Relu2
     add_gated: op.AddGated
     route_softmax: op.RouteSoftmax

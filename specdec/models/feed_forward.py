@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, Protocol
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.table import Kernels
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, Projection
 from specdec.models.weights import Weights
 
-Activation = Literal["swiglu", "relu2"]
+Activation = Literal["swiglu", "geglu", "relu2"]
 
 
 class LoadedFeedForward(Protocol):
@@ -59,7 +60,7 @@ class MLP(FeedForward):
     @property
     def up_rows(self) -> int:
         """Outputs of the first product: a gate beside what it scales, or this alone."""
-        return self.width * (2 if self.activation == "swiglu" else 1)
+        return self.width * (1 if self.activation == "relu2" else 2)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {"up": (self.up_rows, hidden), "down": (hidden, self.width)}
@@ -73,7 +74,7 @@ class MoE(FeedForward):
     experts: int
     top_k: int
     width: int
-    activation: Activation
+    activation: Literal["swiglu", "relu2"]
     router: Literal["softmax", "sigmoid"]
     renormalise: bool
     shared_width: int
@@ -124,11 +125,18 @@ class MoE(FeedForward):
 
 class LoadedMLP:
     def __init__(self, s: MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
-        rows = dict.fromkeys(("gate", "up") if s.activation == "swiglu" else ("up",), s.width)
+        rows = dict.fromkeys(("up",) if s.activation == "relu2" else ("gate", "up"), s.width)
         self.width, self.gate_scale = s.width, s.gate_scale
-        self.up = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
-        self.activate = partial(kernels.swiglu, limit=s.limit) if s.activation == "swiglu" else kernels.relu2
+        self.up: Projection = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
+        own: Projection = getattr(kernels, s.activation)
+        self.activate = own if s.limit == math.inf else partial(kernels.swiglu, limit=s.limit)
         self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
+
+    def with_up(self, up: Projection) -> "LoadedMLP":
+        """Return the same but for the first product."""
+        own = copy(self)
+        own.up = up
+        return own
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         up_TI = self.up(x_TD)

@@ -33,12 +33,18 @@ DELTA_NET = (
 
 DELTA_NET_FLAT = tuple(layer_rules(r"mixer\.in_(qkv|z|b|a)\.weight", r"linear_attn.in_proj_\2.weight"))
 
-MAMBA = (
-    *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mamba.\2_proj.\3"),
-    *layer_rules(r"mixer\.conv\.weight", "mamba.conv1d.weight", recipe=squeeze_conv),
-    *layer_rules(r"mixer\.conv\.bias", "mamba.conv1d.bias"),
-    *layer_rules(r"mixer\.(A_log|D|dt_bias|norm\.weight)", r"mamba.\2"),
-)
+
+def mamba(ours: str, disk: str) -> tuple[Rule, ...]:
+    """Name what both kinds of Mamba have, of a mixer by our name and by that on disk."""
+    return (
+        *layer_rules(rf"{ours}\.(in|out)\.(weight|bias)", rf"{disk}.\2_proj.\3"),
+        *layer_rules(rf"{ours}\.conv\.weight", f"{disk}.conv1d.weight", recipe=squeeze_conv),
+        *layer_rules(rf"{ours}\.conv\.bias", f"{disk}.conv1d.bias"),
+        *layer_rules(rf"{ours}\.(A_log|D|dt_bias|norm\.weight)", rf"{disk}.\2"),
+    )
+
+
+MAMBA = mamba("mixer", "mamba")
 
 GATED_EXPERTS = (
     *layer_rules(r"ffn\.router\.weight", "mlp.gate.weight"),

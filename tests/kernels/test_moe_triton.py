@@ -224,7 +224,7 @@ def test_scales_in_other_places_are_seen(tokens: int) -> None:
 def test_activations_equal_reference(tokens: int, width: int, dtype: torch.dtype) -> None:
     x_TI = draw(tokens, 4 * width, dtype=dtype)[:, : 2 * width]
     x_TI[0, 0] = torch.nan
-    for name in ("swiglu", "relu2"):
+    for name in ("swiglu", "geglu", "relu2"):
         found, expected = (getattr(ops, name)(x_TI) for ops in (ffn_triton, ffn_reference))
         assert found.dtype == dtype and found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype], equal_nan=True)

@@ -12,6 +12,7 @@ from specdec.models.mixers import (
     Lightning,
     Mamba1,
     Mamba2,
+    SharedBlock,
     ShortConv,
 )
 
@@ -42,6 +43,7 @@ def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[
         LatentAttention: _latent,
         Mamba1: _mamba1,
         Mamba2: _mamba,
+        SharedBlock: _own_of_block if layer.shares is not None else _block,
         ShortConv: _short_conv,
     }
     for i, mixer in enumerate(layer.mixers):
@@ -68,6 +70,26 @@ def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
         heads = (m.heads, m.kv_heads) if m.norm_whole else (1, 1)
         shapes |= {f"{n}_norm.weight": (h * m.head_dim,) for n, h in zip("qk", heads, strict=True)}
     return shapes
+
+
+def _own_of_block(m: SharedBlock, width: int) -> dict[str, tuple[int, ...]]:
+    """Name what each use of a shared block has for itself."""
+    inputs = dict.fromkeys("qkv" if m.adapts_attention else "", 2 * width) | ({"up": width} if m.rank else {})
+    outputs = {"up": 2 * m.ffn.width}
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (width, width)}
+    for name, size in inputs.items():
+        shapes[f"{name}_adapter.in.weight"] = m.rank, size
+        shapes[f"{name}_adapter.out.weight"] = outputs.get(name, 2 * width), m.rank
+    return shapes
+
+
+def _block(m: SharedBlock, width: int) -> dict[str, tuple[int, ...]]:
+    attention = _attention(m.attention, 2 * width)
+    attention["o.weight"] = width, m.attention.heads * m.attention.head_dim
+    shared = {f"attention.{name}": shape for name, shape in attention.items()}
+    shared |= {f"ffn.{name}": shape for name, shape in _dense(m.ffn, width).items()}
+    shared |= {"norm.weight": (2 * width,), "ffn_norm.weight": (width,)}
+    return _own_of_block(m, width) | {f"shared.{name}": shape for name, shape in shared.items()}
 
 
 def _delta_net(m: GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
@@ -128,7 +150,7 @@ def _mamba1(m: Mamba1, width: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "in.weight": (2 * m.inner, width),
         "conv.weight": (m.inner, m.conv),
-        "x.weight": (sum(m.selected.values()), m.inner),
+        "x.weight": (m.heads * sum(m.selected.values()), m.inner // m.heads),
         "dt.weight": (m.inner, m.rank),
         "dt_bias": (m.inner,),
         "A_log": (m.inner, m.state_dim),
@@ -166,7 +188,7 @@ def _short_conv(m: ShortConv, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def _dense(f: MLP, width: int) -> dict[str, tuple[int, ...]]:
-    ups = ("gate", "up") if f.activation == "swiglu" else ("up",)
+    ups = ("up",) if f.activation == "relu2" else ("gate", "up")
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (f.width, width) for n in ups}
     shapes["down.weight"] = (width, f.width)
     if f.bias:

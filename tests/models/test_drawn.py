@@ -21,6 +21,7 @@ from specdec.kernels.native.compiled import compiled
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MoE
+from specdec.models.mixers import Mamba1
 from specdec.setup.footprint import measure
 from tests.models.drawn import DRAWN
 from tests.models.random_checkpoints import Sample, draw, edit_config, read_tensors, save
@@ -54,6 +55,11 @@ class Case:
         """Read tokens at once, as transformers is right for every family."""
         found: Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
         return found
+
+    def widened(self, tokens: list[int]) -> Tensor:
+        """Read tokens in float32 by the same weights, as the model does from then on."""
+        self.model.float()
+        return self.logits(tokens)
 
     @torch.inference_mode()
     def decoded(self, tokens: list[int]) -> Tensor:
@@ -110,7 +116,11 @@ def rounds_alike(family: str, seed: int) -> bool:
 def test_bfloat16_lies_within_the_references_own_gap(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """As in test_bfloat16.py: read at once, and one by one."""
+    """As in test_bfloat16.py: read at once, and one by one.
+
+    Of Mamba-1 transformers rounds in both forms what kernels keep in float32: gates, steps, states that are
+    read. Where we lie further from it than its forms from each other, we lie no further from float32.
+    """
     found: dict[str, list[float]] = {"at once": [], "one by one": []}
     for seed in itertools.islice(filter(partial(rounds_alike, family), SEEDS), NARROW):
         folder = tmp_path_factory.mktemp("narrow")
@@ -120,14 +130,23 @@ def test_bfloat16_lies_within_the_references_own_gap(
         runner = Runner(folder, torch.bfloat16, kernels=NATIVE)
         experts = any(isinstance(layer.ffn, MoE) for layer in runner.spec.layers)
         gap = max(distance(decode_TV, prefill_TV, experts=experts), BFLOAT16_UNIT)
+        selective = any(isinstance(mixer, Mamba1) for mixer in runner.spec.mixers())
+        exact_TV = one.widened(tokens) if selective else None
         for how, chunk, forms in (
             ("at once", STEPS, (prefill_TV,)),
             ("one by one", 1, (prefill_TV, decode_TV)),
         ):
             own_TV = runner.read(tokens, chunk)
-            found[how].append(min(distance(own_TV, form_TV, experts=experts) for form_TV in forms) / gap)
-    for excess in found.values():
-        assert sum(one > 1 for one in excess) <= BFLOAT16_ASTRAY, found
+            excess = min(distance(own_TV, form_TV, experts=experts) for form_TV in forms) / gap
+            if exact_TV is not None and excess > 1:
+                own, *theirs = (
+                    distance(form_TV, exact_TV, experts=experts)
+                    for form_TV in (own_TV, prefill_TV, decode_TV)
+                )
+                excess = own / max(theirs)
+            found[how].append(excess)
+    for excesses in found.values():
+        assert sum(one > 1 for one in excesses) <= BFLOAT16_ASTRAY, found
 
 
 @pytest.mark.parametrize("family", ROUNDS_ELSEWHERE)

@@ -15,6 +15,12 @@ def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
     return F.silu(gate_TI).clamp_(max=limit).mul_(up_TI.clamp(-limit, limit))
 
 
+def geglu(gate_up_TI: Tensor) -> Tensor:
+    """Return gelu(gate) · up for rows [gate | up], by the error function."""
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    return F.gelu(gate_TI).mul_(up_TI)
+
+
 def relu2(x_TI: Tensor) -> Tensor:
     """Return the square of what is positive."""
     return torch.relu(x_TI).square_()

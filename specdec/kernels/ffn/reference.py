@@ -13,6 +13,14 @@ def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
     return F.silu(_wide(gate_TI)).to(gate_TI.dtype).clamp(max=limit) * up_TI.clamp(-limit, limit)
 
 
+def geglu(gate_up_TI: Tensor) -> Tensor:
+    """Return gelu(gate) · up for rows [gate | up], gelu(x) = x Φ(x)."""
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    wide_TI = _wide(gate_TI)
+    passed_TI: Tensor = torch.special.ndtr(wide_TI)
+    return (wide_TI * passed_TI).to(gate_TI.dtype) * up_TI
+
+
 def relu2(x_TI: Tensor) -> Tensor:
     """Return the square of what is positive."""
     return _wide(x_TI).clamp(min=0).square().to(x_TI.dtype)

@@ -22,6 +22,7 @@ ARGUMENTS = {
     "add_rms_norm": "pp nn p i f p",
     "gated_norm": "pp nnn n p n f i p",
     "swiglu": "p nn n f p",
+    "geglu": "p nn n p",
     "relu2": "p n p",
     "rotate": "p nnnn nn pp p",
     "causal_conv": "p nnn n n pp i p n p p nn ppp n ppp p p",
