@@ -47,7 +47,7 @@ class ComposedAttention(NamedTuple):
         if rotation is not None:
             q_THD, k_TJD = self.rotate(q_THD, *rotation), self.rotate(k_TJD, *rotation)
         self.append(k_TJD, v_TJD, pages, group)
-        o_THD = self.attend(q_THD, pages, group, layer.scale)
+        o_THD = self.attend(q_THD, pages, group, layer.scale, layer.window)
         if gate_THD is not None:
             o_THD = o_THD * torch.sigmoid(gate_THD)
         return o_THD.reshape(tokens, -1)

@@ -19,6 +19,8 @@ class AttentionLayer:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
+    window: int | None = None
+    """A token sees the last so many of its path, itself included. None: all of it."""
 
     @property
     def widths(self) -> list[int]:

@@ -17,7 +17,8 @@ def self_attention(
     """Run everything between the projections; mutates `pages` as the append does."""
     tokens = projected_TN.shape[0]
     q_THD = ready(projected_TN, layer, rotation, pages, group)
-    return attend_gated(q_THD, gate_of(projected_TN, layer), pages, group, layer.scale).view(tokens, -1)
+    gate_THD = gate_of(projected_TN, layer)
+    return attend_gated(q_THD, gate_THD, pages, group, layer.scale, layer.window).view(tokens, -1)
 
 
 def gate_of(projected_TN: Tensor, layer: AttentionLayer) -> Tensor | None:
