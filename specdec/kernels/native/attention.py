@@ -132,6 +132,7 @@ def self_attention(
         pointer(cos_TR),
         pointer(sin_TR),
         0 if cos_TR is None else cos_TR.shape[1],
+        layer.wide_rotation,
         pages.data_ptr(),
         *pages.stride()[:2],
         pages.shape[2],

@@ -19,6 +19,8 @@ class AttentionLayer:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
+    wide_rotation: bool = False
+    """Heads are rotated in float32 and rounded once; otherwise each product is."""
     window: int | None = None
     """A token sees the last so many of its path, itself included. None: all of it."""
 
