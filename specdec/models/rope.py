@@ -33,5 +33,5 @@ def rope_tables(
     tables = {rope: kernels.rope_table(position_T, rope.dim, rope.theta) for rope in set(ropes)}
     for rope, (cos_LR, sin_LR) in tables.items():
         if rope.turned is not None:
-            cos_LR[:, rope.turned :], sin_LR[:, rope.turned :] = 1.0, 0.0
+            cos_LR[..., rope.turned :], sin_LR[..., rope.turned :] = 1.0, 0.0
     return tables
