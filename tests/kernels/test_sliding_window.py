@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.attention import cpu, reference
+from specdec.kernels.attention import cpu, flashinfer, reference
 from specdec.kernels.attention import triton as attention_triton
 from specdec.kernels.attention.quantise import quantise
 from specdec.kernels.kv_cache import triton as kv_cache
 from specdec.kernels.native import attention as native
 from specdec.kernels.native.compiled import compiled
-from specdec.kernels.self_attention import flashinfer
 from specdec.kernels.self_attention.layer import AttentionLayer
 from tests.kernels.test_attention import (
     BLOCK,
@@ -77,7 +76,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 def layer_of(case: Case, window: int | None) -> AttentionLayer:
     (_, heads, dim), kv_heads = case.q.shape, case.k.shape[1]
-    return AttentionLayer(heads, kv_heads, dim, SCALE, False, None, None, 0.0, window)
+    return AttentionLayer(heads, kv_heads, dim, SCALE, False, None, None, 0.0, window=window)
 
 
 def by_position(case: Case, tree: Tree | None, window: int) -> Tensor:
@@ -147,9 +146,12 @@ def test_parts_of_a_window_are_merged(splits: int, monkeypatch: pytest.MonkeyPat
 
 def test_splits_are_those_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(
-        attention_triton, "choose_splits", lambda programs, longest, *_: asked.append(longest) or 1
-    )
+
+    def choose(programs: int, longest: int, queries: int, device: torch.device) -> int:
+        asked.append(longest)
+        return 1
+
+    monkeypatch.setattr(attention_triton, "choose_splits", choose)
     case = make_case((300,), 4, heads=HEADS)
     for window in (None, 17, 1000):
         _triton(case, copy_of(case.pages), window)

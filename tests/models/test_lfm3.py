@@ -28,7 +28,7 @@ def test_what_a_config_does_not_say_is_as_in_transformers() -> None:
     )
     assert network.layers[0].frame == network.layers[0].ffn_frame == spec.SANDWICH
     attention = {
-        i: own for i, layer in enumerate(network.layers) if isinstance(own := layer.mixers[0], Attention)
+        i: mixer for i, layer in enumerate(network.layers) if isinstance(mixer := layer.mixers[0], Attention)
     }
     assert [*attention] == [*range(2, 24, 2)]
     assert {i: layer.window for i, layer in attention.items()} == {
@@ -36,7 +36,7 @@ def test_what_a_config_does_not_say_is_as_in_transformers() -> None:
     }
     assert attention[2].rope == Rope(128, 1e6, turned=32, wide=True)
     assert attention[4].rope == Rope(128, 1e4, turned=64, wide=True)
-    assert all(own.head_gate for own in attention.values())
+    assert all(layer.head_gate for layer in attention.values())
 
 
 def test_the_text_of_a_vision_model_is_read(tmp_path: Path) -> None:
