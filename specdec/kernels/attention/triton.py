@@ -49,7 +49,8 @@ def attend_gated(
     tokens, heads, dim = q_THD.shape
     _, _, page, kv_heads, _ = pages_NPXJD.shape
     shared = group.width * (heads // kv_heads)
-    tile = _tile(shared, dim, q_THD.itemsize, tree=group.ancestors_BMM is not None)
+    tree = group.ancestors_BMM is not None
+    tile = _tile(shared, dim, q_THD.itemsize, tree=tree, slides=window is not None)
     blocks = triton.cdiv(shared, tile["QUERIES"])
     programs, longest = group.rows * kv_heads * blocks, group.max_length + group.width
     if window is not None:
@@ -101,7 +102,7 @@ def processors(device: torch.device) -> int:
     return count
 
 
-def _tile(shared: int, dim: int, itemsize: int, *, tree: bool) -> dict[str, int]:
+def _tile(shared: int, dim: int, itemsize: int, *, tree: bool, slides: bool) -> dict[str, int]:
     """Choose how many queries and keys meet in a program: what an H100's registers hold without a spill.
 
     Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16.
@@ -112,11 +113,12 @@ def _tile(shared: int, dim: int, itemsize: int, *, tree: bool) -> dict[str, int]
         return {"QUERIES": 16, "KEYS": 32, "BLOCK": block, "num_warps": 8, "num_stages": 2}
     queries = min(max(triton.next_power_of_2(shared), 16), 64 if large else 128)
     few_keys = large and (queries == 16 or (queries == 64 and tree))
+    few_warps = 16 if large else 32 if slides and tree else 64
     return {
         "QUERIES": queries,
         "KEYS": 32 if few_keys else 64,
         "BLOCK": block,
-        "num_warps": 8 if queries > (16 if large else 64) else 4,
+        "num_warps": 8 if queries > few_warps else 4,
         "num_stages": 2 if block <= 64 and queries == 16 and tree else 3,
     }
 
@@ -151,14 +153,15 @@ def _attend(
     if ancestors is not None:
         other = tl.arange(0, 64)
         seen_at = ancestors + (row.to(tl.int64) * width + node[:, None]) * width + other[None, :]
-        seen = tl.load(seen_at, mask=(other < width)[None, :], other=0).to(tl.int64)
+        seen = tl.load(seen_at, mask=(other < width)[None, :], other=0).to(tl.int32)
     first = 0
     if WINDOW is not None:
         if ancestors is None:
             behind = node + 1
         else:
-            behind = tl.sum(seen, axis=1).to(tl.int32)
-            seen = tl.where(tl.cumsum(seen, axis=1, reverse=True) <= WINDOW, seen, 0)
+            behind = tl.sum(seen, axis=1)
+            if WINDOW < 64:  # otherwise a path of nodes is no longer
+                seen = tl.where(tl.cumsum(seen, axis=1, reverse=True) <= WINDOW, seen, 0)
         reach = committed + behind - WINDOW
         first = tl.maximum(tl.min(reach), 0)
     begin, stop = first // KEYS * KEYS, end
@@ -171,7 +174,7 @@ def _attend(
             tl.store(peaks + split.to(tl.int64) * tokens * H + head_at, nothing, mask=store)
             return
     if ancestors is not None:
-        bits = tl.sum(seen << other[None, :].to(tl.int64), axis=1)
+        bits = tl.sum(seen.to(tl.int64) << other[None, :].to(tl.int64), axis=1)
 
     at = tl.arange(0, BLOCK)
     query = tl.load(q + head_at[:, None] * D + at[None, :], mask=(at < D)[None, :], other=0.0)
