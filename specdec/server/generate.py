@@ -10,7 +10,7 @@ from aiohttp import web
 from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.server.answers import Answers, Deadline
-from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.bodies import ASKED, Body, ChatBody, CompletionBody
 from specdec.server.chunks import Chunks
 from specdec.server.events import Expected
 from specdec.server.failures import SAME, Failure, Names, chained, naming, renamed
@@ -46,7 +46,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
         return [Echo.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)]
 
-    names = {"structured_outputs": "response_format"} if body.response_format else {}
+    names = ASKED["response_format" if body.response_format else "structured_outputs"]
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
     kept_s = body.keep_alive_s
     with naming(names), state.under_way(served, choices, until, field=field, keep_alive_s=kept_s):
@@ -97,7 +97,7 @@ async def answer_chat(
         default = max(served.default_max_tokens, body.min_tokens or 0)
         params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
         asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
-        names = chained({"prompt": "messages", "structured_outputs": asker}, names)
+        names = chained({"prompt": "messages", **ASKED[asker]}, names)
     with naming(names), state.under_way(served, params.n, until, keep_alive_s=body.keep_alive_s):
         async with until.held():
             await served.ready()

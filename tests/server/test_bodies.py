@@ -296,16 +296,17 @@ def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
     kind: type[Body], least: Mapping[str, Any]
 ) -> None:
     schema = {"type": "object", "properties": {"tags": {"type": "array", "items": {}, "uniqueItems": True}}}
-    for field, form in (
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}),
-        ("structured_outputs", {"json": schema}),
-        ("structured_outputs", {"json": json.dumps(schema)}),
+    named = {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}
+    for field, form, place in (
+        ("response_format", named, "response_format.json_schema.schema"),
+        ("structured_outputs", {"json": schema}, "structured_outputs.json"),
+        ("structured_outputs", {"json": json.dumps(schema)}, "structured_outputs.json"),
     ):
         body = read(kind, least, **{field: form})
         with pytest.raises(Failure) as caught:
             body.params()
         assert (caught.value.status, caught.value.param) == (400, field)
-        assert str(caught.value).startswith(f"{field}: json_schema: uniqueItems is not followed")
+        assert str(caught.value).startswith(f"{place}: uniqueItems is not followed")
         assert "#/properties/tags" in str(caught.value)
 
 

@@ -96,13 +96,10 @@ class LoadedAttention(LoadedMixer):
             return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
         out_TN = step.by_group(attend)
-        return self.out(out_TN if self.gate is None else self._open(out_TN, self.gate(x_TD)))
-
-    def _open(self, out_TN: Tensor, gate_TH: Tensor) -> Tensor:
-        """Multiply each head by its gate's sigmoid: a token's head is a row that is added to nothing."""
-        out_RD = out_TN.view(-1, self.layer.head_dim)
-        open_RD = self.kernels.add_gated(torch.zeros_like(out_RD), out_RD, gate_TH.reshape(-1, 1))
-        return open_RD.view_as(out_TN)
+        if self.gate is not None:
+            out_THD = out_TN.view(len(x_TD), self.layer.heads, -1)
+            out_TN = ops.gate_heads(out_THD, self.gate(x_TD)).flatten(1)
+        return self.out(out_TN)
 
     def _normalise(self, projected_TN: Tensor) -> Tensor:
         """Normalise all heads together, where that is asked for; each by itself is the kernel's business."""

@@ -22,14 +22,14 @@ async def message(request: web.Request, state: State) -> web.StreamResponse:
     body = MessageBody.read(await request.read())
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.NAMES):
+    with naming(body.names):
         asked = body.chat()
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> MessageWriter:
         return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
 
     return await answer_chat(
-        request, state, served, asked, until, write, ignored=body.ignored, names=body.NAMES
+        request, state, served, asked, until, write, ignored=body.ignored, names=body.names
     )
 
 
@@ -39,10 +39,10 @@ async def count_tokens(request: web.Request, state: State) -> web.Response:
     body = CountBody.read(await request.read())
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.NAMES), state.under_way(served, 1, until):
+    with naming(body.names), state.under_way(served, 1, until):
         asked = body.chat()
         variables, unmet = told_of(asked, asked.offer(served.calls, told=served.told), served)
-        unmet = [body.NAMES.get(name, name) for name in unmet]
+        unmet = [body.names.get(name, name) for name in unmet]
         request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
         async with until.held():
             await served.ready()

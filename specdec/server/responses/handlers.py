@@ -41,7 +41,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
         )
     before = await worked(sum(own.size for own in history), partial(_items, history))
     toolbox = Toolbox(body.tools or ())
-    with naming(body.NAMES):
+    with naming(body.names):
         asked = body.chat(before, toolbox)
 
     def keep(response: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
         return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
 
     ignored = [*toolbox.left_out, *body.ignored]
-    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.NAMES)
+    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.names)
 
 
 def _items(history: Sequence[Stored]) -> list[Item]:
