@@ -12,7 +12,7 @@ from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from specdec.server.fields import MOST_PARTS
+from specdec.server.parse import MOST_PARTS
 from tests.server.live import Answer, Live, total
 from tests.server.tools.scripted import write_scripted
 
