@@ -1,7 +1,7 @@
 """The bytes that a step must move, by kernel class, and its roofline at a bandwidth."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from specdec.bench.report import publish, table
 from specdec.errors import ConfigError
 from specdec.models import families, spec
 from specdec.models.formats import FORMATS, WeightFormat
+from specdec.models.mixers import Mixer
 from specdec.models.network import memory_layout
 from specdec.setup.footprint import Footprint, Parameter, measure
 from specdec.state_slots.layout import Layout
@@ -107,10 +108,12 @@ class TimeModel:
         states = 2 * work.rows * self.layout.state_bytes if self.layout.states else 0
         return states + work.draft_steps * (step + states)
 
-    def _kv_bytes(self, layers: int, rows: int, context: int, window: float) -> float:
-        """Count keys and values: what was committed is read once a row, what is new is written and read."""
+    def _kv_bytes(self, layers: Sequence[Mixer], rows: int, context: int, window: float) -> float:
+        """Count keys and values: what is seen was committed and is read once a row, or written and read."""
         per_layer = self.layout.block_bytes / self.layout.block_tokens / len(self.layout.kv)
-        return layers * per_layer * rows * (context + 2 * window)
+        reaches = (mixer.reach() for mixer in layers)
+        seen = sum(context if reach is None else min(context, reach - 1) for reach in reaches)
+        return per_layer * rows * (seen + 2 * window * len(layers))
 
     def _kind(self, name: str) -> str | None:
         """Name the class of kernels that reads a parameter; None: it is read by row, which is nothing."""
@@ -224,5 +227,5 @@ def render(report: Mapping[str, Any]) -> str:
     )
 
 
-def _attentions(layers: tuple[spec.Layer, ...]) -> int:
-    return sum(mixer.kv_shape() is not None for layer in layers for mixer in layer.mixers)
+def _attentions(layers: tuple[spec.Layer, ...]) -> list[Mixer]:
+    return [mixer for layer in layers for mixer in layer.mixers if mixer.kv_shape() is not None]

@@ -71,7 +71,8 @@ def attention(mixer: Attention, rows: int, width: int, length: int, item: int) -
     kv = 2 * mixer.kv_heads * mixer.head_dim * item
     query = mixer.heads * mixer.head_dim * item
     tokens = rows * width
-    return rows * (length + width) * kv + 2 * tokens * kv + tokens * query * (3 if mixer.gated else 2)
+    seen = length if mixer.window is None else min(length, mixer.window - 1)
+    return rows * (seen + width) * kv + 2 * tokens * kv + tokens * query * (3 if mixer.gated else 2)
 
 
 def move(mixer: Attention, rows: int, path: int, item: int) -> int:

@@ -94,7 +94,9 @@ class Append(Protocol):
 
 
 class Attend(Protocol):
-    def __call__(self, q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor: ...
+    def __call__(
+        self, q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+    ) -> Tensor: ...
 
 
 class GateHeads(Protocol):

@@ -11,7 +11,7 @@ from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.spec import Layer, Network
 
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 DENSE, SPARSE = "dense", "sparse"
 
 MOST_LAYERS = 1024
@@ -24,11 +24,12 @@ TIED = "tie_embedding", "tie_word_embeddings"
 _LEGACY_KINDS = {"attention": FULL, "mamba": LINEAR}
 
 
-def refuse_unsupported(fields: Fields) -> None:
-    """Refuse what no family here implements."""
+def refuse_unsupported(fields: Fields, *, slides: bool = False) -> None:
+    """Refuse what no family here implements, and windows where a family's attention does not slide."""
     announced(fields)
     fields.absent("compression_config", "weights that are not compressed: use the original checkpoint")
-    fields.absent("use_sliding_window", "full attention (false)")
+    if not slides:
+        fields.absent("use_sliding_window", "full attention (false)")
 
 
 def layer_kinds(
@@ -78,6 +79,13 @@ def rope(fields: Fields, head_dim: int, *, partial: float, theta: float = 10_000
         where = nested if "partial_rotary_factor" in nested else fields
         where.refuse("partial_rotary_factor", f"an even number of rotated entries in a head of {head_dim}")
     return Rope(dim, theta)
+
+
+def window(fields: Fields, *, default: int | None = None) -> int:
+    """Read how many tokens one attends to that slides, itself included."""
+    if fields.null("sliding_window"):
+        default = None
+    return fields.integer("sliding_window", default=default)
 
 
 def attention(

@@ -15,6 +15,7 @@ from specdec.models import (
     jamba,
     kimi_linear,
     lfm2,
+    lfm3,
     mamba,
     mamba2,
     minimax,
@@ -54,7 +55,7 @@ class Family(Protocol):
 
 _FAMILIES: tuple[Family, ...] = (
     *(qwen3, qwen3_next, qwen3_5, nemotron_h),
-    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, minimax, kimi_linear),
+    *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, lfm3, minimax, kimi_linear),
     *(bailing_hybrid, zamba2, zamba),
 )
 TITLES: Mapping[str, str] = {kind: title for family in _FAMILIES for kind, title in family.TITLES.items()}

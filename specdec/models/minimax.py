@@ -15,6 +15,7 @@ from specdec.models.blocks import (
     layer_kinds,
     refuse_unsupported,
     top_k,
+    window,
 )
 from specdec.models.feed_forward import MoE
 from specdec.models.fields import Fields
@@ -42,7 +43,6 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     refuse_unsupported(fields)
     fields.only("postnorm", True)
     fields.only("shared_intermediate_size", 0)
-    fields.absent("sliding_window", "full attention (null)")
     norm = Norm(fields.number("rms_norm_eps", default=1e-5), wide=False)
     kinds, full, experts = _kinds(fields), _attention(fields), _experts(fields)
     frames = {FULL: _frame(fields, "full_attn", "full_attention")}
@@ -89,7 +89,8 @@ def _attention(fields: Fields) -> Attention:
     rotated = fields.integer("rotary_dim", default=own.rope.dim)
     if rotated % 2 or rotated > own.head_dim:
         fields.refuse("rotary_dim", f"an even number of at most the width of a head ({own.head_dim})")
-    return replace(own, rope=replace(own.rope, dim=rotated))
+    sliding = window(fields) if "sliding_window" in fields else None
+    return replace(own, rope=replace(own.rope, dim=rotated), window=sliding)
 
 
 def _lightning(full: Attention, layer: int, layers: int) -> Lightning:

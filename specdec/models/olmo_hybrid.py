@@ -1,6 +1,7 @@
 """OLMo-Hybrid: gated delta nets behind their norms, and attention whose norms come after it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from specdec.models import rules, spec
@@ -48,7 +49,8 @@ def _attention(fields: Fields, norm: Norm) -> Attention:
             "rope_parameters", "an object whose rope_theta says whether there are positions (null: none)"
         )
     rotates = "rope_theta" in fields.within("rope_parameters")
-    return attention(fields, norm=norm, norm_whole=True, partial=1.0 if rotates else None)
+    own = attention(fields, norm=norm, norm_whole=True, partial=1.0 if rotates else None)
+    return replace(own, rope=replace(own.rope, wide=True)) if own.rope else own
 
 
 def _delta_net(fields: Fields) -> GatedDeltaNet:

@@ -1,5 +1,6 @@
 """How much arithmetic a network does while it reads a prompt: what a cached prefix saves."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,18 +16,26 @@ class ReadingWork:
     """
 
     per_token: float
-    per_pair: float
-    """Of a token and one that it attends to, itself included."""
+    per_pair: tuple[tuple[int | None, float], ...]
+    """Of a token and one that it attends to, itself included, by the number of those at most (None: all)."""
 
     @classmethod
     def of(cls, network: Network) -> Self:
+        per_pair: dict[int | None, float] = defaultdict(float)
+        for mixer in (mixer for layer in network.layers for mixer in layer.mixers):
+            per_pair[mixer.reach()] += mixer.pair_flops()
         return cls(
-            sum(_token_flops(layer, network.hidden) for layer in network.layers),
-            sum(mixer.pair_flops() for layer in network.layers for mixer in layer.mixers),
+            sum(_token_flops(layer, network.hidden) for layer in network.layers), tuple(per_pair.items())
         )
 
     def __call__(self, tokens: int) -> float:
-        return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) / 2)
+        return self.per_token * tokens + sum(own * _pairs(tokens, reach) for reach, own in self.per_pair)
+
+
+def _pairs(tokens: int, reach: int | None) -> float:
+    """Count the pairs of a prompt: each token sees one more than that before it, and then as many."""
+    growing = tokens if reach is None else min(tokens, reach)
+    return growing * (growing + 1) / 2 + (tokens - growing) * growing
 
 
 def _token_flops(layer: Layer, hidden: int) -> float:

@@ -41,6 +41,10 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {**SHAPES["qwen3.5-27b"], **FEW},
         {**CHAIN, "quantize": "fp8", "kv_dtype": "fp8", "slots": "snapshot"},
     ),
+    "lfm3": (
+        {**SHAPES["lfm3-1.7b"], "num_hidden_layers": 5},
+        {"draft": "suffix", "num_draft_tokens": 32, "num_steps": 8, "topk": 4},
+    ),
     "float32": ({**SHAPES["0.8b"], **FEW}, {**CHAIN, "dtype": "float32"}),
 }
 WHOLE = {

@@ -180,17 +180,20 @@ def test_append_and_move_equal_reference(lengths: tuple[int, ...], width: int, d
 NORMS = {"none": None, "own": torch.bfloat16, "wide": torch.float32}
 
 
-@pytest.mark.parametrize(("gated", "rotated"), [(True, 8), (False, 16), (True, 0)])
+@pytest.mark.parametrize(
+    ("gated", "rotated", "wide"), [(True, 8, False), (False, 16, False), (True, 0, False), (False, 8, True)]
+)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_layer_equals_reference(
-    dtype: torch.dtype, gated: bool, norm: str, rotated: int, split: Splitter
+    dtype: torch.dtype, gated: bool, norm: str, rotated: int, wide: bool, split: Splitter
 ) -> None:
     """In bfloat16 the pages hold what the reference writes, but for sums rounded in another order."""
     split(1 + rotated // 8)
     projected, layer, rotation, pages, group = make_layer(
         dtype, gated=gated, norm=NORMS[norm], rotated=rotated, lengths=(70, 5), tree=(-1, 0, 0, 1)
     )
+    layer = replace(layer, wide_rotation=wide)
     expected_pages = copy_of(pages)
     expected = layer_reference.self_attention(projected, layer, rotation, expected_pages, group)
     out = layer_triton.self_attention(projected, layer, rotation, pages, group)

@@ -377,6 +377,21 @@ def test_self_attention_equals_the_plain_form(
     torch.testing.assert_close(ours, theirs, rtol=KERNEL[dtype], atol=KERNEL[dtype])
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_keys_are_rounded_once_or_with_every_product(wide: bool) -> None:
+    group = attention_group([0], [trees.chain(9)])
+    pages = torch.zeros(40, 2, 16, 2, 8, dtype=torch.bfloat16)
+    layer = AttentionLayer(6, 2, 8, 0.3, False, None, None, 0.0, wide_rotation=wide)
+    rotation = rope.rope_table(torch.arange(9) * 9, 8, 1e4)
+    projected_TN = draw(9, sum(layer.widths), dtype=torch.bfloat16, seed=3)
+    native_attention.self_attention(projected_TN, layer, rotation, pages, group)
+    k_TJD = projected_TN[:, 6 * 8 : 8 * 8].view(9, 2, 8)
+    once_TJD = PLAIN["rotate"](k_TJD.float(), *rotation).bfloat16()
+    each_TJD = PLAIN["rotate"](k_TJD, *rotation)
+    assert not torch.equal(once_TJD, each_TJD)
+    assert torch.equal(pages[group.table_BN[0, 0], 0, :9], once_TJD if wide else each_TJD)
+
+
 def test_attention_rounds_its_weights_as_torch_does() -> None:
     """Rounding them not at all leaves three of four outputs as they are."""
     group = attention_group([70], [trees.chain(1)])

@@ -264,16 +264,19 @@ def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path)
     rows, width, heads, kv_heads, dim, block, blocks = 2, 3, 6, 2, 40, 16, 3
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8).repeat(rows, 1, 1)
     angle_TR = draw(rows * width, 10, seed=3)
-    for above in (None, tree):
+    for above, wide, window in ((None, 0, 0), (tree, 0, 4), (tree, 1, 2), (None, 1, 20)):
         calls.call(
             f"self_attention_{SUFFIX[dtype]}",
             *(draw(rows * width, (2 * heads + 2 * kv_heads) * dim, dtype=dtype), rows, width),
             *(heads, kv_heads, dim, 1, draw(dim, seed=1), None, 0, 1e-6, angle_TR.cos(), angle_TR.sin(), 10),
-            *(draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),),
+            *(
+                wide,
+                draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),
+            ),
             *(2 * block * kv_heads * dim, block * kv_heads * dim, block),
             *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5),
-            poisoned(rows * width, heads * dim, dtype=dtype),
-            results=(14, 23),
+            *(window, poisoned(rows * width, heads * dim, dtype=dtype)),
+            results=(15, 25),
         )
     for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])

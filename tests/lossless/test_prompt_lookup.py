@@ -1,7 +1,7 @@
-"""LFM2 beside transformers, which can take its drafts back: both look the prompt up, and say the same.
+"""LFM2 and LFM3 beside transformers, which can take drafts back: both look the prompt up and say the same.
 
-A window is the only state of a recurrent layer that transformers can wind back: here its own speculation is
-the oracle of ours.
+A convolution's window is the only state of a recurrent layer that transformers can wind back: here its own
+speculation is the oracle of ours.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ PROMPTS = ([*STEM, *STEM, 5, 9], [*range(3, 30), *range(3, 20)], [7, 7, 7, 7], [
 LENGTH = 40
 
 
-@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe", "lfm3"])
 def test_texts_are_those_of_prompt_lookup(family: str, family_folder: Callable[..., Path]) -> None:
     folder = family_folder(family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")

@@ -25,7 +25,10 @@ from tests.models.random_checkpoints import HEADS, Sample, add_tensors, head_ten
 VOCAB, HIDDEN, MAX_LENGTH = 64, 32, 256
 END = VOCAB - 1
 LAYERS = ("linear_attention", "linear_attention", "full_attention")
-OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+OUTPUTS = (
+    *("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"),
+    *("post_operator_norm.weight", "post_ffn_norm.weight"),
+)
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": VOCAB,
@@ -95,6 +98,7 @@ RECIPES: Mapping[str, tuple[float, int]] = {
     "qwen3_5_moe": (0.3, 5),
     "nemotron_h": (0.2, 4),
     **dict.fromkeys(DRAWN, (0.3, 4)),
+    "lfm3": (0.12, 4),  # of norms, which decide alone what a layer adds
 }
 """How much of the layers' outputs is left, and the seed: chosen so that at each of four depths some
 30 to 80 % of a greedy chain's tokens are accepted."""

@@ -64,6 +64,8 @@ def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
     rows |= {"v": rows["k"], "o": width}
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, width) for n, r in rows.items()}
     shapes["o.weight"] = (width, m.heads * m.head_dim)
+    if m.head_gate:
+        shapes["gate.weight"] = (m.heads, width)
     if m.bias:
         shapes |= {f"{n}.bias": (r,) for n, r in rows.items()}
     if m.qk_norm:

@@ -35,8 +35,10 @@ def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> N
     pages_NPXJD[block_T, 1, place_T] = v_TJD
 
 
-def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
-    """Let each node see its row's committed tokens, its ancestors and itself.
+def attend(
+    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+) -> Tensor:
+    """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """
@@ -44,16 +46,20 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     k_NXJD, v_NXJD = pages_NPXJD.unbind(1)
     out = []
     for row, length in enumerate(group.length_B.tolist()):
-        valid = length + width
-        block_N = group.table_BN[row, : -(-valid // block_size)]
-        k_1JLD, v_1JLD = (_gather(x_NXJD, block_N, valid, q_THD.dtype) for x_NXJD in (k_NXJD, v_NXJD))
+        first, end = 0 if window is None else max(length + 1 - window, 0), length + width
+        block_N = group.table_BN[row, first // block_size : -(-end // block_size)]
+        own = range(first % block_size, first % block_size + end - first)
+        k_1JLD, v_1JLD = (_gather(x_NXJD, block_N, own, q_THD.dtype) for x_NXJD in (k_NXJD, v_NXJD))
         q_MHD = q_THD[row * width : (row + 1) * width]
         if width == 1:
             out.append(_attend(q_MHD, k_1JLD, v_1JLD, None, scale))
         elif group.ancestors_BMM is None:
-            out += _attend_chain(q_MHD, k_1JLD, v_1JLD, scale)
+            out += _attend_chain(q_MHD, k_1JLD, v_1JLD, scale, window)
         else:
-            mask_ML = F.pad(group.ancestors_BMM[row], (length, 0), value=True)
+            mask_ML = F.pad(group.ancestors_BMM[row], (length - first, 0), value=True)
+            if window is not None:
+                # What follows on a path is as far back from its end as there are tokens from it on.
+                mask_ML &= mask_ML.flip(1).cumsum(1).flip(1) <= window
             out.append(_attend(q_MHD, k_1JLD, v_1JLD, mask_ML, scale))
     return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -85,8 +91,8 @@ def _append_narrow(kv_PMJD: Tensor, pages_NPXJD: Tensor, table_N: Tensor, start:
         written += count
 
 
-def _gather(pages_NXJD: Tensor, block_N: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Copy a row's blocks together and return their first tokens [1, J, L, D] in the queries' dtype.
+def _gather(pages_NXJD: Tensor, block_N: Tensor, places: range, dtype: torch.dtype) -> Tensor:
+    """Copy a row's blocks together and return some of their tokens [1, J, L, D] in the queries' dtype.
 
     The copy stays when the blocks follow each other in the arena: between them lie the other layers' blocks,
     so no view has one stride over all tokens.
@@ -96,17 +102,23 @@ def _gather(pages_NXJD: Tensor, block_N: Tensor, length: int, dtype: torch.dtype
     if row_NXJD.dtype != dtype:
         row_NXJD = row_NXJD.to(dtype)
     # What reshape, slice, transpose and unsqueeze would say, at a quarter of their cost.
-    return row_NXJD.as_strided((1, heads, length, dim), (row_NXJD.numel(), dim, heads * dim, 1))
+    strides = (row_NXJD.numel(), dim, heads * dim, 1)
+    return row_NXJD.as_strided((1, heads, len(places), dim), strides, places.start * heads * dim)
 
 
-def _attend_chain(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, scale: float) -> list[Tensor]:
-    """Attend causally, a part of the queries at a time, each to the keys up to its last token."""
+def _attend_chain(
+    q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, scale: float, window: int | None
+) -> list[Tensor]:
+    """Attend causally, a part of the queries at a time, each to the keys that any of it sees."""
     out, before = [], k_1JLD.shape[2] - len(q_MHD)
     for part_MHD in torch.split(q_MHD, QUERIES):
-        seen = before + len(part_MHD)
-        mask_ML = torch.full((len(part_MHD), seen), -torch.inf, dtype=q_MHD.dtype, device=q_MHD.device)
-        mask_ML.triu_(before + 1)
-        out.append(_attend(part_MHD, k_1JLD[:, :, :seen], v_1JLD[:, :, :seen], mask_ML, scale))
+        first, seen = 0 if window is None else max(before + 1 - window, 0), before + len(part_MHD)
+        hidden_ML = q_MHD.new_full((len(part_MHD), seen - first), -torch.inf)
+        mask_ML = hidden_ML.triu(before - first + 1)
+        if window is not None:
+            mask_ML += hidden_ML.tril_(before - first - window)
+        own = slice(first, seen)
+        out.append(_attend(part_MHD, k_1JLD[:, :, own], v_1JLD[:, :, own], mask_ML, scale))
         before = seen
     return out
 

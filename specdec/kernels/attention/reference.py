@@ -17,8 +17,10 @@ def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> N
             pages_NPXJD[block, 1, place] = v_TJD[row * group.width + node]
 
 
-def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
-    """Let each node see its row's committed tokens, its ancestors and itself.
+def attend(
+    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+) -> Tensor:
+    """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """
@@ -26,7 +28,8 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     for row in range(group.rows):
         length = int(group.length_B[row])
         for node in range(group.width):
-            seen = [*range(length), *(length + other for other in _visible(group, row, node))]
+            path = [*range(length), *(length + other for other in _visible(group, row, node))]
+            seen = path if window is None else path[-window:]
             places = [_locate(pages_NPXJD, group, row, position) for position in seen]
             kv_PLJD = torch.stack([pages_NPXJD[block, :, place] for block, place in places], dim=1)
             token = row * group.width + node

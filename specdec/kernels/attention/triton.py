@@ -26,25 +26,35 @@ LEAST = 128
 MOST_SPLITS = 128
 
 
-def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
-    """Let each node see its row's committed tokens, its ancestors and itself.
+def attend(
+    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+) -> Tensor:
+    """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """
-    return attend_gated(q_THD, None, pages_NPXJD, group, scale)
+    return attend_gated(q_THD, None, pages_NPXJD, group, scale, window)
 
 
 def attend_gated(
-    q_THD: Tensor, gate_THD: Tensor | None, pages_NPXJD: Tensor, group: Group, scale: float
+    q_THD: Tensor,
+    gate_THD: Tensor | None,
+    pages_NPXJD: Tensor,
+    group: Group,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend, and multiply by the sigmoid of the gate, a view whose heads may lie apart."""
     q_THD = q_THD.contiguous()
     tokens, heads, dim = q_THD.shape
     _, _, page, kv_heads, _ = pages_NPXJD.shape
     shared = group.width * (heads // kv_heads)
-    tile = _tile(shared, dim, q_THD.itemsize, tree=group.ancestors_BMM is not None)
+    tree = group.ancestors_BMM is not None
+    tile = _tile(shared, dim, q_THD.itemsize, tree=tree, slides=window is not None)
     blocks = triton.cdiv(shared, tile["QUERIES"])
     programs, longest = group.rows * kv_heads * blocks, group.max_length + group.width
+    if window is not None:
+        longest = min(longest, window + group.width)
     splits = choose_splits(programs, longest, tile["QUERIES"], q_THD.device)
     out_THD = torch.empty_like(q_THD)
     part_STHD, peak_STH, sum_STH = out_THD, out_THD, out_THD
@@ -62,6 +72,7 @@ def attend_gated(
         *(group.width, group.table_BN.stride(0), block_stride(pages_NPXJD), tokens),
         *(splits, scale / math.log(2)),
         **{"H": heads, "J": kv_heads, "D": dim, "PAGE": page, "SPLIT": splits > 1, "LEAST": LEAST},
+        WINDOW=window,
         **gated,
         **tile,
     )
@@ -91,7 +102,7 @@ def processors(device: torch.device) -> int:
     return count
 
 
-def _tile(shared: int, dim: int, itemsize: int, *, tree: bool) -> dict[str, int]:
+def _tile(shared: int, dim: int, itemsize: int, *, tree: bool, slides: bool) -> dict[str, int]:
     """Choose how many queries and keys meet in a program: what an H100's registers hold without a spill.
 
     Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16.
@@ -102,11 +113,12 @@ def _tile(shared: int, dim: int, itemsize: int, *, tree: bool) -> dict[str, int]
         return {"QUERIES": 16, "KEYS": 32, "BLOCK": block, "num_warps": 8, "num_stages": 2}
     queries = min(max(triton.next_power_of_2(shared), 16), 64 if large else 128)
     few_keys = large and (queries == 16 or (queries == 64 and tree))
+    few_warps = 16 if large else 32 if slides and tree else 64
     return {
         "QUERIES": queries,
         "KEYS": 32 if few_keys else 64,
         "BLOCK": block,
-        "num_warps": 8 if queries > (16 if large else 64) else 4,
+        "num_warps": 8 if queries > few_warps else 4,
         "num_stages": 2 if block <= 64 and queries == 16 and tree else 3,
     }
 
@@ -119,7 +131,7 @@ def _attend(
     q, pages, table, length, ancestors, gate, out, part, peaks, sums,
     width, tables, block_stride, tokens, splits, scale,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    LEAST: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
+    LEAST: tl.constexpr, WINDOW: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     G: tl.constexpr = H // J
@@ -138,19 +150,31 @@ def _attend(
         end = committed + tl.minimum((block * QUERIES + QUERIES - 1) // G + 1, width)
     else:
         end = committed + width
-    begin, stop = 0, end
+    if ancestors is not None:
+        other = tl.arange(0, 64)
+        seen_at = ancestors + (row.to(tl.int64) * width + node[:, None]) * width + other[None, :]
+        seen = tl.load(seen_at, mask=(other < width)[None, :], other=0).to(tl.int32)
+    first = 0
+    if WINDOW is not None:
+        if ancestors is None:
+            behind = node + 1
+        else:
+            behind = tl.sum(seen, axis=1)
+            if WINDOW < 64:  # otherwise a path of nodes is no longer
+                seen = tl.where(tl.cumsum(seen, axis=1, reverse=True) <= WINDOW, seen, 0)
+        reach = committed + behind - WINDOW
+        first = tl.maximum(tl.min(reach), 0)
+    begin, stop = first // KEYS * KEYS, end
     if SPLIT:
-        each = tl.cdiv(tl.maximum(tl.cdiv(end, splits), LEAST), KEYS) * KEYS
-        begin, stop = split * each, tl.minimum((split + 1) * each, end)
+        each = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), KEYS) * KEYS
+        begin += split * each
+        stop = tl.minimum(begin + each, end)
         if begin >= end:
             nothing = tl.full([QUERIES], -float("inf"), tl.float32)
             tl.store(peaks + split.to(tl.int64) * tokens * H + head_at, nothing, mask=store)
             return
     if ancestors is not None:
-        other = tl.arange(0, 64)
-        seen_at = ancestors + (row.to(tl.int64) * width + node[:, None]) * width + other[None, :]
-        seen = tl.load(seen_at, mask=(other < width)[None, :], other=0).to(tl.int64)
-        bits = tl.sum(seen << other[None, :].to(tl.int64), axis=1)
+        bits = tl.sum(seen.to(tl.int64) << other[None, :].to(tl.int64), axis=1)
 
     at = tl.arange(0, BLOCK)
     query = tl.load(q + head_at[:, None] * D + at[None, :], mask=(at < D)[None, :], other=0.0)
@@ -161,7 +185,7 @@ def _attend(
     pages += kv_head * D
     for start in range(begin, stop, KEYS):
         position = start + tl.arange(0, KEYS)
-        valid = position < end
+        valid = (position >= first) & (position < end)
         page = tl.load(table + position // PAGE, mask=valid, other=0)
         from_page = page * (block_stride.to(tl.int64) * 16) + position % PAGE * (J * D)
         key_at = pages + from_page[:, None] + at[None, :]
@@ -175,10 +199,15 @@ def _attend(
         own = position - committed
         if ancestors is None:
             visible = own[None, :] <= node[:, None]
+            if WINDOW is not None:
+                visible &= position[None, :] >= reach[:, None]
         else:
             bit = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
             named = ((bits[:, None] >> bit[None, :]) & 1) != 0
-            visible = (own < 0)[None, :] | (named & (own < width)[None, :])
+            before = (own < 0)[None, :]
+            if WINDOW is not None:
+                before &= position[None, :] >= reach[:, None]
+            visible = before | ((own >= 0) & (own < width))[None, :] & named
         score = tl.where(visible, score, -float("inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         # A node that sees nothing of a tile has no peak yet.

@@ -66,26 +66,35 @@ def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
     return x_THW * sigmoid(gate_TH).unsqueeze(-1)
 
 
-def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor:
+def attend(
+    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+) -> Tensor:
     """Attend to pages of 8 bits in C, which reads a row's blocks from a copy of the queries' dtype.
 
     So a token's sums depend on its window no more than they do in pages of that dtype.
     """
     if not serves(q_THD):
-        return attention.attend(q_THD, pages_NPXJD, group, scale)
+        return attention.attend(q_THD, pages_NPXJD, group, scale, window)
     (_, heads, dim), size = q_THD.shape, pages_NPXJD.shape[2]
     layer = AttentionLayer(
-        heads, pages_NPXJD.shape[3], dim, scale, gated=False, q_norm_D=None, k_norm_D=None, eps=0.0
+        *(heads, pages_NPXJD.shape[3], dim, scale),
+        gated=False,
+        q_norm_D=None,
+        k_norm_D=None,
+        eps=0.0,
+        window=window,
     )
     out, window_M = [], torch.arange(group.width)
     for row, length in enumerate(group.length_B.tolist()):
-        block_N = group.table_BN[row, : -(-(length + group.width) // size)]
+        skipped = 0 if window is None else max(length + 1 - window, 0) // size
+        block_N = group.table_BN[row, skipped : -(-(length + group.width) // size)]
+        length -= skipped * size
         own_NPXJD = pages_NPXJD.index_select(0, block_N).to(q_THD.dtype)
         own = replace(
             group,
             rows=1,
             table_BN=torch.arange(len(block_N))[None],
-            length_B=group.length_B[row : row + 1],
+            length_B=torch.tensor([length]),
             ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM[row : row + 1],
         )
         # The form appends what it is given: the window's own keys and values, rounded as they were written.
@@ -128,6 +137,7 @@ def self_attention(
         pointer(cos_TR),
         pointer(sin_TR),
         0 if cos_TR is None else cos_TR.shape[1],
+        layer.wide_rotation,
         pages.data_ptr(),
         *pages.stride()[:2],
         pages.shape[2],
@@ -136,6 +146,7 @@ def self_attention(
         group.length_B.data_ptr(),
         pointer(group.ancestors_BMM),
         layer.scale,
+        layer.window or 0,
         out_TN.data_ptr(),
     )
     return out_TN

@@ -36,7 +36,7 @@ ARGUMENTS = {
     "selective_scan": "pn pn pn pp ppp p nnnnn p n p p p ppp n ppp p",
     "move": "p nn nn p nn pp n",
     "tensor_op": "p",
-    "self_attention": "p nnnnn i pp i f pp n p nn n p n p p f p",
+    "self_attention": "p nnnnn i pp i f pp ni p nn n p n p p f n p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 

@@ -45,9 +45,12 @@ class ComposedAttention(NamedTuple):
         if layer.k_norm_D is not None:
             k_TJD = self.rms_norm(k_TJD, layer.k_norm_D, layer.eps)
         if rotation is not None:
-            q_THD, k_TJD = self.rotate(q_THD, *rotation), self.rotate(k_TJD, *rotation)
+            wide = torch.promote_types(q_THD.dtype, torch.float32) if layer.wide_rotation else q_THD.dtype
+            q_THD, k_TJD = (
+                self.rotate(x_THD.to(wide), *rotation).to(x_THD.dtype) for x_THD in (q_THD, k_TJD)
+            )
         self.append(k_TJD, v_TJD, pages, group)
-        o_THD = self.attend(q_THD, pages, group, layer.scale)
+        o_THD = self.attend(q_THD, pages, group, layer.scale, layer.window)
         if gate_THD is not None:
             o_THD = o_THD * torch.sigmoid(gate_THD)
         return o_THD.reshape(tokens, -1)

@@ -31,7 +31,7 @@ class Attention:
     ) -> Tensor:
         """Run everything between the projections; mutates `pages` as the append does."""
         taken = supports(group, layer, pages)
-        _tell(group.width, pages.dtype, layer.heads, layer.kv_heads, layer.head_dim, taken)
+        _tell(group.width, pages.dtype, layer.heads, layer.kv_heads, layer.head_dim, layer.window, taken)
         if not taken:
             return triton.self_attention(projected_TN, layer, rotation, pages, group)
         self._scratch = self._scratch or Scratch.on(pages.device)
@@ -44,9 +44,13 @@ class Attention:
 
 
 @cache
-def _tell(width: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, taken: bool) -> None:
+def _tell(
+    width: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, sliding: int | None, taken: bool
+) -> None:
     """Say once for each kind of window who attends."""
     name = "FlashInfer's XQA" if taken else "Triton"
+    past = f", sliding over {sliding} tokens" if sliding else ""
     logger.info(
-        "attention of %d over %d heads of %d, %s, window %d: %s", heads, kv_heads, dim, dtype, width, name
+        *("attention of %d over %d heads of %d, %s%s, window %d: %s", heads, kv_heads, dim, dtype, past),
+        *(width, name),
     )

@@ -1,6 +1,6 @@
 """The parameters of one layer: an attention layer between its projections."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
@@ -19,6 +19,11 @@ class AttentionLayer:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
+    _: KW_ONLY
+    wide_rotation: bool = False
+    """Heads are rotated in float32 and rounded once; otherwise each product is."""
+    window: int | None = None
+    """A token sees the last so many of its path, itself included. None: all of it."""
 
     @property
     def widths(self) -> list[int]:

@@ -17,7 +17,8 @@ def self_attention(
     """Run everything between the projections; mutates `pages` as the append does."""
     tokens = projected_TN.shape[0]
     q_THD = ready(projected_TN, layer, rotation, pages, group)
-    return attend_gated(q_THD, gate_of(projected_TN, layer), pages, group, layer.scale).view(tokens, -1)
+    gate_THD = gate_of(projected_TN, layer)
+    return attend_gated(q_THD, gate_THD, pages, group, layer.scale, layer.window).view(tokens, -1)
 
 
 def gate_of(projected_TN: Tensor, layer: AttentionLayer) -> Tensor | None:
@@ -46,6 +47,7 @@ def ready(
         layer.eps,
         **{"H": heads, "J": kv_heads, "D": dim, "R": 0 if cos_TR is None else cos_TR.shape[1]},
         GATED=layer.gated,
+        WIDE=layer.wide_rotation,
         OWN=norm is not None and norm.dtype == projected_TN.dtype and norm.itemsize < 4,
         PAGE=pages.shape[2],
         BLOCK=triton.next_power_of_2(dim),
@@ -58,7 +60,7 @@ def ready(
 def _ready(
     projected, q_weight, k_weight, cos, sin, q, pages, table, length, width, tables, block_stride, eps,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
-    OWN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    WIDE: tl.constexpr, OWN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = q.dtype.element_ty
@@ -80,11 +82,12 @@ def _ready(
         if R > 0:
             turned = at < 2 * R
             angle = token * R + at % R
-            c = tl.load(cos + angle, mask=turned, other=1.0).to(kind).to(tl.float32)
-            s = tl.load(sin + angle, mask=turned, other=0.0).to(kind).to(tl.float32)
+            # Every product is rounded by itself, or none.
+            part = tl.float32 if WIDE else kind
+            c = tl.load(cos + angle, mask=turned, other=1.0).to(part).to(tl.float32)
+            s = tl.load(sin + angle, mask=turned, other=0.0).to(part).to(tl.float32)
             s = tl.where(at < R, -s, s)
-            # Every product is rounded by itself.
-            along, across = (value * c).to(kind).to(tl.float32), (other * s).to(kind).to(tl.float32)
+            along, across = (value * c).to(part).to(tl.float32), (other * s).to(part).to(tl.float32)
             value = tl.where(turned, (along + across).to(kind).to(tl.float32), value)
     if unit < H:
         tl.store(q + (token * H + unit) * D + at, value.to(kind), mask=mask)

@@ -1,4 +1,4 @@
-"""Softmax attention over the KV cache, with rope, norms of queries and keys, and an output gate."""
+"""Softmax attention over the KV cache or a window of it, with rope, norms of queries and keys, and gates."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -34,6 +34,10 @@ class Attention(Mixer):
     """Of one whose projections have biases: the last one too."""
     norm_whole: bool = False
     """The norm is of all query heads together, and of all key heads."""
+    window: int | None = None
+    """A token attends to the last so many, itself included. None: to all."""
+    head_gate: bool = False
+    """A projection of its own gives each head a number, by whose sigmoid its output is multiplied."""
 
     kind: ClassVar[str] = "attention"
 
@@ -46,10 +50,14 @@ class Attention(Mixer):
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         wide = self.heads * self.head_dim
         rows = wide * (2 if self.gated else 1) + 2 * self.kv_heads * self.head_dim
-        return {"attention in": (rows, hidden), "attention out": (hidden, wide)}
+        gate = {"attention gate": (self.heads, hidden)} if self.head_gate else {}
+        return {"attention in": (rows, hidden), **gate, "attention out": (hidden, wide)}
 
     def pair_flops(self) -> float:
         return 4.0 * self.heads * self.head_dim
+
+    def reach(self) -> int | None:
+        return self.window
 
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedAttention":
         return LoadedAttention(self, weights, kernels, place)
@@ -70,9 +78,12 @@ class LoadedAttention(LoadedMixer):
             q_norm_D=None if s.norm_whole else self.q_norm_D,
             k_norm_D=None if s.norm_whole else self.k_norm_D,
             eps=norm.eps if norm else 0.0,
+            wide_rotation=s.rope is not None and s.rope.wide,
+            window=s.window,
         )
         rows = dict(zip("qkv", self.layer.widths, strict=True))
         self.project: Projection = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
+        self.gate = Linear.load(weights, kernels, {"gate": s.heads}, place.reads) if s.head_gate else None
         inner, bias = s.heads * s.head_dim, s.bias and s.out_bias
         self.out = Linear.load(weights, kernels, {"o": place.writes}, inner, bias=bias)
 
@@ -85,7 +96,11 @@ class LoadedAttention(LoadedMixer):
             own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
             return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
-        return self.out(step.by_group(attend))
+        out_TN = step.by_group(attend)
+        if self.gate is not None:
+            out_THD = out_TN.view(len(x_TD), self.layer.heads, -1)
+            out_TN = ops.gate_heads(out_THD, self.gate(x_TD)).flatten(1)
+        return self.out(out_TN)
 
     def used_at(self, kv: int, project: Projection) -> "LoadedAttention":
         """Return attention by the same weights but the first product's, over KV of its own."""

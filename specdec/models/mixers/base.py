@@ -117,6 +117,10 @@ class Mixer(ABC):
         """Count the arithmetic of a token and one that it attends to, itself included."""
         return 0.0
 
+    def reach(self) -> int | None:
+        """Say to how many tokens one attends at most, itself included; None: to all before it."""
+        return None
+
     @abstractmethod
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> LoadedMixer:
         """Take the weights, by names relative to the layer's."""

@@ -32,6 +32,7 @@ def draw(rng: Random) -> PreTrainedConfig:
         intermediate_size=rng.choice([6, 16]),
         num_local_experts=experts,
         num_experts_per_tok=rng.choice([1, 2]),
+        sliding_window=rng.choice([None, None, 5, 40]),
     )
 
 
@@ -53,7 +54,7 @@ def agreeing(common: Mapping[str, Any]) -> PreTrainedConfig:
 REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"postnorm": False}, "postnorm", "True"),
     ({"shared_intermediate_size": 8}, "shared_intermediate_size", "0"),
-    ({"sliding_window": 64}, "sliding_window", "full attention"),
+    ({"sliding_window": 0}, "sliding_window", "at least 1"),
     ({"attention_bias": True}, "attention_bias", "without biases"),
     ({"hidden_act": "gelu"}, "hidden_act", "'silu'"),
     ({"rotary_dim": 10}, "rotary_dim", "at most the width of a head (8)"),
