@@ -138,7 +138,7 @@ def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visi
             yield ("read", "preempted"), longest, generate(engine, longest)
         del fields["memory_bytes"]
     if kept := [place for place in places if place[0] == "kept"]:
-        with drafting_engine(folder, drafter, cases, chunk_tokens=5, prefix_cache=True, **fields) as (
+        with drafting_engine(folder, drafter, cases, chunk_tokens=11, prefix_cache=True, **fields) as (
             engine,
             _,
         ):
