@@ -8,6 +8,7 @@ import torch
 
 from specdec.errors import CheckpointError
 from specdec.models import (
+    bailing_hybrid,
     bamba,
     falcon_h1,
     granite,
@@ -52,6 +53,7 @@ class Family(Protocol):
 _FAMILIES: tuple[Family, ...] = (
     *(qwen3, qwen3_next, qwen3_5, nemotron_h),
     *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, minimax, kimi_linear),
+    bailing_hybrid,
 )
 TITLES: Mapping[str, str] = {kind: title for family in _FAMILIES for kind, title in family.TITLES.items()}
 HEADLESS = tuple(kind for family in _FAMILIES if not family.HAS_MTP for kind in family.TITLES)
