@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
-from tests.lossless.cases import LOGPROBS
+from tests.lossless.cases import EXACT
 from tests.server.tools.scripted import write_scripted
 from tests.text.test_text import cut
 
@@ -42,7 +42,7 @@ def test_a_prompts_tokens_are_as_likely_as_when_they_were_written(
         assert [own.token_id for own in found if own] == list(after.prompt_token_ids[1:])
         for (token, logprob, top), own in zip(plain(before), found[-30:], strict=True):
             assert own
-            assert (own.token_id, own.logprob) == (token, pytest.approx(logprob, abs=LOGPROBS))
+            assert (own.token_id, own.logprob) == (token, pytest.approx(logprob, abs=EXACT))
             assert [alternative for alternative, _ in own.top] == [alternative for alternative, _ in top]
     assert read[2].prompt_logprobs is None
 
@@ -134,4 +134,4 @@ def test_a_prompt_may_be_read_alone(hybrid: Path, fields: dict[str, Any]) -> Non
         for mine, other in zip(own.prompt_logprobs[1:], written.prompt_logprobs[1:], strict=True):
             assert mine and other
             assert mine.token_id == other.token_id
-            assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROBS)
+            assert mine.logprob == pytest.approx(other.logprob, abs=EXACT)

@@ -13,14 +13,17 @@ from specdec import Completion, SamplingParams, SpecEngine, Structure, ThinkingS
 from specdec.core.batch import StepReport
 from specdec.core.outputs import TokenLogprob
 from specdec.core.scheduler import StepPlan
+from specdec.models.feed_forward import MoE
+from specdec.models.spec import Network
 from specdec.state_slots.layout import Layout
 from tests.draft.oracle import Oracle
 from tests.models.agreeing import END, VOCAB
+from tests.tolerances import FLOAT64_LOGITS
 
 LONGEST = 64
 FEW = 4
-LOGPROBS = 1e-9
-"""How far log-probabilities may lie from those of plain decoding in float64."""
+EXACT = 1e-9
+"""How far numbers may lie from those of plain decoding in float64, where no router rounds."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "chain": {"num_steps": 4, "topk": 1, "num_draft_tokens": 5},
     "tree": {"num_steps": 4, "topk": 3, "num_draft_tokens": 11},
@@ -202,7 +205,7 @@ def generate(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]
 
 
 def differences(
-    cases: Sequence[Case], found: Sequence[Sequence[Completion]], *, within: float = LOGPROBS
+    cases: Sequence[Case], found: Sequence[Sequence[Completion]], *, within: float = EXACT
 ) -> list[str]:
     """Name what differs from plain decoding: tokens, text, the reason of the end, log-probabilities."""
     wrong = []
@@ -214,6 +217,16 @@ def differences(
             if not _logprobs_agree(expected, got, within):
                 wrong.append(f"{case.feature} {i}: logprobs")
     return wrong
+
+
+def rounding(network: Network, exact: float = EXACT) -> float:
+    """Say how far numbers may lie from plain decoding's in float64: `exact`, where no router rounds.
+
+    A sigmoid router rounds to float32 whatever the model's type, unless it is a narrow one.
+    """
+    experts = [layer.ffn for layer in network.layers if isinstance(layer.ffn, MoE)]
+    wide = any(own.router == "sigmoid" and not own.narrow_router for own in experts)
+    return max(exact, FLOAT64_LOGITS) if wide else exact
 
 
 def _logprobs_agree(expected: Completion, got: Completion, within: float) -> bool:

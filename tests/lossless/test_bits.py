@@ -4,6 +4,7 @@ Log-probabilities with drafts are those without, to the bit: in float32, in whol
 but for large weights that a processor's matrix units multiply.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -17,16 +18,20 @@ from specdec.kernels.native.compiled import compiled
 from tests.draft.oracle import Oracle
 from tests.lossless.cases import SHAPES, preempt_each
 from tests.models.agreeing import END, VOCAB
+from tests.models.representatives import EVERY_CELL, REPRESENTATIVES
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 
-FAMILIES = ["qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"]
 FORMATS = [
     ("float32", None),
     ("bfloat16", None),
     ("bfloat16", "int8"),
     ("bfloat16", "int4"),
     ("float32", "int4"),
+]
+CASES = [
+    *itertools.product(EVERY_CELL, FORMATS),
+    *itertools.product((own for own in REPRESENTATIVES if own not in EVERY_CELL), FORMATS[2::2]),
 ]
 TOKENS, LENGTHS = 24, (1, 7, 40, 130)
 
@@ -69,12 +74,11 @@ def drafted(
     return found
 
 
-@pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "form"), CASES)
 def test_numbers_with_drafts_are_those_without(
-    family_folder: Callable[[str], Path], family: str, dtype: str, quantize: str | None
+    family_folder: Callable[[str], Path], family: str, form: tuple[str, str | None]
 ) -> None:
-    folder, fields = family_folder(family), settings(dtype, quantize)
+    folder, fields = family_folder(family), settings(*form)
     with SpecEngine(folder, draft="none", **fields) as engine:
         plain = ask(engine, together=False)
         assert numbers(ask(engine, together=True)) == numbers(plain)
@@ -99,7 +103,7 @@ def test_keys_of_8_bits_give_the_same_numbers_too(folder: Path, dtype: str, quan
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", EVERY_CELL)
 def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
     family_folder: Callable[[str], Path], family: str, dtype: str, quantize: str | None
 ) -> None:

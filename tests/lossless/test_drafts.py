@@ -23,8 +23,9 @@ from tests.lossless.cases import (
     generate,
     memory_for,
 )
-from tests.models.agreeing import CONFIGS, END, VOCAB
+from tests.models.agreeing import END, VOCAB
 from tests.models.random_checkpoints import HEADS
+from tests.models.representatives import EVERY_CELL, REPRESENTATIVES
 from tests.models.runner import Runner
 from tests.tolerances import FLOAT32_GAP
 
@@ -79,7 +80,7 @@ def test_heads_agree_in_part(folder: Folder, family: str) -> None:
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_deep_trees_and_full_acceptance(folder: Folder, family: str, backing: str) -> None:
     cases = plain(folder(family), 6)
     outcomes = Counter[str]()
@@ -102,7 +103,7 @@ def test_deep_trees_and_full_acceptance(folder: Folder, family: str, backing: st
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "suffix", "self-int4", "auto"])
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", EVERY_CELL)
 def test_a_shape_chosen_by_the_clock_changes_nothing(
     folder: Folder, family: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +202,7 @@ def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str
 
 
 @pytest.mark.skipif(not compiled(), reason="needs a C compiler")
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_float32_in_the_kernels_that_users_get(folder: Folder, family: str) -> None:
     """Narrow and wide windows round differently there: a text may part where two tokens nearly tie."""
     exact = plain(folder(family), 12)

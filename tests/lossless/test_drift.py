@@ -1,20 +1,27 @@
-"""4,000 tokens in windows of drafts leave the state that they leave when each is read by itself."""
+"""Thousands of tokens in windows of drafts leave the state that they leave when each is read by itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
 from specdec.core.batch import StepReport
 from tests.draft.oracle import Oracle
+from tests.models.agreeing import VOCAB, write_agreeing
+from tests.models.random_checkpoints import edit_config
+from tests.models.representatives import REPRESENTATIVES, parts
 from tests.tolerances import DRIFT_FLOAT32
 
-TOKENS, PROMPT = 4000, (1, 2, 3)
-LENGTH = 4096
-PARAMS = SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=3, ignore_eos=True)
+PROMPT, LENGTH = (1, 2, 3), 4096
+CASES = [
+    *(("qwen3_5", kernels, 4000) for kernels in ("auto", "cpu")),
+    *((family, "auto", 1000) for family in REPRESENTATIVES[1:] if (True, False) not in parts(family)),
+]
+"""A long text, and a shorter one of every other mixer that keeps a state."""
 
 
 def run(
@@ -29,7 +36,8 @@ def run(
             assert request.committed and not request.committed.path
             assert request.num_computed_tokens == len(request.tokens) - 1
             for layer in range(len(engine.model.settings.layout.states)):
-                states.append(loop.arena.recurrent(layer).state_SHKW[request.committed.state].clone())
+                memory, slot = loop.arena.recurrent(layer), request.committed.state
+                states.append(torch.cat([x[slot].flatten() for x in (memory.state_SHKW, memory.window_SIC)]))
 
     loop.observers.append(copy_states)
     done = engine.generate([prompt], params)[0]
@@ -37,34 +45,34 @@ def run(
     return [*prompt, *done.token_ids], states
 
 
-@pytest.fixture(scope="module")
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(max_position_embeddings=LENGTH)
-
-
-@pytest.mark.parametrize("kernels", ["auto", "cpu"])
-def test_the_state_after_4000_tokens_of_drafts(folder: Path, kernels: str) -> None:
+@pytest.mark.parametrize(("family", "kernels", "tokens"), CASES)
+def test_the_state_after_thousands_of_tokens_of_drafts(
+    family: str, kernels: str, tokens: int, tmp_path: Path
+) -> None:
+    write_agreeing(tmp_path, family)
+    edit_config(tmp_path, max_position_embeddings=LENGTH)
+    params = SamplingParams(max_tokens=tokens, temperature=0.8, seed=3, ignore_eos=True)
     fields: dict[str, Any] = {
         "dtype": "float32",
         "kernels": kernels,
         "max_model_len": LENGTH,
         "max_running": 1,
     }
-    with SpecEngine(folder, draft="none", **fields) as engine:
-        truth, expected = run(engine, PROMPT, PARAMS)
+    with SpecEngine(tmp_path, draft="none", **fields) as engine:
+        truth, expected = run(engine, PROMPT, params)
     shape: dict[str, Any] = {"num_steps": 5, "topk": 3, "num_draft_tokens": 18}
-    with SpecEngine(folder, draft="ngram", adaptive=False, **shape, **fields) as engine:
+    with SpecEngine(tmp_path, draft="ngram", adaptive=False, **shape, **fields) as engine:
         speculation = engine.model.loop.speculation
         speculation.drafters.clear()
-        speculation.add_drafter(Oracle([truth], vocab=320, rate=0.8))
-        said, found = run(engine, PROMPT, PARAMS)
+        speculation.add_drafter(Oracle([truth], vocab=VOCAB, rate=0.8))
+        said, found = run(engine, PROMPT, params)
         counts = engine.model.loop.counts
-    assert len(said) == TOKENS + len(PROMPT) and counts.accepted > TOKENS / 3
+    assert len(said) == tokens + len(PROMPT) and counts.accepted > tokens / 3
     print(f"steps by accepted tokens: {dict(sorted(counts.histogram.items()))}")
-    assert all(counts.histogram[accepted] > 50 for accepted in range(5))
+    assert all(counts.histogram[accepted] > tokens / 100 for accepted in range(5))
     if said != truth:  # rounding decided between two tokens: read what was said, a token at a time
-        with SpecEngine(folder, draft="none", chunk_tokens=1, **fields) as engine:
-            _, expected = run(engine, said[:-1], PARAMS.model_copy(update={"max_tokens": 1}))
+        with SpecEngine(tmp_path, draft="none", chunk_tokens=1, **fields) as engine:
+            _, expected = run(engine, said[:-1], params.model_copy(update={"max_tokens": 1}))
     drifts = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
-    print(f"after {TOKENS} tokens: {', '.join(f'{drift:.1e}' for drift in drifts)}")
+    print(f"after {tokens} tokens: {', '.join(f'{drift:.1e}' for drift in drifts)}")
     assert max(drifts) < DRIFT_FLOAT32

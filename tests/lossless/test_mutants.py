@@ -21,22 +21,17 @@ from specdec.state_slots.window import Row
 from specdec.verify import choose as choosing
 from specdec.verify.choose import Node
 from specdec.verify.walk import AcceptedPath, walk
-from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
+from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate
+from tests.models.representatives import EVERY_CELL, REPRESENTATIVES, parts
 
-FAMILIES = ("qwen3_5", "nemotron_h")
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
+Known = Callable[[str], tuple[Path, list[Case]]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def known(request: pytest.FixtureRequest, family_folder: Callable[..., Path]) -> tuple[Path, list[Case]]:
-    folder = family_folder(request.param)
-    return folder, plain_cases(folder)
-
-
-def keeps_the_texts(known: tuple[Path, list[Case]], backing: str = "record") -> bool:
+def keeps_the_texts(known: Known, family: str, backing: str = "record") -> bool:
     """Tell whether trees of the oracle change nothing; a loop that breaks down has changed something."""
-    folder, cases = known
+    folder, cases = known(family)
     fields = {**SHAPES["tree"], "slots": backing, "chunk_tokens": 16}
     try:
         with drafting_engine(folder, "oracle", cases, rate=0.85, **fields) as (engine, seen):
@@ -185,37 +180,39 @@ def blended_siblings(patch: Patch) -> None:
     patch.setattr(windows, "_ancestors", wrong)
 
 
-MUTANTS: dict[str, tuple[str, Mutant]] = {
-    mutant.__name__: (backing, mutant)
-    for backing, mutants in {
-        "record": (
-            noise_of_the_step,
-            noise_of_the_row,
-            noise_of_the_root,
-            penalties_of_the_root,
-            accepts_a_near_miss,
-            no_move,
-            moves_one_short,
-            folds_twice,
-            stale_record,
-            short_path,
-            freed_slot,
-            blended_siblings,
-        ),
-        "snapshot": (stale_state,),
-    }.items()
-    for mutant in mutants
-}
+STATEFUL = tuple(family for family in REPRESENTATIVES if (True, False) not in parts(family))
+OF_EVERY_FAMILY = (
+    *(noise_of_the_step, noise_of_the_row, noise_of_the_root, penalties_of_the_root, accepts_a_near_miss),
+    *(no_move, moves_one_short, folds_twice, freed_slot),
+)
+"""What no mixer could hide; two families show it."""
+OF_A_MIXER: Sequence[tuple[Mutant, str, Sequence[str]]] = (
+    (blended_siblings, "record", REPRESENTATIVES),
+    (stale_record, "record", STATEFUL),
+    (short_path, "record", STATEFUL),
+    (stale_state, "snapshot", STATEFUL),
+)
+MUTANTS = [(mutant, "record", EVERY_CELL) for mutant in OF_EVERY_FAMILY] + [*OF_A_MIXER]
 
 
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
-def test_the_loop_as_it_is_keeps_the_texts(known: tuple[Path, list[Case]], backing: str) -> None:
-    assert keeps_the_texts(known, backing)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_the_loop_as_it_is_keeps_the_texts(known: Known, family: str, backing: str) -> None:
+    assert keeps_the_texts(known, family, backing)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mistake_changes_a_text(known: tuple[Path, list[Case]], name: str, monkeypatch: Patch) -> None:
-    backing, mutant = MUTANTS[name]
+@pytest.mark.parametrize(
+    ("family", "mutant", "backing"),
+    [
+        pytest.param(family, mutant, backing, id=f"{family}-{mutant.__name__}")
+        for mutant, backing, families in MUTANTS
+        for family in families
+    ],
+)
+def test_a_mistake_changes_a_text(
+    known: Known, family: str, mutant: Mutant, backing: str, monkeypatch: Patch
+) -> None:
+    known(family)
     with monkeypatch.context() as patch:
         mutant(patch)
-        assert not keeps_the_texts(known, backing)
+        assert not keeps_the_texts(known, family, backing)

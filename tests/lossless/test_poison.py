@@ -11,7 +11,7 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal
 from specdec.errors import EngineError
-from tests.models.agreeing import CONFIGS
+from tests.models.representatives import REPRESENTATIVES
 
 POISON = 62
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logit_bias={POISON: -100.0})
@@ -35,7 +35,7 @@ class Poisoner(Stateless):
         return Proposal((POISON, right, POISON), (-1, -1, 1), (0.5, 0.4, 0.3))
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=REPRESENTATIVES)
 def folder(request: pytest.FixtureRequest, family_folder: Callable[..., Path]) -> Path:
     return family_folder(request.param)
 

@@ -1,4 +1,4 @@
-"""Texts with prefixes that are kept equal those without: families, drafters, backings, and too little memory.
+"""Texts with prefixes that are kept equal those without: drafters, backings, mixers, and too little memory.
 
 Prompts part from one another anywhere and come in many orders; requests are preempted and cancelled, what was
 kept gives way and is flushed, and whoever wants every token of a prompt judged reads all of it.
@@ -18,9 +18,11 @@ from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from tests.lossless.cases import SHAPES, memory_for, preempt_each
 from tests.models.agreeing import END
+from tests.models.representatives import REPRESENTATIVES
 from tests.tolerances import FLOAT64_LOGITS
 
-FAMILIES = ("qwen3_next", "nemotron_h", "qwen3")
+FAMILIES = ("qwen3_5", "qwen3")
+"""Those with each drafter: one with states, one without."""
 SETTINGS: Mapping[str, Any] = {"dtype": "float64", "max_model_len": 192, "chunk_tokens": 24, "max_running": 4}
 WAYS: Sequence[Mapping[str, Any]] = (
     {"temperature": 0.0, "ignore_eos": True},
@@ -106,7 +108,7 @@ def load(engine: SpecEngine, known: Known) -> list[str]:
     return found
 
 
-CELLS = [
+ALL = [
     (family, drafter, backing, steps)
     for family, drafter, backing, steps in itertools.product(
         FAMILIES, AXES["drafter"], AXES["backing"], AXES["steps"]
@@ -115,6 +117,8 @@ CELLS = [
     and not (steps == "device" and drafter in DRAFTERS and DRAFTERS[drafter].host_only)
     and (drafter == "mtp" or (backing, steps) in (("record", "host"), ("snapshot", "device")))
 ]
+OTHERS = [(family, "suffix", "record", "host") for family in REPRESENTATIVES if family not in FAMILIES]
+CELLS = ALL + OTHERS
 
 
 @pytest.mark.parametrize(("family", "drafter", "backing", "steps"), CELLS)
@@ -135,7 +139,8 @@ def test_texts_are_those_without_a_cache(
         assert load(engine, own) == []
         stats, cache, loop = engine.stats(), engine.model.loop.scheduler.cache, engine.model.loop
         assert stats.failed_steps == 0 and cache
-        assert stats.preemptions > 10 and cache.counts.hit > 300 and cache.counts.blocks_evicted > 20
+        assert stats.preemptions > 10 and cache.counts.hit > 300
+        assert cache.counts.blocks_evicted > 20 or not layout.kv
         assert cache.counts.states_evicted > 10 or not layout.states
         assert (loop.runner is not None) == (steps == "device")  # which takes what steps it has memory for
         engine.generate([1], PARAMS[-1])  # who has given up is gone before the next one ends
@@ -144,7 +149,7 @@ def test_texts_are_those_without_a_cache(
         assert usage.free_slabs == usage.slabs
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_request_would_go_on_from_does_not_keep_it_out(
     known: Callable[[str], Known], family: str
 ) -> None:
@@ -163,7 +168,7 @@ def test_what_a_request_would_go_on_from_does_not_keep_it_out(
             assert engine.generate([text], long)[0].token_ids == alone
 
 
-@pytest.mark.parametrize(("family", "draft"), [("qwen3", "eagle"), ("qwen3_next", "mtp")])
+@pytest.mark.parametrize(("family", "draft"), [("qwen3", "eagle"), ("qwen3_5", "mtp")])
 @pytest.mark.parametrize("graphs", [False, True], ids=["host", "device"])
 def test_a_head_goes_on_as_if_it_had_read_all(
     known: Callable[[str], Known], family: str, draft: str, graphs: bool

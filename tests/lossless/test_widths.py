@@ -1,5 +1,6 @@
 """Rows that verify drafts of several widths in one step say what plain decoding says."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -15,15 +16,10 @@ from specdec.draft.policy import Policy
 from specdec.errors import SpecdecError
 from specdec.state_slots.integrity import IntegrityError
 from specdec.state_slots.window import Row, Window, build_window
-from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
+from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate
+from tests.models.representatives import EVERY_CELL, REPRESENTATIVES
 
-FAMILIES = ("qwen3_5", "nemotron_h")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def known(request: pytest.FixtureRequest, family_folder: Callable[..., Path]) -> tuple[Path, list[Case]]:
-    folder = family_folder(request.param)
-    return folder, plain_cases(folder)
+Known = Callable[[str], tuple[Path, list[Case]]]
 
 
 def fix_costs(policy: Policy) -> None:
@@ -47,9 +43,9 @@ def watch_widths(engine: SpecEngine) -> list[set[int]]:
     return seen
 
 
-def keeps_the_texts(known: tuple[Path, list[Case]], drafter: str, shape: str, backing: str) -> bool:
+def keeps_the_texts(known: Known, family: str, drafter: str, shape: str, backing: str) -> bool:
     """Tell whether an adaptive engine says what a plain one does, in steps of several widths."""
-    folder, cases = known
+    folder, cases = known(family)
     fields: dict[str, Any] = {**SHAPES[shape], "slots": backing, "adaptive": True}
     try:
         with drafting_engine(folder, drafter, cases, **fields) as (engine, _):
@@ -65,18 +61,23 @@ def keeps_the_texts(known: tuple[Path, list[Case]], drafter: str, shape: str, ba
     return not differences(cases * 3, found, within=1e-6)
 
 
-@pytest.mark.parametrize("backing", ["record", "snapshot"])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("drafter", ["mtp", "suffix"])
+CELLS = [
+    *itertools.product(EVERY_CELL, ("mtp", "suffix"), SHAPES, ("record", "snapshot")),
+    *((family, "oracle", "tree", "record") for family in REPRESENTATIVES if family not in EVERY_CELL),
+]
+
+
+@pytest.mark.parametrize(("family", "drafter", "shape", "backing"), CELLS)
 def test_texts_of_mixed_widths_are_those_of_plain_decoding(
-    known: tuple[Path, list[Case]], drafter: str, shape: str, backing: str
+    known: Known, family: str, drafter: str, shape: str, backing: str
 ) -> None:
-    assert keeps_the_texts(known, drafter, shape, backing)
+    assert keeps_the_texts(known, family, drafter, shape, backing)
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("family", EVERY_CELL)
 def test_a_row_that_is_read_at_another_rows_width_is_noticed(
-    known: tuple[Path, list[Case]], shape: str, monkeypatch: pytest.MonkeyPatch
+    known: Known, family: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: rows are found in the packed window as if each were as wide as the next one."""
 
@@ -88,4 +89,4 @@ def test_a_row_that_is_read_at_another_rows_width_is_noticed(
         return replace(window, first_B=tuple(firsts[i] for i in range(len(rows))))
 
     monkeypatch.setattr("specdec.core.executor.build_window", wrong)
-    assert not keeps_the_texts(known, "mtp", shape, "record")
+    assert not keeps_the_texts(known, family, "mtp", shape, "record")

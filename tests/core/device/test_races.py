@@ -1,4 +1,4 @@
-"""No program of a launch touches what another one writes: whole steps of every family, in the interpreter."""
+"""No program of a launch touches what another one writes: whole steps, in the interpreter."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
 CHAIN = {"num_steps": 2, "topk": 1}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"draft": "eagle", "draft_window": 5, **CHAIN, "dtype": "bfloat16"},
-    "qwen3_next": {"draft": "mtp", **CHAIN, "slots": "record"},
     "qwen3_5": {"draft": "mtp", **TREE, "slots": "record"},
     "qwen3_5_moe": {"draft": "mtp", **CHAIN, "slots": "snapshot"},
     "nemotron_h": {"draft": "mtp", **TREE, "slots": "record"},

@@ -1,0 +1,35 @@
+"""One small model for each mixer, frame and kind of memory: what is proved of a mixer is proved of these."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from specdec.models import families
+from specdec.models.network import memory_layout
+from specdec.setup.capabilities import AXES
+from tests.models.agreeing import CONFIGS
+
+EVERY_CELL = ("qwen3_5", "nemotron_h")
+"""Families of which every cell of the capability table is visited; of the others, every pair of values."""
+
+
+def parts(family: str) -> set[Any]:
+    """List the mixers and frames of a family's small model, and whether it has a KV cache and states."""
+    network = families.network(CONFIGS[family]().to_dict())
+    layout = memory_layout(network, torch.float64)
+    frames = {frame for layer in network.layers for frame in (layer.frame, layer.ffn_frame)}
+    return {type(mixer) for mixer in network.mixers()} | frames | {(bool(layout.kv), bool(layout.states))}
+
+
+def one_of_each(names: Iterable[str]) -> tuple[str, ...]:
+    """Keep each family that has a part which none before it has."""
+    kept, seen = [], set[Any]()
+    for family in names:
+        if not parts(family) <= seen:
+            kept.append(family)
+            seen |= parts(family)
+    return tuple(kept)
+
+
+REPRESENTATIVES = one_of_each((*EVERY_CELL, *AXES["family"]))
