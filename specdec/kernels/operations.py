@@ -3,6 +3,7 @@
 What an operation computes is said in its `reference.py`.
 """
 
+import math
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -94,6 +95,10 @@ class Append(Protocol):
 
 class Attend(Protocol):
     def __call__(self, q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Tensor: ...
+
+
+class GateHeads(Protocol):
+    def __call__(self, x_THW: Tensor, gate_TH: Tensor) -> Tensor: ...
 
 
 class Move(Protocol):
@@ -232,7 +237,7 @@ class FoldSelective(Protocol):
 
 
 class Swiglu(Protocol):
-    def __call__(self, gate_up_TI: Tensor) -> Tensor: ...
+    def __call__(self, gate_up_TI: Tensor, limit: float = math.inf) -> Tensor: ...
 
 
 class Relu2(Protocol):
@@ -276,6 +281,7 @@ class Experts(Protocol):
         weight_TA: Tensor,
         *,
         gated: bool,
+        limit: float = math.inf,
     ) -> Tensor: ...
 
 

@@ -25,6 +25,7 @@ class Kernels:
     gated_norm: op.GatedNorm
     rope_table: op.RopeTable
     self_attention: op.SelfAttention
+    gate_heads: op.GateHeads
     move: op.Move
     causal_conv: op.CausalConv
     path_conv: op.PathConv

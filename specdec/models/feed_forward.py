@@ -1,8 +1,10 @@
 """The layers that work on each token alone: dense and mixture-of-experts."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -49,6 +51,8 @@ class MLP(FeedForward):
     bias: bool = False
     gate_scale: float = 1.0
     """Multiplies the gate before its activation."""
+    limit: float = math.inf
+    """What an activated gate is at most, and what it multiplies in size."""
 
     kind: ClassVar[str] = "dense feed-forward"
 
@@ -86,13 +90,16 @@ class MoE(FeedForward):
     """Added to the sum by which a sigmoid router renormalises."""
     latent: int | None = None
     """The experts work in this width, between two projections."""
+    limit: float = math.inf
+    """What an expert's activated gate is at most, and what it multiplies in size."""
+    shared_limit: float = math.inf
 
     kind: ClassVar[str] = "mixture of experts"
 
     @property
     def shared(self) -> MLP | None:
         """The expert that all tokens visit."""
-        return MLP(self.shared_width, self.activation) if self.shared_width else None
+        return MLP(self.shared_width, self.activation, limit=self.shared_limit) if self.shared_width else None
 
     @property
     def up_rows(self) -> int:
@@ -120,7 +127,7 @@ class LoadedMLP:
         rows = dict.fromkeys(("gate", "up") if s.activation == "swiglu" else ("up",), s.width)
         self.width, self.gate_scale = s.width, s.gate_scale
         self.up = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
-        self.activate = kernels.swiglu if s.activation == "swiglu" else kernels.relu2
+        self.activate = partial(kernels.swiglu, limit=s.limit) if s.activation == "swiglu" else kernels.relu2
         self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -174,7 +181,9 @@ class LoadedMoE:
         index_TA, weight_TA = self._route(score_TE)
         inner_TD = self.latent_in(x_TD) if s.latent else x_TD
         gated = s.activation == "swiglu"
-        y_TD = ops.experts(inner_TD, self.up_EID, self.down_EDI, index_TA, weight_TA, gated=gated)
+        y_TD = ops.experts(
+            *(inner_TD, self.up_EID, self.down_EDI, index_TA, weight_TA), gated=gated, limit=s.limit
+        )
         if s.latent:
             y_TD = self.latent_out(y_TD)
         if self.shared is None:

@@ -1,8 +1,11 @@
 """The activations against their formulas and those of transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.activations import ACT2FN
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from specdec.kernels.ffn import cpu, reference, triton
 from tests.tolerances import KERNEL
@@ -20,6 +23,8 @@ def test_activations_equal_reference(tokens: int, width: int, dtype: torch.dtype
         actual, expected = getattr(cpu, name)(x_TI), getattr(reference, name)(x_TI)
         assert actual.shape == (tokens, columns)
         torch.testing.assert_close(actual, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+    actual, expected = (form.swiglu(x_TI, 0.5) for form in (cpu, reference))
+    torch.testing.assert_close(actual, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype])
     assert torch.equal(x_TI, before)
 
 
@@ -29,6 +34,9 @@ def test_activations_equal_transformers(dtype: torch.dtype) -> None:
     gate_TI, up_TI = x_TI.chunk(2, dim=-1)
     assert torch.equal(cpu.swiglu(x_TI), ACT2FN["silu"](gate_TI) * up_TI)
     assert torch.equal(cpu.relu2(x_TI), ACT2FN["relu2"](x_TI))
+    own = SimpleNamespace(act_fn=ACT2FN["silu"], limit=0.5)
+    assert torch.equal(cpu.swiglu(x_TI, 0.5), Step3p7Experts._apply_gate(own, x_TI))
+    assert not torch.allclose(cpu.swiglu(x_TI, 0.5), cpu.swiglu(x_TI))
 
 
 def test_swapped_halves_are_seen() -> None:

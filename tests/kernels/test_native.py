@@ -100,7 +100,8 @@ def test_gated_norm_equals_the_plain_form(dtype: torch.dtype, gate_first: bool, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_equal_the_plain_form(dtype: torch.dtype) -> None:
     x_TI = 8 * draw(5, 126, dtype=dtype)
-    close(pointwise.swiglu(x_TI), PLAIN["swiglu"](x_TI))
+    for limit in (torch.inf, 0.5):
+        close(pointwise.swiglu(x_TI, limit), PLAIN["swiglu"](x_TI, limit))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -98,13 +98,15 @@ def _lightning(m: Lightning, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def _kda(m: KimiDeltaAttention, width: int) -> dict[str, tuple[int, ...]]:
-    assert m.gate_rank is not None
     inner = m.heads * m.head_dim
     shapes: dict[str, tuple[int, ...]] = {f"in_{name}.weight": (inner, width) for name in "qkv"}
     shapes |= {"in_b.weight": (m.heads, width), "out.weight": (width, inner)}
     shapes |= {"conv.weight": (3 * inner, m.conv), "A_log": (m.heads,), "dt_bias": (m.heads, m.head_dim)}
     for name in ("in_z", "in_a"):
-        shapes |= {f"{name}_a.weight": (m.gate_rank, width), f"{name}_b.weight": (inner, m.gate_rank)}
+        if m.gate_rank is None:
+            shapes[f"{name}.weight"] = inner, width
+        else:
+            shapes |= {f"{name}_a.weight": (m.gate_rank, width), f"{name}_b.weight": (inner, m.gate_rank)}
     return shapes | {"norm.weight": (m.head_dim,)}
 
 
@@ -116,6 +118,8 @@ def _latent(m: LatentAttention, width: int) -> dict[str, tuple[int, ...]]:
         shapes |= {"q_a.weight": (m.q_rank, width), "q_norm.weight": (m.q_rank,)}
         shapes["q_b.weight"] = queries, m.q_rank
     shapes |= {"kv_a.weight": (m.kv_rank + m.shared_dim, width), "kv_norm.weight": (m.kv_rank,)}
+    if m.gated:
+        shapes["gate.weight"] = m.heads, width
     shapes["kv_b.weight"] = m.heads * (m.own_dim + m.value_dim), m.kv_rank
     return shapes | {"o.weight": (width, m.heads * m.value_dim)}
 

@@ -29,6 +29,7 @@ def test_named_shape_is_accepted_by_family_and_transformers(name: str) -> None:
         ("jamba-mini", 15.2, 0.086),
         ("minimax-text-01", 279.9, 0.0118),
         ("kimi-linear-48b", 41.4, 0.0264),
+        ("ling-3-flash", 72.4, 0.0264),
     ],
 )
 def test_states_and_records_are_as_large_as_is_known_of_them(

@@ -58,6 +58,11 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float) -> Te
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
+def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
+    """Return x · sigmoid(gate), a gate for each head; both are rounded to the dtype of x."""
+    return x_THW * torch.sigmoid(gate_TH).unsqueeze(-1)
+
+
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
     """Copy each row's keys and values to other positions, in place; all are read before any is written.
 

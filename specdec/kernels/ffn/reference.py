@@ -1,14 +1,16 @@
 """The feed-forward activations; each function of one tensor is rounded to its dtype."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]."""
+def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
-    return F.silu(_wide(gate_TI)).to(gate_TI.dtype) * up_TI
+    return F.silu(_wide(gate_TI)).to(gate_TI.dtype).clamp(max=limit) * up_TI.clamp(-limit, limit)
 
 
 def relu2(x_TI: Tensor) -> Tensor:

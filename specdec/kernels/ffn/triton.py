@@ -1,5 +1,7 @@
 """The feed-forward activations: each entry is read once and written once."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -8,9 +10,12 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]; the silu is rounded to their dtype before the product."""
-    return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, gated=True)
+def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it.
+
+    The silu is rounded to their dtype before the product.
+    """
+    return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, gated=True, limit=limit)
 
 
 def relu2(x_TI: Tensor) -> Tensor:
@@ -29,17 +34,32 @@ def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
     return out_TD
 
 
-def _activate(x_TI: Tensor, width: int, *, gated: bool) -> Tensor:
+def _activate(x_TI: Tensor, width: int, *, gated: bool, limit: float = math.inf) -> Tensor:
     assert x_TI.stride(1) == 1
     out_TI = torch.empty(len(x_TI), width, dtype=x_TI.dtype, device=x_TI.device)
     _activation[(len(x_TI), triton.cdiv(width, BLOCK))](
-        x_TI, out_TI, x_TI.stride(0), WIDTH=width, GATED=gated, BLOCK=BLOCK
+        *(x_TI, out_TI, x_TI.stride(0)),
+        WIDTH=width,
+        GATED=gated,
+        LIMIT=limit if limit < math.inf else None,
+        BLOCK=BLOCK,
     )
     return out_TI
 
 
 @triton.jit
-def _activation(x, out, x_by_token, WIDTH: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def weigh(silu, up, LIMIT: tl.constexpr):
+    """Return silu · up, the first at most the limit and the second within it; NaN stays."""
+    if LIMIT is not None:
+        silu = tl.where(silu > LIMIT, LIMIT, silu)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return silu * up
+
+
+@triton.jit
+def _activation(
+    x, out, x_by_token, WIDTH: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH
@@ -47,7 +67,8 @@ def _activation(x, out, x_by_token, WIDTH: tl.constexpr, GATED: tl.constexpr, BL
     value = tl.load(x + token * x_by_token + at, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x + token * x_by_token + WIDTH + at, mask=mask, other=0.0).to(tl.float32)
-        value = (value / (1.0 + tl.exp(-value))).to(kind).to(tl.float32) * up
+        value = (value / (1.0 + tl.exp(-value))).to(kind).to(tl.float32)
+        value = weigh(value, up, LIMIT)
     else:
         # A comparison the other way around would turn what is no number into a zero.
         value = tl.where(value < 0, 0.0, value * value)

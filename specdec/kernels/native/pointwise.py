@@ -1,5 +1,7 @@
 """Norms, rotation and activations of a few tokens."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -84,14 +86,14 @@ def gated_norm(
     return out_TD
 
 
-def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]."""
+def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
     if not serves(gate_up_TI) or gate_up_TI.stride(-1) != 1:
-        return ffn.swiglu(gate_up_TI)
+        return ffn.swiglu(gate_up_TI, limit)
     tokens, double = gate_up_TI.shape
     out_TI = torch.empty((tokens, double // 2), dtype=gate_up_TI.dtype)
     function("swiglu", out_TI.dtype)(
-        gate_up_TI.data_ptr(), tokens, double // 2, gate_up_TI.stride(0), out_TI.data_ptr()
+        gate_up_TI.data_ptr(), tokens, double // 2, gate_up_TI.stride(0), limit, out_TI.data_ptr()
     )
     return out_TI
 

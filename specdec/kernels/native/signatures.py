@@ -21,7 +21,7 @@ ARGUMENTS = {
     "rms_norm": "p nnn nn p i f p",
     "add_rms_norm": "pp nn p i f p",
     "gated_norm": "pp nnn n p n f i p",
-    "swiglu": "p nn n p",
+    "swiglu": "p nn n f p",
     "relu2": "p n p",
     "rotate": "p nnnn nn pp p",
     "causal_conv": "p nnn n n pp i p n p p nn ppp n ppp p p",

@@ -1,7 +1,8 @@
 """Multi-head latent attention: keys and values made of one narrow vector, a part of the keys shared by heads.
 
 The cache holds both of each head, not the vector. Its entries have one width, the larger of the two; the
-narrower ones end in zeros, which add nothing to a score and are cut off the output.
+narrower ones end in zeros, which add nothing to a score and are cut off the output. Where positions are
+rotary they turn the shared part, with which queries and keys begin.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.norm import Norm
+from specdec.models.rope import Rope
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import KVShape
 
@@ -36,6 +38,10 @@ class LatentAttention(Mixer):
     """Width of what queries are made of; None: of the stream."""
     norm: Norm
     """Of both."""
+    rope: Rope | None = None
+    """Of the shared entries of keys, and of the queries' that meet them."""
+    gated: bool = False
+    """What a head gives is multiplied by the sigmoid of a number of its own."""
 
     kind: ClassVar[str] = "latent attention"
 
@@ -50,12 +56,16 @@ class LatentAttention(Mixer):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Rows of the first projection: of queries or what makes them, and of what makes keys and values."""
+        """Rows of the first projection: queries or what makes them, what makes keys and values, gates."""
         queries = {"q": self.heads * self.key_dim} if self.q_rank is None else {"q_a": self.q_rank}
-        return {**queries, "kv_a": self.kv_rank + self.shared_dim}
+        gates = {"gate": self.heads} if self.gated else {}
+        return {**queries, "kv_a": self.kv_rank + self.shared_dim, **gates}
 
     def kv_shape(self) -> KVShape:
         return KVShape(self.heads, self.width)
+
+    def ropes(self) -> tuple[Rope, ...]:
+        return (self.rope,) if self.rope else ()
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         queries = {"attention queries": (self.heads * self.key_dim, self.q_rank)} if self.q_rank else {}
@@ -78,8 +88,8 @@ class LoadedLatentAttention(LoadedMixer):
     def __init__(self, s: LatentAttention, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index, self.spec = kernels, place.kv, s
         self.project = Linear.load(weights, kernels, s.rows, place.reads)
-        queries, shared = s.rows.values()
-        self.columns = [queries, shared - s.shared_dim, s.shared_dim]
+        queries, _, *gates = s.rows.values()
+        self.columns = [queries, s.kv_rank, s.shared_dim, sum(gates)]
         self.query: Linear | None = None
         if s.q_rank is not None:
             self.q_norm_R = s.norm.load(weights, "q_norm.weight", s.q_rank)
@@ -97,25 +107,31 @@ class LoadedLatentAttention(LoadedMixer):
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         s, ops, pages = self.spec, self.kernels, step.memory.pages(self.index)
-        projected_TN = self._project(x_TD)
+        projected_TN, gate_TH = self._project(x_TD)
+        rotation = step.rope[s.rope] if s.rope else None
 
         def attend(group: Group) -> Tensor:
-            return ops.self_attention(group.take(projected_TN), self.layer, None, pages, group)
+            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
-        o_THW = step.by_group(attend).view(-1, s.heads, s.width)
-        return self.out(o_THW[..., : s.value_dim].flatten(1).contiguous())
+        o_THW = step.by_group(attend).view(-1, s.heads, s.width)[..., : s.value_dim]
+        if s.gated:
+            o_THW = ops.gate_heads(o_THW, gate_TH)
+        return self.out(o_THW.flatten(1).contiguous())
 
-    def _project(self, x_TD: Tensor) -> Tensor:
-        """Make queries, keys and values of every head, each as wide as the cache's entries."""
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Make queries, keys and values of every head, each as wide as the cache's entries, and the gates."""
         s, ops = self.spec, self.kernels
-        q_TN, kv_TR, shared_TE = torch.split(self.project(x_TD), self.columns, dim=1)
+        q_TN, kv_TR, shared_TE, gate_TH = torch.split(self.project(x_TD), self.columns, dim=1)
         if self.query is not None:
             q_TN = self.query(ops.rms_norm(q_TN, self.q_norm_R, s.norm.eps))
+        own_THK, turned_THE = torch.split(q_TN.view(len(x_TD), s.heads, -1), [s.own_dim, s.shared_dim], dim=2)
+        q_THK = torch.cat((turned_THE, own_THK), dim=2)
         kv_THN = self.expand(ops.rms_norm(kv_TR, self.kv_norm_R, s.norm.eps)).view(len(x_TD), s.heads, -1)
         own_THK, v_THW = torch.split(kv_THN, [s.own_dim, s.value_dim], dim=2)
-        k_THK = torch.cat((own_THK, shared_TE[:, None].expand(-1, s.heads, -1)), dim=2)
-        parts = (q_TN.view(len(x_TD), s.heads, -1), k_THK, v_THW)
-        return torch.cat([F.pad(part, (0, s.width - part.shape[2])).flatten(1) for part in parts], dim=1)
+        k_THK = torch.cat((shared_TE[:, None].expand(-1, s.heads, -1), own_THK), dim=2)
+        padded = [F.pad(part, (0, s.width - part.shape[2])).flatten(1) for part in (q_THK, k_THK, v_THW)]
+        return torch.cat(padded, dim=1), gate_TH
 
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)
