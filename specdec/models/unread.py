@@ -22,7 +22,8 @@ _RUNNING = """
 """
 """How another engine runs the same mathematics."""
 _OTHER_LAYERS = """
-    block_ffn_dim_multiplier block_multiple_of conv_kernel expand head_dim intermediate_size
+    block_ffn_dim_multiplier block_multiple_of conv_kernel expand first_k_dense_replace head_dim
+    intermediate_size short_conv_kernel_size
     linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
     linear_value_head_dim mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_head_dim
     mamba_n_groups mamba_n_heads mamba_num_heads mamba_proj_bias max_window_layers mlp_bias
