@@ -58,7 +58,8 @@ class Compiled:
     @property
     def folder(self) -> str:
         """Name the folder of the kernel's file."""
-        return self.kernel.__module__.split(".")[-2]
+        module: str = self.kernel.__module__
+        return module.split(".")[-2]
 
     def knows(self, name: str) -> bool:
         """Tell whether a constant is given."""
