@@ -37,11 +37,12 @@ def test_nothing_is_compiled_while_others_wait_and_nothing_spills(case: str) -> 
 
 
 @pytest.mark.parametrize("case", RECURRENT)
-def test_recurrent_layers_are_compiled_beforehand_and_spill_nothing(case: str) -> None:
+def test_recurrent_layers_are_compiled_beforehand_and_without_spills(case: str) -> None:
     served, *compiled = run(case)
     assert served == {"case": case, "late": []}
     assert {own["kernel"].split(".")[2] for own in compiled} == RECURRENT[case][2]
-    assert [own for own in compiled if own["stack"] > 8 or own["shared"] > 232_448] == []
+    allowed = STACK if case.endswith("float32") else 0
+    assert [own for own in compiled if own["stack"] > allowed or own["shared"] > 232_448] == []
 
 
 @pytest.mark.parametrize("case", WHOLE)
