@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.bench import traffic
 from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
-from specdec.bench.window_problems import DECAY
+from specdec.bench.recurrent_layers import DECAY
 from specdec.kernels.gates.reference import delta_gates, l2_normalise
 from specdec.models.mixers import GatedDeltaNet
 

@@ -31,8 +31,8 @@ ONCE = ("pack", "pack_experts", "rope_table")
 PLANS = (token_problems.plan, window_problems.plan, attention_problems.plan)
 PEERS = "peers"
 """What names all of them, among the operations that are to be measured alone."""
-VERIFY = "delta_net"
-"""The operation whose two backings are compared."""
+VERIFY = ("delta_net", "mamba", "selective_scan")
+"""The operations whose two backings are compared."""
 CPU_COLD = 1 << 27
 CACHES = 2.5
 """How many times the cache that holds most must have been filled before a buffer is used again."""
@@ -224,7 +224,7 @@ def _all(
                 yield from (
                     p
                     for p in window_problems.plan(bench, sizes)
-                    if p.operation == VERIFY and p.backing != "plain"
+                    if p.operation in VERIFY and p.backing != "plain"
                 )
         # Last, for some compile for a minute before they run.
         if options.peers:
@@ -236,14 +236,15 @@ def _all(
 def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Set a window's verification with snapshots over the same with records."""
     timed = {
-        (row["shape"], row["batch"], row["window"], row["backing"]): row
+        (row["operation"], row["shape"], row["batch"], row["window"], row["backing"]): row
         for row in rows
-        if row["operation"] == VERIFY and "seconds" in row
+        if row["operation"] in VERIFY and "seconds" in row
     }
-    for (shape, batch, window, backing), own in timed.items():
-        other = timed.get((shape, batch, window, "snapshot"))
+    for (operation, shape, batch, window, backing), own in timed.items():
+        other = timed.get((operation, shape, batch, window, "snapshot"))
         if backing == "record" and other is not None:
             yield {
+                "operation": operation,
                 "shape": shape,
                 "batch": batch,
                 "window": window,
@@ -274,7 +275,7 @@ def render(report: Mapping[str, Any]) -> str:
     if report["rows"]:
         lines += ["", table([_shown(row) for row in report["rows"]])]
     if report["verify"]:
-        lines += ["", "verifying a window (delta_net), records beside snapshots:", table(_compared(report))]
+        lines += ["", "verifying a window, records beside snapshots:", table(_compared(report))]
     return "\n".join(lines)
 
 
@@ -299,6 +300,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, str]:
 def _compared(report: Mapping[str, Any]) -> list[dict[str, str]]:
     return [
         {
+            "operation": own["operation"],
             "shape": own["shape"],
             "batch": str(own["batch"]),
             "window": str(own["window"]),

@@ -26,7 +26,7 @@ from specdec.kernels.table import Kernels, on_gpu
 from specdec.models import spec
 from specdec.models.feed_forward import MLP, FeedForward, MoE
 from specdec.models.formats import FORMATS, WHOLE
-from specdec.models.mixers import GatedDeltaNet, Mamba2, Mixer
+from specdec.models.mixers import GatedDeltaNet, KimiDeltaAttention, Lightning, Mamba2, Mixer
 
 MOST_CHOSEN = 256
 """Tokens whose logits the loop holds at once."""
@@ -65,12 +65,19 @@ def _plan_mixer(bench: Bench, sizes: Sizes, mixer: Mixer) -> Iterator[Planned]:
     match mixer:
         case GatedDeltaNet() as m:
             width, run = m.value_heads * m.value_dim, m.value_dim
+        case KimiDeltaAttention() as m:
+            width, run = m.width, m.head_dim
+        case Lightning() as m:
+            width, run = m.inner, m.inner
         case Mamba2() as m:
             width, run = m.heads * m.head_dim, m.heads * m.head_dim // m.groups
         case _:
             return
-    gate_first = isinstance(mixer, Mamba2)
-    build = partial(_gated_norm, bench, sizes.tokens, width, run, gate_first=gate_first)
+    gates = {
+        "gate_first": isinstance(mixer, Mamba2),
+        "sigmoid": isinstance(mixer, KimiDeltaAttention | Lightning),
+    }
+    build = partial(_gated_norm, bench, sizes.tokens, width, run, **gates)
     yield sizes.plan("gated_norm", f"{width} by {run}", 0, build)
 
 
@@ -163,7 +170,9 @@ def _norm(bench: Bench, operation: str, tokens: int, size: int, eps: float) -> P
     return by_token(bench, moved, run, inputs, weight_D)
 
 
-def _gated_norm(bench: Bench, tokens: int, width: int, group: int, *, gate_first: bool) -> Problem:
+def _gated_norm(
+    bench: Bench, tokens: int, width: int, group: int, *, gate_first: bool, sigmoid: bool
+) -> Problem:
     weight_D = 1 + bench.draw(width if gate_first else group, seed=5, scale=0.1)
     inputs = [
         [
@@ -176,7 +185,7 @@ def _gated_norm(bench: Bench, tokens: int, width: int, group: int, *, gate_first
     moved = traffic.pointwise((tokens, width), item=traffic.WIDE + 2 * item)
 
     def run(ops: Kernels, x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor) -> Tensor:
-        return ops.gated_norm(x_TD, gate_TD, weight_D, 1e-6, group, gate_first=gate_first)
+        return ops.gated_norm(x_TD, gate_TD, weight_D, 1e-6, group, gate_first=gate_first, sigmoid=sigmoid)
 
     return by_token(bench, moved, run, inputs, weight_D)
 

@@ -28,11 +28,17 @@ class Recurrent:
 
 
 def recurrent(shape: StateShape, item: int) -> Recurrent:
-    """Return the sizes of a layer: a float32 state, and conv inputs in the model's dtype."""
+    """Return the sizes of a layer: a float32 state, and conv inputs in the model's dtype.
+
+    A record has an update and its decays.
+    """
     heads, key, value = shape.heads, shape.key_dim, shape.value_dim
     inputs = shape.channels * item
     return Recurrent(
-        heads * key * value * WIDE, shape.conv_inputs * inputs, heads * (value + 1) * WIDE, inputs
+        heads * key * value * WIDE,
+        shape.conv_inputs * inputs,
+        heads * (value + shape.decay_dim) * WIDE,
+        inputs,
     )
 
 

@@ -36,6 +36,7 @@ from specdec.models.formats import Announced, WeightFormat, announced
 from specdec.models.layouts import Layout, numbered
 from specdec.models.packed.base import Numbers
 from specdec.models.tensors import Tensors
+from specdec.models.unread import Watched
 
 
 class Family(Protocol):
@@ -84,6 +85,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def network(config: Mapping[str, Any]) -> spec.Network:
     """Describe the network of a Hugging Face config."""
     return family_of(config).network(config)
+
+
+def unread_fields(config: Mapping[str, Any]) -> list[str]:
+    """Name the fields of a config that nothing here reads and that are not known to be harmless."""
+    watched = Watched(config)
+    network(watched)
+    return watched.unread()
 
 
 def layout(network: spec.Network) -> Layout:

@@ -21,7 +21,7 @@ from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.table import on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import open_tensors, read_network, stored_dtype
+from specdec.models.families import open_tensors, read_network, stored_dtype, unread_fields
 from specdec.models.formats import FORMATS, WHOLE, WeightFormat
 from specdec.models.headers import check_headers
 from specdec.models.heads import HeadSource
@@ -71,6 +71,8 @@ def open_model(folder: str | Path, config: EngineConfig) -> Opened:
     """Describe a folder's model and its draft head, and settle how they run; nothing large is read."""
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
+    if unread := unread_fields(checkpoint.config):
+        logger.warning("config.json: nothing reads %s; texts differ if they matter", ", ".join(unread))
     heads = find_heads(checkpoint.folder, network, config)
     drafters = resolve_drafters(config.draft, heads)
     head = head_of(drafters, heads)

@@ -17,12 +17,14 @@ from specdec.bench.report import publish
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.cli import main
 from specdec.errors import ConfigError
+from specdec.kernels.group import RecurrentMemory
 from specdec.kernels.table import Kernels
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from tests.kernels import problems as networks
 from tests.kernels.problems import NETWORKS
 
 CPU = torch.device("cpu")
+SHAPES = [name for name in NETWORKS if name != "tiny"]
 MACHINE = Machine(1e10, 1e-6)
 
 
@@ -36,7 +38,7 @@ def problems(bench: Bench, name: str, *, batch: int = 3, window: int = 5) -> lis
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["cpu", "native"])
-@pytest.mark.parametrize("shape", ["experts", "mamba"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_right_kernels_are_found_right(shape: str, name: str, dtype: torch.dtype) -> None:
     bench = bench_of(name, dtype)
     for batch, window in ((1, 1), (3, 5)):
@@ -53,7 +55,8 @@ def test_every_operation_of_a_step_has_a_problem() -> None:
     assert {
         "linear", "rms_norm", "add_rms_norm", "gated_norm", "self_attention", "move", "causal_conv",
         "path_conv", "scan_window", "fold", "delta_net", "path_keys", "mamba", "mamba_keys", "swiglu",
-        "relu2", "route_softmax", "route_sigmoid", "experts", "gumbel", "process", "sample", *ONCE,
+        "relu2", "selective_scan", "fold_selective", "route_softmax", "route_sigmoid", "experts", "gumbel",
+        "process", "sample", *ONCE,
     } == measured  # fmt: skip
     assert planned <= {field.name for field in fields(Kernels)}
 
@@ -64,9 +67,12 @@ def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **settings: Any) -> Any:
         out = function(*args, **settings)
         told = out if not isinstance(out, tuple) else out[1]
-        if told is None:  # what it changes is an argument: pages, or a memory whose first view is the states
-            told = args[0] if isinstance(args[0], torch.Tensor) else args[0].state_SHKW
-            told[args[1].flatten()[-1]] += 1
+        if told is None:  # what it changes is an argument, pages or a memory, at what the next one names
+            at = next(i for i, x in enumerate(args) if isinstance(x, torch.Tensor | RecurrentMemory))
+            told = args[at]
+            if isinstance(told, RecurrentMemory):
+                told = next(view for view in told if view.numel())
+            told[args[at + 1].flatten()[-1]] += 1
         else:
             told[-1] += 1
         return out
@@ -74,7 +80,7 @@ def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("shape", ["experts", "mamba"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_kernel_that_is_wrong_in_one_row_gets_no_figure(shape: str) -> None:
     bench = bench_of("cpu")
     right = bench.kernels
@@ -121,7 +127,7 @@ def test_a_wrong_tree_mask_is_seen() -> None:
     assert measure(mutant, MACHINE, problem, 1)["status"] == "WRONG"
 
 
-@pytest.mark.parametrize("shape", ["experts", "mamba"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_gpu_runs_is_measured_like_any_other(shape: str) -> None:
     """Once each, and of the backings the default: an interpreter runs them where there is no GPU."""
     bench = bench_of("triton")

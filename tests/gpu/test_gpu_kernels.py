@@ -13,6 +13,8 @@ pytestmark = pytest.mark.gpu
 
 MACHINE = Machine(1e12, 1e-6)
 REAL = ("qwen3-next-80b-a3b", "qwen3.5-27b", "nemotron-h-8b")
+RECURRENT = ("jamba-mini", "kimi-linear-48b", "lfm2-8b-a1b", "minimax-text-01")
+"""Those whose other layers are like the former's."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -32,4 +34,13 @@ def test_operations_of_real_models_equal_their_references(name: str, batch: int,
     bench = bench_of("triton", torch.device("cuda"), torch.bfloat16)
     planned = problems(bench, name, batch=batch, window=window, of=network(SHAPES[name]))
     rows = [measure(bench, MACHINE, problem, 1) for problem in planned]
+    assert [row for row in rows if row["status"] != "ok"] == []
+
+
+@pytest.mark.parametrize(("batch", "window"), [(1, 1), (3, 8), (2, 16)])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_of_real_models_equal_their_references(name: str, batch: int, window: int) -> None:
+    bench = bench_of("triton", torch.device("cuda"), torch.bfloat16)
+    planned = problems(bench, name, batch=batch, window=window, of=network(SHAPES[name]))
+    rows = [measure(bench, MACHINE, problem, 1) for problem in planned if problem.backing]
     assert [row for row in rows if row["status"] != "ok"] == []

@@ -27,7 +27,7 @@ from specdec.core.outputs import Delta
 from specdec.kernels.linear import triton_integers
 from specdec.kernels.linear.matrix import Matrix
 from specdec.kernels.table import Kernels, load_kernels
-from specdec.models.families import network
+from specdec.models import spec
 from specdec.models.formats import WeightFormat
 from specdec.models.weights import Scoped, Weights
 from specdec.setup import build
@@ -54,6 +54,12 @@ class Compiled:
     constants: Mapping[tuple[int, ...], Any]
     attributes: Mapping[tuple[int, ...], Any]
     options: Any
+
+    @property
+    def folder(self) -> str:
+        """Name the folder of the kernel's file."""
+        module: str = self.kernel.__module__
+        return module.split(".")[-2]
 
     def knows(self, name: str) -> bool:
         """Tell whether a constant is given."""
@@ -125,9 +131,9 @@ def install() -> Launches:
     return launches
 
 
-def make(shape: Mapping[str, Any], config: EngineConfig, *, ready: bool = True) -> Model:
-    """Build an engine of a shape; `ready`: launch beforehand what one on a GPU does."""
-    model = build_random(network(shape), config, stored=torch.bfloat16, stored_bytes=1, seed=0)
+def make(network: spec.Network, config: EngineConfig, *, ready: bool = True) -> Model:
+    """Build an engine of a network; `ready`: launch beforehand what one on a GPU does."""
+    model = build_random(network, config, stored=torch.bfloat16, stored_bytes=1, seed=0)
     if ready:
         precompile(model.loop, model.network, model.settings.max_model_len)
         runner = model.loop.runner

@@ -49,9 +49,71 @@ _MAMBA: Mapping[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
 }
+_SELECTIVE: Mapping[str, Any] = {
+    **SHAPES["jamba-0.4b"],
+    "hidden_size": 40,
+    "vocab_size": 257,
+    "num_hidden_layers": 2,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "mamba_d_state": 5,
+    "mamba_dt_rank": 3,
+}
+_KEY_DECAYS: Mapping[str, Any] = {
+    **SHAPES["kimi-linear-0.4b"],
+    "hidden_size": 64,
+    "vocab_size": 257,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "linear_attn_config": {
+        "full_attn_layers": [2],
+        "kda_layers": [1],
+        "head_dim": 24,
+        "num_heads": 3,
+        "short_conv_kernel_size": 4,
+    },
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "kv_lora_rank": 24,
+    "intermediate_size": 48,
+    "first_k_dense_replace": 2,
+}
+_LIGHTNING: Mapping[str, Any] = {
+    **SHAPES["minimax-text-01"],
+    "hidden_size": 48,
+    "vocab_size": 257,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "rotary_dim": 8,
+    "intermediate_size": 24,
+    "num_local_experts": 4,
+}
+_SHORT_CONV: Mapping[str, Any] = {
+    **SHAPES["lfm2-350m"],
+    "hidden_size": 72,
+    "vocab_size": 257,
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "block_auto_adjust_ff_dim": False,
+}
 NETWORKS: Mapping[str, spec.Network] = {
     "experts": network(_EXPERTS),
     "mamba": network(_MAMBA),
+    "selective": network(_SELECTIVE),
+    "key decays": network(_KEY_DECAYS),
+    "lightning": network(_LIGHTNING),
+    "short conv": network(_SHORT_CONV),
     "tiny": network(SHAPES["tiny"]),
 }
 PLANS = (token_problems.plan, window_problems.plan, attention_problems.plan)

@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from triton.compiler import ASTSource
 from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.kernels.attention import flashinfer
+from specdec.models import spec
+from specdec.models.families import network
+from specdec.models.mixers import ShortConv
 from specdec.models.shapes import SHAPES
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
@@ -54,6 +58,16 @@ WHOLE = {
     "float32 int8": (CASES["float32"][0], {**CASES["float32"][1], "quantize": "int8"}),
 }
 """Cases of which only the products of whole numbers are compiled: other ones' kernels are those above."""
+CONVOLVED, LIGHTNING = ("kimi-linear-48b", "jamba-mini", "lfm2-8b-a1b"), ("minimax-text-01",)
+SUFFIX = {"draft": "suffix", "num_draft_tokens": 16}
+OF_STATES = {"chunk_scan", "conv", "delta_net", "pending", "recurrence", "selective_scan"}
+RECURRENT: Mapping[str, tuple[Sequence[str], Mapping[str, Any], set[str]]] = {
+    "recurrent": (CONVOLVED, SUFFIX, OF_STATES),
+    "recurrent float32": (CONVOLVED, {**SUFFIX, "dtype": "float32"}, {"chunk_scan"}),
+    "lightning": (LIGHTNING, SUFFIX, {"chunk_scan", "recurrence"}),
+}
+"""Cases with the recurrent layers that the others lack: their shapes, and the folders whose kernels are
+compiled, for compiling takes seconds each."""
 PROMPTS = (1, 7, 16, 17, 33, 65, 100, 128, 2048)
 PATHS = range(1, 17)
 PARAMS = [
@@ -68,6 +82,17 @@ PARAMS = [
         {"temperature": 1.0, "logprobs": 0, "seed": 4},
     )
 ]
+
+
+def recurrent(shapes: Sequence[str]) -> spec.Network:
+    """Put a recurrent layer of each shape into one network, whose convolutions have as many taps."""
+    whole = network({**SHAPES["0.8b"], **FEW})
+    layers = []
+    for shape in shapes:
+        mixer = next(mixer for mixer in network(SHAPES[shape]).mixers() if mixer.state_shape())
+        mixer = replace(mixer, conv=4) if isinstance(mixer, ShortConv) else mixer
+        layers.append(replace(whole.layers[0], mixers=(mixer,)))
+    return replace(whole, layers=(*layers, whole.layers[-1]), mtp=())
 
 
 def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
@@ -100,11 +125,16 @@ def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compil
 
     Where it was not, drafts do not follow the clock: all that a case can launch is launched.
     """
-    shape, settings = {**CASES, **WHOLE}[case]
+    if case in RECURRENT:
+        shapes, settings, _ = RECURRENT[case]
+        whole = recurrent(shapes)
+    else:
+        shape, settings = {**CASES, **WHOLE}[case]
+        whole = network(shape)
     fixed = {"device": "cpu", "kernels": "triton", "graphs": True, "max_running": 6, "max_model_len": 4096}
     settings = settings if ready else {**settings, "adaptive": False}
     config = EngineConfig(**{"dtype": "bfloat16", "memory_bytes": 1 << 30, **fixed, **settings})
-    model = dry.make(shape, config, ready=ready)
+    model = dry.make(whole, config, ready=ready)
     with launches.new() as found:
         dry.serve(model, PROMPTS, PARAMS)
         if model.settings.config.slots == "record" and model.settings.drafters:
@@ -135,6 +165,8 @@ def main(cases: list[str], *, compiles: bool) -> None:
     pack_for_flashinfer()
     for compiled in launches.compiled.values() if compiles else ():
         if not WHOLE.keys().isdisjoint(cases) and not compiled.knows("BITS"):
+            continue
+        if any(case in RECURRENT and compiled.folder not in RECURRENT[case][2] for case in cases):
             continue
         print(json.dumps(compile_for_sm90(compiled)), flush=True)
 

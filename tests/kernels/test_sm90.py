@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import specdec
-from tests.kernels.sm90 import WHOLE
+from tests.kernels.sm90 import RECURRENT, WHOLE
 
 ROOT = Path(specdec.__file__).parents[1]
 STACK = 128
@@ -33,6 +33,15 @@ def test_nothing_is_compiled_while_others_wait_and_nothing_spills(case: str) -> 
     assert served == {"case": case, "late": []}
     allowed = STACK if case == "float32" else 0
     assert len(compiled) > 40
+    assert [own for own in compiled if own["stack"] > allowed or own["shared"] > 232_448] == []
+
+
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_layers_are_compiled_beforehand_and_without_spills(case: str) -> None:
+    served, *compiled = run(case)
+    assert served == {"case": case, "late": []}
+    assert {own["kernel"].split(".")[2] for own in compiled} == RECURRENT[case][2]
+    allowed = STACK if case.endswith("float32") else 0
     assert [own for own in compiled if own["stack"] > allowed or own["shared"] > 232_448] == []
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.models import fp8_checkpoints
-from tests.models.fp8_checkpoints import EXACT
-from tests.models.random_checkpoints import Sample, edit_config, read_tensors, save
+from tests.models.fp8_checkpoints import EXACT, ODD
+from tests.models.random_checkpoints import Sample, draw, edit_config, read_tensors, save
 
 Ints = NDArray[np.int64]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -305,11 +305,13 @@ _MAMBA: dict[str, Any] = {
 
 
 def sample(family: str, *, mtp: bool = False) -> Sample:
-    """Describe a small model, whose matrices have rows of whole groups of 32."""
+    """Describe a small model; but for odd ones its matrices have rows of whole groups of 32."""
     if family == "qwen3":
         config = transformers.Qwen3Config(**_SMALL, num_hidden_layers=2)
     elif family == "nemotron_h":
         config = transformers.NemotronHConfig(**_SMALL, **_MAMBA)
+    elif family in ODD:
+        return draw(family, ODD[family])
     else:
         return fp8_checkpoints.sample(family, mtp=mtp)
     return Sample(family, 0, config, mtp=False, fused=False, sharded=False, multimodal=False)

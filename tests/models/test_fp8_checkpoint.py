@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.weights import RandomWeights, Weights
 from specdec.setup.footprint import describe_model
 from tests.models.canonical import canonical
-from tests.models.fp8_checkpoints import announce, edit, odd_sample, sample, write
-from tests.models.random_checkpoints import Sample, edit_config, read_tensors
+from tests.models.fp8_checkpoints import ODD, announce, edit, odd_sample, sample, write
+from tests.models.random_checkpoints import Sample, draw, edit_config, read_tensors
 from tests.models.runner import Runner
 from tests.tolerances import FP8_LOGITS
 
@@ -35,6 +36,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "qwen3_next, odd": lambda: odd_sample("qwen3_next"),
     "qwen3_5_moe, odd": lambda: odd_sample("qwen3_5_moe"),
     "nemotron_h, odd": lambda: odd_sample("nemotron_h"),
+    **{family: partial(draw, family, seed) for family, seed in ODD.items()},
 }
 Pair = tuple[Path, Path]
 

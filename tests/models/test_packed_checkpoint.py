@@ -26,7 +26,7 @@ from specdec.models.packed import gptq
 from specdec.setup import memory
 from specdec.setup.footprint import describe_model
 from tests.models.canonical import canonical
-from tests.models.fp8_checkpoints import announce, edit
+from tests.models.fp8_checkpoints import ODD, announce, edit
 from tests.models.packed_checkpoints import DYNAMIC_INPUTS, LAYOUTS, compressed_group, sample, write
 from tests.models.random_checkpoints import edit_config, read_tensors
 from tests.models.rounded_kernels import rounded_kernels
@@ -42,6 +42,7 @@ CASES = [
     *(("qwen3_next", layout) for layout in LAYOUTS),
     *((family, layout) for family in FAMILIES for layout in SOME),
     *(("nemotron_h", layout) for layout in ("packed", "int8, mixed")),
+    *((family, layout) for family in ODD for layout in ("packed", "gptq v2, asymmetric")),
 ]
 in_c = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 Pair = tuple[Path, Path]

@@ -17,9 +17,10 @@ from specdec.kernels.pending.triton import fold_path, inside, path_arguments
 PART = 16
 """What a matrix product takes at least."""
 COLUMNS = 32
-NARROW, WIDE = "tf32", "tf32x3"
+NARROW, WIDE, EXACT = "tf32", "tf32x3", "ieee"
 """Of products with keys, queries and updates: in models of 16 bits, where a state is then off by 3e-4 after
-some hundred steps, and in float32, where narrow windows sum exactly and wide ones must agree with them."""
+some hundred steps, and in float32, where narrow windows sum exactly and wide ones must agree with them. There
+the parts of three products would outgrow the registers beside a tree and decays by key, which take one."""
 SUM_PRECISION = tl.constexpr("tf32x3")
 """Of what is a sum, in fact: near float32."""
 
@@ -56,7 +57,8 @@ def chunk_scan(
         "BY_KEY": by_key,
     }
     sizes |= {"BK": max(triton.next_power_of_2(size), 16)}
-    sizes |= {"PRECISION": NARROW if memory.input_SRC.itemsize == 2 else WIDE}
+    precise = EXACT if by_key and above is not None else WIDE
+    sizes |= {"PRECISION": NARROW if memory.input_SRC.itemsize == 2 else precise}
     inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
     grid = (parts, heads, group.rows)
     _prepare[grid](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes, num_warps=4)
@@ -264,13 +266,13 @@ def _chunk_scan(
             grow = tl.load(scale + at_row + n)[:, None]
             own = tl.load(decay + m * H, mask=in_m, other=0.0).to(tl.float32)
         in_qk = in_m[:, None] & in_k[None, :]
-        k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
         q_m = tl.load(q + m[:, None] * q_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
-        u = tl.load(v + m[:, None] * v_by_token + w[None, :], mask=mask, other=0.0).to(tl.float32)
         if BY_KEY:
             o = tl.dot(q_m * grow, s, input_precision=PRECISION)
         else:
             o = grow * tl.dot(q_m, s, input_precision=PRECISION)
+        u = tl.load(v + m[:, None] * v_by_token + w[None, :], mask=mask, other=0.0).to(tl.float32)
+        k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
         if beta is not None:
             strength = tl.load(beta + token * H + h, mask=in_m, other=0.0).to(tl.float32)[:, None]
             if BY_KEY:
@@ -308,6 +310,9 @@ def _chunk_scan(
         if not TREE:
             if BY_KEY:
                 later = (n[None, :] > n[:, None]).to(tl.float32)
+                # Loaded once more: the registers were for other things meanwhile.
+                own = _decays_of(decay, m, i, M, H, K)
+                k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
                 k_m *= tl.exp(tl.dot(later, own, input_precision=SUM_PRECISION))
                 s = s * tl.exp(tl.sum(own, 0))[:, None] + tl.dot(tl.trans(k_m), u, input_precision=PRECISION)
             else:

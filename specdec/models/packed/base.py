@@ -213,7 +213,8 @@ class PackedFormat:
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Return the numbers [..., 32 W / bits] of words [..., W] in int8, less the middle of their range."""
-    bytes_ = words.contiguous().view(torch.uint8)
+    # A copy: of one word a row, torch calls any stride contiguous and views none of them as bytes.
+    bytes_ = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return (bytes_ ^ 128).view(torch.int8)
     return torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2).view(torch.int8) - 8
