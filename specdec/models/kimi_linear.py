@@ -16,6 +16,7 @@ NAME = "kimi_linear"
 MODEL_TYPES: tuple[str, ...] = ("kimi_linear",)
 
 FLAT = stored_as(lambda shape: (math.prod(shape),))
+BY_HEAD = stored_as(lambda shape: (shape[0] * shape[1], shape[2]))
 BETWEEN_ONES = stored_as(lambda shape: (1, 1, *shape, 1))
 DENSE, SPARSE = "dense", "sparse"
 LATENT_NORM = Norm(1e-6, wide=False)
@@ -162,7 +163,8 @@ def _mixers() -> Iterator[Rule]:
         yield from layer_rules(r"mixer\.dt_bias", f"{home}.dt_bias", recipe=FLAT)
         yield from layer_rules(r"mixer\.A_log", f"{home}.A_log", recipe=BETWEEN_ONES)
     yield from layer_rules(r"mixer\.kv_a\.weight", "self_attn.kv_a_proj_with_mqa.weight")
-    yield from layer_rules(r"mixer\.(q_a|q_b|kv_b)\.weight", r"self_attn.\2_proj.weight")
+    yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", r"self_attn.\2_proj.weight")
+    yield from layer_rules(r"mixer\.kv_b\.weight", "self_attn.kv_b_proj.weight", recipe=BY_HEAD)
     yield from layer_rules(r"mixer\.(q|kv)_norm\.weight", r"self_attn.\2_a_layernorm.weight")
 
 

@@ -41,11 +41,13 @@ class Scratch(NamedTuple):
 def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
     """Say whether XQA takes a group's windows: those of one token, and those that may be taken back.
 
-    Others come in any width, those of prompts among them. It counts strides in whole heads.
+    Others come in any width, those of prompts among them. It counts strides in whole heads, and reads values
+    that are their own.
     """
     _, _, page, heads, dim = pages_NPXJD.shape
     return (
-        pages_NPXJD.dtype in (torch.bfloat16, torch.float16)
+        layer.value_dim is None
+        and pages_NPXJD.dtype in (torch.bfloat16, torch.float16)
         and page in (16, 32, 64, 128)
         and dim % 16 == 0
         and dim <= 256
