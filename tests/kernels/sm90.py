@@ -41,6 +41,17 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {**SHAPES["qwen3.5-27b"], **FEW},
         {**CHAIN, "quantize": "fp8", "kv_dtype": "fp8", "slots": "snapshot"},
     ),
+    "kimi-linear": (
+        {
+            **SHAPES["kimi-linear-48b"],
+            **{"num_hidden_layers": 2, "num_experts": 8},
+            "linear_attn_config": {
+                **SHAPES["kimi-linear-48b"]["linear_attn_config"],
+                **{"kda_layers": [1], "full_attn_layers": [2]},
+            },
+        },
+        {"draft": "suffix", "num_draft_tokens": 8},
+    ),
     "float32": ({**SHAPES["0.8b"], **FEW}, {**CHAIN, "dtype": "float32"}),
 }
 WHOLE = {

@@ -33,7 +33,7 @@ def attend(
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """
-    return attend_gated(q_THD, None, pages_NPXJD, group, scale, value_dim)
+    return attend_gated(q_THD, None, pages_NPXJD, group, scale, value_dim=value_dim)
 
 
 def attend_gated(
@@ -50,11 +50,12 @@ def attend_gated(
     _, parts, page, kv_heads, _ = pages_NPXJD.shape
     width = value_dim or dim
     shared = group.width * (heads // kv_heads)
-    tile = _tile(shared, dim, width, q_THD.itemsize, tree=group.ancestors_BMM is not None)
+    tree, itemsizes = group.ancestors_BMM is not None, (q_THD.itemsize, pages_NPXJD.itemsize)
+    tile = _tile(shared, dim, width, *itemsizes, tree=tree)
     blocks = triton.cdiv(shared, tile["QUERIES"])
     programs, longest = group.rows * kv_heads * blocks, group.max_length + group.width
     splits = choose_splits(programs, longest, tile["QUERIES"], q_THD.device)
-    out_THW = q_THD.new_empty(tokens, heads, width)
+    out_THW = torch.empty(tokens, heads, width, dtype=q_THD.dtype, device=q_THD.device)
     part_STHW, peak_STH, sum_STH = out_THW, out_THW, out_THW
     if splits > 1:
         part_STHW = torch.empty(splits, tokens, heads, width, dtype=torch.float32, device=q_THD.device)
@@ -100,15 +101,21 @@ def processors(device: torch.device) -> int:
     return count
 
 
-def _tile(shared: int, dim: int, width: int, itemsize: int, *, tree: bool) -> dict[str, int]:
+def _tile(shared: int, dim: int, width: int, itemsize: int, paged: int, *, tree: bool) -> dict[str, int]:
     """Choose how many queries and keys meet in a program: what an H100's registers hold without a spill.
 
-    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16.
+    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16. Of
+    values of 512, 64 do so with few keys, and 32 with keys of 8 bits; in float32 16 do not fit.
     """
     block, rest = (max(triton.next_power_of_2(own), 16) for own in (width, dim - width))
     large = block > 128
     if large and itemsize > 2:
         few = {"QUERIES": 16, "KEYS": 32, "num_warps": 8, "num_stages": 2}
+        return {**few, "BLOCK": block, "REST": rest}
+    if block > 256:
+        narrow = paged < itemsize
+        queries = min(max(triton.next_power_of_2(shared), 16), 32 if narrow else 64)
+        few = {"QUERIES": queries, "KEYS": 16 if narrow else 32, "num_warps": 8, "num_stages": 3}
         return {**few, "BLOCK": block, "REST": rest}
     queries = min(max(triton.next_power_of_2(shared), 16), 64 if large else 128)
     few_keys = large and (queries == 16 or (queries == 64 and tree))

@@ -47,7 +47,7 @@ class ComposedAttention(NamedTuple):
         if rotation is not None:
             q_THD, k_TJD = self.rotate(q_THD, *rotation), self.rotate(k_TJD, *rotation)
         self.append(k_TJD, v_TJD, pages, group)
-        o_THW = self.attend(q_THD, pages, group, layer.scale, layer.value_dim)
+        o_THW = self.attend(q_THD, pages, group, layer.scale, value_dim=layer.value_dim)
         if gate_THD is not None:
             o_THW = o_THW * torch.sigmoid(gate_THD)
         return o_THW.reshape(tokens, -1)

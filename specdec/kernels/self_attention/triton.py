@@ -18,7 +18,8 @@ def self_attention(
     tokens = projected_TN.shape[0]
     q_THD = ready(projected_TN, layer, rotation, pages, group)
     gate_THD = gate_of(projected_TN, layer)
-    return attend_gated(q_THD, gate_THD, pages, group, layer.scale, layer.value_dim).view(tokens, -1)
+    o_THW = attend_gated(q_THD, gate_THD, pages, group, layer.scale, value_dim=layer.value_dim)
+    return o_THW.view(tokens, -1)
 
 
 def gate_of(projected_TN: Tensor, layer: AttentionLayer) -> Tensor | None:
