@@ -1,6 +1,5 @@
 """Keys that end in their values, and products by head: every form against the reference, and its mutants."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 

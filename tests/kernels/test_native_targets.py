@@ -257,7 +257,7 @@ def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path)
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
-    """Of a chain and of a tree behind committed tokens, with heads that fill no whole registers; and latent."""
+    """Of chains and trees behind committed tokens, with heads that fill no whole registers; latent too."""
     command, calls = program(target, folder), Calls()
     rows, width, heads, kv_heads, dim, block, blocks = 2, 3, 6, 2, 40, 16, 3
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8).repeat(rows, 1, 1)

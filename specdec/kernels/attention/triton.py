@@ -137,7 +137,8 @@ def _attend(
     q, pages, table, length, ancestors, gate, out, part, peaks, sums,
     width, tables, block_stride, tokens, splits, scale,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
-    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
     G: tl.constexpr = H // J

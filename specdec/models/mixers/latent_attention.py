@@ -1,7 +1,7 @@
 """Multi-head latent attention: keys and values made of one narrow vector, a part of the keys shared by heads.
 
-Of a token the cache holds that vector and that part alone, as one key that all heads share and whose last
-entries are its value. A head's own matrices stand beside the cache: with q = [n | s], k = [U c | r] and v = V c,
+Of a token the cache holds that vector c and that part r alone, as one key [r | c] that all heads share and
+whose last entries are its value. A head's own matrices stand beside it: q = [n | s], k = [U c | r], v = V c,
 
     q · k = (Uᵀ n) · c + s · r        Σ_j w_j v_j = V Σ_j w_j c_j
 
