@@ -18,11 +18,13 @@ import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from specdec.bench.random_eagle import write_random_eagle
 from specdec.bench.random_head import add_random_head
 from specdec.config.folders import random_models
 from specdec.errors import CapacityError, ConfigError
 from specdec.models import families
 from specdec.models.families import stored_dtype
+from specdec.models.files import HEAD_FOLDERS
 from specdec.models.shapes import SHAPES
 from specdec.setup.devices import free_memory
 from specdec.setup.footprint import measure
@@ -34,6 +36,10 @@ DRAFT = f"draft-{platform.node()}-"
 """What the names of folders begin with, before the process, that are still being written."""
 LARGE = 1 << 30
 """Weights of as many bytes take so long to write that it is said."""
+SPREAD = 0.05
+"""Wider than an untrained model's usual 0.02, or it would emit one token for ever."""
+RANKED = 8192
+"""Tokens that a drawn EAGLE head ranks."""
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 ALPHABET = "Ġetaoinshrdlucmfwypvbgkjqxz"
@@ -50,7 +56,7 @@ def shape_config(name: str) -> dict[str, Any]:
 def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
     """Return a random checkpoint of this config from the user's cache, writing it there the first time."""
     versions = torch.__version__, metadata.version("transformers")
-    recipe = json.dumps([config, seed, "head", *versions], sort_keys=True)
+    recipe = json.dumps([config, seed, "heads", *versions], sort_keys=True)
     folder = random_models() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +79,28 @@ def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
         try:
             with draft_folder(folder.parent) as draft, quiet_transformers():
                 write_random_checkpoint(draft, config, seed=seed)
+                _add_eagle(draft, config, seed=seed)
                 os.replace(draft, folder)
         except (OSError, SafetensorError) as error:
             if not folder.exists():  # which another process may have written meanwhile
                 raise ConfigError(f"{folder} cannot be written ({error}); make room there") from error
     return folder
+
+
+def _add_eagle(folder: Path, config: Mapping[str, Any], *, seed: int) -> None:
+    """Write an EAGLE-3 head, of sizes as published ones, into the folder of a model without a head."""
+    network, dtype = families.network(config), stored_dtype(config)
+    if network.mtp:
+        return
+    write_random_eagle(
+        folder / HEAD_FOLDERS[0],
+        network,
+        seed=seed,
+        spread=config.get("initializer_range", SPREAD),
+        intermediate_size=3 * network.hidden,
+        draft_vocab_size=min(RANKED, network.vocab),
+        torch_dtype=str(dtype).removeprefix("torch."),
+    )
 
 
 @contextmanager
@@ -139,13 +162,10 @@ def quiet_transformers() -> Iterator[None]:
 def write_random_checkpoint(
     folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str | None = None
 ) -> None:
-    """Write config, weights and tokenizer of a random model into `folder`; `dtype` None: the config's own.
-
-    The weights are wider than an untrained model's usual 0.02, or it would emit one token for ever.
-    """
+    """Write config, weights and tokenizer of a random model into `folder`; `dtype` None: the config's own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {"initializer_range": 0.05, **config}
+    settings = {"initializer_range": SPREAD, **config}
     settings |= {"eos_token_id": BYTES, "bos_token_id": None, "pad_token_id": None}
     settings["dtype"] = dtype or settings.get("dtype", "float32")
     hf_config = AutoConfig.for_model(**settings)

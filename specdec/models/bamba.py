@@ -13,6 +13,8 @@ from specdec.models.norm import Norm
 
 NAME = "bamba"
 MODEL_TYPES: tuple[str, ...] = ("bamba",)
+TITLES: Mapping[str, str] = {"bamba": "Bamba"}
+HAS_MTP = False
 
 NAMES = (
     Rule(r"norm\.weight", "~final_layernorm.weight"),

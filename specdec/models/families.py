@@ -39,6 +39,10 @@ class Family(Protocol):
 
     NAME: str
     MODEL_TYPES: tuple[str, ...]
+    TITLES: Mapping[str, str]
+    """The model types that tests tell apart, and what the README calls them."""
+    HAS_MTP: bool
+    """Whether checkpoints may hold a multi-token head."""
 
     def network(self, config: Mapping[str, Any]) -> spec.Network: ...
 
@@ -49,6 +53,9 @@ _FAMILIES: tuple[Family, ...] = (
     *(qwen3, qwen3_next, qwen3_5, nemotron_h),
     *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, minimax, kimi_linear),
 )
+TITLES: Mapping[str, str] = {kind: title for family in _FAMILIES for kind, title in family.TITLES.items()}
+HEADLESS = tuple(kind for family in _FAMILIES if not family.HAS_MTP for kind in family.TITLES)
+"""Those whose checkpoints hold no multi-token head."""
 
 
 def supported() -> tuple[str, ...]:

@@ -27,6 +27,8 @@ from specdec.models.norm import Norm
 
 NAME = "granitemoehybrid"
 MODEL_TYPES: tuple[str, ...] = ("granitemoehybrid",)
+TITLES: Mapping[str, str] = {"granitemoehybrid": "Granite 4"}
+HAS_MTP = False
 EXPERTS = "num_local_experts"
 
 

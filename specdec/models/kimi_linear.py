@@ -14,6 +14,8 @@ from specdec.models.norm import Norm
 
 NAME = "kimi_linear"
 MODEL_TYPES: tuple[str, ...] = ("kimi_linear",)
+TITLES: Mapping[str, str] = {"kimi_linear": "Kimi-Linear"}
+HAS_MTP = False
 
 FLAT = stored_as(lambda shape: (math.prod(shape),))
 BY_HEAD = stored_as(lambda shape: (shape[0] * shape[1], shape[2]))

@@ -12,6 +12,8 @@ from specdec.models.norm import Norm
 
 NAME = "mamba2"
 MODEL_TYPES: tuple[str, ...] = ("mamba2",)
+TITLES: Mapping[str, str] = {"mamba2": "Mamba-2"}
+HAS_MTP = False
 
 UNBOUNDED = 1 << 20
 """Positions that an engine counts at most: a state has no length, and the config names none."""

@@ -11,6 +11,8 @@ from specdec.models.norm import Norm
 
 NAME = "qwen3"
 MODEL_TYPES: tuple[str, ...] = ("qwen3",)
+TITLES: Mapping[str, str] = {"qwen3": "Qwen3"}
+HAS_MTP = False
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:

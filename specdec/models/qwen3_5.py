@@ -29,6 +29,8 @@ from specdec.models.norm import Norm
 
 NAME = "qwen3_5"
 MODEL_TYPES: tuple[str, ...] = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+TITLES: Mapping[str, str] = {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5 MoE"}
+HAS_MTP = True
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:

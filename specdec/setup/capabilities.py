@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE
 from specdec.config.sampling import SamplingParams
 from specdec.errors import ConfigError, RequestError
+from specdec.models import families
 from specdec.setup.drafters import DRAFTERS, auto_drafters, quoted_heads
 from specdec.setup.refusal import Refusal
 
@@ -34,11 +35,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "backing": ("record", "snapshot"),
     "steps": ("host", "device"),
     "prefixes": ("read", "kept"),
-    "family": (
-        *("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
-        *("granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1", "mamba", "jamba"),
-        *("lfm2", "lfm2_moe", "minimax", "kimi_linear"),
-    ),
+    "family": tuple(families.TITLES),
     "sampling": (
         "greedy",
         "temperature",
@@ -59,22 +56,7 @@ TITLES: Mapping[str, str] = {
     "device": "graphs",
     "read": "no prefix cache",
     "kept": "prefix cache",
-    "qwen3": "Qwen3",
-    "qwen3_next": "Qwen3-Next",
-    "qwen3_5": "Qwen3.5",
-    "qwen3_5_moe": "Qwen3.5 MoE",
-    "nemotron_h": "Nemotron-H",
-    "granitemoehybrid": "Granite 4",
-    "bamba": "Bamba",
-    "mamba2": "Mamba-2",
-    "olmo_hybrid": "OLMo-Hybrid",
-    "falcon_h1": "Falcon-H1",
-    "mamba": "Mamba",
-    "jamba": "Jamba",
-    "lfm2": "LFM2",
-    "lfm2_moe": "LFM2 MoE",
-    "minimax": "MiniMax",
-    "kimi_linear": "Kimi-Linear",
+    **families.TITLES,
     "temperature": "temperature with a seed",
     "filters": "top-k, top-p and min-p",
     "logit_bias": "bias",

@@ -13,7 +13,7 @@ from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.rounded import Copy, RoundedDrafter
 from specdec.draft.suffix import SuffixDrafter
-from specdec.models import spec
+from specdec.models import families, spec
 from specdec.models.heads import HeadSource, find_eagle, find_mtp
 from specdec.models.unrolled import Unrolled
 from specdec.setup.refusal import Refusal
@@ -117,14 +117,8 @@ def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
     return RoundedDrafter(beside.copy, beside.arena, rank, device)
 
 
-HEADLESS = (
-    *("qwen3", "granitemoehybrid", "bamba", "mamba2", "olmo_hybrid", "falcon_h1"),
-    *("mamba", "jamba", "lfm2", "lfm2_moe", "minimax", "kimi_linear"),
-)
-"""Families whose checkpoints hold no multi-token head."""
-
 DRAFTERS: dict[str, DrafterSpec] = {
-    "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=HEADLESS, runs_on_device=True),
+    "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=families.HEADLESS, runs_on_device=True),
     "eagle": DrafterSpec(_head_drafter, find_eagle, NO_EAGLE, runs_on_device=True),
     "ngram": DrafterSpec(lambda _: Lookup(NgramDrafter())),
     "suffix": DrafterSpec(lambda _: Lookup(SuffixDrafter()), in_auto=True),

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,46 +161,6 @@ def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         build.main(["avx2", "native"])
     assert "no target native" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("limit", "left"),
-    [
-        (None, True),
-        ("", True),
-        ("ALL", True),
-        ("default", True),
-        ("no such name", True),
-        ("AVX512_CORE_AMX", True),
-        ("avx512_core_amx_fp16", True),
-        ("AVX10_1_512_AMX", True),
-        ("AVX512_CORE_FP16", False),
-        ("avx512_core_bf16", False),
-        ("AVX10_1_512", False),
-        ("AVX2_VNNI_2", False),
-        ("SSE41", False),
-    ],
-)
-def test_matrix_units_are_left_out_where_the_library_may_not_use_them(
-    limit: str | None, left: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Compiled:
-        """Of a processor that has all."""
-
-        def __getattr__(self, name: str) -> Callable[[], object]:
-            def answer() -> object:
-                return b"AVX-512" if name in ("vectors", "integers") else 1
-
-            setattr(self, name, answer)
-            return answer
-
-    monkeypatch.setattr(forms, "loaded", lambda: SimpleNamespace(library=Compiled(), target=targets.NATIVE))
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.delenv(forms.LIBRARY, raising=False)
-    if limit is not None:
-        monkeypatch.setenv(forms.LIBRARY, limit)
-    found = forms.forms.__wrapped__()
-    assert found is not None and found.pairs and found.tiles == left
 
 
 @pytest.mark.parametrize(

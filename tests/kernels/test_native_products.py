@@ -9,13 +9,21 @@ from torch import Tensor
 from specdec.kernels.linear import cpu as linear_cpu
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.native import compiled, linear, sampling
+from specdec.kernels.native.forms import forms
 from specdec.kernels.sampling import cpu, reference
 from specdec.kernels.sampling.rules import NO_TOKEN, Rules
+from tests.kernels.sums import by_matrix_units, by_pairs
 from tests.tolerances import KERNEL
 
 pytestmark = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def tiled() -> bool:
+    """Tell whether matrix units multiply bfloat16 here."""
+    found = forms()
+    return found is not None and found.tiles
 
 
 def _weights(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -43,21 +51,20 @@ def test_product_is_the_references(
 @TYPES
 def test_a_rows_product_does_not_depend_on_its_window(dtype: torch.dtype) -> None:
     packed, x_TD = linear.pack(_weights(200, 96, dtype)), _weights(129, 96, dtype)
-    whole = linear.linear(x_TD, packed)
-    for width in (1, 2, 3, 4, 5, 6, 7, 64):
+    whole = torch.cat([linear.linear(row, packed) for row in x_TD.split(1)])
+    for width in (2, 3, 4, 5, 6, 7, 15, 16, 17, 33, 64, 129):
         parts = [linear.linear(part, packed) for part in x_TD.split(width)]
         assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 6])
-def test_products_in_bfloat16_have_the_same_bits_on_every_processor(tokens: int) -> None:
-    """Pair by pair, the second entry first, as units for them do; two such numbers' product is exact."""
-    weight_ND, x_TD = _weights(70, 320), _weights(tokens, 320)
-    sum_TN = torch.zeros(tokens, 70)
-    for k in range(320):
-        k ^= 1
-        sum_TN = (sum_TN.double() + x_TD[:, k, None].double() * weight_ND[:, k].double()).float()
-    assert torch.equal(linear.linear(x_TD, linear.pack(weight_ND)), sum_TN.bfloat16())
+@pytest.mark.parametrize("inputs", [48, 320])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 16, 31, 50])
+def test_products_in_bfloat16_have_the_same_bits_on_every_processor(tokens: int, inputs: int) -> None:
+    """Matrix units alone have an order of their own."""
+    weight_ND, x_TD = _weights(70, inputs), _weights(tokens, inputs)
+    found = linear.linear(x_TD, linear.pack(weight_ND))
+    wanted = by_matrix_units if tiled() else by_pairs
+    assert torch.equal(found, wanted(x_TD, weight_ND).bfloat16())
 
 
 @TYPES

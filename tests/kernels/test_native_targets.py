@@ -23,6 +23,7 @@ from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, 
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
 from specdec.kernels.native.targets import Target, features, named
+from tests.kernels.sums import by_matrix_units
 from tests.kernels.test_integers import published
 from tests.tolerances import KERNEL
 
@@ -190,7 +191,8 @@ def add_whole_product(calls: Calls, matrix: Integers, rows: int) -> None:
     )
 
 
-SIZES = [(1, 33, 64), (3, 70, 96), (6, 16, 40), (9, 130, 200)]
+SIZES = [(1, 33, 72), (3, 70, 104), (6, 16, 40), (9, 130, 200)]
+"""Rows, outputs and inputs, which fill no tiles of matrix units."""
 WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 
 
@@ -320,9 +322,9 @@ def test_noise_and_ranking_are_the_same(target: Target, folder: Path) -> None:
 AMX = named("amx")
 
 
-def emulated(name: str, *flags: str) -> Target:
+def emulated(name: str, *flags: str, on: str = "avx512-vnni") -> Target:
     """Put an emulation in C in place of the compiler's AMX."""
-    without = named("avx512-vnni")
+    without = named(on)
     header = ("-include", str(DRIVER.with_name("amx.h")))
     return replace(without, name=name, flags=(*without.flags, *header, *flags))
 
@@ -341,6 +343,26 @@ def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], f
         assert torch.equal(found, here)
 
 
+@pytest.mark.parametrize("shape", [(15, 32), (33, 96), (70, 320), (70, 48)], ids=str)
+def test_products_of_bfloat16_by_amx_add_in_its_order(shape: tuple[int, int], folder: Path) -> None:
+    command, (outputs, inputs) = program(emulated("amx-pairs", on="avx512-bf16"), folder), shape
+    weight_ND, bias_N = (draw(outputs, width, dtype=torch.bfloat16, seed=1) for width in (inputs, 1))
+    packed, calls, wanted = linear.pack(weight_ND, bias_N[:, 0]), Calls(), []
+    assert isinstance(packed, linear.Panels)
+    for rows in (1, 2, 15, 16, 17, 31, 32, 50):
+        x_TD = draw(rows, inputs, dtype=torch.bfloat16)
+        calls.call(
+            "linear_bfloat16",
+            *(x_TD, rows, inputs, inputs, packed.weight, packed.bias_N),
+            *(poisoned(rows, outputs, dtype=torch.bfloat16), outputs, outputs),
+            results=(6,),
+        )
+        wanted.append((by_matrix_units(x_TD, weight_ND) + bias_N[:, 0].float()).bfloat16())
+    there, said = calls.there(command, folder)
+    assert said == "AVX-512, matrix units, bfloat16 units 1"
+    assert all(map(torch.equal, there, wanted))
+
+
 def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
     command, calls = program(emulated("amx-refused", "-DREFUSED", "-O1"), folder), Calls()
     for rows in range(1, 18):
@@ -350,13 +372,13 @@ def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
     assert all(map(torch.equal, there, calls.here()))
 
 
-def test_wrong_tiles_are_noticed_from_five_rows_on(folder: Path) -> None:
+def test_wrong_tiles_are_noticed_from_nine_rows_on(folder: Path) -> None:
     command, calls = program(emulated("amx-mutant", "-DROW_BYTE=uint8_t", "-O1"), folder), Calls()
     for rows in range(1, 18):
         add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)
     there, _ = calls.there(command, folder)
     alike = [torch.equal(found, here) for found, here in zip(there, calls.here(), strict=True)]
-    assert alike == [rows < 5 for rows in range(1, 18)]
+    assert alike == [rows < 9 for rows in range(1, 18)]
 
 
 def test_the_compilers_amx_is_what_is_emulated(tmp_path: Path) -> None:

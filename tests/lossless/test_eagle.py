@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdec import EngineConfig, SpecEngine
+from specdec.bench.random_eagle import write_random_eagle
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle_head import EagleHead
@@ -19,7 +20,6 @@ from specdec.models.shortlist import commonest
 from specdec.setup.footprint import describe_model
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 from tests.models.agreeing import VOCAB, write_agreeing
-from tests.models.random_eagle import write_random_eagle
 
 FEATURES = ("greedy", "temperature", "penalties", "stop")
 Known = Callable[[str], tuple[Path, list[Case]]]

@@ -16,11 +16,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from specdec.bench.random_eagle import eagle_config, eagle_tensors, write_eagle
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network
 from tests.models.drawn import DRAWN
 from tests.models.random_checkpoints import HEADS, Sample, add_tensors, head_tensors
-from tests.models.random_eagle import eagle_config, eagle_tensors, write_eagle
 
 VOCAB, HIDDEN, MAX_LENGTH = 64, 32, 256
 END = VOCAB - 1

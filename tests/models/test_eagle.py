@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.bench.random_eagle import eagle_config, eagle_tensors, write_eagle, write_random_eagle
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
 from specdec.errors import CheckpointError
@@ -21,7 +22,6 @@ from specdec.state_slots.window import Row, build_window
 from tests.models.agreeing import VOCAB
 from tests.models.eagle_oracle import Oracle
 from tests.models.random_checkpoints import draw, save
-from tests.models.random_eagle import eagle_config, eagle_tensors, write_eagle, write_random_eagle
 from tests.models.runner import CPU, Runner
 from tests.tolerances import FLOAT64_LOGITS, LOGITS_RELATIVE
 

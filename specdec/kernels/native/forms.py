@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import os
-import re
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ class Forms:
     integers: str
     """What whole numbers are multiplied by."""
     tiles: bool
-    """Whether there are matrix units, with which oneDNN multiplies large matrices in bfloat16."""
+    """Whether matrix units multiply bfloat16; they sum in an order of their own."""
 
 
 @functools.cache
@@ -44,16 +43,8 @@ def forms() -> Forms | None:
         vectors=library.vectors().decode(),
         pairs=bool(library.multiplies_pairs()),
         integers=library.integers().decode(),
-        tiles=bool(library.multiplies_tiles()) and torch.cpu._is_amx_tile_supported() and may_use_tiles(),
+        tiles=bool(library.multiplies_tiles()),
     )
-
-
-def may_use_tiles() -> bool:
-    """Tell whether oneDNN is left the matrix units: each name of fewer instructions lacks AMX.
-
-    Like oneDNN it takes names in either case, and whatever is none as no limit.
-    """
-    return not re.match(r"(?!.*amx)(sse|avx)", os.environ.get(LIBRARY, "").lower())
 
 
 def describe() -> str:

@@ -14,12 +14,10 @@ from specdec.kernels.linear import cpu
 from specdec.kernels.linear.integers import GROUP, Integers, sixteen_bits
 from specdec.kernels.linear.matrix import Matrix, join, widen
 from specdec.kernels.native.call import function, pointer
-from specdec.kernels.native.forms import Forms, forms
+from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import SUFFIX
 
 PANEL = 16
-TILED_FROM = 1 << 22
-"""Entries from which a processor with matrix units for bfloat16 is better served by oneDNN."""
 RAISED = {8: 128, 4: 8}
 """What is added to whole numbers of so many bits, so that none is below 0."""
 
@@ -57,11 +55,10 @@ class Beside(NamedTuple):
     dtype: torch.dtype
 
 
-def _serves(weight: Matrix, found: Forms) -> bool:
+def _serves(weight: Matrix) -> bool:
     if weight.device.type != "cpu" or weight.dtype not in SUFFIX:
         return False
-    tiled = weight.dtype == torch.bfloat16 and weight.shape.numel() >= TILED_FROM and found.tiles
-    return isinstance(weight, Integers) or (weight.shape[1] % 2 == 0 and not tiled)
+    return isinstance(weight, Integers) or weight.shape[1] % 2 == 0
 
 
 def pack(
@@ -70,14 +67,13 @@ def pack(
     """Lay a weight out in panels, or as the CPU's other form where this one does not serve."""
     given = weight if isinstance(weight, list) else [weight]
     parts = join([own if isinstance(own, Integers) else widen(own) for own in given])
-    found = forms()
-    if found is None or not all(_serves(part, found) for part in parts):
+    if forms() is None or not all(_serves(part) for part in parts):
         return cpu.pack([widen(part) for part in parts], bias_N)
-    laid = tuple(_lay_all(parts, bias_N, found))
+    laid = tuple(_lay_all(parts, bias_N))
     return laid[0] if len(laid) == 1 else Beside(laid, sum(own.outputs for own in laid), parts[0].dtype)
 
 
-def _lay_all(parts: list[Matrix], bias_N: Tensor | None, found: Forms) -> Iterator[Panels | WholePanels]:
+def _lay_all(parts: list[Matrix], bias_N: Tensor | None) -> Iterator[Panels | WholePanels]:
     first = 0
     for part in parts:
         own_N = None if bias_N is None else bias_N[first : first + part.shape[0]]
@@ -85,10 +81,10 @@ def _lay_all(parts: list[Matrix], bias_N: Tensor | None, found: Forms) -> Iterat
         if isinstance(part, Integers):
             yield lay_whole(part, own_N)
         else:
-            yield _lay(widen(part), own_N, found)
+            yield _lay(widen(part), own_N)
 
 
-def _lay(weight_ND: Tensor, bias_N: Tensor | None, found: Forms) -> Panels:
+def _lay(weight_ND: Tensor, bias_N: Tensor | None) -> Panels:
     outputs, inputs = weight_ND.shape
     panels, together = -(-outputs // PANEL), 4 // weight_ND.itemsize
     filled = weight_ND.new_zeros(panels * PANEL, inputs)
@@ -133,10 +129,9 @@ def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
 
 def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
     """Lay each head's weight out in panels, or as the CPU's other form where this one does not serve."""
-    found = forms()
-    if found is None or not _serves(weight_HNK[0], found):
+    if forms() is None or not _serves(weight_HNK[0]):
         return cpu.pack_heads(weight_HNK)
-    laid = torch.stack([_lay(own_NK, None, found).weight for own_NK in weight_HNK])
+    laid = torch.stack([_lay(own_NK, None).weight for own_NK in weight_HNK])
     return Panels(laid, None, weight_HNK.shape[1])
 
 

@@ -98,8 +98,14 @@ def write_eagle(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def write_random_eagle(
-    folder: Path, target: spec.Network, *, seed: int, kind: Kind = "eagle3", **changes: Any
+    folder: Path,
+    target: spec.Network,
+    *,
+    seed: int,
+    kind: Kind = "eagle3",
+    spread: float = 0.15,
+    **changes: Any,
 ) -> None:
     """Write a random head for a target; `changes` are fields of the head's config."""
     config = eagle_config(target, kind, **changes)
-    write_eagle(folder, config, eagle_tensors(config, target, seed=seed))
+    write_eagle(folder, config, eagle_tensors(config, target, seed=seed, spread=spread))
