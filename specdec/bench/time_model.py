@@ -1,5 +1,6 @@
 """The bytes that a step must move, by kernel class, and its roofline at a bandwidth."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +124,9 @@ class TimeModel:
             return "routers"
         if ".ffn." in name:
             return "dense feed-forward"
-        if ".mixer." in name:
-            mixers = self.network.layers[int(name.split(".")[1])].mixers
-            recurrent = any(mixer.state_shape() for mixer in mixers)
-            return "recurrent projections" if recurrent else "attention projections"
+        if found := re.match(r"layers\.(\d+)\.mixer(\d?)\.", name):
+            mixer = self.network.layers[int(found[1])].mixers[int(found[2] or 1) - 1]
+            return "recurrent projections" if mixer.state_shape() else "attention projections"
         return "norms"
 
 

@@ -130,17 +130,51 @@ def _info(args: argparse.Namespace) -> Run:
         if args.json:
             print(json.dumps(described))
             return
-        width = max(map(len, described))
-        for name, value in described.items():
-            print(f"{name.replace('_', ' ').ljust(width)}  {_plain(name, value)}")
+        told = {name: value for name, value in described.items() if value != 0}
+        width = max(len(WORDS[name]) for name in told)
+        for name, value in told.items():
+            print(f"{WORDS[name].ljust(width)}  {_plain(name, value)}")
 
     return show
+
+
+WORDS = {
+    "family": "family",
+    "layers": "layers",
+    "dtype": "dtype",
+    "kernels": "kernels",
+    "parameters": "parameters, without draft heads",
+    "mtp_parameters": "parameters of the multi-token head",
+    "eagle_parameters": "parameters of the EAGLE head",
+    "heads": "draft heads in the checkpoint",
+    "stored_bytes": "weights in the files",
+    "stored_8bit_bytes": "those in 8 bits",
+    "stored_4bit_bytes": "those in 4 bits",
+    "weight_bytes": "weights in memory, without draft heads",
+    "read_bytes_per_token": "weights read to decode one token",
+    "kv_dtype": "dtype of the KV cache",
+    "kv_bytes_per_token": "KV cache of a token",
+    "state_bytes": "recurrent state of a sequence",
+    "draft": "drafters",
+    "copy_bytes": "rounded copy that drafts",
+    "draft_slot": "slots of draft tokens",
+    "record_bytes": "record of a draft token",
+    "record_share": "that over a state",
+    "max_model_len": "tokens of a sequence, at most",
+    "max_running": "sequences in a step, at most",
+    "slab_bytes": "slab, the unit of memory",
+    "slab_padding": "padding in a slab",
+    "arena_bytes": "memory for sequences and drafts",
+    "sequences": "sequences that fit in it",
+}
+"""What figures are called where people read them; of what a model does not have nothing is said."""
 
 
 def _plain(name: str, value: Any) -> str:
     match value:
         case dict() if name == "sequences":
-            return ", ".join(f"{count:,} of {length}" for length, count in value.items())
+            lengths = {int(length.split()[0]): count for length, count in value.items()}
+            return ", ".join(f"{count:,} of {length:,} tokens" for length, count in lengths.items())
         case dict():
             return ", ".join(f"{count:,} {kind}" for kind, count in value.items())
         case float():

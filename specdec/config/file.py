@@ -45,7 +45,7 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = 
         if not hasattr(args, field):
             setattr(args, field, entry.value)
     if not hasattr(args, MODEL):
-        where = "in a file for --config"
+        where = "in a file for --config: a folder, OWNER/NAME on the Hugging Face hub, or tiny"
         if args.config is not None:
             where = f"in {args.config}, which {'names none' if entries else 'is empty'}"
         raise ConfigError(f"MODEL is missing: name it, or name it {where}", field=MODEL)

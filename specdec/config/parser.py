@@ -173,7 +173,9 @@ class Parser(argparse.ArgumentParser):
             message = _needless(found[1].split("/"), found[2])
         if found := re.search(r"^argument (.*): expected (?:one|at least one) argument$", message):
             message = self._missing(found[1].split("/")[-1])
-        self.exit(USER_ERROR, f"specdec: {message}; see {self.prog} --help\n")
+        message = message.removeprefix("argument ")
+        more = " See" if message.endswith("?") else "; see"
+        self.exit(USER_ERROR, f"specdec: {message}{more} {self.prog} --help\n")
 
     def _missing(self, option: str) -> str:
         """Say what is missing behind an option; a word that begins with - is taken for one itself."""
@@ -227,4 +229,4 @@ def as_typed(message: str) -> str:
 def near(word: str, known: "Sequence[str] | dict[str, Any]") -> str:
     """Suggest what may have been meant, if anything is like it."""
     close = difflib.get_close_matches(word.replace("_", "-"), list(known), n=2)
-    return f", did you mean {' or '.join(close)}?" if close else ""
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -3,6 +3,7 @@
 What an operation computes is said in its `reference.py`.
 """
 
+import math
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -109,6 +110,10 @@ class Attend(Protocol):
         scale: float,
         value_dim: int | None = None,
     ) -> Tensor: ...
+
+
+class GateHeads(Protocol):
+    def __call__(self, x_THW: Tensor, gate_TH: Tensor) -> Tensor: ...
 
 
 class Move(Protocol):
@@ -247,6 +252,10 @@ class FoldSelective(Protocol):
 
 
 class Swiglu(Protocol):
+    def __call__(self, gate_up_TI: Tensor, limit: float = math.inf) -> Tensor: ...
+
+
+class Geglu(Protocol):
     def __call__(self, gate_up_TI: Tensor) -> Tensor: ...
 
 
@@ -291,6 +300,7 @@ class Experts(Protocol):
         weight_TA: Tensor,
         *,
         gated: bool,
+        limit: float = math.inf,
     ) -> Tensor: ...
 
 

@@ -27,6 +27,7 @@ class Kernels:
     gated_norm: op.GatedNorm
     rope_table: op.RopeTable
     self_attention: op.SelfAttention
+    gate_heads: op.GateHeads
     move: op.Move
     causal_conv: op.CausalConv
     path_conv: op.PathConv
@@ -39,6 +40,7 @@ class Kernels:
     selective_scan: op.SelectiveScan
     fold_selective: op.FoldSelective
     swiglu: op.Swiglu
+    geglu: op.Geglu
     relu2: op.Relu2
     add_gated: op.AddGated
     route_softmax: op.RouteSoftmax

@@ -12,6 +12,7 @@ from specdec.models.rope import Rope
 from specdec.models.spec import Layer, Network
 
 FULL, LINEAR = "full_attention", "linear_attention"
+DENSE, SPARSE = "dense", "sparse"
 
 MOST_LAYERS = 1024
 """Each takes memory before the first tensor is looked up; published models have a tenth of them."""
@@ -52,8 +53,8 @@ def modern_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(_LEGACY_KINDS.get(kind, kind) for kind in kinds)
 
 
-def rope(fields: Fields, head_dim: int, *, partial: float, theta: float = 10_000.0) -> Rope:
-    """Read rotary parameters, nested (`rope_parameters`, `rope_scaling`) or at the top level.
+def rope_theta(fields: Fields, *, default: float) -> float:
+    """Read the base of rotary positions, nested (`rope_parameters`, `rope_scaling`) or at the top level.
 
     The sections of a multimodal rope are all the same for text, so "mrope" is plain here.
     """
@@ -62,9 +63,15 @@ def rope(fields: Fields, head_dim: int, *, partial: float, theta: float = 10_000
         for kind in ("rope_type", "type"):
             nested.only(kind, "default", "mrope")
     nested = fields.within("rope_parameters")
-    theta = nested.number("rope_theta", default=fields.number("rope_theta", default=theta))
+    theta = nested.number("rope_theta", default=fields.number("rope_theta", default=default))
     if theta <= 0:
         (nested if "rope_theta" in nested else fields).refuse("rope_theta", "a number above 0")
+    return theta
+
+
+def rope(fields: Fields, head_dim: int, *, partial: float, theta: float = 10_000.0) -> Rope:
+    """Read rotary parameters, of which `partial_rotary_factor` says how much of a head is rotated."""
+    theta, nested = rope_theta(fields, default=theta), fields.within("rope_parameters")
     outer = fields.number("partial_rotary_factor", default=partial)
     dim = int(head_dim * nested.number("partial_rotary_factor", default=outer))
     if dim % 2 or not 0 < dim <= head_dim:
@@ -177,6 +184,48 @@ def softmax_moe(fields: Fields, *, renormalise: bool) -> MoE:
         renormalise=renormalise,
         shared_width=shared,
         shared_gate=shared > 0,
+    )
+
+
+def feed_forwards(fields: Fields, *, dense: int) -> tuple[str, ...]:
+    """Name each layer's feed-forward: `mlp_layer_types`, or else experts behind the first few."""
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    found = fields.strings("mlp_layer_types")
+    if found is None:
+        dense = fields.integer("first_k_dense_replace", default=dense, least=0)
+        return tuple(DENSE if i < dense else SPARSE for i in range(count))
+    if len(found) != count or not set(found) <= {DENSE, SPARSE}:
+        fields.refuse("mlp_layer_types", f"{DENSE} or {SPARSE} for each of {count} layers")
+    return found
+
+
+def grouped_moe(fields: Fields, *, groups: int = 1, top_groups: int = 1, scale: float) -> MoE:
+    """Read experts, of which a token visits some of a few groups, beside those that all tokens visit."""
+    experts = fields.integer("num_experts")
+    groups = fields.integer("num_expert_group", "n_group", default=groups)
+    top_groups = fields.integer("topk_group", default=top_groups)
+    visited = fields.integer("num_experts_per_token", "num_experts_per_tok")
+    spelling = "n_group" if "num_expert_group" not in fields and "n_group" in fields else "num_expert_group"
+    if experts % groups or experts // groups < 2:
+        fields.refuse(spelling, f"groups of two experts at least that share num_experts ({experts}) evenly")
+    if top_groups > groups:
+        fields.refuse("topk_group", f"no more groups than there are ({groups})")
+    if visited > experts // groups * top_groups:
+        name = "num_experts_per_token" if "num_experts_per_token" in fields else "num_experts_per_tok"
+        fields.refuse(name, "no more experts than the chosen groups (topk_group) hold")
+    width = fields.integer("moe_intermediate_size")
+    return MoE(
+        experts=experts,
+        top_k=visited,
+        width=width,
+        activation="swiglu",
+        router="sigmoid",
+        renormalise=fields.flag("moe_renormalize", "norm_topk_prob", default=True),
+        shared_width=width * fields.integer("num_shared_experts", "n_shared_experts", default=1, least=0),
+        shared_gate=False,
+        scale=fields.number("routed_scaling_factor", default=scale),
+        groups=groups,
+        top_groups=top_groups,
     )
 
 

@@ -147,6 +147,12 @@ class Checkpoint:
             opened = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is not whole: {_damage(path, error)}", field=file) from error
+        except RuntimeError as error:  # torch's, where the system promises no more memory
+            raise CheckpointError(
+                f"{path} cannot be mapped ({error}); free memory, allow overcommitment "
+                "(vm.overcommit_memory=1), or save the model in smaller shards",
+                field=file,
+            ) from error
         names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
         self._files[file] = opened
         self._file_of.update(dict.fromkeys(names, file))

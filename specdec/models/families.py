@@ -8,6 +8,7 @@ import torch
 
 from specdec.errors import CheckpointError
 from specdec.models import (
+    bailing_hybrid,
     bamba,
     falcon_h1,
     granite,
@@ -23,6 +24,8 @@ from specdec.models import (
     qwen3_5,
     qwen3_next,
     spec,
+    zamba,
+    zamba2,
 )
 from specdec.models.blocks import model_type, text_fields
 from specdec.models.checkpoint import Checkpoint
@@ -52,6 +55,7 @@ class Family(Protocol):
 _FAMILIES: tuple[Family, ...] = (
     *(qwen3, qwen3_next, qwen3_5, nemotron_h),
     *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, minimax, kimi_linear),
+    *(bailing_hybrid, zamba2, zamba),
 )
 TITLES: Mapping[str, str] = {kind: title for family in _FAMILIES for kind, title in family.TITLES.items()}
 HEADLESS = tuple(kind for family in _FAMILIES if not family.HAS_MTP for kind in family.TITLES)

@@ -1,18 +1,21 @@
 """The layers that work on each token alone: dense and mixture-of-experts."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.table import Kernels
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, Projection
 from specdec.models.weights import Weights
 
-Activation = Literal["swiglu", "relu2"]
+Activation = Literal["swiglu", "geglu", "relu2"]
 
 
 class LoadedFeedForward(Protocol):
@@ -49,13 +52,15 @@ class MLP(FeedForward):
     bias: bool = False
     gate_scale: float = 1.0
     """Multiplies the gate before its activation."""
+    limit: float = math.inf
+    """What an activated gate is at most, and what it multiplies in size."""
 
     kind: ClassVar[str] = "dense feed-forward"
 
     @property
     def up_rows(self) -> int:
         """Outputs of the first product: a gate beside what it scales, or this alone."""
-        return self.width * (2 if self.activation == "swiglu" else 1)
+        return self.width * (1 if self.activation == "relu2" else 2)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {"up": (self.up_rows, hidden), "down": (hidden, self.width)}
@@ -69,7 +74,7 @@ class MoE(FeedForward):
     experts: int
     top_k: int
     width: int
-    activation: Activation
+    activation: Literal["swiglu", "relu2"]
     router: Literal["softmax", "sigmoid"]
     renormalise: bool
     shared_width: int
@@ -86,13 +91,16 @@ class MoE(FeedForward):
     """Added to the sum by which a sigmoid router renormalises."""
     latent: int | None = None
     """The experts work in this width, between two projections."""
+    limit: float = math.inf
+    """What an expert's activated gate is at most, and what it multiplies in size."""
+    shared_limit: float = math.inf
 
     kind: ClassVar[str] = "mixture of experts"
 
     @property
     def shared(self) -> MLP | None:
         """The expert that all tokens visit."""
-        return MLP(self.shared_width, self.activation) if self.shared_width else None
+        return MLP(self.shared_width, self.activation, limit=self.shared_limit) if self.shared_width else None
 
     @property
     def up_rows(self) -> int:
@@ -117,11 +125,18 @@ class MoE(FeedForward):
 
 class LoadedMLP:
     def __init__(self, s: MLP, hidden: int, weights: Weights, kernels: Kernels) -> None:
-        rows = dict.fromkeys(("gate", "up") if s.activation == "swiglu" else ("up",), s.width)
+        rows = dict.fromkeys(("up",) if s.activation == "relu2" else ("gate", "up"), s.width)
         self.width, self.gate_scale = s.width, s.gate_scale
-        self.up = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
-        self.activate = kernels.swiglu if s.activation == "swiglu" else kernels.relu2
+        self.up: Projection = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
+        own: Projection = getattr(kernels, s.activation)
+        self.activate = own if s.limit == math.inf else partial(kernels.swiglu, limit=s.limit)
         self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
+
+    def with_up(self, up: Projection) -> "LoadedMLP":
+        """Return the same but for the first product."""
+        own = copy(self)
+        own.up = up
+        return own
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         up_TI = self.up(x_TD)
@@ -174,7 +189,9 @@ class LoadedMoE:
         index_TA, weight_TA = self._route(score_TE)
         inner_TD = self.latent_in(x_TD) if s.latent else x_TD
         gated = s.activation == "swiglu"
-        y_TD = ops.experts(inner_TD, self.up_EID, self.down_EDI, index_TA, weight_TA, gated=gated)
+        y_TD = ops.experts(
+            *(inner_TD, self.up_EID, self.down_EDI, index_TA, weight_TA), gated=gated, limit=s.limit
+        )
         if s.latent:
             y_TD = self.latent_out(y_TD)
         if self.shared is None:

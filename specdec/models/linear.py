@@ -1,6 +1,6 @@
 """The one way in which a model multiplies by a weight."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor
 from specdec.kernels.linear.matrix import Matrix, join
 from specdec.kernels.table import Kernels
 from specdec.models.weights import Weights
+
+Projection = Callable[[Tensor], Tensor]
+"""What multiplies packed tokens: a Linear, or several that work as one."""
 
 
 class Linear:

@@ -86,7 +86,9 @@ def build_blocks(
     place = first_place(behind, network.hidden)
     for i, layer in enumerate(layers):
         own = weights.within(f"layers.{i}")
-        blocks.append(Block(layer, network.hidden, network.norm, own, kernels, place, narrow=narrow))
+        lender = None if layer.shares is None else blocks[layer.shares].mixers[0]
+        first = replace(place, lender=lender)
+        blocks.append(Block(layer, network.hidden, network.norm, own, kernels, first, narrow=narrow))
         place = place.after(*layer.mixers)
     return blocks
 

@@ -1,6 +1,9 @@
-"""Names on disk that several families share: decoder layers, delta nets, experts, the multi-token head."""
+"""Names on disk that several families share: decoder layers, mixers, experts, the multi-token head."""
 
-from specdec.models.layouts import Rule, layer_rules, squeeze_conv, stack
+import math
+from collections.abc import Iterator
+
+from specdec.models.layouts import Recipe, Rule, copy, join_convs, layer_rules, squeeze_conv, stack, stored_as
 from specdec.models.spec import Network
 
 OUTER = (
@@ -30,12 +33,18 @@ DELTA_NET = (
 
 DELTA_NET_FLAT = tuple(layer_rules(r"mixer\.in_(qkv|z|b|a)\.weight", r"linear_attn.in_proj_\2.weight"))
 
-MAMBA = (
-    *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mamba.\2_proj.\3"),
-    *layer_rules(r"mixer\.conv\.weight", "mamba.conv1d.weight", recipe=squeeze_conv),
-    *layer_rules(r"mixer\.conv\.bias", "mamba.conv1d.bias"),
-    *layer_rules(r"mixer\.(A_log|D|dt_bias|norm\.weight)", r"mamba.\2"),
-)
+
+def mamba(ours: str, disk: str) -> tuple[Rule, ...]:
+    """Name what both kinds of Mamba have, of a mixer by our name and by that on disk."""
+    return (
+        *layer_rules(rf"{ours}\.(in|out)\.(weight|bias)", rf"{disk}.\2_proj.\3"),
+        *layer_rules(rf"{ours}\.conv\.weight", f"{disk}.conv1d.weight", recipe=squeeze_conv),
+        *layer_rules(rf"{ours}\.conv\.bias", f"{disk}.conv1d.bias"),
+        *layer_rules(rf"{ours}\.(A_log|D|dt_bias|norm\.weight)", rf"{disk}.\2"),
+    )
+
+
+MAMBA = mamba("mixer", "mamba")
 
 GATED_EXPERTS = (
     *layer_rules(r"ffn\.router\.weight", "mlp.gate.weight"),
@@ -51,6 +60,34 @@ GATED_EXPERTS = (
     *layer_rules(r"ffn\.shared\.(gate|up|down)\.weight", r"mlp.shared_expert.\2_proj.weight"),
     *layer_rules(r"ffn\.shared_gate\.weight", "mlp.shared_expert_gate.weight"),
 )
+
+BY_HEAD = stored_as(lambda shape: (shape[0] * shape[1], shape[2]))
+FLAT = stored_as(lambda shape: (math.prod(shape),))
+BETWEEN_ONES = stored_as(lambda shape: (1, 1, *shape, 1))
+
+
+def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[Rule]:
+    """Name Kimi's delta attention of so many channels; a module of its own may make the decays."""
+    each = (f"{home}.{name}_conv1d.weight" for name in "qkv")
+    yield from layer_rules(r"mixer\.conv\.weight", *each, recipe=join_convs(width, width, width))
+    yield from layer_rules(r"mixer\.conv\.weight", f"{home}.conv1d.weight", recipe=squeeze_conv)
+    yield from layer_rules(r"mixer\.in_([qkvb])\.weight", rf"{home}.\2_proj.weight")
+    yield from layer_rules(r"mixer\.in_z(|_[ab])\.weight", rf"{home}.g\2_proj.weight")
+    yield from layer_rules(r"mixer\.norm\.weight", f"{home}.o_norm.weight")
+    yield from layer_rules(r"mixer\.out\.weight", f"{home}.o_proj.weight")
+    for gate in (home, f"{home}.forget_gate"):
+        yield from layer_rules(r"mixer\.in_a(|_[ab])\.weight", rf"{gate}.f\2_proj.weight")
+        yield from layer_rules(r"mixer\.dt_bias", f"{gate}.dt_bias", recipe=FLAT)
+        yield from layer_rules(r"mixer\.A_log", f"{gate}.A_log", recipe=A_log)
+
+
+def latent_attention(home: str) -> Iterator[Rule]:
+    """Name what stands in latent attention for the projections of keys and values, and of queries."""
+    yield from layer_rules(r"mixer\.kv_a\.weight", f"{home}.kv_a_proj_with_mqa.weight")
+    yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", rf"{home}.\2_proj.weight")
+    yield from layer_rules(r"mixer\.kv_b\.weight", f"{home}.kv_b_proj.weight", recipe=BY_HEAD)
+    yield from layer_rules(r"mixer\.(q|kv)_norm\.weight", rf"{home}.\2_a_layernorm.weight")
+
 
 HEAD = (
     Rule(r"mtp\.embed_norm\.weight", "mtp.pre_fc_norm_embedding.weight"),

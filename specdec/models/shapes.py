@@ -186,6 +186,39 @@ def _kimi_linear(hidden: int, layers: int, *, heads: int, **other: object) -> di
     }
 
 
+def _ling(hidden: int, layers: int, *, heads: int, group: int, **other: object) -> dict[str, Any]:
+    """Fill in what is alike in Ling-3.0's sizes: the last layer of each group attends."""
+    return {
+        "model_type": "bailing_hybrid",
+        "dtype": "bfloat16",
+        "vocab_size": 157184,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "layer_group_size": group,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 6_000_000,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        **other,
+    }
+
+
 _SMALL = _qwen3_5(
     1024, 24, heads=8, kv_heads=2, value_heads=16, intermediate_size=3584, tie_word_embeddings=True
 )
@@ -310,6 +343,49 @@ SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "jamba-mini": _jamba(4096, 32, heads=32, intermediate_size=14336, num_experts=16, vocab_size=65536),
         # Ours: what a CPU holds of it, without experts.
         "jamba-0.4b": _jamba(1024, 20, heads=8, intermediate_size=3584, num_experts=1, vocab_size=32768),
+        "zamba-7b": {
+            "model_type": "zamba",
+            "dtype": "bfloat16",
+            "vocab_size": 32000,
+            "hidden_size": 3712,
+            "num_hidden_layers": 76,
+            "attn_layer_period": 6,
+            "attn_layer_offset": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "intermediate_size": 14848,
+            "n_mamba_heads": 2,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 232,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "eos_token_id": None,
+        },
+        "zamba2-1.2b": {
+            "model_type": "zamba2",
+            "dtype": "bfloat16",
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "num_hidden_layers": 38,
+            "layers_block_type": ["hybrid" if i % 6 == 5 else "mamba" for i in range(38)],
+            "num_mem_blocks": 1,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 128,
+            "intermediate_size": 8192,
+            "n_mamba_heads": 64,
+            "mamba_ngroups": 1,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "eos_token_id": None,
+        },
         # Their multipliers are ours: they cost the same whatever they are.
         "falcon-h1-7b": _falcon_h1(
             3072,
@@ -394,6 +470,20 @@ SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType(
             num_experts=256,
             num_experts_per_token=8,
             moe_intermediate_size=1024,
+        ),
+        "ling-3-flash": _ling(
+            2560,
+            42,
+            heads=32,
+            group=6,
+            q_lora_rank=None,
+            intermediate_size=6144,
+            first_k_dense_replace=2,
+            num_experts=512,
+            moe_intermediate_size=768,
+            max_position_embeddings=262144,
+            expert_swiglu_limit_list=[0] * 35 + [4] * 7,
+            share_expert_swiglu_limit_list=[0] * 34 + [5] * 6 + [7] * 2,
         ),
         # Ours: what a CPU holds of it, without experts.
         "kimi-linear-0.4b": _kimi_linear(

@@ -43,6 +43,8 @@ class Layer:
     """Width of what its mixers read in place of the stream: a draft head makes that of its two inputs."""
     frame: Frame = PRE_NORM
     ffn_frame: Frame = PRE_NORM
+    shares: int | None = None
+    """The earlier layer whose first mixer lends its weights to the first of this one."""
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward, ...]:

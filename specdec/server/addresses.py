@@ -31,7 +31,7 @@ def _nothing_at(path: str, headers: Mapping[str, str]) -> str:
         return "There is nothing at this address; /openapi.json lists those there are."
     meant = f"/v1{found['call']}"
     if meant == PATH or speaks_anthropic(path, headers):
-        base = "the base URL of Anthropic's clients is without /v1"
+        base = "The base URL of Anthropic's clients is without /v1"
     else:
-        base = "the base URL of OpenAI's clients ends with /v1"
-    return f"There is nothing at this address, did you mean {meant}?: {base}."
+        base = "The base URL of OpenAI's clients ends with /v1"
+    return f"There is nothing at this address; did you mean {meant}? {base}."

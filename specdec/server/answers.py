@@ -201,5 +201,7 @@ class Answers:
             for choice, letters in choices.items():
                 self.left -= letters[-1][0].finish_reason is not None
                 deltas = [delta for delta, _ in letters]
+                if deltas[-1].finish_reason == "abort":  # none of the APIs has a word for a part of an answer
+                    raise Failure(503, "The answer was cancelled before its end.", code="cancelled")
                 steps = tuple((at_s, len(delta.token_ids)) for delta, at_s in letters)
                 yield Said(choice, Delta.joined(deltas), steps)

@@ -23,7 +23,6 @@ from specdec.server.anthropic.handlers import count_tokens, message
 from specdec.server.connections import expect_later, read_body
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
-from specdec.server.messages import as_read
 from specdec.server.openapi import described
 from specdec.server.origins import is_preflight, let_through
 from specdec.server.page import WEB, playground
@@ -220,15 +219,15 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def _tokenize(request: web.Request, state: State) -> web.Response:
-    body = read_plain(TokenizeBody, await request.read())
+    until = Deadline(state.config.request_timeout)
+    body = await state.read(request, until, partial(read_plain, TokenizeBody))
     served = state.named(body.model)
     unmet = [
         *untold(body.tools, None, told=served.told),
         *unread(body.chat_template_kwargs or {}, served.template),
     ]
     request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
-    until = Deadline(state.config.request_timeout)
-    with state.under_way(served, 1, until):
+    with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
             ids = await _tokens(body, served)
@@ -240,11 +239,10 @@ async def _tokens(body: TokenizeBody, served: Served) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
-        plain = as_read(body.messages)
         offer = make_offer(body.tools, None, parallel=True, form=served.calls, told=served.told)
         own = {**served.template_kwargs, **(body.chat_template_kwargs or {})}
         variables = {**own, **({"tools": offer.plain} if offer else {})}
-        chat = await served.encode_chat(plain, variables, answer=body.add_generation_prompt)
+        chat = await served.encode_chat(body.messages, variables, answer=body.add_generation_prompt)
         return chat.ids
     assert body.prompt is not None
     served.engine.check_length(body.prompt)
@@ -252,11 +250,11 @@ async def _tokens(body: TokenizeBody, served: Served) -> list[int]:
 
 
 async def _detokenize(request: web.Request, state: State) -> web.Response:
-    body = read_plain(DetokenizeBody, await request.read())
+    until = Deadline(state.config.request_timeout)
+    body = await state.read(request, until, partial(read_plain, DetokenizeBody))
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
-    until = Deadline(state.config.request_timeout)
-    with state.under_way(served, 1, until):
+    with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
             return web.json_response({"prompt": await _text(body, served)})

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -20,7 +21,7 @@ from specdec.config.sampling import MOST_TOKENS, SamplingParams
 from specdec.config.structured import Structure
 from specdec.config.template import Variables
 from specdec.errors import ConfigError
-from specdec.server.failures import SEVERAL, Failure, misfit
+from specdec.server.failures import SEVERAL, Failure, Names, misfit, renamed
 from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.messages import Many, Message
 from specdec.server.tools.bodies import Tool
@@ -37,6 +38,15 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Duration = StrictInt | StrictFloat | str
 """A number of seconds, or a text with a unit."""
 KEPT = "seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 for good"
+FORMS = "structured_outputs"
+"""The engine's name for what asks for a form of the output."""
+SCHEMA = "response_format.json_schema.schema"
+ASKED: Mapping[str, Names] = {
+    "structured_outputs": {f"{FORMS}.json_schema": "structured_outputs.json"},
+    "response_format": {FORMS: "response_format", f"{FORMS}.json_schema": SCHEMA},
+    "tools": {FORMS: "tools", f"{FORMS}.structural_tag": "tools"},
+}
+"""By the field that asks for a form: the client's names for the engine's."""
 B = TypeVar("B", bound="Body")
 
 
@@ -55,7 +65,12 @@ class Structured(BaseModel):
     @property
     def structure(self) -> Structure:
         named = {"json_schema" if name == "json_" else name: value for name, value in self}
-        return Structure(**{name: value for name, value in named.items() if value is not None})
+        given = {name: value for name, value in named.items() if value not in (None, False)}
+        if len(given) != 1:
+            what = f"{len(given)} are given; leave" if given else "none is given; give"
+            names = ", ".join(given or named).replace("json_schema", "json", 1)
+            raise Failure(400, f"{FORMS}: an output has one form, and {what} one of {names}.", param=FORMS)
+        return Structure(**given)
 
 
 class NamedSchema(BaseModel):
@@ -73,7 +88,9 @@ class ResponseFormat(BaseModel):
     def structure(self) -> Structure | None:
         if self.type == "json_schema":
             if self.json_schema is None:
-                raise Failure(400, "response_format: it lacks json_schema.", param="response_format")
+                raise Failure(
+                    400, "response_format.json_schema: it is missing; give it.", param="response_format"
+                )
             return Structure(json_schema=self.json_schema.schema_)
         return Structure(json_object=True) if self.type == "json_object" else None
 
@@ -179,8 +196,8 @@ class Body(BaseModel):
             try:
                 given += [structure] if own and (structure := own.structure) else []
             except ConfigError as error:
-                message = f"{name}: {str(error).removeprefix('Structure.')}"
-                raise Failure(400, message, param=name) from None
+                message = f"{FORMS}.{str(error).removeprefix('Structure.')}"
+                raise renamed(Failure(400, message, param=FORMS), ASKED[name]) from None
         if len(given) > 1:
             raise Failure(
                 400,

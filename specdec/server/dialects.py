@@ -55,6 +55,10 @@ class Dialect(BaseModel):
         return body
 
     @property
+    def names(self) -> Names:
+        return self.NAMES
+
+    @property
     def ignored(self) -> list[str]:
         """List what has no effect and may have been meant to: fields that are unknown here, and tools."""
         return [name for name in self.model_extra or {} if name not in {*self.REFUSED, *self.HARMLESS}]

@@ -138,14 +138,16 @@ SAME: Names = {}
 
 
 def renamed(error: Exception, names: Names) -> Failure:
-    """Rename the fields of an error to the client's names."""
+    """Rename the fields of an error to the client's names, which may name a part of a field too."""
     failure = failure_of(error)
-    param = failure.param
-    if param is None or param not in names:
+    param, said = failure.param, str(failure)
+    if param is None:
         return failure
-    name = names[param]
-    said = str(failure).replace(param, name, 1)
-    return Failure(failure.status, said, param=name, code=failure.code, headers=failure.headers)
+    named = [name for name in names if name in said and f"{name}.".startswith(f"{param}.")]
+    place = max(named, key=len, default=param)
+    said = said.replace(place, names.get(place, place), 1)
+    param = names.get(param, param)
+    return Failure(failure.status, said, param=param, code=failure.code, headers=failure.headers)
 
 
 def chained(first: Names, then: Names) -> Names:

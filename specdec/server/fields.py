@@ -1,13 +1,13 @@
 """Fields outside the schema: refused if they ask for something, ignored if harmless or unknown."""
 
 import itertools
-import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec.server.failures import Failure
+from specdec.server.parse import check_parts, parse
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +20,6 @@ MOST_NAMES, LONGEST_NAME = 16, 64
 MOST_LOGGED = 256
 MOST_LEVELS = 128
 """Of objects and lists within each other: twice those of a schema that is served."""
-MOST_PARTS = 1 << 16
-"""Objects, their fields, and lists of a body, all told: each is looked at while all others wait."""
 
 HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -108,7 +106,7 @@ INSTEAD: Mapping[str, str] = {
 def given_fields(data: bytes) -> dict[str, Any]:
     """Parse a body into its fields."""
     try:
-        given = json.loads(data)
+        given = parse(data)
     except (ValueError, RecursionError):
         raise Failure(400, "the body is no JSON; send one object, as UTF-8.", code="invalid_json") from None
     if not isinstance(given, dict):
@@ -126,10 +124,7 @@ def _check_shape(given: dict[str, Any]) -> None:
         parts += sum(1 + len(own) if type(own) is dict else 1 for own in level)
         if levels > MOST_LEVELS:
             raise Failure(400, f"the body nests more than {MOST_LEVELS} levels; send fewer.")
-        if parts > MOST_PARTS:
-            raise Failure(
-                400, f"the body has more than {MOST_PARTS:,} objects, fields and lists; send fewer."
-            )
+        check_parts(parts)
         inside = itertools.chain.from_iterable(own.values() if type(own) is dict else own for own in level)
         level = [own for own in inside if type(own) is dict or type(own) is list]
 

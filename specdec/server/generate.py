@@ -7,16 +7,16 @@ from typing import Any
 
 from aiohttp import web
 
+from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.server.answers import Answers, Deadline
-from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.bodies import ASKED, Body, ChatBody, CompletionBody
 from specdec.server.chunks import Chunks
 from specdec.server.events import Expected
 from specdec.server.failures import SAME, Failure, Names, chained, naming, renamed
 from specdec.server.fields import MAX_TOKENS
 from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
-from specdec.server.messages import as_read, beginnings
 from specdec.server.metrics import Watch
 from specdec.server.state import Served, State, worked
 from specdec.server.streams import EventStream, send_whole
@@ -33,7 +33,7 @@ MakeWriter = Callable[[Expected, Sequence[Prepared]], Writer]
 async def complete(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/completions."""
     until = Deadline(state.config.request_timeout)
-    body = CompletionBody.read(await request.read())
+    body = await state.read(request, until, CompletionBody.read)
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
     if len(body.prompts) > state.config.max_prompts:
@@ -41,18 +41,22 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
         raise Failure(
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
-    params = body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
+    read = partial(body.params, logprobs=body.logprobs, prompt_logprobs=body.scored)
+    params = await state.beside(request, until, read)
 
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
         return [Echo.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)]
 
-    names = {"structured_outputs": "response_format"} if body.response_format else {}
+    names = ASKED["response_format" if body.response_format else "structured_outputs"]
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
-    kept_s = body.keep_alive_s
-    with naming(names), state.under_way(served, choices, until, field=field, keep_alive_s=kept_s):
+    caller, kept_s = request["caller"], body.keep_alive_s
+    with (
+        naming(names),
+        state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s),
+    ):
         async with until.held():
             await served.ready()
-            prepared = await served.prepare(body.prompts, params, request["caller"])
+            prepared = await served.prepare(body.prompts, params, caller)
             ids = sum(len(own.ids) for own in prepared)
             echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
         form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
@@ -63,7 +67,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
     until = Deadline(state.config.request_timeout)
-    body = ChatBody.read(await request.read())
+    body = await state.read(request, until, ChatBody.read)
     served = state.named(body.model)
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> Writer:
@@ -87,24 +91,30 @@ async def answer_chat(
     """Answer a chat, in whichever API it came: with its names for fields, and its form of answers."""
     with naming(names):
         served.check_turns(len(body.messages))
-        offer, budget = body.offer(served.calls, told=served.told), body.budget
-        variables, unmet = told_of(body, offer, served)
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        default, budget = max(served.default_max_tokens, body.min_tokens or 0), body.budget
+
+        def settle() -> tuple[Offer | None, dict[str, Any], list[str], SamplingParams]:
+            offer = body.offer(served.calls, told=served.told)
+            forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
+            most = default if asked is None else asked
+            params = body.params(logprobs=body.shown, max_tokens=most, **forced)
+            return offer, *told_of(body, offer, served), params
+
+        offer, variables, unmet, params = await state.beside(request, until, settle)
         unmet += untold(body.tools, body.tool_choice, told=served.told)
         ignored = [*(names.get(name, name) for name in unmet), *body.ignored, *ignored]
         request["headers"] |= state.ignored.headers(ignored)
-        forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        default = max(served.default_max_tokens, body.min_tokens or 0)
-        params = body.params(logprobs=body.shown, max_tokens=default if asked is None else asked, **forced)
+        forced = offer and offer.structure
         asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
-        names = chained({"prompt": "messages", "structured_outputs": asker}, names)
-    with naming(names), state.under_way(served, params.n, until, keep_alive_s=body.keep_alive_s):
+        names = chained({"prompt": "messages", **ASKED[asker]}, names)
+    caller, kept_s = request["caller"], body.keep_alive_s
+    with naming(names), state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s):
         async with until.held():
             await served.ready()
-            ids, thinking = await served.encode_chat(
-                as_read(body.messages), variables, answer=body.add_generation_prompt
-            )
-            marks = await served.marks(ids, beginnings(body.messages), variables)
+            messages, opened = body.messages, body.add_generation_prompt
+            ids, thinking = await served.encode_chat(messages, variables, answer=opened)
+            marks = await served.marks(ids, messages, variables)
             own: dict[str, Any] = {"cache_marks": marks or None}
             if thinking and (budget or params.structured_outputs):
                 own["thinking"] = span_of(thinking, budget[1] if budget else None)
@@ -114,7 +124,7 @@ async def answer_chat(
                 most = served.engine.model.settings.max_model_len
                 own["max_tokens"] = max(min(default, most - len(ids)), 1)
             params = params.model_copy(update=own)
-            prepared = await served.prepare([ids], params, request["caller"])
+            prepared = await served.prepare([ids], params, caller)
         writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := served.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)

@@ -65,7 +65,10 @@ EITHER = Discriminator(
 
 
 class TextAlone(BaseModel):
-    """What has fields of its own, and none for images, audio or videos: they are refused by name."""
+    """What has fields of its own, and none for images, audio or videos: they are refused by name.
+
+    A list of many is checked in Rust, which lets other threads run here alone, where each calls Python.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -81,7 +84,7 @@ class TextAlone(BaseModel):
 CacheControl = Annotated[Mark, WrapValidator(_whole_mark)]
 
 
-class Part(BaseModel):
+class Part(TextAlone):
     model_config = ConfigDict(extra="allow")
 
     type: str = "text"
@@ -92,7 +95,7 @@ class Part(BaseModel):
 Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")], EITHER]
 
 
-class Message(BaseModel):
+class Message(TextAlone):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
@@ -106,7 +109,6 @@ class Message(BaseModel):
         """Return it as a template reads it, its parts joined; it is the message of this index."""
         calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
         thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        _refuse_media(self, f"messages.{index}")
         own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE, *THOUGHT})
         own |= {THOUGHT[0]: thought} if thought else {}
         return {**own, "content": _text(self.content, index), **calls}
@@ -156,15 +158,4 @@ def _text(content: str | list[Part] | None, index: int) -> str:
                 f"messages.{index}.content: {unread(part.type, lacks=part.type == 'text')}.",
                 param="messages",
             )
-        _refuse_media(part, f"messages.{index}.content")
     return "".join(part.text or "" for part in content)
-
-
-def _refuse_media(given: Message | Part, where: str) -> None:
-    """Refuse what is no text in fields that a template or a part would leave unread."""
-    extra = given.model_extra or {}
-    for name in MEDIA & extra.keys():
-        if extra[name]:
-            raise Failure(
-                400, f"{where}.{name}: this engine reads text alone; leave it out.", param="messages"
-            )

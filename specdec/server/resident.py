@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,8 @@ class Resident:
         self._failed_s = 0.0
         self._fault: str | None = None
         """Why its last engine has failed, which has been let go since."""
+        self._unrested: str | None = None
+        """Why its engine was given up though all that it holds is known: another one may be loaded."""
         self.gate = Gate(self.look)
         self.wanted_s: float | None = None
         """Since when a request waits for weights or an arena; None: none does."""
@@ -85,8 +88,8 @@ class Resident:
         """Since when it has had its turn: what was preempted has been computed anew."""
         self.used_s = time.monotonic()
         """When its last answer was over, or it was loaded."""
-        self.kept_s = keep_alive_s
-        """How long it is kept after that."""
+        self._kept_until_s: dict[str, float] = {}
+        """Until when each caller wants it kept; an API key counts for its own alone."""
         self.max_model_len: int | None = None
         """Known once it was loaded."""
         self.switches = Counter[str]()
@@ -113,7 +116,9 @@ class Resident:
 
     @property
     def fault(self) -> str | None:
-        """Why its engine has failed for good, until another one is loaded."""
+        """Why its engine has failed for good, until another one is loaded: that is the process's failure."""
+        if self._unrested:
+            return None
         return self.engine.fault if self.engine and not self.is_unloading else self._fault
 
     @property
@@ -127,12 +132,13 @@ class Resident:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether its weights take memory: also of an engine that has failed, until it is let go."""
-        return self.engine is not None or self.is_loading
+        """Whether its weights take memory: also of an engine that has failed, until it is freed."""
+        return self.engine is not None or self.is_loading or self.is_unloading
 
     @property
     def holds_arena(self) -> bool:
-        return self.engine is not None and (self.is_waking or not self.is_resting)
+        is_there = self.engine is not None or self.is_unloading
+        return is_there and (self.is_waking or not self.is_resting)
 
     @property
     def may_load(self) -> bool:
@@ -162,12 +168,13 @@ class Resident:
             raise self._unloadable()
 
     def _unloadable(self) -> Failure:
+        has_failed = self._fault or self._unrested
         return Failure(
             503,
-            f"model: {self.name!r} {'is not' if self._fault else 'could not be'} loaded: "
-            f"{self.refusal or self.failure}",
+            f"model: {self.name!r} {'is not' if has_failed else 'could not be'} loaded: "
+            f"{self.refusal or self.failure or self._unrested}",
             param="model",
-            code="engine_error" if self._fault else "model_not_loaded",
+            code="engine_error" if has_failed else "model_not_loaded",
             headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
         )
 
@@ -175,6 +182,8 @@ class Resident:
         """Refuse requests that would wait for memory which a failed engine does not give back."""
         if self.blocked:
             raise self._blocked()
+        if self._unrested and self.engine:
+            raise self._unloadable()
 
     def block(self, why: str | None) -> None:
         """Say why it cannot have memory, if it cannot: what waits for that ends with this error."""
@@ -207,12 +216,16 @@ class Resident:
             )
         self.gate.users += 1
 
-    def leave(self, keep_alive_s: float | None) -> None:
-        """Count a request off; it may say how long the model is kept for it."""
+    def leave(self, keep_alive_s: float | None, caller: str = "") -> None:
+        """Count a request off; its caller may say how long the model is kept for it."""
         self.gate.users -= 1
         self.used_s = time.monotonic()
-        self.kept_s = self.keep_alive_s if keep_alive_s is None else keep_alive_s
+        self._kept_until_s[caller] = self._kept_until(keep_alive_s)
         self.look()
+
+    def _kept_until(self, keep_alive_s: float | None) -> float:
+        kept_s = self.keep_alive_s if keep_alive_s is None else keep_alive_s
+        return math.inf if kept_s < 0 else self.used_s + kept_s
 
     @contextlib.contextmanager
     def answering(self, answer: Work) -> Iterator[None]:
@@ -223,9 +236,10 @@ class Resident:
 
     def seconds_kept(self, now_s: float) -> float | None:
         """Return how long the model is still to be kept; None: there is no end to it yet."""
-        if not self.is_sound or not self.is_unused or self.kept_s < 0:
+        until_s = max(self._kept_until_s.values(), default=self._kept_until(None))
+        if not self.is_sound or not self.is_unused or math.isinf(until_s):
             return None
-        return max(self.used_s + self.kept_s - now_s, 0.0)
+        return max(until_s - now_s, 0.0)
 
     def build(self) -> SpecEngine:
         """Build the engine, which has an arena from now on; any thread may. What is wrong is raised."""
@@ -242,9 +256,12 @@ class Resident:
     def install(self, engine: SpecEngine, *, is_resting: bool = False) -> None:
         """Take an engine that was built, and let requests enter."""
         self.failure = self._fault = None
+        if not engine.fault:
+            self._unrested = None
         self.is_resting, self.is_draining = is_resting, False
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
+        self._kept_until_s.clear()
         self.engine = engine
         self.gate.open(engine)
 
@@ -253,7 +270,7 @@ class Resident:
         self.is_loading = True
         try:
             engine = await apart(self.build, "load")
-            settle_garbage()
+            await apart(settle_garbage, "load")
             rests = not has_room()
             if rests:
                 await self._done(engine, engine.begin_rest)
@@ -278,7 +295,7 @@ class Resident:
             self.is_unloading = True
             while not await self._closed():
                 pass
-            self._free()
+            await self._free()
         self.look()
         return self.engine is None
 
@@ -291,14 +308,14 @@ class Resident:
     async def let_go(self) -> None:
         """Free what an engine that has failed holds, as soon as its thread has ended."""
         assert self.engine
-        self._fault, self.is_draining = self.engine.fault, False
+        self._fault, self.is_draining = self.fault, False
         while not await self._closed():
             self.is_stuck = True
             self.look()
             await asyncio.sleep(LET_GO_S)
         self.is_stuck = False
-        self.note_failure(f"its engine has failed: {without_inside(self._fault or '')}")
-        self._free()
+        self.note_failure(self._unrested or f"its engine has failed: {without_inside(self._fault or '')}")
+        await self._free()
         self.look()
 
     async def _closed(self) -> bool:
@@ -311,9 +328,11 @@ class Resident:
         finally:
             closing.clear()
 
-    def _free(self) -> None:
-        self.engine, self.is_draining, self.is_unloading = None, False, False
-        settle_garbage()
+    async def _free(self) -> None:
+        """Free the memory of an engine that was closed; until then it counts as held."""
+        self.engine, self.is_unloading = None, True
+        await apart(settle_garbage, "free")
+        self.is_draining = self.is_unloading = False
 
     async def rest(self) -> None:
         """Have the engine give its arena back; requests that run are preempted."""
@@ -343,16 +362,28 @@ class Resident:
                 doing.result()
         except EngineError:
             pass  # it has failed or was closed, which its requests hear
+        except (OSError, MemoryError) as error:
+            # The system has refused pages. By then the arena was proved empty: closing the engine frees it.
+            logger.exception("%s is given up: its memory could not be handed over", self.name)
+            why = error.strerror if isinstance(error, OSError) else None
+            self._unrested = f"its memory could not be handed over ({why or 'no memory is left'})"
+            engine.abandon(f"The engine of {self.name!r} was given up, as {self._unrested}.")
         except Exception as error:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")
 
 
-def settle_garbage() -> None:
-    """Free what an unloaded model and the loading of one left, and set aside what was loaded.
+def freeze_imports() -> None:
+    """Set aside what was imported, before models are loaded: most of all objects, and none of it garbage.
 
-    A garbage collection that scanned a loaded model would stall every request for 0.2 s.
+    A garbage collection that scanned it would stall every request for 0.1 to 0.2 s; models are a few thousand
+    objects each, which are found again when they are unloaded.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+def settle_garbage() -> None:
+    """Free what an unloaded model, or the loading of one, has left; any thread may."""
+    gc.collect()
     release_heap()

@@ -50,6 +50,8 @@ WATCH_S = 1.0
 """Seconds between two checks of the engine."""
 GRACE_S = 5.0
 """For what is still open after draining, and for the last step to end."""
+SWITCH_S = 1e-3
+"""Seconds for which a thread that runs Python, as one that reads a large body, holds the others up."""
 STDERR = 2
 OURS = "specdec-"
 """The prefix of the engine's thread names."""
@@ -60,6 +62,7 @@ FAILED = 70
 def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load models and serve them until stopped. Errors in the server's settings are raised before loading."""
     access, tls = Access(config), tls_context(config)
+    sys.setswitchinterval(SWITCH_S)
     if access.is_open:
         logger.warning(
             "every client that reaches %s may send requests: no key is required; give --api-key", config.host

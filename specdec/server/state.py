@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from aiohttp import web
+
 from specdec.config.sampling import SamplingParams
 from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine
@@ -18,15 +20,16 @@ from specdec.server.answers import Bell, Deadline
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
+from specdec.server.messages import Message, as_read, beginnings
 from specdec.server.metrics import Metrics, ModelMetrics
 from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import ServerConfig
 from specdec.server.switcher import Switcher
-from specdec.server.threads import apart
+from specdec.server.threads import Pool
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
-from specdec.text.chat_template import LONGEST_ANSWER, Message, load_template, longest_answer
+from specdec.text.chat_template import LONGEST_ANSWER, load_template, longest_answer
 from specdec.text.grammar.guide import Form
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ logger = logging.getLogger(__name__)
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
 """Characters, or ids, of prompts whose tokenization takes a while."""
+LARGE = 4096
+"""Bytes of a body that takes milliseconds to read: it may hold a hundred messages."""
 T = TypeVar("T")
 STALLED_S = 10.0
 """Seconds of a step after which load balancers are told to go elsewhere, well before step_timeout."""
@@ -63,6 +68,7 @@ class State:
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
         )
+        self._readers = Pool("reading", config.max_queued)
         self.draining = False
         self._under_way: set[Deadline] = set()
         self.idle = asyncio.Event()
@@ -96,6 +102,19 @@ class State:
             code="model_not_found",
         )
 
+    async def read(self, request: web.Request, until: Deadline, read: Callable[[bytes], T]) -> T:
+        """Read a request's body, beside the event loop if it is large."""
+        return await self.beside(request, until, partial(read, await request.read()))
+
+    async def beside(
+        self, request: web.Request, until: Deadline, work: Callable[[], T], more_bytes: int = 0
+    ) -> T:
+        """Do work that grows with a request's body, in its turn and in a thread if there is much of it."""
+        if len(await request.read()) + more_bytes <= LARGE:
+            return work()
+        async with until.held():
+            return await self._readers.do(work)
+
     @contextlib.contextmanager
     def under_way(
         self,
@@ -103,6 +122,7 @@ class State:
         choices: int,
         until: Deadline,
         *,
+        caller: str,
         field: str = "n",
         keep_alive_s: float | None = None,
     ) -> Iterator[None]:
@@ -131,7 +151,7 @@ class State:
         try:
             yield
         finally:
-            served.resident.leave(keep_alive_s)
+            served.resident.leave(keep_alive_s, caller)
             self._under_way.discard(until)
             served.choices -= choices
             if not self.choices:
@@ -163,6 +183,7 @@ class Served:
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's mode: the shipped model has a chat template but knows code alone."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
+        self._templates = Pool("template", config.max_queued)
         self._marks_refused = False
         """Whether the log says already that a mark was ignored."""
 
@@ -248,32 +269,44 @@ class Served:
         self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
     ) -> EncodedChat:
         """Render a chat by the model's template and tokenize it."""
-        self.template.check_roles(messages)
-        text = await apart(partial(self.template.render, messages, variables, answer=answer), "template")
+
+        def render() -> str:
+            plain = as_read(messages)
+            self.template.check_roles(plain)
+            return self.template.render(plain, variables, answer=answer)
+
+        text = await self._templates.do(render)
         self.engine.check_length(text)
         ids = await self.encode(text, special=self.template.is_plain)
         return EncodedChat(ids, self.thinking.after(text) if self.thinking else None)
 
     async def marks(
-        self,
-        ids: Sequence[int],
-        beginnings: Sequence[Sequence[Message]],
-        variables: Mapping[str, Any],
+        self, ids: Sequence[int], messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> list[int]:
-        """Say how many of a chat's tokens each of its beginnings has in common with it."""
+        """Say how many of a chat's tokens each of its marked beginnings has in common with it."""
+
+        def render() -> list[str]:
+            texts = (self._begun(plain, variables) for plain in beginnings(messages))
+            return [text for text in texts if text is not None]
+
         found = []
-        for messages in beginnings:
-            try:
-                own, _ = await self.encode_chat(messages, variables, answer=False)
-            except RequestError:
-                # Some templates refuse half a chat: without the mark its prefix may not be cached.
-                if not self._marks_refused:
-                    self._marks_refused = True
-                    logger.info("the chat template refuses part of a chat: its cache_control mark is ignored")
-                continue
+        for text in await self._templates.do(render):
+            own = await self.encode(text, special=self.template.is_plain)
             pairs = zip(own, ids, strict=False)
             found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
         return [mark for mark in found if mark]
+
+    def _begun(self, plain: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
+        """Render the beginning of a chat; None: some templates refuse half of one."""
+        try:
+            text = self.template.render(plain, variables, answer=False)
+            self.engine.check_length(text)
+        except RequestError:
+            if not self._marks_refused:
+                self._marks_refused = True
+                logger.info("the chat template refuses part of a chat: its cache_control mark is ignored")
+            return None
+        return text
 
 
 def _size(params: SamplingParams) -> int:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Coroutine, Sequence
 
-from specdec.server.resident import Resident, settle_garbage
+from specdec.server.resident import Resident, freeze_imports, settle_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Switcher:
 
     def start(self) -> None:
         """Load, before any request comes, what fits; raise what is wrong where none can be loaded."""
+        freeze_imports()
         faults: list[Exception] = []
         for own in self.residents:
             if not (own.refusal or self._left_bytes(own) >= 0):
@@ -126,12 +127,14 @@ class Switcher:
             for own in self.residents:
                 if own.is_draining and not own.is_changing:
                     own.stay()
-        for own in sorted(waiting, key=lambda own: own.wanted_s or 0.0):
-            if self._left_bytes(own) < 0:
-                self._free_weights(own, changes)
-                return
-            self._begin(own, self._loaded(own), changes)
-            own.is_loading = True
+        if not waiting or any(own.is_loading for own in self.residents):
+            return  # one at a time: what its start-up measures touches an arena beyond the budget
+        own = min(waiting, key=lambda own: own.wanted_s or 0.0)
+        if self._left_bytes(own) < 0:
+            self._free_weights(own, changes)
+            return
+        self._begin(own, self._loaded(own), changes)
+        own.is_loading = True
 
     def _hand_over(self, changes: asyncio.TaskGroup) -> float | None:
         """Give arenas to those that wait, those that drain first; return how long the next has to wait."""

@@ -1,26 +1,95 @@
 """Work in threads that nothing waits for when the process ends."""
 
 import asyncio
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from specdec.server.failures import Failure
+
 T = TypeVar("T")
+COUNT = 2
+"""Threads of a pool: those that run Python wait for each other."""
 
 
 async def apart(work: Callable[[], T], name: str) -> T:
     """Do work that may never end, or take minutes, in a daemon thread; who is cancelled waits no longer."""
     doing: Future[T] = Future()
     doing.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done = work()
-        except BaseException as error:
-            doing.set_exception(error)
-        else:
-            doing.set_result(done)
-
-    threading.Thread(target=run, name=f"specdec-{name}", daemon=True).start()
+    _start(lambda: _do(doing, work), name)
     return await asyncio.wrap_future(doing)
+
+
+class Pool:
+    """At most `COUNT` daemon threads for what clients ask; so much of it may wait. Owned by the event loop.
+
+    A client that leaves before its work has begun takes it along. A thread ends when nothing waits.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self.name, self.most = name, most
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._running = 0
+        """Threads."""
+        self._held = 0
+        """What waits, and what a thread is at."""
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """Do work in its turn; refuse it where too much waits."""
+        doing: Future[T] = Future()
+
+        def run() -> None:
+            if doing.set_running_or_notify_cancel():
+                _do(doing, work)
+
+        with self._lock:
+            if self._held >= COUNT + self.most:
+                raise Failure(
+                    503,
+                    f"{self.most:,} requests wait to be read already; try again later.",
+                    code="too_many_requests",
+                    headers={"Retry-After": "1"},
+                )
+            if self._running < COUNT:
+                _start(self._run, self.name)
+                self._running += 1
+            self._held += 1
+            self._waiting.append(run)
+        try:
+            return await asyncio.wrap_future(doing)
+        except asyncio.CancelledError:
+            with self._lock, contextlib.suppress(ValueError):
+                self._waiting.remove(run)
+                self._held -= 1
+            raise
+
+    def _run(self) -> None:
+        while run := self._next():
+            run()
+            del run  # it refers to a request's body, and to what came of it
+            with self._lock:
+                self._held -= 1
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._running -= 1
+            return None
+
+
+def _do(doing: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        done = work()
+    except BaseException as error:
+        doing.set_exception(error)
+    else:
+        doing.set_result(done)
+
+
+def _start(run: Callable[[], None], name: str) -> None:
+    threading.Thread(target=run, name=f"specdec-{name}", daemon=True).start()

@@ -1,6 +1,7 @@
 """What a model costs, told before anything is loaded: its parameters and the bytes that a step reads."""
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from specdec.models.families import open_tensors, stored_numbers
 from specdec.models.feed_forward import MoE
 from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource
+from specdec.models.mixers.shared_block import SHARED
 from specdec.models.network import MTPHead, Network
 from specdec.models.packed.base import Numbers
 from specdec.models.rounded import COPIED_IN
@@ -41,11 +43,13 @@ class Parameter:
     bytes: int
     experts: tuple[int, int] | None
     """(experts chosen per token, experts there are), for the weights that only some tokens read."""
+    uses: int = 1
+    """Layers that read it."""
 
     def expected_bytes(self, tokens: int) -> float:
         """Count the bytes that a step over `tokens` tokens reads if each picks its experts at random."""
         if self.experts is None:
-            return float(self.bytes)
+            return float(self.bytes * self.uses)
         return self.bytes * _share_met(*self.experts, tokens)
 
 
@@ -108,7 +112,7 @@ class ShapeWeights:
         return weight_ND
 
     def _note(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Tensor:
-        self.parameters.append(Parameter(name, prod(shape), num_bytes, self._experts(name)))
+        self.parameters.append(Parameter(name, prod(shape), num_bytes, self._experts(name), self._uses(name)))
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def has(self, name: str) -> bool:
@@ -126,6 +130,11 @@ class ShapeWeights:
         ffn = layers[int(name.removeprefix("mtp.").split(".")[1])].ffn
         assert isinstance(ffn, MoE)
         return ffn.top_k, ffn.experts
+
+    def _uses(self, name: str) -> int:
+        """Count the layers that read a weight: one that is lent goes by the name of its lender."""
+        lent = re.match(rf"layers\.(\d+)\.mixer\.{SHARED}\.", name)
+        return 1 + (sum(own.shares == int(lent[1]) for own in self.network.layers) if lent else 0)
 
 
 class CopyShapes(ShapeWeights):

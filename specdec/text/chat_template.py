@@ -76,8 +76,9 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             role = message["role"]
             if role not in ROLES and (not role or role not in self._sources):
+                known = ", ".join(ROLES)
                 raise RequestError(
-                    f"messages.{i}.role: {role!r:.40} is no role of this model; give {', '.join(ROLES)}",
+                    f"messages.{i}.role: {role!r:.40} is no role of this model; give one of {known}.",
                     field="messages",
                 )
 

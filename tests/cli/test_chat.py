@@ -234,8 +234,9 @@ def test_later_turns_find_the_earlier_ones_cached(engine: SpecEngine, completes:
     engine.flush()
     chat = Chat(engine, SHIPPED["tiny"], GREEDY, is_completion=completes)
     cached, lengths = [], []
-    for text in ("def f(x):\n", "class A:\n", "import os\n"):
-        asked = chat.conversation.asking(text)
+    asked = chat.conversation
+    for text in ("def f(x):\n", "class A:\n", "import os\n", None):
+        asked = chat.conversation.asking(text) if text else asked  # None: once more, as /retry does
         with chat.begin(asked) as written:
             for _ in written:
                 pass
@@ -246,6 +247,7 @@ def test_later_turns_find_the_earlier_ones_cached(engine: SpecEngine, completes:
     assert cached[0] == 0
     # The template of `tiny` writes answers otherwise than the model did: up to the question all is found.
     assert cached[1] >= lengths[0] - 1 and cached[2] >= lengths[1] - 1
+    assert cached[3] == lengths[3] - 1 == lengths[2] - 1
     alone = engine.generate([chat.render(asked.messages)], GREEDY)[0]
     assert alone.text == chat.conversation.turns[-1]["content"]
 

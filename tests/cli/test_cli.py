@@ -233,7 +233,7 @@ def test_a_typo_is_answered_with_what_is_near(argv: list[str], near: str, capsys
         main(argv)
     assert ended.value.code == 2
     line = capsys.readouterr().err
-    assert f"did you mean {near}" in line and line.count("\n") == 1
+    assert f"; did you mean {near}" in line and "? See specdec" in line and line.count("\n") == 1
 
 
 def test_a_value_may_look_like_an_option_where_it_has_a_blank(capsys: Capture) -> None:
@@ -382,11 +382,17 @@ def test_info_says_what_fits(hybrid: Path, capsys: Capture) -> None:
     argv = ["info", str(hybrid), "--memory-bytes", "4MiB", "--length", "16,512"]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    assert "3 gated delta net" in text
+    assert "3 gated delta net" in text and " EAGLE " not in text and "in 4 bits" not in text
     assert main([*argv, "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert described["arena_bytes"] == 4 << 20
     assert f"{described['sequences']['512 tokens']} of 512 tokens" in text.replace(",", "")
+
+
+def test_info_has_words_for_every_figure(capsys: Capture) -> None:
+    for argv in (["--draft", "eagle"], ["--draft", "self-int4", "--dtype", "bfloat16"]):
+        assert main(["info", "tiny", *argv]) == 0
+        assert "multi-token head    " in capsys.readouterr().out
 
 
 def test_training_into_a_folder_that_cannot_be_made_is_refused(capsys: Capture, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.kernels.attention import cpu, reference
 from specdec.kernels.group import Group
+from specdec.kernels.native import attention as native
+from specdec.kernels.native.compiled import compiled
 from tests.tolerances import KERNEL
 
 BLOCK = 16
@@ -329,3 +331,17 @@ def test_leaked_invalid_position_is_seen(garbage: float) -> None:
     longer = replace(case.group, length_B=case.group.length_B + 1)
     with pytest.raises(AssertionError):
         assert_close(cpu.attend(case.q, pages, longer, SCALE), expected)
+
+
+@dtypes
+def test_a_gate_for_each_head_equals_reference(dtype: torch.dtype) -> None:
+    """In C each is the same bits beside any others."""
+    x_THW, gates_TN = torch.randn(7, 3, 5).to(dtype), 4 * torch.randn(7, 9).to(dtype)
+    gate_TH = gates_TN[:, 6:]
+    expected_THW = reference.gate_heads(x_THW, gate_TH)
+    assert not torch.allclose(expected_THW, x_THW)
+    for ops in (cpu, native) if compiled() else (cpu,):
+        found_THW = ops.gate_heads(x_THW, gate_TH)
+        torch.testing.assert_close(found_THW, expected_THW, rtol=KERNEL[dtype], atol=KERNEL[dtype])
+    apart = [ops.gate_heads(x_THW[t : t + 1], gate_TH[t : t + 1]) for t in range(7)]
+    assert dtype == torch.float64 or torch.equal(torch.cat(apart), found_THW)

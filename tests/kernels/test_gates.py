@@ -43,6 +43,22 @@ def test_delta_gates_decay_and_write_within_their_ranges(ops: object) -> None:
     torch.testing.assert_close(beta_TH, torch.tensor([[0.0, 0.5, 1.0]]))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_bounded_decays_are_those_of_the_formula(dtype: torch.dtype) -> None:
+    """A vector for each head, from almost no decay to the bound itself, and from what would overflow."""
+    b_TH, a_TN = (
+        noise(7, 3, dtype=dtype),
+        noise(7, 12, dtype=dtype).mul(torch.tensor([[1.0, 1e4, 1e38]]).repeat(1, 4).to(dtype)),
+    )
+    A_log_H, bias_HK = noise(3, seed=1).float(), noise(3, 4, seed=2).to(WIDE[dtype])
+    x_THK = a_TN.double().view(7, 3, 4) + bias_HK.double()
+    formula_THK = -5 / (1 + torch.exp(-torch.exp(A_log_H.double())[:, None] * x_THK))
+    for ops in (reference, cpu):
+        decay_THK, _ = ops.delta_gates(b_TH, a_TN, A_log_H, bias_HK, -5.0)
+        assert decay_THK.min() == -5 and decay_THK.max() <= 0 and decay_THK.dtype == WIDE[dtype]
+        torch.testing.assert_close(decay_THK.double(), formula_THK, rtol=1e-5, atol=1e-6)
+
+
 def test_delta_gates_round_the_strength_to_the_models_dtype() -> None:
     b_TH = torch.tensor([[0.3]], dtype=torch.bfloat16)
     for ops in (reference, cpu):

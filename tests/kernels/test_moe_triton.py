@@ -1,6 +1,7 @@
 """Routing, experts and activations in Triton against their references."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -134,8 +135,9 @@ def test_experts_equal_reference(
     weights = [KINDS[kind](w) for w in draw_experts(num_experts, width, hidden, gated=gated, dtype=dtype)]
     index_TA, weight_TA = choose(tokens, num_experts, top_k)
     given_TA = weight_TA.to(dtype) if gated else weight_TA  # as the routers of either hand them over
-    found = triton.experts(x_TD, *weights, index_TA, given_TA, gated=gated)
-    assert_close(found, reference.experts(x_TD, *weights, index_TA, given_TA, gated=gated))
+    own: dict[str, Any] = {"gated": gated, "limit": 0.5 if width % 2 else torch.inf}
+    found = triton.experts(x_TD, *weights, index_TA, given_TA, **own)
+    assert_close(found, reference.experts(x_TD, *weights, index_TA, given_TA, **own))
 
 
 @kinds
@@ -222,7 +224,9 @@ def test_scales_in_other_places_are_seen(tokens: int) -> None:
 def test_activations_equal_reference(tokens: int, width: int, dtype: torch.dtype) -> None:
     x_TI = draw(tokens, 4 * width, dtype=dtype)[:, : 2 * width]
     x_TI[0, 0] = torch.nan
-    for name in ("swiglu", "relu2"):
+    for name in ("swiglu", "geglu", "relu2"):
         found, expected = (getattr(ops, name)(x_TI) for ops in (ffn_triton, ffn_reference))
         assert found.dtype == dtype and found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype], equal_nan=True)
+    found, expected = (ops.swiglu(x_TI, 0.5) for ops in (ffn_triton, ffn_reference))
+    torch.testing.assert_close(found, expected, rtol=KERNEL[dtype], atol=KERNEL[dtype], equal_nan=True)

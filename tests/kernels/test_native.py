@@ -43,7 +43,7 @@ def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (norm, ("rms_norm", "add_rms_norm", "gated_norm")),
         (rope, ("rotate",)),
-        (ffn, ("swiglu",)),
+        (ffn, ("swiglu", "geglu")),
         (attention, ("append", "attend")),
         (conv, ("causal_conv", "path_conv")),
         (recurrence, ("scan_window",)),
@@ -57,7 +57,7 @@ PLAIN = {
     for module, names in (
         (norm, ("rms_norm", "add_rms_norm", "gated_norm")),
         (rope, ("rotate",)),
-        (ffn, ("swiglu",)),
+        (ffn, ("swiglu", "geglu")),
         (gates, ("l2_normalise", "delta_gates")),
         (attention, ("append", "attend")),
         (conv, ("causal_conv", "path_conv")),
@@ -100,7 +100,9 @@ def test_gated_norm_equals_the_plain_form(dtype: torch.dtype, gate_first: bool, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_equal_the_plain_form(dtype: torch.dtype) -> None:
     x_TI = 8 * draw(5, 126, dtype=dtype)
-    close(pointwise.swiglu(x_TI), PLAIN["swiglu"](x_TI))
+    for limit in (torch.inf, 0.5):
+        close(pointwise.swiglu(x_TI, limit), PLAIN["swiglu"](x_TI, limit))
+    close(pointwise.geglu(x_TI), PLAIN["geglu"](x_TI))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

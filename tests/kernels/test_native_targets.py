@@ -296,7 +296,8 @@ def test_norms_and_activations_are_the_same(target: Target, dtype: torch.dtype, 
     calls = Calls()
     x, out = draw(5, 70, dtype=dtype), poisoned(5, 70, dtype=dtype)
     calls.call(f"rms_norm_{suffix}", x, 5, 1, 70, 70, 0, draw(70, seed=1), 0, 1e-6, out, results=(9,))
-    calls.call(f"swiglu_{suffix}", x, 5, 35, 70, poisoned(5, 35, dtype=dtype), results=(4,))
+    calls.call(f"swiglu_{suffix}", x, 5, 35, 70, 0.5, poisoned(5, 35, dtype=dtype), results=(5,))
+    calls.call(f"geglu_{suffix}", x, 5, 35, 70, poisoned(5, 35, dtype=dtype), results=(4,))
     calls.call(f"sigmoid_{suffix}", x, 5, 70, 70, out, results=(4,))
     calls.call(f"l2_normalise_{suffix}", x, 5, 2, 35, 70, 0.5, poisoned(5, 70), results=(6,))
     for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):

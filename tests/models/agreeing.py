@@ -113,6 +113,8 @@ def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, experts_implementation="eager"
         )
+        if config.tie_word_embeddings:  # the head is stored all the same, and counts
+            model.lm_head.weight = torch.nn.Parameter(torch.empty(vocab, HIDDEN))
         with torch.no_grad():
             own = dict(model.named_parameters())
             next(x for name, x in own.items() if "embed" in name).normal_()

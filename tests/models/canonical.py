@@ -12,6 +12,7 @@ from specdec.models.mixers import (
     Lightning,
     Mamba1,
     Mamba2,
+    SharedBlock,
     ShortConv,
 )
 
@@ -42,6 +43,7 @@ def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[
         LatentAttention: _latent,
         Mamba1: _mamba1,
         Mamba2: _mamba,
+        SharedBlock: _own_of_block if layer.shares is not None else _block,
         ShortConv: _short_conv,
     }
     for i, mixer in enumerate(layer.mixers):
@@ -68,6 +70,26 @@ def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
         heads = (m.heads, m.kv_heads) if m.norm_whole else (1, 1)
         shapes |= {f"{n}_norm.weight": (h * m.head_dim,) for n, h in zip("qk", heads, strict=True)}
     return shapes
+
+
+def _own_of_block(m: SharedBlock, width: int) -> dict[str, tuple[int, ...]]:
+    """Name what each use of a shared block has for itself."""
+    inputs = dict.fromkeys("qkv" if m.adapts_attention else "", 2 * width) | ({"up": width} if m.rank else {})
+    outputs = {"up": 2 * m.ffn.width}
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (width, width)}
+    for name, size in inputs.items():
+        shapes[f"{name}_adapter.in.weight"] = m.rank, size
+        shapes[f"{name}_adapter.out.weight"] = outputs.get(name, 2 * width), m.rank
+    return shapes
+
+
+def _block(m: SharedBlock, width: int) -> dict[str, tuple[int, ...]]:
+    attention = _attention(m.attention, 2 * width)
+    attention["o.weight"] = width, m.attention.heads * m.attention.head_dim
+    shared = {f"attention.{name}": shape for name, shape in attention.items()}
+    shared |= {f"ffn.{name}": shape for name, shape in _dense(m.ffn, width).items()}
+    shared |= {"norm.weight": (2 * width,), "ffn_norm.weight": (width,)}
+    return _own_of_block(m, width) | {f"shared.{name}": shape for name, shape in shared.items()}
 
 
 def _delta_net(m: GatedDeltaNet, width: int) -> dict[str, tuple[int, ...]]:
@@ -98,13 +120,15 @@ def _lightning(m: Lightning, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def _kda(m: KimiDeltaAttention, width: int) -> dict[str, tuple[int, ...]]:
-    assert m.gate_rank is not None
     inner = m.heads * m.head_dim
     shapes: dict[str, tuple[int, ...]] = {f"in_{name}.weight": (inner, width) for name in "qkv"}
     shapes |= {"in_b.weight": (m.heads, width), "out.weight": (width, inner)}
     shapes |= {"conv.weight": (3 * inner, m.conv), "A_log": (m.heads,), "dt_bias": (m.heads, m.head_dim)}
     for name in ("in_z", "in_a"):
-        shapes |= {f"{name}_a.weight": (m.gate_rank, width), f"{name}_b.weight": (inner, m.gate_rank)}
+        if m.gate_rank is None:
+            shapes[f"{name}.weight"] = inner, width
+        else:
+            shapes |= {f"{name}_a.weight": (m.gate_rank, width), f"{name}_b.weight": (inner, m.gate_rank)}
     return shapes | {"norm.weight": (m.head_dim,)}
 
 
@@ -116,6 +140,8 @@ def _latent(m: LatentAttention, width: int) -> dict[str, tuple[int, ...]]:
         shapes |= {"q_a.weight": (m.q_rank, width), "q_norm.weight": (m.q_rank,)}
         shapes["q_b.weight"] = queries, m.q_rank
     shapes |= {"kv_a.weight": (m.kv_rank + m.shared_dim, width), "kv_norm.weight": (m.kv_rank,)}
+    if m.gated:
+        shapes["gate.weight"] = m.heads, width
     shapes["kv_b.weight"] = m.heads, m.own_dim + m.value_dim, m.kv_rank
     return shapes | {"o.weight": (width, m.heads * m.value_dim)}
 
@@ -124,7 +150,7 @@ def _mamba1(m: Mamba1, width: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "in.weight": (2 * m.inner, width),
         "conv.weight": (m.inner, m.conv),
-        "x.weight": (sum(m.selected.values()), m.inner),
+        "x.weight": (m.heads * sum(m.selected.values()), m.inner // m.heads),
         "dt.weight": (m.inner, m.rank),
         "dt_bias": (m.inner,),
         "A_log": (m.inner, m.state_dim),
@@ -162,7 +188,7 @@ def _short_conv(m: ShortConv, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def _dense(f: MLP, width: int) -> dict[str, tuple[int, ...]]:
-    ups = ("gate", "up") if f.activation == "swiglu" else ("up",)
+    ups = ("up",) if f.activation == "relu2" else ("gate", "up")
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (f.width, width) for n in ups}
     shapes["down.weight"] = (width, f.width)
     if f.bias:

@@ -1,5 +1,6 @@
 """A hub on loopback: the part of the Hugging Face hub's protocol that downloads speak."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -26,8 +27,12 @@ class Repo:
     """By file: after how many bytes connections break, one after the other."""
     stalls: set[str] = field(default_factory=set)
     """Files whose connections stay open after half, and send nothing."""
+    trickles: set[str] = field(default_factory=set)
+    """Files whose connections stay open and send a byte at a time."""
     swaps: dict[str, bytes] = field(default_factory=dict)
     """What is sent instead of a file's content."""
+    spans: dict[str, list[str]] = field(default_factory=dict)
+    """By file: the range that is sent instead of the one that is asked for, one after the other."""
 
     @property
     def commit(self) -> str:
@@ -152,6 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, repo: Repo, file: str, headers: Mapping[str, str] | None = None) -> None:
         content, wanted = repo.swaps.get(file, repo.files[file]), self.headers.get("range", "")
         self.hub.asked.append((self.command, file, wanted))
+        if self.command == "GET" and repo.spans.get(file):
+            wanted = repo.spans[file].pop(0)
         start, _, stop = wanted.removeprefix("bytes=").partition("-")
         first, last = int(start or 0), min(int(stop or len(content) - 1), len(content) - 1)
         span = {"Content-Range": f"bytes {first}-{last}/{len(content)}"} if wanted else {}
@@ -172,6 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if repo and repo.cuts.get(file):
             body, self.close_connection = body[: repo.cuts[file].pop(0)], True
+        if repo and file in repo.trickles:
+            return self._trickle(body)
         stalls = repo is not None and file in repo.stalls
         self.wfile.write(body[: len(body) // 2] if stalls else body)
         self.hub.sent += len(body) if repo else 0
@@ -180,3 +189,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.going.set()
             self.hub.ended.wait()
             self.close_connection = True
+
+    def _trickle(self, body: bytes) -> None:
+        with contextlib.suppress(OSError):  # the other side has given up
+            for byte in body:
+                self.wfile.write(bytes([byte]))
+                if self.hub.ended.wait(0.002):
+                    break
+        self.close_connection = True

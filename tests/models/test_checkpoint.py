@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.errors import CheckpointError
-from specdec.models import families
+from specdec.models import checkpoint, families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.eagle import find_head, read_head
@@ -97,6 +97,15 @@ def test_broken_folder_is_refused_by_name(
     assert refused.value.field == culprit
     assert remedy in str(refused.value)
     assert culprit in str(refused.value) or culprit == "model"
+
+
+def test_a_file_that_memory_cannot_map_is_named(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 98248289275 bytes")
+
+    monkeypatch.setattr(checkpoint, "safe_open", refuse)
+    with pytest.raises(CheckpointError, match=rf"{SINGLE} cannot be mapped .*smaller shards"):
+        Checkpoint(single)
 
 
 def shards(folder: Path) -> list[Path]:

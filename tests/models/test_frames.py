@@ -1,8 +1,8 @@
 """How layers stand in the residual stream: their equations, and that drafts change no text in any of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +11,15 @@ from torch import Tensor
 
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.tape import REFUSED
-from specdec.kernels.table import Kernels, load_kernels
+from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.feed_forward import MLP
 from specdec.models.frame import Half
-from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2, Mixer, Place, Step
-from specdec.models.mixers.attention import LoadedAttention
+from specdec.models.mixers import Attention, GatedDeltaNet, Mamba1, Mamba2, SharedBlock
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.spec import POST_NORM, PRE_NORM, SANDWICH, Frame
-from specdec.models.weights import RandomWeights, Weights
-from specdec.state_slots.layout import KVShape
+from specdec.models.weights import RandomWeights
 from tests.models.test_probe_mixer import make, texts
 
 WIDTH, NORM = 12, Norm(1e-5)
@@ -93,37 +91,12 @@ def test_a_wide_stream_is_rounded_where_it_is_read() -> None:
     assert torch.equal(out_TD, expected_TD)
 
 
-@dataclass(frozen=True, slots=True)
-class Beside(Mixer):
-    """Attention over the stream and the embeddings, as a side input is."""
-
-    kind: ClassVar[str] = "side input"
-
-    @property
-    def attention(self) -> Attention:
-        return Attention(2, 1, 8, 0.3, None, None, gated=False)
-
-    def kv_shape(self) -> KVShape:
-        return self.attention.kv_shape()
-
-    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
-        return self.attention.matrices(2 * hidden)
-
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedBeside":
-        own = replace(place, reads=place.reads + place.writes)
-        return LoadedBeside(self.attention, weights, kernels, own)
-
-
-class LoadedBeside(LoadedAttention):
-    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        assert step.embed_TD is not None
-        return super().__call__(step.kernels.concat(x_TD, step.embed_TD), step)
-
-
 ATTENTION = Attention(4, 2, 8, 0.25, Rope(4, 1e4), None, gated=False)
 MAMBA = Mamba2(4, 8, 2, 6, 4, True, False, 1e-5, (0.0, 1e9))
+SELECTIVE = Mamba1(64, 6, 4, 4, conv_bias=True, bias=False, heads=2)
 DELTA = GatedDeltaNet(2, 4, 8, 8, 4, 1e-6)
 FFN = MLP(40, "swiglu")
+BLOCK = SharedBlock(Attention(2, 2, 32, 0.25, None, None, gated=False), MLP(40, "geglu"), NORM, 4, True)
 NETWORK = spec.Network(
     "frames",
     97,
@@ -132,8 +105,9 @@ NETWORK = spec.Network(
         spec.Layer((MAMBA, ATTENTION), FFN, frame=PAIR, ffn_frame=Frame(outputs=(0.6,))),
         spec.Layer((ATTENTION,), FFN, frame=POST_NORM, ffn_frame=POST_NORM),
         spec.Layer((DELTA,), FFN, frame=NORMALISED, ffn_frame=SANDWICH),
-        spec.Layer((Beside(), MAMBA), None, frame=Frame(side=True)),
+        spec.Layer((BLOCK, MAMBA), None, frame=Frame(side=True)),
         spec.Layer((MAMBA,), None),
+        spec.Layer((BLOCK, SELECTIVE), None, frame=Frame(side=True), shares=3),
     ),
     NORM,
     tied=True,

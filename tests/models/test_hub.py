@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -204,6 +205,36 @@ def test_what_is_not_what_the_hub_promises_is_refused(hub: Hub, monkeypatch: pyt
             find_folder("a/b")
     repo.swaps.clear()
     assert (find_folder("a/b") / SINGLE).read_bytes() == WEIGHTS
+
+
+def test_connections_that_give_next_to_nothing_end(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
+    repo.cuts[SINGLE] = [1] * 99
+    with pytest.raises(CheckpointError, match=r"cannot be reached for a/b .*run this again"):
+        find_folder("a/b")
+    assert len(repo.cuts[SINGLE]) == 99 - 1 - transfer.RETRIES
+    repo.cuts.clear()
+    repo.trickles.add(SINGLE)
+    monkeypatch.setattr(transfer, "SLOW_S", 0.02)
+    with pytest.raises(CheckpointError, match=r"too slow: [1-9]\d* bytes came in 0.02 s"):
+        find_folder("a/b")
+    with pytest.raises(CheckpointError, match="too slow"), describable("a/b", EngineConfig()):
+        pass
+
+
+def test_another_range_than_was_asked_for_is_not_kept(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = random.Random(1).randbytes(100_000)  # small enough that no SHA-256 of it is promised
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: content})
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
+    for other in ("bytes=500-99899", "bytes=700-"):
+        repo.cuts[SINGLE], repo.spans[SINGLE] = [600], ["", other]
+        folder = find_folder("a/b")
+        assert (folder / SINGLE).read_bytes() == content and not repo.spans[SINGLE]
+        shutil.rmtree(folder.parents[1])
+    repo.spans[SINGLE] = ["bytes=1-"]
+    with pytest.raises(CheckpointError, match="not asked for"), describable("a/b", EngineConfig()):
+        pass
 
 
 def test_shards_are_those_that_the_index_names(hub: Hub) -> None:

@@ -119,6 +119,25 @@ def test_a_layer_reads_what_transformers_does(form: str, kernels: str) -> None:
     assert float(wrong.max()) < LOGITS_RELATIVE
 
 
+@pytest.mark.parametrize("kernels", KERNELS[1:])
+@torch.inference_mode()
+def test_no_decay_is_below_its_bound(kernels: str) -> None:
+    """Inputs so large that most gates are open or shut: the state fades by e^-5 or not at all."""
+    theirs, ours = theirs_and_ours("ling")
+    x_TD = 3 * torch.randn(9, HIDDEN)
+    layer, *others = (
+        ours.build(Held(theirs), load_kernels(n), Place(HIDDEN, HIDDEN)) for n in (kernels, "reference")
+    )
+    found_TD, memory = run(layer, x_TD, own := memory_of(), kernels), own.recurrent(0)
+    expected_TD = run(others[0], x_TD, plain := memory_of(), "reference")
+    torch.testing.assert_close(found_TD, expected_TD, rtol=1e-3, atol=1e-3 * float(expected_TD.abs().max()))
+    state_HKW, expected_HKW = memory.state_SHKW[4], plain.recurrent(0).state_SHKW[4]
+    torch.testing.assert_close(
+        state_HKW, expected_HKW, rtol=1e-3, atol=1e-3 * float(expected_HKW.abs().max())
+    )
+    assert state_HKW.isfinite().all() and state_HKW.abs().max() > 0
+
+
 def test_a_record_is_a_small_part_of_a_state() -> None:
     """Update and decays in float32 and inputs in bfloat16: 2.7 % of a state of 128 by 128."""
     own = KimiDeltaAttention(32, 128, 4, 1e-5, gate_rank=128)

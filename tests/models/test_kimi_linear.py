@@ -16,6 +16,7 @@ from specdec.kernels.native.tape import REFUSED
 from specdec.models import families, spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.mixers import KimiDeltaAttention, LatentAttention
+from specdec.models.rope import Rope
 from specdec.models.shapes import SHAPES
 from tests.models.random_checkpoints import draw, read_tensors, save
 from tests.models.runner import Runner
@@ -26,9 +27,9 @@ from tests.tolerances import LOGITS_RELATIVE
 MIXERS = (
     LatentAttention(4, 6, 2, 12, 16, 16, NORM),
     KimiDeltaAttention(2, 16, 4, 1e-6, 16),
-    LatentAttention(2, 16, 8, 8, 32, None, NORM),
+    LatentAttention(2, 16, 8, 8, 32, None, NORM, Rope(8, 1e4), gated=True),
 )
-"""Values wider than keys, and keys wider than values."""
+"""Values wider than keys, and keys wider than values, with positions and gates."""
 LAYERS = tuple(spec.Layer((mixer,), FFN) for mixer in MIXERS)
 NETWORK = spec.Network("latent", 97, 32, LAYERS, NORM, True, 512, ())
 SEED = 0

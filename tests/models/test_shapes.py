@@ -27,8 +27,11 @@ def test_named_shape_is_accepted_by_family_and_transformers(name: str) -> None:
         ("falcon-h1-7b", 132, 0.006),
         ("falcon-mamba-7b", 34.9, 0.086),
         ("jamba-mini", 15.2, 0.086),
+        ("zamba2-1.2b", 76.9, 0.012),
+        ("zamba-7b", 37.6, 0.086),
         ("minimax-text-01", 279.9, 0.0118),
         ("kimi-linear-48b", 41.4, 0.0264),
+        ("ling-3-flash", 72.4, 0.0264),
     ],
 )
 def test_states_and_records_are_as_large_as_is_known_of_them(

@@ -286,10 +286,10 @@ def test_the_description_has_every_address_and_field(live: Live) -> None:
 def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
     assert live.ask("/v1/nowhere").status == 404
     for path, says in (
-        ("/models", "did you mean /v1/models?: the base URL of OpenAI's clients ends with /v1."),
+        ("/models", "did you mean /v1/models? The base URL of OpenAI's clients ends with /v1."),
         (
             "/v1/v1/messages",
-            "mean /v1/messages?: the base URL of Anthropic's clients is without /v1.",
+            "mean /v1/messages? The base URL of Anthropic's clients is without /v1.",
         ),
     ):
         is_anthropic = path.endswith("messages")

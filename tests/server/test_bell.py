@@ -17,6 +17,7 @@ from specdec.engine.engine import Prepared
 from specdec.errors import EngineError, SpecdecError
 from specdec.server import answers as module
 from specdec.server.answers import Answers, Bell, Deadline, Said
+from specdec.server.failures import Failure
 
 Emit = Callable[[int, Delta | SpecdecError], None]
 
@@ -76,6 +77,19 @@ def test_everything_arrives_in_its_order(seed: int, streams: bool) -> None:
         return said
 
     assert asyncio.run(hear()) == [list(range(count))] * choices
+
+
+def test_an_answer_that_is_cancelled_is_no_answer() -> None:
+    def speak(emit: Emit) -> None:
+        emit(0, part(0, 1, last=True))
+        emit(0, Delta("2", (2,), index=1, finish_reason="abort"))
+
+    async def hear() -> list[int]:
+        async with asked(speak, choices=2, streams=False) as parts:
+            return [choice async for choice, _, _ in parts]
+
+    with pytest.raises(Failure, match="cancelled before its end"):
+        asyncio.run(hear())
 
 
 class Ears:

@@ -16,8 +16,9 @@ from specdec.config.sampling import MAX_IDS, SamplingParams
 from specdec.errors import ConfigError
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
-from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, MOST_PARTS, REFUSED
+from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED
 from specdec.server.messages import as_read
+from specdec.server.parse import MOST_PARTS, MOST_VALUES, SMALL, parse
 from specdec.server.state import LONG, Served
 from specdec.server.thinking import template_variables
 from specdec.text.chat_template import ChatTemplate
@@ -79,20 +80,48 @@ def test_what_has_too_many_parts_is_refused(value: object) -> None:
     assert as_read(read(ChatBody, CHAT, unheard_of=[0] * 2 * MOST_PARTS).messages)
 
 
+@pytest.mark.parametrize(
+    "value", [{"a": [1, -2.5e3, "é\\n", None, True, {}, [[]]], "b": {"": 1}}, [], "x", 3, {"a": 1, "b": [{}]}]
+)
+def test_large_bodies_are_parsed_like_small_ones(value: object) -> None:
+    """The second parser lets other threads run; bytes beyond `SMALL` are left to it."""
+    text = json.dumps(value)
+    assert parse((text + " " * SMALL).encode()) == parse(text.encode()) == value
+    for wrong in (text + ",", text[:-1] + "\x00", "[" + text, '{"a" ' + text + "}", "[" * 10**5):
+        for filled in (wrong, " " * SMALL + wrong):
+            with pytest.raises((ValueError, RecursionError)):
+                parse(filled.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" + "[]," * MOST_PARTS, "objects, fields and lists"),
+        ("[" + "{}," * MOST_PARTS, "objects, fields and lists"),
+        ("{" + '"a": 1, ' * MOST_PARTS, "objects, fields and lists"),
+        ('{"a": [' + "1," * MOST_VALUES + "1,", f"{MOST_VALUES:,} values"),
+    ],
+    ids=["lists", "objects", "fields", "numbers"],
+)
+def test_what_is_too_much_is_read_no_further(text: str, says: str) -> None:
+    with pytest.raises(Failure, match=says):
+        parse((text + "no JSON").encode())
+
+
 PICTURE = {"image_url": {"url": "x"}}
 
 
 @pytest.mark.parametrize(
     ("message", "where"),
     [
-        ({"content": "x", "images": ["eA=="]}, "messages.0.images"),
-        ({"content": "x", "image_url": "data:,x"}, "messages.0.image_url"),
+        ({"content": "x", "images": ["eA=="]}, "messages.0: images is not read"),
+        ({"content": "x", "image_url": "data:,x"}, "messages.0: image_url is not read"),
         (
             {"content": [{"type": "text", "text": "x", "image_url": {"url": "x"}}]},
-            "messages.0.content.image_url",
+            "messages.0.content.0: image_url is not read",
         ),
         (
-            {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            {"content": [{"type": "image_url", "image_url": None}]},
             "messages.0.content: a part of type",
         ),
     ],
@@ -296,16 +325,17 @@ def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
     kind: type[Body], least: Mapping[str, Any]
 ) -> None:
     schema = {"type": "object", "properties": {"tags": {"type": "array", "items": {}, "uniqueItems": True}}}
-    for field, form in (
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}),
-        ("structured_outputs", {"json": schema}),
-        ("structured_outputs", {"json": json.dumps(schema)}),
+    named = {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}
+    for field, form, place in (
+        ("response_format", named, "response_format.json_schema.schema"),
+        ("structured_outputs", {"json": schema}, "structured_outputs.json"),
+        ("structured_outputs", {"json": json.dumps(schema)}, "structured_outputs.json"),
     ):
         body = read(kind, least, **{field: form})
         with pytest.raises(Failure) as caught:
             body.params()
         assert (caught.value.status, caught.value.param) == (400, field)
-        assert str(caught.value).startswith(f"{field}: json_schema: uniqueItems is not followed")
+        assert str(caught.value).startswith(f"{place}: uniqueItems is not followed")
         assert "#/properties/tags" in str(caught.value)
 
 

@@ -1,9 +1,11 @@
 """Several models in one process: they take turns on the memory, and no request loses or changes a word."""
 
 import asyncio
+import gc
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -25,6 +27,7 @@ from specdec.server.resident import Resident, Status
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.switcher import Switcher
+from specdec.state_slots.arena import Arena
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
 from tests.server.test_guards import open_stream, wait_for
@@ -86,6 +89,7 @@ async def ask(
     params: SamplingParams = SHORT,
     keep: float | None = None,
     slow_s: float = 0.0,
+    caller: str = "",
 ) -> tuple[list[int], int]:
     """Do as the server's handlers do; return a text's tokens, and how often it was preempted."""
     own.enter()
@@ -97,7 +101,7 @@ async def ask(
             deltas = [said.delta async for said in answers]
             await asyncio.sleep(slow_s)
     finally:
-        own.leave(keep)
+        own.leave(keep, caller)
     assert deltas[-1].stats
     return [token for delta in deltas for token in delta.token_ids], deltas[-1].stats.preemptions
 
@@ -193,8 +197,50 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
             await ask(own, keep=0.02)
             assert own.status is Status.WARM
             await until(lambda: own.status is Status.UNLOADED)
+            # A key speaks for itself: what another wants kept stays, however long it wants it.
+            for keep in (-1.0, 60.0, None):
+                await ask(own, keep=keep, caller="alice")
+                await ask(own, keep=0.0, caller="bob")
+                await asyncio.sleep(0.05)
+                assert own.status is Status.WARM and own.switches["load"] == 2
+            await ask(own, keep=0.0, caller="alice")
+            await until(lambda: own.status is Status.UNLOADED)
 
         run(switcher, turns)
+
+
+def test_models_are_loaded_one_at_a_time_and_freed_beside_the_event_loop(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load touches an arena of its own. What was imported is looked through once, before the first."""
+    built: list[int] = []
+    collecting: list[threading.Thread] = []
+    right, collect = Resident.build, gc.collect
+    with opened(folders, weights_bytes=1 << 30) as switcher:
+
+        def build(own: Resident) -> SpecEngine:
+            built.append(sum(other.is_loading for other in switcher.residents))
+            return right(own)
+
+        def noted() -> int:
+            collecting.append(threading.current_thread())
+            return collect()
+
+        async def turns() -> None:
+            engines = [weakref.ref(own.engine) for own in switcher.residents if own.engine]
+            monkeypatch.setattr(Resident, "build", build)
+            monkeypatch.setattr(gc, "collect", noted)
+            monkeypatch.setattr(gc, "unfreeze", None)
+            await asyncio.gather(*(ask(own, keep=0.0) for own in switcher.residents))
+            await until(lambda: all(own.status is Status.UNLOADED for own in switcher.residents))
+            await until(lambda: not any(own.holds_weights for own in switcher.residents))
+            assert len(engines) == len(NAMES) and not any(engine() for engine in engines)
+            texts = await asyncio.gather(*(ask(own) for own in switcher.residents))
+            assert [len(tokens) for tokens, _ in texts] == [SHORT.max_tokens] * 3
+
+        run(switcher, turns)
+        assert built == [1, 1, 1]
+        assert len(collecting) >= 6 and threading.main_thread() not in collecting
 
 
 def test_one_that_cannot_be_loaded_takes_no_other_down(
@@ -268,6 +314,40 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
             assert first.status is Status.FAILED and switcher.fault == "It hangs."
             assert len((await ask(second))[0]) == SHORT.max_tokens
             assert first.engine is None and switcher.fault == "It hangs.", "its memory was freed first"
+
+        run(switcher, turns)
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), AssertionError("torn")])
+def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """What the system refuses harms its model alone: requests are told its name, and a later one loads it."""
+    with opened(folders[:2], switch_after=0.01) as switcher:
+        first, second = switcher.residents
+        is_torn = isinstance(error, AssertionError)
+
+        def refuse(_: Arena) -> None:
+            raise error
+
+        async def turns() -> None:
+            assert first.engine
+            with monkeypatch.context() as patch:
+                patch.setattr(Arena, "give_back", refuse)
+                running = asyncio.create_task(ask(first, params=LONG.model_copy(update={"max_tokens": 400})))
+                await until(lambda: first.gate.running == 1)
+                assert len((await ask(second))[0]) == SHORT.max_tokens, "it got the arena all the same"
+            with pytest.raises(EngineError):
+                await running
+            assert first.status is Status.FAILED and first.engine is None
+            assert (switcher.fault is not None) == is_torn
+            says = "its engine has failed" if is_torn else r"handed over \(Cannot allocate memory\)"
+            with pytest.raises(Failure, match=f"'anna' is not loaded: .*{says}") as raised:
+                await ask(first)
+            assert (raised.value.status, raised.value.headers) == (503, {"Retry-After": "30"})
+            monkeypatch.setattr(resident_module, "RETRY_S", 0.0)
+            assert len((await ask(first))[0]) == SHORT.max_tokens
+            assert switcher.fault is None and first.status is Status.WARM
 
         run(switcher, turns)
 

@@ -27,7 +27,7 @@ EXPERT_BYTES = 4 * 8 * (3 * 16 * 32) * 4
 """Layers, experts, an expert's weights, float32."""
 
 
-@pytest.mark.parametrize("name", ["tiny", "0.5b", "qwen3-next-80b-a3b", "nemotron-h-8b"])
+@pytest.mark.parametrize("name", ["tiny", "0.5b", "qwen3-next-80b-a3b", "nemotron-h-8b", "zamba2-1.2b"])
 def test_parameters_are_counted_as_transformers_counts_them(name: str) -> None:
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))

@@ -112,8 +112,9 @@ class Chat:
         text = self.render(asked.messages)
         ids = self.encode(text)
         # A template may write the last answer otherwise than the model did, its reasoning left out: then the
-        # next prompt parts from this one behind the question, and needs a state that is kept there.
-        mark = _common(ids, self.encode(self.render(asked.messages, answer=False)))
+        # next prompt parts from this one behind the question, and needs a state that is kept there. Asked
+        # once more it is the same up to its last token, which is read anew.
+        mark = min(_common(ids, self.encode(self.render(asked.messages, answer=False))), len(ids) - 1)
         own: dict[str, Any] = {"cache_marks": [mark] if mark else None}
         if "max_tokens" not in self.params.model_fields_set:
             room = self.max_model_len - len(ids)

@@ -63,6 +63,11 @@ def attend(
     return out_THD if value_dim is None else out_THD[..., -value_dim:]
 
 
+def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
+    """Return x · sigmoid(gate), a gate for each head; both are rounded to the dtype of x."""
+    return x_THW * torch.sigmoid(gate_TH).unsqueeze(-1)
+
+
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
     """Copy each row's keys and values to other positions, in place; all are read before any is written.
 

@@ -40,6 +40,12 @@ def attend(
     return out_THW
 
 
+def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
+    """Return x · sigmoid(gate), a gate for each head; both are rounded to the dtype of x."""
+    wide = torch.float64 if gate_TH.dtype == torch.float64 else torch.float32
+    return x_THW * torch.sigmoid(gate_TH.to(wide)).to(x_THW.dtype)[..., None]
+
+
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
     """Copy each row's keys and values to other positions, in place; all are read before any is written.
 

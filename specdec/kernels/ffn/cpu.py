@@ -1,14 +1,24 @@
 """The feed-forward activations in the dtype they come in."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]."""
+def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
-    return F.silu(gate_TI).mul_(up_TI)
+    if limit == math.inf:
+        return F.silu(gate_TI).mul_(up_TI)
+    return F.silu(gate_TI).clamp_(max=limit).mul_(up_TI.clamp(-limit, limit))
+
+
+def geglu(gate_up_TI: Tensor) -> Tensor:
+    """Return gelu(gate) · up for rows [gate | up], by the error function."""
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    return F.gelu(gate_TI).mul_(up_TI)
 
 
 def relu2(x_TI: Tensor) -> Tensor:

@@ -1,14 +1,24 @@
 """The feed-forward activations; each function of one tensor is rounded to its dtype."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]."""
+def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
-    return F.silu(_wide(gate_TI)).to(gate_TI.dtype) * up_TI
+    return F.silu(_wide(gate_TI)).to(gate_TI.dtype).clamp(max=limit) * up_TI.clamp(-limit, limit)
+
+
+def geglu(gate_up_TI: Tensor) -> Tensor:
+    """Return gelu(gate) · up for rows [gate | up], gelu(x) = x Φ(x)."""
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    wide_TI = _wide(gate_TI)
+    passed_TI: Tensor = torch.special.ndtr(wide_TI)
+    return (wide_TI * passed_TI).to(gate_TI.dtype) * up_TI
 
 
 def relu2(x_TI: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The feed-forward activations: each entry is read once and written once."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -8,14 +10,22 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]; the silu is rounded to their dtype before the product."""
-    return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, gated=True)
+def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it.
+
+    The silu is rounded to their dtype before the product.
+    """
+    return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, "swiglu", limit)
+
+
+def geglu(gate_up_TI: Tensor) -> Tensor:
+    """Return gelu(gate) · up for rows [gate | up]; the gelu is rounded to their dtype before the product."""
+    return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, "geglu")
 
 
 def relu2(x_TI: Tensor) -> Tensor:
     """Return the square of what is positive."""
-    return _activate(x_TI, x_TI.shape[1], gated=False)
+    return _activate(x_TI, x_TI.shape[1], "relu2")
 
 
 def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
@@ -29,29 +39,48 @@ def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
     return out_TD
 
 
-def _activate(x_TI: Tensor, width: int, *, gated: bool) -> Tensor:
+def _activate(x_TI: Tensor, width: int, kind: str, limit: float = math.inf) -> Tensor:
     assert x_TI.stride(1) == 1
     out_TI = torch.empty(len(x_TI), width, dtype=x_TI.dtype, device=x_TI.device)
     _activation[(len(x_TI), triton.cdiv(width, BLOCK))](
-        x_TI, out_TI, x_TI.stride(0), WIDTH=width, GATED=gated, BLOCK=BLOCK
+        *(x_TI, out_TI, x_TI.stride(0)),
+        WIDTH=width,
+        KIND=kind,
+        LIMIT=limit if limit < math.inf else None,
+        BLOCK=BLOCK,
     )
     return out_TI
 
 
 @triton.jit
-def _activation(x, out, x_by_token, WIDTH: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def weigh(silu, up, LIMIT: tl.constexpr):
+    """Return silu · up, the first at most the limit and the second within it; NaN stays."""
+    if LIMIT is not None:
+        silu = tl.where(silu > LIMIT, LIMIT, silu)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return silu * up
+
+
+@triton.jit
+def _activation(
+    x, out, x_by_token, WIDTH: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH
-    kind = out.dtype.element_ty
+    dtype = out.dtype.element_ty
     value = tl.load(x + token * x_by_token + at, mask=mask, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(x + token * x_by_token + WIDTH + at, mask=mask, other=0.0).to(tl.float32)
-        value = (value / (1.0 + tl.exp(-value))).to(kind).to(tl.float32) * up
-    else:
+    if KIND == "relu2":
         # A comparison the other way around would turn what is no number into a zero.
         value = tl.where(value < 0, 0.0, value * value)
-    tl.store(out + token * WIDTH + at, value.to(kind), mask=mask)
+    else:
+        up = tl.load(x + token * x_by_token + WIDTH + at, mask=mask, other=0.0).to(tl.float32)
+        if KIND == "swiglu":
+            gate = value / (1.0 + tl.exp(-value))
+        else:
+            gate = value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+        value = weigh(gate.to(dtype).to(tl.float32), up, LIMIT)
+    tl.store(out + token * WIDTH + at, value.to(dtype), mask=mask)
 
 
 @triton.jit

@@ -96,14 +96,13 @@ def spread(scale_MK: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def choose_rows(matrix: Fp8, index_N: Tensor) -> Fp8 | None:
-    """Choose rows in the order given; None where that would tear blocks apart."""
-    count = len(index_N)
-    first_M = index_N[::BLOCK]
-    straight_N = first_M.repeat_interleave(BLOCK)[:count] + torch.arange(count) % BLOCK
-    if count % BLOCK or bool((first_M % BLOCK).any()) or not torch.equal(index_N, straight_N):
+    """Choose rows in the order given; None where a block would be made of several, whose scales differ."""
+    block_N = index_N // BLOCK
+    block_M = block_N[::BLOCK]
+    if not torch.equal(block_N, block_M.repeat_interleave(BLOCK)[: len(index_N)]):
         return None
     numbers = matrix.weight_ND.view(torch.uint8)[index_N.to(matrix.device)]
-    scale_MK = matrix.scale_MK[(first_M // BLOCK).to(matrix.device)]
+    scale_MK = matrix.scale_MK[block_M.to(matrix.device)]
     return Fp8(numbers.view(torch.float8_e4m3fn), scale_MK, matrix.dtype)
 
 

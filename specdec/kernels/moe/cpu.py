@@ -1,5 +1,6 @@
 """Mixtures of experts that read the weights of the chosen experts only, each once, where they lie."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -87,11 +88,19 @@ def pack_experts(weight_END: Matrix) -> Tensor:
 
 
 def experts(
-    x_TD: Tensor, up_EID: Tensor, down_EDI: Tensor, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor,
+    up_EID: Tensor,
+    down_EDI: Tensor,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    *,
+    gated: bool,
+    limit: float = math.inf,
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up]."""
     up, down = (partial(multiply, weight_END) for weight_END in (up_EID, down_EDI))
-    return mix(x_TD, up, swiglu if gated else relu2, down, index_TA, weight_TA)
+    activate = partial(swiglu, limit=limit) if gated else relu2
+    return mix(x_TD, up, activate, down, index_TA, weight_TA)
 
 
 def mix(

@@ -1,5 +1,8 @@
 """Mixtures of experts, token by token."""
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -59,14 +62,21 @@ def pack_experts(weight_END: Matrix) -> Matrix:
 
 
 def experts(
-    x_TD: Tensor, up_EID: Matrix, down_EDI: Matrix, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor,
+    up_EID: Matrix,
+    down_EDI: Matrix,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    *,
+    gated: bool,
+    limit: float = math.inf,
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
 
     An answer is rounded to the model's dtype, its product with the weight to the wider of their two, and the
     sum, in the order of the token's experts, once.
     """
-    activate = swiglu if gated else relu2
+    activate = partial(swiglu, limit=limit) if gated else relu2
     y_TD = torch.zeros_like(_wide(x_TD))
     for token, x_D in enumerate(x_TD):
         for index, weight in zip(index_TA[token].tolist(), weight_TA[token].unsqueeze(-1), strict=True):

@@ -6,6 +6,7 @@ device, and are multiplied in blocks of them. Either way a pair's answer has a p
 adds its answers up in the order of its experts: results do not depend on the order of execution.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.ffn.triton import weigh
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.matrix import Matrix, Stored
 from specdec.kernels.linear.triton import depth, lay, whole_warps
@@ -31,7 +33,14 @@ def pack_experts(weight_END: Matrix) -> Packed:
 
 
 def experts(
-    x_TD: Tensor, up_EID: Packed, down_EDI: Packed, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor,
+    up_EID: Packed,
+    down_EDI: Packed,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    *,
+    gated: bool,
+    limit: float = math.inf,
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
 
@@ -44,7 +53,8 @@ def experts(
     plan = None if tokens <= NARROW_WINDOW else _plan(index_TA, num_experts)
     hidden_PI = torch.empty(tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
     answer_PD = torch.empty(tokens * top_k, hidden, dtype=x_TD.dtype, device=x_TD.device)
-    _apply(x_TD, up_EID, index_TA, plan, hidden_PI, share=top_k, activation="swiglu" if gated else "relu2")
+    activation = "swiglu" if gated else "relu2"
+    _apply(x_TD, up_EID, index_TA, plan, hidden_PI, share=top_k, activation=activation, limit=limit)
     _apply(hidden_PI, down_EDI, index_TA, plan, answer_PD, share=1, activation="none")
     out_TD = torch.empty_like(x_TD)
     block = min(triton.next_power_of_2(hidden), 1024)
@@ -116,6 +126,7 @@ def _apply(
     *,
     share: int,
     activation: str,
+    limit: float = math.inf,
 ) -> None:
     """Write each pair's row: its expert's weight times row (pair // share) of x, activated."""
     tokens, top_k = index_TA.shape
@@ -139,6 +150,7 @@ def _apply(
         TOP_K=top_k,
         SHARE=share,
         ACTIVATION=activation,
+        LIMIT=limit if limit < math.inf else None,
         BLOCK_A=triton.next_power_of_2(top_k),
         BLOCK_T=height,
         BLOCK_N=own.rows,
@@ -257,8 +269,8 @@ def _multiply_whole(
 def _experts(
     x, weight, scale, out, index, pair_ET, count_E, block_BF, tokens,
     N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, TOP_K: tl.constexpr, SHARE: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     at_T = tl.arange(0, BLOCK_T)
     if block_BF is None:
@@ -297,7 +309,7 @@ def _experts(
         sum_TN = sum_TN.to(kind).to(tl.float32)
     if ACTIVATION == "swiglu":
         silu_TN = (sum_TN / (1.0 + tl.exp(-sum_TN))).to(kind).to(tl.float32)
-        sum_TN = silu_TN * up_TN.to(kind).to(tl.float32)
+        sum_TN = weigh(silu_TN, up_TN.to(kind).to(tl.float32), LIMIT)
     if ACTIVATION == "relu2":
         sum_TN = tl.where(sum_TN < 0, 0.0, sum_TN * sum_TN)
     out += pair_T[:, None] * N + row + at_N[None, :]

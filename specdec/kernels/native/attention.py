@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.group import Group
 from specdec.kernels.native.call import function, pointer, serves
-from specdec.kernels.native.pointwise import rms_norm, rotate
+from specdec.kernels.native.pointwise import rms_norm, rotate, sigmoid
 from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
@@ -56,6 +56,11 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
         to_BP.data_ptr(),
         from_BP.shape[1],
     )
+
+
+def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
+    """Multiply each head by its gate's sigmoid, which is the same in every window."""
+    return x_THW * sigmoid(gate_TH).unsqueeze(-1)
 
 
 def attend(

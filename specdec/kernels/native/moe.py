@@ -1,5 +1,8 @@
 """Mixtures of experts in C: a token's numbers do not depend on the window it is read in."""
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -46,7 +49,14 @@ def pack_experts(weight_END: Matrix) -> Packed:
 
 
 def experts(
-    x_TD: Tensor, up_EID: Packed, down_EDI: Packed, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor,
+    up_EID: Packed,
+    down_EDI: Packed,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    *,
+    gated: bool,
+    limit: float = math.inf,
 ) -> Tensor:
     """Add up what each token's experts answer, times their weights."""
 
@@ -56,10 +66,11 @@ def experts(
     def down(expert: int, x_PI: Tensor) -> Tensor:
         return linear(x_PI, down_EDI[expert])
 
-    return cpu.mix(x_TD, up, _swiglu if gated else relu2, down, index_TA, weight_TA)
+    activate = partial(_swiglu, limit=limit) if gated else relu2
+    return cpu.mix(x_TD, up, activate, down, index_TA, weight_TA)
 
 
-def _swiglu(gate_up_PI: Tensor) -> Tensor:
+def _swiglu(gate_up_PI: Tensor, limit: float) -> Tensor:
     """Compute in C however many pairs of a token and an expert there are: torch rounds otherwise."""
-    parts = torch.split(gate_up_PI, TOKENS)
-    return swiglu(parts[0]) if len(parts) == 1 else torch.cat([swiglu(part) for part in parts])
+    parts = [swiglu(part, limit) for part in torch.split(gate_up_PI, TOKENS)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

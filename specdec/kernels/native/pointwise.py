@@ -1,5 +1,7 @@
 """Norms, rotation and activations of a few tokens."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -84,14 +86,27 @@ def gated_norm(
     return out_TD
 
 
-def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]."""
-    if not serves(gate_up_TI) or gate_up_TI.stride(-1) != 1:
-        return ffn.swiglu(gate_up_TI)
+def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
+    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
+    if not _gates(gate_up_TI):
+        return ffn.swiglu(gate_up_TI, limit)
+    return _gate("swiglu", gate_up_TI, limit)
+
+
+def geglu(gate_up_TI: Tensor) -> Tensor:
+    """Return gelu(gate) · up for rows [gate | up], by the error function."""
+    return _gate("geglu", gate_up_TI) if _gates(gate_up_TI) else ffn.geglu(gate_up_TI)
+
+
+def _gates(gate_up_TI: Tensor) -> bool:
+    return serves(gate_up_TI) and gate_up_TI.stride(-1) == 1
+
+
+def _gate(name: str, gate_up_TI: Tensor, *limit: float) -> Tensor:
     tokens, double = gate_up_TI.shape
     out_TI = torch.empty((tokens, double // 2), dtype=gate_up_TI.dtype)
-    function("swiglu", out_TI.dtype)(
-        gate_up_TI.data_ptr(), tokens, double // 2, gate_up_TI.stride(0), out_TI.data_ptr()
+    function(name, out_TI.dtype)(
+        gate_up_TI.data_ptr(), tokens, double // 2, gate_up_TI.stride(0), *limit, out_TI.data_ptr()
     )
     return out_TI
 

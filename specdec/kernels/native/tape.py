@@ -42,8 +42,8 @@ ASKS = (
 )
 MOST_FORMS = 256
 """Forms that are remembered, recorded or not."""
-MOST_BYTES = 128 << 20
-"""What all tapes of one pass over one arena may keep: large models gain little by them."""
+MOST_BYTES = 256 << 20
+"""What all tapes of one pass over one arena may keep: 26 MB are a window of 8 through 36 layers."""
 SHARE = 8
 """One tape may keep this part of it: large ones that come in turn would drive each other out."""
 COME, REFUSED = "come once", "refused"

@@ -10,7 +10,7 @@ from specdec.models.hub.failures import RAISED, explain
 from specdec.models.hub.names import HubName, kept_as
 from specdec.models.hub.repository import Repository, side_by_side
 from specdec.models.hub.snapshot import open_repository
-from specdec.models.hub.transfer import open_stream
+from specdec.models.hub.transfer import first_byte, open_stream, read_stream
 
 FIRST = 1 << 17
 """Bytes that hold the whole header of most files."""
@@ -69,11 +69,13 @@ def _header(url: str) -> tuple[bytes, int]:
 def _start(url: str, count: int) -> tuple[bytes, int]:
     """Return a file's first bytes, and how many it has."""
     with open_stream(url, f"0-{count - 1}") as response:
+        if first_byte(response) != 0:
+            raise ValueError(f"{url} answers with a part that was not asked for")
         whole = (
             response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
         )
         start = bytearray()
-        for chunk in response.iter_bytes():
+        for chunk in read_stream(response):
             start += chunk
             if len(start) >= count:  # a server that knows no ranges sends it all
                 break

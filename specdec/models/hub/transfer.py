@@ -34,7 +34,11 @@ FILES_AT_ONCE = 8
 CHUNK = 1 << 20
 """Bytes of a file that are hashed at a time."""
 RETRIES = 5
-"""In a row, with nothing received; each waits twice as long as the one before."""
+"""In a row without progress; each waits twice as long as the one before."""
+PROGRESS = 1 << 14
+"""Bytes that are worth a connection."""
+SLOW_S = 30.0
+"""How long they may take: a connection that is slower is given up, and counts as one that broke."""
 FIRST_PAUSE_S = 1.0
 PASSING = {408, 429, 500, 502, 503, 504}
 """Statuses after which the same request may succeed."""
@@ -46,6 +50,7 @@ LARGE = 1 << 20
 LOG_S = 10.0
 """Between two log lines, where stderr is no terminal and has no bar."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,26 @@ def open_stream(url: str, span: str | None) -> "Iterator[Response]":
     with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
         hf_raise_for_status(response)
         yield response
+
+
+def first_byte(response: "Response") -> int | None:
+    """Return where in the file an answer begins; None where that is not said."""
+    if response.status_code != PARTIAL_CONTENT:
+        return 0
+    found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    return int(found[1]) if found else None
+
+
+def read_stream(response: "Response") -> Iterator[bytes]:
+    """Yield what comes, as it comes: what a connection gave before it broke is kept."""
+    begun_s, received = time.monotonic(), 0
+    for chunk in response.iter_bytes():
+        yield chunk
+        received += len(chunk)
+        if received >= PROGRESS:
+            begun_s, received = time.monotonic(), 0
+        elif time.monotonic() - begun_s > SLOW_S:
+            raise HTTPError(f"too slow: {received:,} bytes came in {SLOW_S:g} s")
 
 
 class Stopped(Exception):
@@ -156,30 +181,34 @@ class Download:
 
     def _fill(self, partial: "_Partial") -> None:
         """Receive what is missing, over as many connections as that takes."""
-        wanted, failures = partial.blob.size, 0
+        wanted, most, failures = partial.blob.size, partial.size, 0
         while partial.size != wanted:
-            before, failed = partial.size, None
+            failed = None
             try:
                 self._receive(partial)
             except HTTPError as error:
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code not in PASSING:
                     raise
                 failed = error
-            failures = 0 if partial.size > before else failures + 1
+            failures = 0 if partial.size - most >= min(PROGRESS, wanted - most) else failures + 1
+            most = max(most, partial.size)
             if failures > RETRIES:
                 raise failed or partial.damage(f"ends after {partial.size:,} of {wanted:,} bytes")
             if failures:
-                why = failed or "nothing came"
+                why = failed or f"it has {partial.size:,} of {wanted:,} bytes"
                 logger.info(without_user(f"{partial.blob.url}: trying again ({why})"))
                 self._stop.wait(FIRST_PAUSE_S * 2 ** (failures - 1))
 
     def _receive(self, partial: "_Partial") -> None:
         """Receive what one connection gives."""
         with open_stream(partial.blob.url, f"{partial.size}-" if partial.size else None) as response:
-            if partial.size and response.status_code != PARTIAL_CONTENT:
+            first = first_byte(response)
+            if first != partial.size:
                 self._count(-partial.size)
                 partial.restart()
-            for chunk in response.iter_bytes():  # as it comes: what a connection gave before it broke is kept
+                if first != 0:
+                    return  # a part that was not asked for: the next connection is asked for the whole file
+            for chunk in read_stream(response):
                 self._check()
                 partial.append(chunk)
                 self._count(len(chunk))

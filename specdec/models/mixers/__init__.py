@@ -8,6 +8,7 @@ from specdec.models.mixers.latent_attention import LatentAttention
 from specdec.models.mixers.lightning import Lightning
 from specdec.models.mixers.mamba1 import Mamba1
 from specdec.models.mixers.mamba2 import Mamba2
+from specdec.models.mixers.shared_block import SharedBlock
 from specdec.models.mixers.short_conv import ShortConv
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Memory",
     "Mixer",
     "Place",
+    "SharedBlock",
     "ShortConv",
     "Step",
 ]

@@ -1,6 +1,7 @@
 """Softmax attention over the KV cache, with rope, norms of queries and keys, and an output gate."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, Projection
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -71,7 +72,7 @@ class LoadedAttention(LoadedMixer):
             eps=norm.eps if norm else 0.0,
         )
         rows = dict(zip("qkv", self.layer.widths, strict=True))
-        self.project = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
+        self.project: Projection = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
         inner, bias = s.heads * s.head_dim, s.bias and s.out_bias
         self.out = Linear.load(weights, kernels, {"o": place.writes}, inner, bias=bias)
 
@@ -85,6 +86,12 @@ class LoadedAttention(LoadedMixer):
             return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
         return self.out(step.by_group(attend))
+
+    def used_at(self, kv: int, project: Projection) -> "LoadedAttention":
+        """Return attention by the same weights but the first product's, over KV of its own."""
+        own = copy(self)
+        own.index, own.project = kv, project
+        return own
 
     def _normalise(self, projected_TN: Tensor) -> Tensor:
         """Normalise all heads together, where that is asked for; each by itself is the kernel's business."""

@@ -52,12 +52,14 @@ class Place:
     writes: int
     kv: int = 0
     state: int = 0
+    lender: "LoadedMixer | None" = None
+    """The mixer of an earlier layer whose weights it uses."""
 
     def after(self, *mixers: "Mixer") -> "Place":
         """Return the place of what follows on these mixers."""
         kv = sum(mixer.kv_shape() is not None for mixer in mixers)
         states = sum(mixer.state_shape() is not None for mixer in mixers)
-        return replace(self, kv=self.kv + kv, state=self.state + states)
+        return replace(self, kv=self.kv + kv, state=self.state + states, lender=None)
 
 
 class LoadedMixer(ABC):

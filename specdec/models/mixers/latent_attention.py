@@ -5,7 +5,8 @@ whose last entries are its value. A head's own matrices stand beside it: q = [n 
 
     q · k = (Uᵀ n) · c + s · r        Σ_j w_j v_j = V Σ_j w_j c_j
 
-so queries are multiplied by Uᵀ before they attend, and what is attended to by V.
+so queries are multiplied by Uᵀ before they attend, and what is attended to by V. Where
+positions are rotary they turn the shared part.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear, LinearByHead
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.norm import Norm
+from specdec.models.rope import Rope
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import KVShape
 
@@ -39,6 +41,10 @@ class LatentAttention(Mixer):
     """Width of what queries are made of; None: of the stream."""
     norm: Norm
     """Of both."""
+    rope: Rope | None = None
+    """Of the shared entries of keys, and of the queries' that meet them."""
+    gated: bool = False
+    """What a head gives is multiplied by the sigmoid of a number of its own."""
 
     kind: ClassVar[str] = "latent attention"
 
@@ -53,12 +59,16 @@ class LatentAttention(Mixer):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Rows of the first projection: of queries or what makes them, and of what makes keys and values."""
+        """Rows of the first projection: queries or what makes them, what makes keys and values, gates."""
         queries = {"q": self.heads * self.query_dim} if self.q_rank is None else {"q_a": self.q_rank}
-        return {**queries, "kv_a": self.kv_rank + self.shared_dim}
+        gates = {"gate": self.heads} if self.gated else {}
+        return {**queries, "kv_a": self.kv_rank + self.shared_dim, **gates}
 
     def kv_shape(self) -> KVShape:
         return KVShape(1, self.cached_dim, parts=1)
+
+    def ropes(self) -> tuple[Rope, ...]:
+        return (self.rope,) if self.rope else ()
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         queries = {"attention queries": (self.heads * self.query_dim, self.q_rank)} if self.q_rank else {}
@@ -80,8 +90,8 @@ class LoadedLatentAttention(LoadedMixer):
     def __init__(self, s: LatentAttention, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index, self.spec = kernels, place.kv, s
         self.project = Linear.load(weights, kernels, s.rows, place.reads)
-        queries, cached = s.rows.values()
-        self.columns = [queries, cached - s.shared_dim, s.shared_dim]
+        queries, _, *gates = s.rows.values()
+        self.columns = [queries, s.kv_rank, s.shared_dim, sum(gates)]
         self.query: Linear | None = None
         if s.q_rank is not None:
             self.q_norm_R = s.norm.load(weights, "q_norm.weight", s.q_rank)
@@ -103,25 +113,30 @@ class LoadedLatentAttention(LoadedMixer):
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         s, ops, pages = self.spec, self.kernels, step.memory.pages(self.index)
-        projected_TN = self._project(x_TD)
+        projected_TN, gate_TH = self._project(x_TD)
+        rotation = step.rope[s.rope] if s.rope else None
 
         def attend(group: Group) -> Tensor:
-            return ops.self_attention(group.take(projected_TN), self.layer, None, pages, group)
+            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
         o_THR = step.by_group(attend).view(-1, s.heads, s.kv_rank)
-        return self.out(self.expand(o_THR).flatten(1))
+        o_THW = self.expand(o_THR)
+        if s.gated:
+            o_THW = ops.gate_heads(o_THW, gate_TH)
+        return self.out(o_THW.flatten(1))
 
-    def _project(self, x_TD: Tensor) -> Tensor:
-        """Make each head's query of what the cache holds, and what it is to hold: the shared part first."""
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Make queries of what the cache holds, and what it is to hold, both shared part first; and gates."""
         s, ops = self.spec, self.kernels
-        q_TN, latent_TR, shared_TE = torch.split(self.project(x_TD), self.columns, dim=1)
+        q_TN, latent_TR, shared_TE, gate_TH = torch.split(self.project(x_TD), self.columns, dim=1)
         if self.query is not None:
             q_TN = self.query(ops.rms_norm(q_TN, self.q_norm_R, s.norm.eps))
         q_THN = q_TN.view(len(x_TD), s.heads, -1)
         own_THN, shared_THE = torch.split(q_THN, [s.own_dim, s.shared_dim], dim=2)
         q_THD = torch.cat((shared_THE, self.absorb(own_THN)), dim=2)
         latent_TR = ops.rms_norm(latent_TR, self.kv_norm_R, s.norm.eps)
-        return torch.cat((q_THD.flatten(1), shared_TE, latent_TR), dim=1)
+        return torch.cat((q_THD.flatten(1), shared_TE, latent_TR), dim=1), gate_TH
 
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)

@@ -28,23 +28,25 @@ class Mamba1(Mixer):
     norms: Literal["", "bare", "weighted"] = ""
     """How the rank, B and C are normalised before use, if they are: without weights, or with."""
     eps: float = 1e-6
+    heads: int = 1
+    """Parts of the channels; each makes step sizes, keys and queries of its own inputs alone."""
 
     kind: ClassVar[str] = "Mamba-1"
 
     @property
     def selected(self) -> Mapping[str, int]:
-        """Name what the convolved inputs are projected to: the rank, B (keys) and C (queries)."""
+        """Name what a head's convolved inputs are projected to: the rank, B (keys) and C (queries)."""
         return {"dt": self.rank, "b": self.state_dim, "c": self.state_dim}
 
     def state_shape(self) -> StateShape:
         """Keep the step size in records where others keep what they write, and the key for the decays."""
-        shape = (1, self.state_dim, self.inner, self.conv - 1, self.inner)
+        shape = (self.heads, self.state_dim, self.inner // self.heads, self.conv - 1, self.inner)
         return StateShape(*shape, decay_dim=self.state_dim)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {
             "mamba in": (2 * self.inner, hidden),
-            "mamba x": (sum(self.selected.values()), self.inner),
+            "mamba x": (self.heads * sum(self.selected.values()), self.inner // self.heads),
             "mamba dt": (self.inner, self.rank),
             "mamba out": (hidden, self.inner),
         }
@@ -64,13 +66,16 @@ class LoadedMamba1(LoadedMixer):
         self.conv_CK = load_conv(weights, s.inner, s.conv)
         self.conv_C = weights.take("conv.bias", (s.inner,)) if s.conv_bias else None
         # What decays follow from is not rounded.
-        self.select = Linear.load(weights, kernels, {"x": sum(s.selected.values())}, s.inner, exact=("x",))
-        self.widen = Linear.load(weights, kernels, {"dt": s.inner}, s.rank, exact=("dt",))
+        x_NW = weights.take("x.weight", (s.heads * sum(s.selected.values()), s.inner // s.heads))
+        dt_CR = weights.take("dt.weight", (s.inner, s.rank))
+        self.select, self.widen = (
+            [Linear(kernels, own) for own in weight.chunk(s.heads)] for weight in (x_NW, dt_CR)
+        )
         A_NK = -torch.exp(weights.take("A_log", (s.inner, s.state_dim), torch.float32))
+        D_C, dt_bias_C = (weights.take(name, (s.inner,), torch.float32) for name in ("D", "dt_bias"))
         self.layer = SelectiveLayer(
-            A_NK.t().contiguous()[None],
-            weights.take("D", (s.inner,), torch.float32)[None],
-            weights.take("dt_bias", (s.inner,), torch.float32)[None],
+            torch.stack([A_WK.t() for A_WK in A_NK.chunk(s.heads)]),
+            *(torch.stack(own_C.chunk(s.heads)) for own_C in (D_C, dt_bias_C)),
         )
         self.norm_D = {name: _norm(s, weights, name, A_NK) for name in s.selected}
         self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner, bias=s.bias)
@@ -80,30 +85,38 @@ class LoadedMamba1(LoadedMixer):
         return self.out(step.by_group(lambda group: self._mix(group.take(projected_TN), memory, group)))
 
     def _mix(self, projected_TN: Tensor, memory: RecurrentMemory, group: Group) -> Tensor:
-        ops, sizes, x_path_BPHW = self.kernels, list(self.spec.selected.values()), None
+        ops, heads, x_path_BPHW = self.kernels, self.spec.heads, None
         x_TC, gate_TC = projected_TN.chunk(2, dim=1)
         if group.path is not None and group.path_length_B is not None:
             # Before the path enters the window.
             x_path_BPHW = self._inputs(memory, group.state_B, group.path, group.path_length_B)
         x_TC = ops.causal_conv(x_TC, self.conv_CK, self.conv_C, memory, group)
-        selected = torch.split(self.select(x_TC), sizes, dim=1)
+        selected = [self._select(h, x_TW) for h, x_TW in enumerate(x_TC.chunk(heads, dim=1))]
+        parts_TN = (own[0] if heads == 1 else ops.concat(*own) for own in zip(*selected, strict=True))
+        x_THW, gate_THW, dt_THW, k_THK, q_THK = (
+            part_TN.view(len(part_TN), heads, part_TN.shape[1] // heads)
+            for part_TN in (x_TC, gate_TC, *parts_TN)
+        )
+        inputs = x_THW, gate_THW, dt_THW, k_THK, q_THK
+        out_THW = ops.selective_scan(*inputs, self.layer, memory, group, x_path_BPHW)
+        return out_THW.flatten(1)
+
+    def _select(self, head: int, x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Make the step sizes, keys and queries of a head from its convolved inputs."""
+        s, ops = self.spec, self.kernels
+        selected = torch.split(self.select[head](x_TW), list(s.selected.values()), dim=1)
         low_TR, k_TK, q_TK = (
-            part if norm_D is None else ops.rms_norm(part, norm_D, self.spec.eps)
+            part if norm_D is None else ops.rms_norm(part, norm_D, s.eps)
             for part, norm_D in zip(selected, self.norm_D.values(), strict=True)
         )
-        x_T1W, gate_T1W, dt_T1W = (part[:, None] for part in (x_TC, gate_TC, self.widen(low_TR)))
-        out_T1W = ops.selective_scan(
-            *(x_T1W, gate_T1W, dt_T1W, k_TK[:, None], q_TK[:, None]),
-            *(self.layer, memory, group, x_path_BPHW),
-        )
-        return out_T1W.flatten(1)
+        return self.widen[head](low_TR), k_TK, q_TK
 
     def _inputs(self, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
         """Make the convolved inputs of pending paths again, from what their records hold."""
-        channels = slice(0, self.spec.inner)
-        return self.kernels.path_conv(self.conv_CK, self.conv_C, channels, memory, slot_B, path, length_B)[
-            :, :, None
-        ]
+        own = self.conv_CK, self.conv_C, slice(0, self.spec.inner)
+        x_path_BPC = self.kernels.path_conv(*own, memory, slot_B, path, length_B)
+        rows, longest, channels = x_path_BPC.shape
+        return x_path_BPC.view(rows, longest, self.spec.heads, channels // self.spec.heads)
 
     def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from specdec.config.sampling import MOST_TOKENS
-from specdec.server.bodies import ChatBody, NamedSchema, ResponseFormat
+from specdec.server.bodies import SCHEMA, ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
-from specdec.server.failures import Failure, misfit
+from specdec.server.failures import Failure, Names, misfit
 from specdec.server.messages import EITHER, Many, Mark, Message, Part, TextAlone, unread
 from specdec.server.tools.bodies import Called, Function, NamedFunction, NamedTool, Tool
 from specdec.server.tools.offer import Choice
@@ -167,6 +167,7 @@ class CountBody(Dialect):
         "stop": "stop_sequences",
         "structured_outputs": "output_config.format",
         "response_format": "output_config.format",
+        SCHEMA: "output_config.format.schema",
         "reasoning_effort": "output_config.effort",
         "enable_thinking": "thinking",
         "thinking_token_budget": "thinking.budget_tokens",
@@ -182,6 +183,12 @@ class CountBody(Dialect):
     tools: Many[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheMark | None = Field(None, description="the same as a mark on the last block")
+
+    @property
+    def names(self) -> Names:
+        if not self.output_format or (self.output_config and self.output_config.format):
+            return self.NAMES
+        return {**self.NAMES, "response_format": "output_format", SCHEMA: "output_format.schema"}
 
     @property
     def ignored(self) -> list[str]:

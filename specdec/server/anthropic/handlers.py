@@ -1,6 +1,7 @@
 """The handlers of the Messages API."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -8,43 +9,47 @@ from specdec.core.terms import Prepared
 from specdec.server.answers import Deadline
 from specdec.server.anthropic.bodies import CountBody, MessageBody
 from specdec.server.anthropic.writer import MessageWriter
+from specdec.server.bodies import ChatBody
 from specdec.server.events import Expected
 from specdec.server.failures import naming
 from specdec.server.formats import Usage
 from specdec.server.generate import answer_chat, told_of
-from specdec.server.messages import as_read
 from specdec.server.state import State
 
 
 async def message(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/messages."""
     until = Deadline(state.config.request_timeout)
-    body = MessageBody.read(await request.read())
+    body = await state.read(request, until, MessageBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.NAMES):
-        asked = body.chat()
+    with naming(body.names):
+        asked = await state.beside(request, until, body.chat)
 
     def write(expected: Expected, prepared: Sequence[Prepared]) -> MessageWriter:
         return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
 
     return await answer_chat(
-        request, state, served, asked, until, write, ignored=body.ignored, names=body.NAMES
+        request, state, served, asked, until, write, ignored=body.ignored, names=body.names
     )
 
 
 async def count_tokens(request: web.Request, state: State) -> web.Response:
     """Count the tokens of a prompt."""
     until = Deadline(state.config.request_timeout)
-    body = CountBody.read(await request.read())
+    body = await state.read(request, until, CountBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.NAMES), state.under_way(served, 1, until):
-        asked = body.chat()
-        variables, unmet = told_of(asked, asked.offer(served.calls, told=served.told), served)
-        unmet = [body.NAMES.get(name, name) for name in unmet]
+    with naming(body.names), state.under_way(served, 1, until, caller=request["caller"]):
+
+        def settle() -> tuple[ChatBody, dict[str, Any], list[str]]:
+            asked = body.chat()
+            return asked, *told_of(asked, asked.offer(served.calls, told=served.told), served)
+
+        asked, variables, unmet = await state.beside(request, until, settle)
+        unmet = [body.names.get(name, name) for name in unmet]
         request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
         async with until.held():
             await served.ready()
-            ids, _ = await served.encode_chat(as_read(asked.messages), variables, answer=True)
+            ids, _ = await served.encode_chat(asked.messages, variables, answer=True)
     return web.json_response({"input_tokens": len(ids)})

@@ -72,13 +72,12 @@ class MessageWriter(Blocks):
 
     def _why(self) -> Json:
         """Return why the answer ended."""
-        assert self.delta
+        assert self.delta and self.delta.finish_reason
         if self.has_called:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(sequence := self.delta.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
-        why = REASONS.get(self.delta.finish_reason or "", "end_turn")
-        return {"stop_reason": why, "stop_sequence": None}
+        return {"stop_reason": REASONS[self.delta.finish_reason], "stop_sequence": None}
 
     def _usage(self) -> Json:
         own = self.usage.as_json()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from specdec.config.sampling import MOST_TOKENS
-from specdec.server.bodies import BUDGETS, ChatBody, NamedSchema, ResponseFormat
+from specdec.server.bodies import BUDGETS, SCHEMA, ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure
 from specdec.server.messages import EITHER, Many, Mark
@@ -31,8 +31,11 @@ class TextFormat(BaseModel):
     @property
     def response_format(self) -> ResponseFormat:
         """Return it as a chat says it."""
-        own = None if self.schema_ is None else NamedSchema(name=self.name, schema=self.schema_)
-        return ResponseFormat(type=self.type, json_schema=own)
+        if self.type != "json_schema":
+            return ResponseFormat(type=self.type)
+        if self.schema_ is None:
+            raise Failure(400, "text.format.schema: it is missing; give it.", param="text.format")
+        return ResponseFormat(type=self.type, json_schema=NamedSchema(name=self.name, schema=self.schema_))
 
 
 class Text(BaseModel):
@@ -76,6 +79,7 @@ class ResponseBody(Dialect):
         "max_tokens": "max_output_tokens",
         "structured_outputs": "text.format",
         "response_format": "text.format",
+        SCHEMA: "text.format.schema",
         "reasoning_effort": "reasoning.effort",
     }
 

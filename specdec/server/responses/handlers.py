@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -10,17 +9,18 @@ from pydantic import TypeAdapter
 
 from specdec.core.terms import Prepared
 from specdec.server.answers import Deadline
+from specdec.server.bodies import ChatBody
 from specdec.server.events import Expected
 from specdec.server.failures import Failure, naming
-from specdec.server.fields import MOST_PARTS
 from specdec.server.formats import Usage
 from specdec.server.generate import answer_chat
+from specdec.server.parse import MOST_PARTS
 from specdec.server.responses.bodies import ResponseBody
 from specdec.server.responses.items import Item
 from specdec.server.responses.store import Stored
 from specdec.server.responses.tools import Toolbox
 from specdec.server.responses.writer import ResponseWriter
-from specdec.server.state import State, worked
+from specdec.server.state import State
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
@@ -28,7 +28,7 @@ ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 async def respond(request: web.Request, state: State) -> web.StreamResponse:
     """Answer /v1/responses."""
     until = Deadline(state.config.request_timeout)
-    body = ResponseBody.read(await request.read())
+    body = await state.read(request, until, ResponseBody.read)
     served = state.named(body.model)
     caller, responses = request["caller"], state.responses
     body.store = body.store and responses.most > 0
@@ -39,15 +39,20 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
             f"previous_response_id: the conversation has more than {MOST_PARTS:,} items; begin a new one.",
             param="previous_response_id",
         )
-    before = await worked(sum(own.size for own in history), partial(_items, history))
-    toolbox = Toolbox(body.tools or ())
-    with naming(body.NAMES):
-        asked = body.chat(before, toolbox)
+
+    def convert() -> tuple[Toolbox, ChatBody, list[Any]]:
+        toolbox = Toolbox(body.tools or ())
+        asked = body.chat(_items(history), toolbox)
+        return toolbox, asked, ITEMS.dump_python(body.items) if body.store else []
+
+    with naming(body.names):
+        kept_bytes = sum(own.size for own in history)
+        toolbox, asked, given = await state.beside(request, until, convert, kept_bytes)
 
     def keep(response: dict[str, Any]) -> None:
         if body.store:
-            own = [*body.items, *ITEMS.validate_python(response["output"])]
-            items, whole = (json.dumps(each).encode() for each in (ITEMS.dump_python(own), response))
+            own = [*given, *ITEMS.dump_python(ITEMS.validate_python(response["output"]))]
+            items, whole = (json.dumps(each).encode() for each in (own, response))
             stored = Stored(items, whole, body.previous_response_id, len(own))
             responses.put(caller, response["id"], stored)
 
@@ -56,7 +61,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
         return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
 
     ignored = [*toolbox.left_out, *body.ignored]
-    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.NAMES)
+    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.names)
 
 
 def _items(history: Sequence[Stored]) -> list[Item]:

@@ -133,10 +133,11 @@ class ResponseWriter(Blocks):
 
     def _end(self) -> Json:
         """Return the whole response, and keep it."""
-        is_cut = self.delta is None or self.delta.finish_reason != "stop"
-        own: Json = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
-        own |= {"usage": _usage(self.usage), "completed_at": None if is_cut else int(time.time())}
-        response = self._response("incomplete" if is_cut else "completed", **own)
+        assert self.delta and self.delta.finish_reason
+        status, reason = ENDS[self.delta.finish_reason]
+        own: Json = {"incomplete_details": {"reason": reason}} if reason else {}
+        own |= {"usage": _usage(self.usage), "completed_at": None if reason else int(time.time())}
+        response = self._response(status, **own)
         self._keep(response)
         return response
 
@@ -144,6 +145,8 @@ class ResponseWriter(Blocks):
         return {**self._head, "status": status, "output": list(self._output), **own}
 
 
+ENDS = {"stop": ("completed", None), "length": ("incomplete", "max_output_tokens")}
+"""The status of a response by its finish reason, and why it is incomplete."""
 CODES = {400: "invalid_prompt", 404: "invalid_prompt", 429: "rate_limit_exceeded"}
 """The API's codes by status; any other is an error of the server."""
 

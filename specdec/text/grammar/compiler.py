@@ -142,13 +142,12 @@ class Grammars:
 
     def _compile_now(self, template: Template, wanted: Wanted) -> Form:
         tenant, kind, _ = wanted
-        until_s = time.monotonic() + PATIENCE_S
         try:
             link = self._copied(template, tenant)
         except TimeoutError:
             raise too_late(kind) from None
         try:
-            first = self._ask(link, wanted, until_s)
+            first = self._ask(link, wanted, time.monotonic() + PATIENCE_S)  # a start is no part of it
         except BaseException:
             link.close()  # what the error refers to may live on, and its place is wanted now
             raise

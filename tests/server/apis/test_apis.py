@@ -12,7 +12,7 @@ from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from specdec.server.fields import MOST_PARTS
+from specdec.server.parse import MOST_PARTS
 from tests.server.live import Answer, Live, total
 from tests.server.tools.scripted import write_scripted
 
@@ -437,7 +437,6 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         ({"input": [{**result, "output": "4"}]}, "input.0.call_id: no call before it has the id 'c'"),
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
-        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({}, "input"),
     ):
         answer = post(live, "/v1/responses", body)
@@ -453,6 +452,35 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
     assert answer.status == 400 and "tool_choice: give auto, none" in answer.error["message"]
     with pytest.raises(openai.NotFoundError, match="generation only"):
         client.embeddings.create(model="scripted", input="a")
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (None, "it is missing"),
+        (5, "give an object"),
+        ({"type": "odd"}, "Unsupported type"),
+        ({"type": "array", "items": {}, "uniqueItems": True}, "uniqueItems is not followed"),
+    ],
+)
+def test_a_schema_that_is_none_is_named_as_each_api_does(live: Live, schema: Any, says: str) -> None:
+    own = {} if schema is None else {"schema": schema}
+    form: Any = {"type": "json_schema", **own}
+    chat: Any = {"type": "json_schema", "json_schema": {"name": "a", **own}}
+    turn = {"messages": [{"role": "user", "content": "Ask 4"}], "max_tokens": 4}
+    for address, body, field in (
+        ("/v1/completions", {"prompt": "a", "response_format": chat}, "response_format.json_schema.schema"),
+        ("/v1/chat/completions", turn | {"response_format": chat}, "response_format.json_schema.schema"),
+        ("/v1/responses", {"input": "a", "text": {"format": form}}, "text.format.schema"),
+        ("/v1/messages", turn | {"output_config": {"format": form}}, "output_config.format.schema"),
+        ("/v1/messages", turn | {"output_format": form}, "output_format.schema"),
+    ):
+        answer = post(live, address, body)
+        assert answer.status == 400 and answer.json["error"]["message"].startswith(f"{field}: {says}"), (
+            answer.json
+        )
+        param = answer.json["error"].get("param", "output")  # Anthropic's errors have none
+        assert field.startswith(param)
 
 
 def test_models_are_described_to_each_client(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:

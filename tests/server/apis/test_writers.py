@@ -3,15 +3,18 @@
 import json
 from typing import Any
 
+import pytest
 from anthropic.types import Message
-from openai.types.responses import ResponseStreamEvent
+from openai.types import CompletionChoice
+from openai.types.chat.chat_completion import Choice
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from specdec.core.outputs import Delta
+from specdec.core.outputs import Delta, FinishReason
 from specdec.server.anthropic.writer import BROKEN, MessageWriter
 from specdec.server.events import Expected
 from specdec.server.failures import Failure
-from specdec.server.formats import Usage
+from specdec.server.formats import Chats, Completions, Shown, Usage
 from specdec.server.responses.bodies import ResponseBody
 from specdec.server.responses.tools import Toolbox
 from specdec.server.responses.writer import ResponseWriter
@@ -46,6 +49,37 @@ def test_streams_that_fail_say_so_in_the_form_of_their_api() -> None:
     assert message.failed(FAILURE) == [
         {"type": "error", "error": {"type": "overloaded_error", "message": "The server is stopping."}}
     ]
+
+
+@pytest.mark.parametrize(
+    ("why", "stop", "response", "message"),
+    [
+        ("stop", None, ("completed", None), ("end_turn", None)),
+        ("stop", "##", ("completed", None), ("stop_sequence", "##")),
+        ("length", None, ("incomplete", "max_output_tokens"), ("max_tokens", None)),
+    ],
+)
+def test_why_an_answer_ended_in_the_words_of_each_api(
+    why: FinishReason, stop: str | None, response: Any, message: Any
+) -> None:
+    delta = Delta("ab", (1, 2), finish_reason=why, stop_reason=stop)
+    kept: list[Any] = []
+    whole = Response.model_validate_json(response_writer(kept).whole({0: delta}), strict=True)
+    details = whole.incomplete_details
+    assert (whole.status, details and details.reason) == response
+    assert (whole.completed_at is None) == (details is not None) and whole.error is None
+    assert kept == [whole.model_dump(mode="json", exclude_unset=True)]
+    own = response_writer([])
+    *_, last = [EVENT.validate_python(event) for event in [*own.events(0, delta), *own.end()]]
+    assert (last.type, last.response.status) == (f"response.{response[0]}", response[0])
+    written = Message.model_validate_json(MessageWriter(Expected(), Usage(3), "m").whole({0: delta}))
+    assert (written.stop_reason, written.stop_sequence) == message
+    said = Choice.model_validate(Chats(None, Shown(), Expected()).said(0, delta))
+    assert (
+        said.finish_reason
+        == CompletionChoice.model_validate(Completions(None, Shown()).said(0, delta)).finish_reason
+        == why
+    )
 
 
 def test_arguments_that_are_no_json_are_given_as_they_are() -> None:

@@ -1,0 +1,131 @@
+"""A transformer block whose weights several layers share; it reads the stream beside the embeddings.
+
+With e the embeddings: a = attention(rms([x, e])), what comes out is linear(ffn(rms(a))), and no residual lies
+within. The layer that uses a block first loads it and lends it to the others. Each has the last projection,
+KV, and adapters (B A y beside W y, of low rank) of its own.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from specdec.kernels.table import Kernels
+from specdec.models.feed_forward import MLP
+from specdec.models.linear import Linear, Projection
+from specdec.models.mixers.attention import Attention
+from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.norm import Norm
+from specdec.models.rope import Rope
+from specdec.models.weights import Weights
+from specdec.state_slots.layout import KVShape
+
+SHARED = "shared"
+"""What the names of shared weights begin with, within those of the layer that lends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlock(Mixer):
+    attention: Attention
+    ffn: MLP
+    norm: Norm
+    rank: int = 0
+    """Of the adapters of the feed-forward's first product; 0: there are none."""
+    adapts_attention: bool = False
+    """Queries, keys and values have adapters too."""
+
+    kind: ClassVar[str] = "shared attention block"
+
+    def kv_shape(self) -> KVShape:
+        return self.attention.kv_shape()
+
+    def ropes(self) -> tuple[Rope, ...]:
+        return self.attention.ropes()
+
+    def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        found = {**self.attention.matrices(hidden), **self.ffn.matrices(hidden)}
+        found["attention in"] = found["attention in"][0], 2 * hidden
+        for name, (outputs, inputs) in self.adapted(hidden).items():
+            found |= {f"{name} adapter in": (self.rank, inputs), f"{name} adapter out": (outputs, self.rank)}
+        return found | {"shared linear": (hidden, hidden)}
+
+    def adapted(self, hidden: int) -> Mapping[str, tuple[int, int]]:
+        """Name the products that have adapters, with their sizes [out, in]."""
+        own = self.attention
+        widths = {"q": own.heads, "k": own.kv_heads, "v": own.kv_heads} if self.adapts_attention else {}
+        found = {name: (heads * own.head_dim, 2 * hidden) for name, heads in widths.items()}
+        return found | ({"up": (self.ffn.up_rows, hidden)} if self.rank else {})
+
+    def pair_flops(self) -> float:
+        return self.attention.pair_flops()
+
+    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedSharedBlock":
+        return LoadedSharedBlock(self, weights, kernels, place)
+
+
+class Lent:
+    """The weights that a block's uses share."""
+
+    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: Place) -> None:
+        hidden = place.writes
+        self.norm_D = s.norm.load(weights, "norm.weight", 2 * hidden)
+        reads_both = Place(2 * hidden, hidden, kv=place.kv)
+        self.attention = s.attention.build(weights.within("attention"), kernels, reads_both)
+        self.ffn_norm_D = s.norm.load(weights, "ffn_norm.weight", hidden)
+        self.ffn = s.ffn.build(hidden, weights.within("ffn"), kernels)
+
+
+class LoadedSharedBlock(LoadedMixer):
+    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: Place) -> None:
+        self.kernels, self.eps, hidden = kernels, s.norm.eps, place.writes
+        lender = place.lender
+        assert lender is None or isinstance(lender, LoadedSharedBlock)
+        self.lent: Lent = lender.lent if lender else Lent(s, weights.within(SHARED), kernels, place)
+        adapters = dict(_adapters(s, weights, kernels, hidden))
+        attention, ffn, up = self.lent.attention, self.lent.ffn, adapters.pop("up", None)
+        project = Adapted(kernels, attention.project, *adapters.values()) if adapters else attention.project
+        self.attention = attention.used_at(place.kv, project)
+        self.ffn = ffn.with_up(Adapted(kernels, ffn.up, up)) if up else ffn
+        self.linear = Linear.load(weights, kernels, {"linear": hidden}, hidden)
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        ops, lent = self.kernels, self.lent
+        assert step.embed_TD is not None, "the network keeps the embeddings for a side input"
+        both_TN = ops.rms_norm(ops.concat(x_TD, step.embed_TD), lent.norm_D, self.eps)
+        mixed_TD = ops.rms_norm(self.attention(both_TN, step), lent.ffn_norm_D, self.eps)
+        return self.linear(self.ffn(mixed_TD))
+
+    def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+        self.attention.move(memory, table_BN, from_BP, to_BP)
+
+
+class Adapter:
+    """B A y, of low rank."""
+
+    def __init__(self, inner: Linear, outer: Linear) -> None:
+        self.inner, self.outer = inner, outer
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self.outer(self.inner(x_TD))
+
+
+class Adapted:
+    """A shared product, and what adapters add to its outputs, which lie in their order."""
+
+    def __init__(self, kernels: Kernels, shared: Projection, *adapters: Adapter) -> None:
+        self.kernels, self.shared, self.adapters = kernels, shared, adapters
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        own = [adapter(x_TD) for adapter in self.adapters]
+        own_TN = own[0] if len(own) == 1 else self.kernels.concat(*own)
+        return self.kernels.add(self.shared(x_TD), own_TN)
+
+
+def _adapters(
+    s: SharedBlock, weights: Weights, kernels: Kernels, hidden: int
+) -> Iterator[tuple[str, Adapter]]:
+    for name, (outputs, inputs) in s.adapted(hidden).items():
+        own = weights.within(f"{name}_adapter")
+        inner = Linear.load(own, kernels, {"in": s.rank}, inputs)
+        yield name, Adapter(inner, Linear.load(own, kernels, {"out": outputs}, s.rank))

@@ -1,0 +1,148 @@
+"""What takes long is done beside the event loop, by few threads, and only so much of it waits."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from specdec import EngineConfig
+from specdec.models.folder import SHIPPED
+from specdec.server.app import build_app
+from specdec.server.bodies import Body, ChatBody
+from specdec.server.dialects import Dialect
+from specdec.server.failures import Failure
+from specdec.server.messages import Message
+from specdec.server.settings import ServerConfig
+from specdec.server.shares import open_models
+from specdec.server.state import LARGE, State
+from specdec.server.switcher import Switcher
+from specdec.server.threads import COUNT, Pool
+
+CONFIG = EngineConfig(draft="none", memory_bytes=24 << 20, max_running=4, max_model_len=512)
+TURNS = [{"role": role, "content": "ab" * 20} for role in ("user", "assistant") * 60] + [
+    {"role": "user", "content": "a"}
+]
+
+
+def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
+    pool, ends, done = Pool("test", 3), threading.Event(), list[int]()
+
+    def work(number: int) -> Callable[[], int]:
+        def wait() -> int:
+            assert ends.wait(60)
+            done.append(number)
+            return number
+
+        return wait
+
+    async def main() -> None:
+        asked = [asyncio.create_task(pool.do(work(number))) for number in range(COUNT + 3)]
+        while len(pool._waiting) < 3 or pool._running < COUNT:
+            await asyncio.sleep(0.001)
+        assert sum(thread.name == "specdec-test" for thread in threading.enumerate()) == COUNT
+        with pytest.raises(Failure, match="wait to be read") as refused:
+            await pool.do(work(-1))
+        assert refused.value.status == 503 and refused.value.headers == {"Retry-After": "1"}
+        gone = asked[COUNT + 1], asked[0]  # one waits, the other has begun
+        for task in gone:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        assert len(pool._waiting) == 2, "what a client took along leaves its place to others"
+        asked.append(asyncio.create_task(pool.do(work(9))))
+        await asyncio.sleep(0)
+        ends.set()
+        left = [task for task in asked if task not in gone]
+        assert await asyncio.gather(*left) == [*range(1, COUNT + 1), COUNT + 2, 9]
+        assert COUNT + 1 not in done
+        with pytest.raises(ZeroDivisionError):
+            await pool.do(lambda: 1 // 0)
+        assert await pool.do(lambda: 7) == 7
+
+    asyncio.run(main())
+    while any(thread.name == "specdec-test" for thread in threading.enumerate()):
+        pass  # none stays that has nothing to do
+
+
+@pytest.fixture(scope="module")
+def switcher() -> Iterator[Switcher]:
+    own = open_models([SHIPPED["tiny"]], CONFIG, ServerConfig())
+    try:
+        own.start()
+        yield own
+    finally:
+        own.close()
+
+
+@asynccontextmanager
+async def serving(switcher: Switcher) -> Any:
+    runner = web.AppRunner(build_app(State(switcher, ServerConfig())))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+            yield session
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use web.RequestKey")
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/tokenize", "messages"),
+    ],
+)
+def test_long_chats_are_read_and_converted_beside_the_event_loop(
+    switcher: Switcher, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    """Reading the body, making it a chat, its parameters, and its messages for the template."""
+    seen: list[tuple[str, threading.Thread]] = []
+
+    def watch(owner: type, name: str) -> None:
+        right = getattr(owner, name)
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            seen.append((name, threading.current_thread()))
+            return right(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Message, "plain")
+    watch(Body, "params")
+    watch(Dialect, "as_chat")
+    watch(ChatBody, "offer")
+
+    def noted(data: Any, **named: Any) -> Any:
+        seen.append(("parse", threading.current_thread()))
+        return json.loads(data, **named)
+
+    monkeypatch.setattr("specdec.server.fields.parse", noted)
+    own: dict[str, Any] = {} if path in ("/tokenize", "/v1/messages/count_tokens") else {"stream": False}
+    own |= {"max_output_tokens": 1} if field == "input" else {"max_tokens": 1} if own else {}
+
+    async def main() -> None:
+        async with serving(switcher) as session:
+            for turns in (TURNS[:1], TURNS):
+                seen.clear()
+                data = json.dumps({field: turns, **own}).encode()
+                async with session.post(path, data=data) as answer:
+                    said = await answer.text()
+                assert answer.status in (200, 400), said  # some are too long by then
+                beside = {name for name, thread in seen if thread is not threading.main_thread()}
+                names = {name for name, _ in seen}
+                assert {"parse", "plain"} <= names
+                assert beside == (names if len(data) > LARGE else {"plain"})
+
+    asyncio.run(main())
