@@ -28,6 +28,14 @@ class Linear(Protocol):
     def __call__(self, x_TD: Tensor, packed: Packed) -> Tensor: ...
 
 
+class PackHeads(Protocol):
+    def __call__(self, weight_HNK: Tensor) -> Packed: ...
+
+
+class LinearByHead(Protocol):
+    def __call__(self, x_THK: Tensor, packed: Packed) -> Tensor: ...
+
+
 class Embedding(Protocol):
     def __call__(self, table_VD: Tensor, id_T: Tensor) -> Tensor: ...
 
@@ -90,12 +98,18 @@ class SelfAttention(Protocol):
 
 
 class Append(Protocol):
-    def __call__(self, k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None: ...
+    def __call__(self, k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None: ...
 
 
 class Attend(Protocol):
     def __call__(
-        self, q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+        self,
+        q_THD: Tensor,
+        pages_NPXJD: Tensor,
+        group: Group,
+        scale: float,
+        window: int | None = None,
+        value_dim: int | None = None,
     ) -> Tensor: ...
 
 

@@ -15,6 +15,8 @@ class Kernels:
     name: str
     pack: op.Pack
     linear: op.Linear
+    pack_heads: op.PackHeads
+    linear_by_head: op.LinearByHead
     embedding: op.Embedding
     concat: op.Concat
     add: op.Add

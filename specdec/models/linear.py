@@ -48,3 +48,16 @@ class Linear:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Multiply packed tokens."""
         return self._multiply(x_TD, self.packed)
+
+
+class LinearByHead:
+    """y_h = x_h W_hᵀ, by a weight of each head in the model's dtype, packed once."""
+
+    __slots__ = ("_multiply", "packed")
+
+    def __init__(self, kernels: Kernels, weight_HNK: Tensor) -> None:
+        self._multiply, self.packed = kernels.linear_by_head, kernels.pack_heads(weight_HNK)
+
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        """Multiply packed tokens, head by head."""
+        return self._multiply(x_THK, self.packed)

@@ -61,6 +61,7 @@ GATED_EXPERTS = (
     *layer_rules(r"ffn\.shared_gate\.weight", "mlp.shared_expert_gate.weight"),
 )
 
+BY_HEAD = stored_as(lambda shape: (shape[0] * shape[1], shape[2]))
 FLAT = stored_as(lambda shape: (math.prod(shape),))
 BETWEEN_ONES = stored_as(lambda shape: (1, 1, *shape, 1))
 
@@ -83,7 +84,8 @@ def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[
 def latent_attention(home: str) -> Iterator[Rule]:
     """Name what stands in latent attention for the projections of keys and values, and of queries."""
     yield from layer_rules(r"mixer\.kv_a\.weight", f"{home}.kv_a_proj_with_mqa.weight")
-    yield from layer_rules(r"mixer\.(q_a|q_b|kv_b)\.weight", rf"{home}.\2_proj.weight")
+    yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", rf"{home}.\2_proj.weight")
+    yield from layer_rules(r"mixer\.kv_b\.weight", f"{home}.kv_b_proj.weight", recipe=BY_HEAD)
     yield from layer_rules(r"mixer\.(q|kv)_norm\.weight", rf"{home}.\2_a_layernorm.weight")
 
 

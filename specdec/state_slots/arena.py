@@ -132,7 +132,7 @@ class Arena:
         self._tables = tables
 
     def pages(self, layer: int) -> Tensor:
-        """Return the blocks of the layer-th attention layer: [num_blocks, 2, block_tokens, J, D]."""
+        """Return the blocks of the layer-th attention layer: [num_blocks, parts, block_tokens, J, D]."""
         return self._pages[layer]
 
     def recurrent(self, layer: int) -> RecurrentMemory:

@@ -22,10 +22,12 @@ dummy slab and leave the free list alone fifteen times in sixteen.
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Describe what an attention layer keeps of a token: a key and a value of [heads, dim]."""
+    """Describe what an attention layer keeps of a token: `parts` tensors of [heads, dim]."""
 
     heads: int
     dim: int
+    parts: int = 2
+    """2: a key and a value; 1: a key whose last entries are its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class Layout:
             if dtype is not None and not dtype.is_floating_point:
                 raise ConfigError(f"{name} is {dtype}: give a floating-point type", field=name)
         for i, kv in enumerate(self.kv):
-            if min(kv.heads, kv.dim) < 1:
-                raise ConfigError(f"attention layer {i} has sizes below 1: {kv}", field="kv")
+            if min(kv.heads, kv.dim) < 1 or kv.parts not in (1, 2):
+                raise ConfigError(f"attention layer {i} has sizes out of range: {kv}", field="kv")
         for i, state in enumerate(self.states):
             _check_state(i, state)
 
@@ -127,8 +129,8 @@ class Layout:
 
     @cached_property
     def page_parts(self) -> PageParts:
-        item = 2 * self.block_tokens * self.page_dtype.itemsize
-        return PageParts(*_place(item * kv.heads * kv.dim for kv in self.kv))
+        item = self.block_tokens * self.page_dtype.itemsize
+        return PageParts(*_place(item * kv.parts * kv.heads * kv.dim for kv in self.kv))
 
     @cached_property
     def state_parts(self) -> StateParts:

@@ -10,12 +10,12 @@ from specdec.state_slots.layout import Layout
 
 
 def page_views(data: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    """View each attention layer's part of all blocks as [blocks, 2, block_tokens, J, D], key before value."""
+    """View each attention layer's part of all blocks as [blocks, parts, block_tokens, J, D], key first."""
     if not layout.kv:
         return ()
     blocks = (len(data) // layout.block_bytes, layout.block_bytes)
     return tuple(
-        _view(data, layout.page_dtype, offset, [blocks], (2, layout.block_tokens, kv.heads, kv.dim))
+        _view(data, layout.page_dtype, offset, [blocks], (kv.parts, layout.block_tokens, kv.heads, kv.dim))
         for kv, offset in zip(layout.kv, layout.page_parts.layers, strict=True)
     )
 

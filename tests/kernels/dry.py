@@ -123,6 +123,7 @@ def install() -> Launches:
     launches = Launches()
     JITFunction.run = lambda self, *args, **named: launches.run(self, *args, **named)
     F.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
+    torch.bmm = lambda x, y: x.new_zeros(*x.shape[:2], y.shape[2])
     torch.empty = _blank
     torch.empty_like = lambda x, **_: torch.zeros_like(x)
     build.RandomWeights = Blank

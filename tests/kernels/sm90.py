@@ -49,6 +49,17 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {**SHAPES["lfm3-1.7b"], "num_hidden_layers": 5},
         {"draft": "suffix", "num_draft_tokens": 32, "num_steps": 8, "topk": 4},
     ),
+    "kimi-linear": (
+        {
+            **SHAPES["kimi-linear-48b"],
+            **{"num_hidden_layers": 2, "num_experts": 8},
+            "linear_attn_config": {
+                **SHAPES["kimi-linear-48b"]["linear_attn_config"],
+                **{"kda_layers": [1], "full_attn_layers": [2]},
+            },
+        },
+        {"draft": "suffix", "num_draft_tokens": 8},
+    ),
     "float32": ({**SHAPES["0.8b"], **FEW}, {**CHAIN, "dtype": "float32"}),
 }
 WHOLE = {

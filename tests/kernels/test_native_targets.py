@@ -259,7 +259,7 @@ def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path)
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
-    """Of a chain and of a tree behind committed tokens, with heads that fill no whole registers."""
+    """Of chains and trees behind committed tokens, with heads that fill no whole registers; latent too."""
     command, calls = program(target, folder), Calls()
     rows, width, heads, kv_heads, dim, block, blocks = 2, 3, 6, 2, 40, 16, 3
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8).repeat(rows, 1, 1)
@@ -268,15 +268,22 @@ def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path)
         calls.call(
             f"self_attention_{SUFFIX[dtype]}",
             *(draw(rows * width, (2 * heads + 2 * kv_heads) * dim, dtype=dtype), rows, width),
-            *(heads, kv_heads, dim, 1, draw(dim, seed=1), None, 0, 1e-6, angle_TR.cos(), angle_TR.sin(), 10),
-            *(
-                wide,
-                draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),
-            ),
+            *(heads, kv_heads, dim, dim, 1, draw(dim, seed=1), None, 0, 1e-6),
+            *(angle_TR.cos(), angle_TR.sin(), 10, wide),
+            *(draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),),
             *(2 * block * kv_heads * dim, block * kv_heads * dim, block),
             *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5),
             *(window, poisoned(rows * width, heads * dim, dtype=dtype)),
-            results=(15, 25),
+            results=(16, 26),
+        )
+        calls.call(
+            f"self_attention_{SUFFIX[dtype]}",
+            *(draw(rows * width, (heads + 1) * dim, dtype=dtype, seed=4), rows, width),
+            *(heads, 1, dim, dim - 7, 0, None, None, 0, 0.0, None, None, 0, wide),
+            *(draw(rows * blocks, 1, block, 1, dim, dtype=dtype, seed=5), block * dim, 0, block),
+            *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5),
+            *(window, poisoned(rows * width, heads * (dim - 7), dtype=dtype)),
+            results=(16, 26),
         )
     for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])

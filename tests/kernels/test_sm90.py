@@ -27,7 +27,7 @@ def run(*words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("case", ["qwen3-next", "nemotron-h", "qwen3.5", "lfm3", "float32"])
+@pytest.mark.parametrize("case", ["qwen3-next", "nemotron-h", "qwen3.5", "lfm3", "kimi-linear", "float32"])
 def test_nothing_is_compiled_while_others_wait_and_nothing_spills(case: str) -> None:
     served, *compiled = run(case)
     assert served == {"case": case, "late": []}

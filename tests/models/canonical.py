@@ -144,7 +144,7 @@ def _latent(m: LatentAttention, width: int) -> dict[str, tuple[int, ...]]:
     shapes |= {"kv_a.weight": (m.kv_rank + m.shared_dim, width), "kv_norm.weight": (m.kv_rank,)}
     if m.gated:
         shapes["gate.weight"] = m.heads, width
-    shapes["kv_b.weight"] = m.heads * (m.own_dim + m.value_dim), m.kv_rank
+    shapes["kv_b.weight"] = m.heads, m.own_dim + m.value_dim, m.kv_rank
     return shapes | {"o.weight": (width, m.heads * m.value_dim)}
 
 

@@ -33,8 +33,9 @@ SEEDS = range(12)
 LENGTH = 70
 NARROW, STEPS = 6, 24
 """Models in bfloat16, and the tokens that each reads."""
-ROUNDS_ELSEWHERE = ("bailing_hybrid",)
-"""transformers widens its convolutions, and makes decays in the model's type."""
+ROUNDS_ELSEWHERE = ("bailing_hybrid", "kimi_linear")
+"""Queries of latent attention are rounded where they meet the cache. Of the former transformers widens the
+convolutions, and makes decays in the model's type."""
 DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Buffers that MiniMax is saved with, which follow from its config."""
 NATIVE = "native" if compiled() else "cpu"

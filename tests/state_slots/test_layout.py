@@ -44,7 +44,10 @@ def test_figures_of_a_real_model_are_the_known_ones() -> None:
     assert figures.record_bytes == 36 * (32 * 128 * 4 + 32 * 4 + 8192 * 2)
 
 
-kv_shapes = st.lists(st.builds(KVShape, heads=st.integers(1, 5), dim=st.integers(1, 65)), max_size=3)
+kv_shapes = st.lists(
+    st.builds(KVShape, heads=st.integers(1, 5), dim=st.integers(1, 65), parts=st.sampled_from([1, 2])),
+    max_size=3,
+)
 
 
 @st.composite
@@ -77,7 +80,7 @@ def test_parts_are_aligned_and_disjoint(
         return
     layout = Layout(tuple(kv), tuple(states), dtype, state_dtype, block_tokens)
     item, wide = dtype.itemsize, state_dtype.itemsize
-    pages = [2 * block_tokens * shape.heads * shape.dim * item for shape in kv]
+    pages = [shape.parts * block_tokens * shape.heads * shape.dim * item for shape in kv]
     _assert_tiled(list(layout.page_parts.layers), pages, layout.block_bytes)
     slot = [(wide * s.heads * s.key_dim * s.value_dim, item * s.conv_inputs * s.channels) for s in states]
     _assert_tiled(_flat(layout.state_parts.layers), _flat(slot), layout.state_bytes)
@@ -153,6 +156,7 @@ def test_sequences_fit_as_counted_slab_by_slab(layout: Layout, slabs: int, token
     [
         (None, {"kv": (), "states": ()}),
         ("kv", {"kv": (KVShape(0, 8),)}),
+        ("kv", {"kv": (KVShape(1, 8, parts=3),)}),
         ("states", {"states": (StateShape(3, 0, 4, 3, 8),)}),
         ("states", {"states": (StateShape(-1, 4, 4, 3, 8),)}),
         ("states", {"states": (StateShape(1, 4, 4, -1, 8),)}),

@@ -20,36 +20,43 @@ FOLD_BELOW = 64
 """Tokens from which there is work enough in each query head alone."""
 
 
-def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
+def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
     """Write the window's keys and values into the rows' blocks, behind what they have committed."""
-    k_TJD, v_TJD = (quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in (k_TJD, v_TJD))
+    given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
+    kv_PTJD = tuple(quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in given)
     block_size = pages_NPXJD.shape[2]
     if group.rows == 1 and group.width <= NARROW:
-        _append_narrow(torch.stack((k_TJD, v_TJD)), pages_NPXJD, group.table_BN[0], int(group.length_B))
+        _append_narrow(torch.stack(kv_PTJD), pages_NPXJD, group.table_BN[0], int(group.length_B))
         return
     window_M = torch.arange(group.width, device=k_TJD.device)
     position_BM = group.length_B[:, None] + window_M
     block_T = group.table_BN.gather(1, position_BM // block_size).flatten()
     place_T = (position_BM % block_size).flatten()
-    pages_NPXJD[block_T, 0, place_T] = k_TJD
-    pages_NPXJD[block_T, 1, place_T] = v_TJD
+    for part, x_TJD in enumerate(kv_PTJD):
+        pages_NPXJD[block_T, part, place_T] = x_TJD
 
 
 def attend(
-    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+    q_THD: Tensor,
+    pages_NPXJD: Tensor,
+    group: Group,
+    scale: float,
+    window: int | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
 
-    The window's own keys and values must have been appended. H query heads share J key heads in order.
+    The window's own keys and values must have been appended. H query heads share J key heads in order. Where
+    keys hold their values, torch's kernel gets whole keys for these: it takes no narrower ones.
     """
     width, block_size = group.width, pages_NPXJD.shape[2]
-    k_NXJD, v_NXJD = pages_NPXJD.unbind(1)
     out = []
     for row, length in enumerate(group.length_B.tolist()):
         first, end = 0 if window is None else max(length + 1 - window, 0), length + width
         block_N = group.table_BN[row, first // block_size : -(-end // block_size)]
         own = range(first % block_size, first % block_size + end - first)
-        k_1JLD, v_1JLD = (_gather(x_NXJD, block_N, own, q_THD.dtype) for x_NXJD in (k_NXJD, v_NXJD))
+        parts = [_gather(x_NXJD, block_N, own, q_THD.dtype) for x_NXJD in pages_NPXJD.unbind(1)]
+        k_1JLD, v_1JLD = parts[0], parts[-1]
         q_MHD = q_THD[row * width : (row + 1) * width]
         if width == 1:
             out.append(_attend(q_MHD, k_1JLD, v_1JLD, None, scale))
@@ -61,7 +68,8 @@ def attend(
                 # What follows on a path is as far back from its end as there are tokens from it on.
                 mask_ML &= mask_ML.flip(1).cumsum(1).flip(1) <= window
             out.append(_attend(q_MHD, k_1JLD, v_1JLD, mask_ML, scale))
-    return out[0] if len(out) == 1 else torch.cat(out)
+    out_THD = out[0] if len(out) == 1 else torch.cat(out)
+    return out_THD if value_dim is None else out_THD[..., -value_dim:]
 
 
 def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:

@@ -41,12 +41,14 @@ class Scratch(NamedTuple):
 def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
     """Say whether XQA takes a group's windows: those of one token, and those that may be taken back.
 
-    Others come in any width, those of prompts among them. It counts strides in whole heads. Layers that see a
-    part of the past are not handed over: what it would make of a tree across that edge is not known.
+    Others come in any width, those of prompts among them. It counts strides in whole heads, and reads values
+    that are their own. Layers that see a part of the past are not handed over: what it would make of a tree
+    across that edge is not known.
     """
     _, _, page, heads, dim = pages_NPXJD.shape
     return (
         layer.window is None
+        and layer.value_dim is None
         and pages_NPXJD.dtype in (torch.bfloat16, torch.float16)
         and page in (16, 32, 64, 128)
         and dim % 16 == 0

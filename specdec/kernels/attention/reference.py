@@ -7,24 +7,33 @@ from specdec.kernels.attention.quantise import quantise
 from specdec.kernels.group import Group
 
 
-def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write the window's keys and values into the rows' blocks, behind what they have committed."""
-    k_TJD, v_TJD = (quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in (k_TJD, v_TJD))
-    for row in range(group.rows):
-        for node in range(group.width):
-            block, place = _locate(pages_NPXJD, group, row, int(group.length_B[row]) + node)
-            pages_NPXJD[block, 0, place] = k_TJD[row * group.width + node]
-            pages_NPXJD[block, 1, place] = v_TJD[row * group.width + node]
+def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
+    """Write the window's keys and values into the rows' blocks, behind what they have committed.
+
+    Without values, which keys hold then, a page has keys alone.
+    """
+    for part, x_TJD in enumerate((k_TJD,) if v_TJD is None else (k_TJD, v_TJD)):
+        for row in range(group.rows):
+            for node in range(group.width):
+                block, place = _locate(pages_NPXJD, group, row, int(group.length_B[row]) + node)
+                own_JD = x_TJD[row * group.width + node]
+                pages_NPXJD[block, part, place] = quantise(own_JD, pages_NPXJD.dtype)
 
 
 def attend(
-    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+    q_THD: Tensor,
+    pages_NPXJD: Tensor,
+    group: Group,
+    scale: float,
+    window: int | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
 
-    The window's own keys and values must have been appended. H query heads share J key heads in order.
+    The window's own keys and values must have been appended. H query heads share J key heads in order. A
+    value is the last `value_dim` entries of a page's last part, where it has but one of its key.
     """
-    out_THD = torch.empty_like(q_THD)
+    out_THW = q_THD.new_empty(*q_THD.shape[:2], value_dim or q_THD.shape[2])
     for row in range(group.rows):
         length = int(group.length_B[row])
         for node in range(group.width):
@@ -33,8 +42,8 @@ def attend(
             places = [_locate(pages_NPXJD, group, row, position) for position in seen]
             kv_PLJD = torch.stack([pages_NPXJD[block, :, place] for block, place in places], dim=1)
             token = row * group.width + node
-            out_THD[token] = _attend_one(q_THD[token], kv_PLJD, scale)
-    return out_THD
+            out_THW[token] = _attend_one(q_THD[token], kv_PLJD, scale, out_THW.shape[2])
+    return out_THW
 
 
 def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
@@ -56,14 +65,15 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
             pages_NPXJD[table_N[target // size], :, target % size] = kv_PJD
 
 
-def _attend_one(q_HD: Tensor, kv_PLJD: Tensor, scale: float) -> Tensor:
+def _attend_one(q_HD: Tensor, kv_PLJD: Tensor, scale: float, value_dim: int) -> Tensor:
     wide = torch.float64 if q_HD.dtype == torch.float64 else torch.float32
-    k_LHD, v_LHD = kv_PLJD.to(wide).repeat_interleave(len(q_HD) // kv_PLJD.shape[2], dim=2)
+    kv_PLHD = kv_PLJD.to(wide).repeat_interleave(len(q_HD) // kv_PLJD.shape[2], dim=2)
+    k_LHD, v_LHW = kv_PLHD[0], kv_PLHD[-1, ..., -value_dim:]
     score_HL = torch.einsum("hd,lhd->hl", q_HD.to(wide), k_LHD) * scale
     weight_HL = torch.exp(score_HL - score_HL.amax(-1, keepdim=True))
     # The values meet rounded weights; what they are divided by is the sum of the weights as they were.
-    sum_HD = torch.einsum("hl,lhd->hd", weight_HL.to(q_HD.dtype).to(wide), v_LHD)
-    return (sum_HD / weight_HL.sum(-1, keepdim=True)).to(q_HD.dtype)
+    sum_HW = torch.einsum("hl,lhw->hw", weight_HL.to(q_HD.dtype).to(wide), v_LHW)
+    return (sum_HW / weight_HL.sum(-1, keepdim=True)).to(q_HD.dtype)
 
 
 def _visible(group: Group, row: int, node: int) -> list[int]:

@@ -27,13 +27,18 @@ MOST_SPLITS = 128
 
 
 def attend(
-    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+    q_THD: Tensor,
+    pages_NPXJD: Tensor,
+    group: Group,
+    scale: float,
+    window: int | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """
-    return attend_gated(q_THD, None, pages_NPXJD, group, scale, window)
+    return attend_gated(q_THD, None, pages_NPXJD, group, scale, window, value_dim)
 
 
 def attend_gated(
@@ -43,23 +48,25 @@ def attend_gated(
     group: Group,
     scale: float,
     window: int | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Attend, and multiply by the sigmoid of the gate, a view whose heads may lie apart."""
     q_THD = q_THD.contiguous()
     tokens, heads, dim = q_THD.shape
-    _, _, page, kv_heads, _ = pages_NPXJD.shape
+    _, parts, page, kv_heads, _ = pages_NPXJD.shape
+    width = value_dim or dim
     shared = group.width * (heads // kv_heads)
-    tree = group.ancestors_BMM is not None
-    tile = _tile(shared, dim, q_THD.itemsize, tree=tree, slides=window is not None)
+    tree, itemsizes = group.ancestors_BMM is not None, (q_THD.itemsize, pages_NPXJD.itemsize)
+    tile = _tile(shared, dim, width, *itemsizes, tree=tree, slides=window is not None)
     blocks = triton.cdiv(shared, tile["QUERIES"])
     programs, longest = group.rows * kv_heads * blocks, group.max_length + group.width
     if window is not None:
         longest = min(longest, window + group.width)
     splits = choose_splits(programs, longest, tile["QUERIES"], q_THD.device)
-    out_THD = torch.empty_like(q_THD)
-    part_STHD, peak_STH, sum_STH = out_THD, out_THD, out_THD
+    out_THW = torch.empty(tokens, heads, width, dtype=q_THD.dtype, device=q_THD.device)
+    part_STHW, peak_STH, sum_STH = out_THW, out_THW, out_THW
     if splits > 1:
-        part_STHD = torch.empty(splits, tokens, heads, dim, dtype=torch.float32, device=q_THD.device)
+        part_STHW = torch.empty(splits, tokens, heads, width, dtype=torch.float32, device=q_THD.device)
         peak_STH = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q_THD.device)
         sum_STH = torch.empty_like(peak_STH)
     seen_BMM = None if group.ancestors_BMM is None else group.ancestors_BMM.view(torch.uint8)
@@ -68,23 +75,24 @@ def attend_gated(
     gated = {"BY_TOKEN": by_token, "BY_HEAD": by_head}
     _attend[(group.rows * blocks, kv_heads, splits)](
         *(q_THD, pages_NPXJD, group.table_BN, group.length_B, seen_BMM, gate_THD),
-        *(out_THD, part_STHD, peak_STH, sum_STH),
+        *(out_THW, part_STHW, peak_STH, sum_STH),
         *(group.width, group.table_BN.stride(0), block_stride(pages_NPXJD), tokens),
         *(splits, scale / math.log(2)),
-        **{"H": heads, "J": kv_heads, "D": dim, "PAGE": page, "SPLIT": splits > 1, "LEAST": LEAST},
+        **{"H": heads, "J": kv_heads, "D": dim, "W": width, "PARTS": parts, "PAGE": page},
+        **{"SPLIT": splits > 1, "LEAST": LEAST},
         WINDOW=window,
         **gated,
         **tile,
     )
     if splits > 1:
         _merge[(tokens, heads)](
-            *(part_STHD, peak_STH, sum_STH, gate_THD, out_THD, tokens, splits),
-            **{"H": heads, "D": dim, "SPLITS": MOST_SPLITS},
+            *(part_STHW, peak_STH, sum_STH, gate_THD, out_THW, tokens, splits),
+            **{"H": heads, "W": width, "SPLITS": MOST_SPLITS},
             **gated,
-            BLOCK=triton.next_power_of_2(dim),
+            BLOCK=triton.next_power_of_2(width),
             num_warps=4,
         )
-    return out_THD
+    return out_THW
 
 
 def choose_splits(programs: int, longest: int, queries: int, device: torch.device) -> int:
@@ -102,15 +110,24 @@ def processors(device: torch.device) -> int:
     return count
 
 
-def _tile(shared: int, dim: int, itemsize: int, *, tree: bool, slides: bool) -> dict[str, int]:
+def _tile(
+    shared: int, dim: int, width: int, itemsize: int, paged: int, *, tree: bool, slides: bool
+) -> dict[str, int]:
     """Choose how many queries and keys meet in a program: what an H100's registers hold without a spill.
 
-    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16.
+    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16. Of
+    values of 512, 64 do so with few keys, and 32 with keys of 8 bits; in float32 16 do not fit.
     """
-    block = max(triton.next_power_of_2(dim), 16)
+    block, rest = (max(triton.next_power_of_2(own), 16) for own in (width, dim - width))
     large = block > 128
     if large and itemsize > 2:
-        return {"QUERIES": 16, "KEYS": 32, "BLOCK": block, "num_warps": 8, "num_stages": 2}
+        few = {"QUERIES": 16, "KEYS": 32, "num_warps": 8, "num_stages": 2}
+        return {**few, "BLOCK": block, "REST": rest}
+    if block > 256:
+        narrow = paged < itemsize
+        queries = min(max(triton.next_power_of_2(shared), 16), 32 if narrow else 64)
+        few = {"QUERIES": queries, "KEYS": 16 if narrow else 32, "num_warps": 8, "num_stages": 3}
+        return {**few, "BLOCK": block, "REST": rest}
     queries = min(max(triton.next_power_of_2(shared), 16), 64 if large else 128)
     few_keys = large and (queries == 16 or (queries == 64 and tree))
     few_warps = 16 if large else 32 if slides and tree else 64
@@ -118,6 +135,7 @@ def _tile(shared: int, dim: int, itemsize: int, *, tree: bool, slides: bool) -> 
         "QUERIES": queries,
         "KEYS": 32 if few_keys else 64,
         "BLOCK": block,
+        "REST": rest,
         "num_warps": 8 if queries > few_warps else 4,
         "num_stages": 2 if block <= 64 and queries == 16 and tree else 3,
     }
@@ -130,9 +148,10 @@ def _tile(shared: int, dim: int, itemsize: int, *, tree: bool, slides: bool) -> 
 def _attend(
     q, pages, table, length, ancestors, gate, out, part, peaks, sums,
     width, tables, block_stride, tokens, splits, scale,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    LEAST: tl.constexpr, WINDOW: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
     G: tl.constexpr = H // J
     kind = q.dtype.element_ty
@@ -176,8 +195,13 @@ def _attend(
     if ancestors is not None:
         bits = tl.sum(seen.to(tl.int64) << other[None, :].to(tl.int64), axis=1)
 
+    # A key ends in its value where it holds one; what stands before that is a product of its own.
     at = tl.arange(0, BLOCK)
-    query = tl.load(q + head_at[:, None] * D + at[None, :], mask=(at < D)[None, :], other=0.0)
+    query = tl.load(q + head_at[:, None] * D + (D - W) + at[None, :], mask=(at < W)[None, :], other=0.0)
+    if D != W:
+        before = tl.arange(0, REST)
+        rest_mask = (before < D - W)[None, :]
+        query_rest = tl.load(q + head_at[:, None] * D + before[None, :], mask=rest_mask, other=0.0)
     peak = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, BLOCK], tl.float32)
@@ -188,14 +212,21 @@ def _attend(
         valid = (position >= first) & (position < end)
         page = tl.load(table + position // PAGE, mask=valid, other=0)
         from_page = page * (block_stride.to(tl.int64) * 16) + position % PAGE * (J * D)
-        key_at = pages + from_page[:, None] + at[None, :]
+        key_at = pages + from_page[:, None] + (D - W) + at[None, :]
         mask = valid[:, None]
-        if D != BLOCK:
-            mask &= (at < D)[None, :]
+        if W != BLOCK:
+            mask &= (at < W)[None, :]
         # By way of float32, since a GPU is slow to turn 8 bits, which it reads as float16, into bfloat16.
         key = tl.load(key_at, mask=mask, other=0.0).to(tl.float32).to(kind)
-        value = tl.load(key_at + PAGE * J * D, mask=mask, other=0.0).to(tl.float32).to(kind)
-        score = tl.dot(query, tl.trans(key), input_precision="tf32x3") * scale
+        score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        value = key
+        if PARTS == 2:
+            value = tl.load(key_at + PAGE * J * D, mask=mask, other=0.0).to(tl.float32).to(kind)
+        if D != W:
+            rest_at = pages + from_page[:, None] + before[None, :]
+            rest = tl.load(rest_at, mask=valid[:, None] & rest_mask, other=0.0).to(tl.float32).to(kind)
+            score = tl.dot(query_rest, tl.trans(rest), score, input_precision="tf32x3")
+        score *= scale
         own = position - committed
         if ancestors is None:
             visible = own[None, :] <= node[:, None]
@@ -204,10 +235,10 @@ def _attend(
         else:
             bit = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
             named = ((bits[:, None] >> bit[None, :]) & 1) != 0
-            before = (own < 0)[None, :]
+            earlier = (own < 0)[None, :]
             if WINDOW is not None:
-                before &= position[None, :] >= reach[:, None]
-            visible = before | ((own >= 0) & (own < width))[None, :] & named
+                earlier &= position[None, :] >= reach[:, None]
+            visible = earlier | ((own >= 0) & (own < width))[None, :] & named
         score = tl.where(visible, score, -float("inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         # A node that sees nothing of a tile has no peak yet.
@@ -219,19 +250,19 @@ def _attend(
         result = result * shrink[:, None]
         result = tl.dot(weight.to(kind), value, result, input_precision="tf32x3")
         peak = higher
-    mask = store[:, None] & (at < D)[None, :]
+    mask = store[:, None] & (at < W)[None, :]
     if SPLIT:
         head_at += split.to(tl.int64) * tokens * H
         tl.store(peaks + head_at, peak, mask=store)
         tl.store(sums + head_at, total, mask=store)
-        tl.store(part + head_at[:, None] * D + at[None, :], result, mask=mask)
+        tl.store(part + head_at[:, None] * W + at[None, :], result, mask=mask)
     else:
         result = (result / total[:, None]).to(kind)
         if gate is not None:
             gate_at = head_at // H * BY_TOKEN + head_at % H * BY_HEAD
             opens = tl.load(gate + gate_at[:, None] + at[None, :], mask=mask, other=0.0)
             result = _let_through(result, opens)
-        tl.store(out + head_at[:, None] * D + at[None, :], result, mask=mask)
+        tl.store(out + head_at[:, None] * W + at[None, :], result, mask=mask)
 
 
 @triton.jit
@@ -244,7 +275,7 @@ def _let_through(value, gate):
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _merge(
     part, peaks, sums, gate, out, tokens, splits,
-    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -262,11 +293,11 @@ def _merge(
         few = first + tl.arange(0, 8)
         entry = few.to(tl.int64) * tokens * H + one
         own = tl.load(peaks + entry, mask=few < splits, other=-float("inf"))
-        mask = (own > -float("inf"))[:, None] & (at < D)[None, :]
-        value = tl.load(part + entry[:, None] * D + at[None, :], mask=mask, other=0.0)
+        mask = (own > -float("inf"))[:, None] & (at < W)[None, :]
+        value = tl.load(part + entry[:, None] * W + at[None, :], mask=mask, other=0.0)
         result += tl.sum(value * tl.exp2(own - highest)[:, None], axis=0)
     result = (result / total).to(out.dtype.element_ty)
     if gate is not None:
-        opens = tl.load(gate + token * BY_TOKEN + head * BY_HEAD + at, mask=at < D, other=0.0)
+        opens = tl.load(gate + token * BY_TOKEN + head * BY_HEAD + at, mask=at < W, other=0.0)
         result = _let_through(result, opens)
-    tl.store(out + one * D + at, result, mask=at < D)
+    tl.store(out + one * W + at, result, mask=at < W)

@@ -10,14 +10,15 @@ CHUNK = 128
 """Entries of a token that one program moves."""
 
 
-def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
+def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
     """Write the window's keys and values into the rows' blocks, behind what they have committed."""
     tokens, heads, dim = k_TJD.shape
-    assert k_TJD.stride()[1:] == v_TJD.stride()[1:] == (dim, 1)
-    _append[(tokens, 2)](
+    given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
+    assert all(x_TJD.stride()[1:] == (dim, 1) for x_TJD in given)
+    _append[(tokens, len(given))](
         *(k_TJD, v_TJD, pages_NPXJD),
         *(group.table_BN, group.length_B, group.width, group.table_BN.stride(0)),
-        *(block_stride(pages_NPXJD), k_TJD.stride(0), v_TJD.stride(0)),
+        *(block_stride(pages_NPXJD), k_TJD.stride(0), given[-1].stride(0)),
         SIZE=heads * dim,
         PAGE=pages_NPXJD.shape[2],
         BLOCK=triton.next_power_of_2(heads * dim),
@@ -32,10 +33,10 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
     row with fewer moves than others is padded with a position that moves onto itself, such as its root's.
     """
     rows, moves = from_BP.shape
-    _, _, page, heads, dim = pages_NPXJD.shape
+    _, parts, page, heads, dim = pages_NPXJD.shape
     if not moves:
         return
-    _move[(rows, 2, triton.cdiv(heads * dim, CHUNK))](
+    _move[(rows, parts, triton.cdiv(heads * dim, CHUNK))](
         *(pages_NPXJD, table_BN, from_BP.contiguous(), to_BP.contiguous()),
         *(table_BN.stride(0), block_stride(pages_NPXJD), moves),
         **{"SIZE": heads * dim, "PAGE": page, "MOVES": triton.next_power_of_2(moves), "CHUNK": CHUNK},
@@ -87,7 +88,7 @@ def _move(
     pages, table, source, target, tables, block_stride, moves,
     SIZE: tl.constexpr, PAGE: tl.constexpr, MOVES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     move = tl.arange(0, MOVES)
     entry = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     held = move < moves
@@ -96,7 +97,7 @@ def _move(
     source = tl.load(source + row * moves + move, mask=held, other=0)
     target = tl.load(target + row * moves + move, mask=held, other=0)
     table += row * tables
-    pages += half * PAGE * SIZE
+    pages += part * PAGE * SIZE
     source = tl.load(table + source // PAGE, mask=held, other=0) * apart + source % PAGE * SIZE
     target = tl.load(table + target // PAGE, mask=held, other=0) * apart + target % PAGE * SIZE
     value = tl.load(pages + source[:, None] + entry[None, :], mask=mask)

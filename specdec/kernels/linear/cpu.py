@@ -55,3 +55,13 @@ def linear(x_TD: Tensor, packed: Packed) -> Tensor:
         y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, weight, bias_N, "none", [], "")
         return y_TN
     return F.linear(x_TD, weight, bias_N)
+
+
+def pack_heads(weight_HNK: Tensor) -> Tensor:
+    """Lay each head's weight out as a product from the left reads it: [H, K, N]."""
+    return weight_HNK.transpose(1, 2).contiguous()
+
+
+def linear_by_head(x_THK: Tensor, packed: Tensor) -> Tensor:
+    """Multiply each head by a weight of its own, all in one call."""
+    return torch.bmm(x_THK.transpose(0, 1), packed).transpose(0, 1)

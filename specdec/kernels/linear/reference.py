@@ -28,3 +28,14 @@ def linear(x_TD: Tensor, packed: Packed) -> Tensor:
 
 def _wide(part: Matrix) -> Tensor:
     return widen(part, torch.float64 if part.dtype == torch.float64 else torch.float32)
+
+
+def pack_heads(weight_HNK: Tensor) -> Tensor:
+    """Keep the weight of each head as it is."""
+    return weight_HNK
+
+
+def linear_by_head(x_THK: Tensor, packed: Tensor) -> Tensor:
+    """Multiply each head by a weight of its own, sum in float32 or wider, and round once."""
+    wide = torch.float64 if x_THK.dtype == torch.float64 else torch.float32
+    return torch.einsum("thk,hnk->thn", x_THK.to(wide), packed.to(wide)).to(packed.dtype)

@@ -13,23 +13,19 @@ from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 
-def append(k_TJD: Tensor, v_TJD: Tensor, pages_NPXJD: Tensor, group: Group) -> None:
+def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
     """Write keys and values whose heads lie side by side into pages of their dtype."""
-    if (
-        not serves(k_TJD)
-        or pages_NPXJD.dtype != k_TJD.dtype
-        or not _dense_heads(k_TJD)
-        or not _dense_heads(v_TJD)
-    ):
+    given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
+    if not serves(k_TJD) or pages_NPXJD.dtype != k_TJD.dtype or not all(map(_dense_heads, given)):
         return attention.append(k_TJD, v_TJD, pages_NPXJD, group)
     function("append", k_TJD.dtype)(
         k_TJD.data_ptr(),
-        v_TJD.data_ptr(),
+        pointer(v_TJD),
         group.rows,
         group.width,
         k_TJD.shape[1] * k_TJD.shape[2],
         k_TJD.stride(0),
-        v_TJD.stride(0),
+        0 if v_TJD is None else v_TJD.stride(0),
         pages_NPXJD.data_ptr(),
         *pages_NPXJD.stride()[:2],
         pages_NPXJD.shape[2],
@@ -50,6 +46,7 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
         pages_NPXJD.data_ptr(),
         by_block * size,
         by_kind * size,
+        pages_NPXJD.shape[1],
         pages_NPXJD.shape[2],
         by_place * size,
         table_BN.data_ptr(),
@@ -67,14 +64,19 @@ def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
 
 
 def attend(
-    q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, window: int | None = None
+    q_THD: Tensor,
+    pages_NPXJD: Tensor,
+    group: Group,
+    scale: float,
+    window: int | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Attend to pages of 8 bits in C, which reads a row's blocks from a copy of the queries' dtype.
 
     So a token's sums depend on its window no more than they do in pages of that dtype.
     """
     if not serves(q_THD):
-        return attention.attend(q_THD, pages_NPXJD, group, scale, window)
+        return attention.attend(q_THD, pages_NPXJD, group, scale, window, value_dim)
     (_, heads, dim), size = q_THD.shape, pages_NPXJD.shape[2]
     layer = AttentionLayer(
         *(heads, pages_NPXJD.shape[3], dim, scale),
@@ -83,6 +85,7 @@ def attend(
         k_norm_D=None,
         eps=0.0,
         window=window,
+        value_dim=value_dim,
     )
     out, window_M = [], torch.arange(group.width)
     for row, length in enumerate(group.length_B.tolist()):
@@ -103,7 +106,7 @@ def attend(
         q_MN = q_THD[row * group.width : (row + 1) * group.width].flatten(1)
         projected_MN = torch.cat((q_MN, kv_MXJD.flatten(1)), dim=1)
         out.append(self_attention(projected_MN, layer, None, own_NPXJD, own))
-    return torch.cat(out).view(q_THD.shape)
+    return torch.cat(out).view(*q_THD.shape[:2], -1)
 
 
 COMPOSED = ComposedAttention(rms_norm, rotate, append, attend)
@@ -121,7 +124,8 @@ def self_attention(
         return COMPOSED.self_attention(projected_TN, layer, rotation, pages, group)
     assert projected_TN.is_contiguous()
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-    out_TN = projected_TN.new_empty((tokens, heads * dim))
+    value_dim, (by_block, by_part, *_) = layer.value_dim or dim, pages.stride()
+    out_TN = projected_TN.new_empty((tokens, heads * value_dim))
     cos_TR, sin_TR = rotation or (None, None)
     function("self_attention", projected_TN.dtype)(
         projected_TN.data_ptr(),
@@ -130,6 +134,7 @@ def self_attention(
         heads,
         kv_heads,
         dim,
+        value_dim,
         layer.gated,
         *map(pointer, (layer.q_norm_D, layer.k_norm_D)),
         layer.q_norm_D is not None and layer.q_norm_D.dtype == projected_TN.dtype,
@@ -139,7 +144,8 @@ def self_attention(
         0 if cos_TR is None else cos_TR.shape[1],
         layer.wide_rotation,
         pages.data_ptr(),
-        *pages.stride()[:2],
+        by_block,
+        by_part if layer.value_dim is None else 0,
         pages.shape[2],
         group.table_BN.data_ptr(),
         group.table_BN.shape[1],

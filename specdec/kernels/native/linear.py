@@ -24,7 +24,8 @@ RAISED = {8: 128, 4: 8}
 
 class Panels(NamedTuple):
     weight: Tensor
-    """[N / 16, K, 16], or in bfloat16 [N / 16, K / 2, 16, 2]; outputs filled up with zeros."""
+    """[N / 16, K, 16], or in bfloat16 [N / 16, K / 2, 16, 2], of each head or of one; outputs filled up with
+    zeros."""
     bias_N: Tensor | None
     outputs: int
 
@@ -126,6 +127,14 @@ def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
     return laid, 0 if len(beside) == 1 else 1 if scale_NG.dtype == torch.float16 else 2
 
 
+def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
+    """Lay each head's weight out in panels, or as the CPU's other form where this one does not serve."""
+    if forms() is None or not _serves(weight_HNK[0]):
+        return cpu.pack_heads(weight_HNK)
+    laid = torch.stack([_lay(own_NK, None).weight for own_NK in weight_HNK])
+    return Panels(laid, None, weight_HNK.shape[1])
+
+
 def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> Tensor:
     """Multiply in the dtype that the weight stands for."""
     if isinstance(packed, cpu.Packed):
@@ -141,6 +150,20 @@ def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> 
             _multiply_whole(x_TD, part, at, packed.outputs)
         at += part.outputs * y_TN.itemsize
     return y_TN
+
+
+def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
+    """Multiply each head by a weight of its own."""
+    if isinstance(packed, Tensor):
+        return cpu.linear_by_head(x_THK, packed)
+    assert x_THK.dtype == packed.dtype
+    x_THK = x_THK if x_THK.stride(2) == 1 else x_THK.contiguous()
+    y_THN = x_THK.new_empty((*x_THK.shape[:2], packed.outputs))
+    function("linear_by_head", packed.dtype)(
+        *(x_THK.data_ptr(), *x_THK.shape, *x_THK.stride()[:2]),
+        *(packed.weight.data_ptr(), y_THN.data_ptr(), packed.outputs),
+    )
+    return y_THN
 
 
 def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:

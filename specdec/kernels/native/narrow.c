@@ -34,18 +34,18 @@ void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char
 }
 
 // Keys and values of each of B rows from P positions to others, in place; all of a row are read before any is written. A
-// position's entries of one kind lie together, and so do a block's positions; distances in bytes.
-void move(char *pages, ix by_block, ix by_kind, ix block, ix bytes, const ix *table, ix N, ix B, const ix *from,
+// position's entries of one of `kinds` lie together, and so do a block's positions; distances in bytes.
+void move(char *pages, ix by_block, ix by_kind, ix kinds, ix block, ix bytes, const ix *table, ix N, ix B, const ix *from,
           const ix *to, ix P) {
-    char *held = workspace(2 * P * bytes);
+    char *held = workspace(kinds * P * bytes);
     for (ix b = 0; b < B; b++, table += N, from += P, to += P)
         for (int written = 0; written < 2; written++)
             for (ix p = 0; p < P; p++) {
                 if (from[p] == to[p]) continue;
                 ix at = written ? to[p] : from[p];
-                for (ix kind = 0; kind < 2; kind++) {
+                for (ix kind = 0; kind < kinds; kind++) {
                     char *own = pages + table[at / block] * by_block + kind * by_kind + at % block * bytes;
-                    char *spare = held + (2 * p + kind) * bytes;
+                    char *spare = held + (kinds * p + kind) * bytes;
                     memcpy(written ? own : spare, written ? spare : own, bytes);
                 }
             }

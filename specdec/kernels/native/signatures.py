@@ -10,6 +10,7 @@ Pointer, Count, Real, Flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, cty
 
 ARGUMENTS = {
     "linear": "p nnn pp p nn",
+    "linear_by_head": "p nnn nn pp n",
     "linear_integer": "p nnn ii ppp p nn",
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
@@ -34,9 +35,9 @@ ARGUMENTS = {
     "scan_window": "ppppp p nnnnnn i p n p p p ppp n ppp p",
     "delta_net": "p nn nnnn n ppp fifi p n p p nn ppp n ppp p p n p p p f p",
     "selective_scan": "pn pn pn pp ppp p nnnnn p n p p p ppp n ppp p",
-    "move": "p nn nn p nn pp n",
+    "move": "p nnn nn p nn pp n",
     "tensor_op": "p",
-    "self_attention": "p nnnnn i pp i f pp ni p nn n p n p p f n p",
+    "self_attention": "p nnnnnn i pp i f pp ni p nn n p n p p f n p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 

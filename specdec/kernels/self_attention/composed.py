@@ -39,7 +39,7 @@ class ComposedAttention(NamedTuple):
         if layer.gated:
             q_THD, gate_THD = q_THD.chunk(2, dim=-1)
         k_TJD = k_TN.view(tokens, layer.kv_heads, layer.head_dim)
-        v_TJD = v_TN.view(tokens, layer.kv_heads, layer.head_dim)
+        v_TJD = v_TN.view(k_TJD.shape) if layer.value_dim is None else None
         if layer.q_norm_D is not None:
             q_THD = self.rms_norm(q_THD, layer.q_norm_D, layer.eps)
         if layer.k_norm_D is not None:
@@ -50,10 +50,10 @@ class ComposedAttention(NamedTuple):
                 self.rotate(x_THD.to(wide), *rotation).to(x_THD.dtype) for x_THD in (q_THD, k_TJD)
             )
         self.append(k_TJD, v_TJD, pages, group)
-        o_THD = self.attend(q_THD, pages, group, layer.scale, layer.window)
+        o_THW = self.attend(q_THD, pages, group, layer.scale, layer.window, layer.value_dim)
         if gate_THD is not None:
-            o_THD = o_THD * torch.sigmoid(gate_THD)
-        return o_THD.reshape(tokens, -1)
+            o_THW = o_THW * torch.sigmoid(gate_THD)
+        return o_THW.reshape(tokens, -1)
 
 
 REFERENCE = ComposedAttention(

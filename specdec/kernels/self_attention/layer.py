@@ -24,9 +24,15 @@ class AttentionLayer:
     """Heads are rotated in float32 and rounded once; otherwise each product is."""
     window: int | None = None
     """A token sees the last so many of its path, itself included. None: all of it."""
+    value_dim: int | None = None
+    """The last so many entries of a key are its value; None: values are projected, as wide as keys."""
+
+    def __post_init__(self) -> None:
+        assert self.value_dim is None or not self.gated, "a gate is as wide as a query"
 
     @property
     def widths(self) -> list[int]:
         """Columns of the queries (with their gates), keys and values, in the order of the projection."""
         kv = self.kv_heads * self.head_dim
-        return [self.heads * self.head_dim * (2 if self.gated else 1), kv, kv]
+        values = kv if self.value_dim is None else 0
+        return [self.heads * self.head_dim * (2 if self.gated else 1), kv, values]

@@ -18,7 +18,8 @@ def self_attention(
     tokens = projected_TN.shape[0]
     q_THD = ready(projected_TN, layer, rotation, pages, group)
     gate_THD = gate_of(projected_TN, layer)
-    return attend_gated(q_THD, gate_THD, pages, group, layer.scale, layer.window).view(tokens, -1)
+    o_THW = attend_gated(q_THD, gate_THD, pages, group, layer.scale, layer.window, layer.value_dim)
+    return o_THW.view(tokens, -1)
 
 
 def gate_of(projected_TN: Tensor, layer: AttentionLayer) -> Tensor | None:
@@ -41,7 +42,7 @@ def ready(
     assert all(table_TR is None or table_TR.is_contiguous() for table_TR in (cos_TR, sin_TR))
     q_THD = torch.empty(tokens, heads, dim, dtype=projected_TN.dtype, device=projected_TN.device)
     norm = layer.q_norm_D
-    _ready[(tokens, heads + 2 * kv_heads)](
+    _ready[(tokens, heads + pages.shape[1] * kv_heads)](
         *(projected_TN, layer.q_norm_D, layer.k_norm_D, cos_TR, sin_TR, q_THD, pages),
         *(group.table_BN, group.length_B, group.width, group.table_BN.stride(0), block_stride(pages)),
         layer.eps,
@@ -49,6 +50,7 @@ def ready(
         GATED=layer.gated,
         WIDE=layer.wide_rotation,
         OWN=norm is not None and norm.dtype == projected_TN.dtype and norm.itemsize < 4,
+        PARTS=pages.shape[1],
         PAGE=pages.shape[2],
         BLOCK=triton.next_power_of_2(dim),
         num_warps=1,
@@ -60,7 +62,7 @@ def ready(
 def _ready(
     projected, q_weight, k_weight, cos, sin, q, pages, table, length, width, tables, block_stride, eps,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
-    WIDE: tl.constexpr, OWN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    WIDE: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = q.dtype.element_ty
@@ -68,7 +70,7 @@ def _ready(
     at = tl.arange(0, BLOCK)
     mask = at < D
     start = tl.where(unit < H, unit * apart, H * apart + (unit - H) * D)
-    projected += token * (H * apart + 2 * J * D) + start
+    projected += token * (H * apart + PARTS * J * D) + start
     value = tl.load(projected + at, mask=mask, other=0.0).to(tl.float32)
     if unit < H + J:
         # Each entry i is turned against entry i + R; the rest meets itself, and stays.

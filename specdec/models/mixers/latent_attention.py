@@ -1,8 +1,12 @@
 """Multi-head latent attention: keys and values made of one narrow vector, a part of the keys shared by heads.
 
-The cache holds both of each head, not the vector. Its entries have one width, the larger of the two; the
-narrower ones end in zeros, which add nothing to a score and are cut off the output. Where positions are
-rotary they turn the shared part, with which queries and keys begin.
+Of a token the cache holds that vector c and that part r alone, as one key [r | c] that all heads share and
+whose last entries are its value. A head's own matrices stand beside it: q = [n | s], k = [U c | r], v = V c,
+
+    q · k = (Uᵀ n) · c + s · r        Σ_j w_j v_j = V Σ_j w_j c_j
+
+so queries are multiplied by Uᵀ before they attend, and what is attended to by V. Where
+positions are rotary they turn the shared part.
 """
 
 from collections.abc import Mapping
@@ -10,13 +14,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, LinearByHead
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -46,39 +49,38 @@ class LatentAttention(Mixer):
     kind: ClassVar[str] = "latent attention"
 
     @property
-    def key_dim(self) -> int:
+    def query_dim(self) -> int:
         return self.own_dim + self.shared_dim
 
     @property
-    def width(self) -> int:
-        """Entries of a head in the cache."""
-        return max(self.key_dim, self.value_dim)
+    def cached_dim(self) -> int:
+        """Entries that the cache holds of a token."""
+        return self.shared_dim + self.kv_rank
 
     @property
     def rows(self) -> Mapping[str, int]:
         """Rows of the first projection: queries or what makes them, what makes keys and values, gates."""
-        queries = {"q": self.heads * self.key_dim} if self.q_rank is None else {"q_a": self.q_rank}
+        queries = {"q": self.heads * self.query_dim} if self.q_rank is None else {"q_a": self.q_rank}
         gates = {"gate": self.heads} if self.gated else {}
         return {**queries, "kv_a": self.kv_rank + self.shared_dim, **gates}
 
     def kv_shape(self) -> KVShape:
-        return KVShape(self.heads, self.width)
+        return KVShape(1, self.cached_dim, parts=1)
 
     def ropes(self) -> tuple[Rope, ...]:
         return (self.rope,) if self.rope else ()
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
-        queries = {"attention queries": (self.heads * self.key_dim, self.q_rank)} if self.q_rank else {}
+        queries = {"attention queries": (self.heads * self.query_dim, self.q_rank)} if self.q_rank else {}
         return {
             "attention in": (sum(self.rows.values()), hidden),
             **queries,
-            "attention expand": (self.heads * (self.own_dim + self.value_dim), self.kv_rank),
+            "attention by head": (self.heads * (self.own_dim + self.value_dim), self.kv_rank),
             "attention out": (hidden, self.heads * self.value_dim),
         }
 
     def pair_flops(self) -> float:
-        """Count scores and sums over the cache's entries, zeros included."""
-        return 4.0 * self.heads * self.width
+        return 2.0 * self.heads * (self.cached_dim + self.kv_rank)
 
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedLatentAttention":
         return LoadedLatentAttention(self, weights, kernels, place)
@@ -93,15 +95,19 @@ class LoadedLatentAttention(LoadedMixer):
         self.query: Linear | None = None
         if s.q_rank is not None:
             self.q_norm_R = s.norm.load(weights, "q_norm.weight", s.q_rank)
-            self.query = Linear.load(weights, kernels, {"q_b": s.heads * s.key_dim}, s.q_rank)
+            self.query = Linear.load(weights, kernels, {"q_b": s.heads * s.query_dim}, s.q_rank)
         self.kv_norm_R = s.norm.load(weights, "kv_norm.weight", s.kv_rank)
-        self.expand = Linear.load(weights, kernels, {"kv_b": s.heads * (s.own_dim + s.value_dim)}, s.kv_rank)
+        # Not rounded: one half is multiplied along its outputs, and formats have scales along inputs.
+        kv_b_HNR = weights.take("kv_b.weight", (s.heads, s.own_dim + s.value_dim, s.kv_rank))
+        self.absorb = LinearByHead(kernels, kv_b_HNR[:, : s.own_dim].transpose(1, 2))
+        self.expand = LinearByHead(kernels, kv_b_HNR[:, s.own_dim :])
         self.layer = AttentionLayer(
-            *(s.heads, s.heads, s.width, s.key_dim**-0.5),
+            *(s.heads, 1, s.cached_dim, s.query_dim**-0.5),
             gated=False,
             q_norm_D=None,
             k_norm_D=None,
             eps=0.0,
+            value_dim=s.kv_rank,
         )
         self.out = Linear.load(weights, kernels, {"o": place.writes}, s.heads * s.value_dim)
 
@@ -114,24 +120,23 @@ class LoadedLatentAttention(LoadedMixer):
             own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
             return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
 
-        o_THW = step.by_group(attend).view(-1, s.heads, s.width)[..., : s.value_dim]
+        o_THR = step.by_group(attend).view(-1, s.heads, s.kv_rank)
+        o_THW = self.expand(o_THR)
         if s.gated:
             o_THW = ops.gate_heads(o_THW, gate_TH)
-        return self.out(o_THW.flatten(1).contiguous())
+        return self.out(o_THW.flatten(1))
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Make queries, keys and values of every head, each as wide as the cache's entries, and the gates."""
+        """Make queries of what the cache holds, and what it is to hold, both shared part first; and gates."""
         s, ops = self.spec, self.kernels
-        q_TN, kv_TR, shared_TE, gate_TH = torch.split(self.project(x_TD), self.columns, dim=1)
+        q_TN, latent_TR, shared_TE, gate_TH = torch.split(self.project(x_TD), self.columns, dim=1)
         if self.query is not None:
             q_TN = self.query(ops.rms_norm(q_TN, self.q_norm_R, s.norm.eps))
-        own_THK, turned_THE = torch.split(q_TN.view(len(x_TD), s.heads, -1), [s.own_dim, s.shared_dim], dim=2)
-        q_THK = torch.cat((turned_THE, own_THK), dim=2)
-        kv_THN = self.expand(ops.rms_norm(kv_TR, self.kv_norm_R, s.norm.eps)).view(len(x_TD), s.heads, -1)
-        own_THK, v_THW = torch.split(kv_THN, [s.own_dim, s.value_dim], dim=2)
-        k_THK = torch.cat((shared_TE[:, None].expand(-1, s.heads, -1), own_THK), dim=2)
-        padded = [F.pad(part, (0, s.width - part.shape[2])).flatten(1) for part in (q_THK, k_THK, v_THW)]
-        return torch.cat(padded, dim=1), gate_TH
+        q_THN = q_TN.view(len(x_TD), s.heads, -1)
+        own_THN, shared_THE = torch.split(q_THN, [s.own_dim, s.shared_dim], dim=2)
+        q_THD = torch.cat((shared_THE, self.absorb(own_THN)), dim=2)
+        latent_TR = ops.rms_norm(latent_TR, self.kv_norm_R, s.norm.eps)
+        return torch.cat((q_THD.flatten(1), shared_TE, latent_TR), dim=1), gate_TH
 
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)
