@@ -67,9 +67,10 @@ def distance(found_TV: Tensor, expected_TV: Tensor, *, experts: bool) -> float:
     """Return how far a token's logits lie from others, relative to them: the mean over tokens.
 
     With experts the median: a token whose choice tips over lies anywhere, here as in the reference.
+    Logits of a padding token may all be 0, and must be so here.
     """
     found_TV, expected_TV = found_TV.double(), expected_TV.double()
-    distance_T = (found_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)
+    distance_T = (found_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1).clamp_min(1e-30)
     return float(distance_T.median() if experts else distance_T.mean())
 
 

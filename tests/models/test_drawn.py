@@ -140,7 +140,7 @@ def test_bfloat16_lies_within_the_references_own_gap(
                 excess = own / max(theirs)
             found[how].append(excess)
     for excesses in found.values():
-        assert sum(one > 1 for one in excesses) <= BFLOAT16_ASTRAY, found
+        assert sum(not one <= 1 for one in excesses) <= BFLOAT16_ASTRAY, found  # NaN is astray too
 
 
 @pytest.mark.parametrize("family", ROUNDS_ELSEWHERE)
