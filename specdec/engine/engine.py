@@ -141,7 +141,8 @@ class SpecEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "prompt: the model's folder has no tokenizer.json; pass token ids instead of text.",
+                    "prompt: the model's folder has no tokenizer.json; add it, or pass token ids instead of "
+                    "text (specdec generate --prompt-ids).",
                     field="prompt",
                 )
             self.check_length(prompt)

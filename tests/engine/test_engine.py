@@ -348,3 +348,15 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_read(monkeypatch: pytest
         monkeypatch.setattr(engine.tokenizer, "encode", encode)
         with pytest.raises(RequestError, match="characters, which 64 tokens"):
             engine.prepare("a" * (64 * longest + 1), SamplingParams())
+
+
+def test_without_a_tokenizer_texts_are_refused_and_token_ids_read(hybrid: Path, tmp_path: Path) -> None:
+    for file in hybrid.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / file.name).symlink_to(file)
+    with SpecEngine(tmp_path, draft="none") as engine:
+        with pytest.raises(
+            RequestError, match=r"no tokenizer\.json; add it, or pass token ids .*--prompt-ids"
+        ):
+            engine.generate("text")
+        assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids) == 2

@@ -21,6 +21,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MoE
 from specdec.models.mixers import Mamba1
 from specdec.setup.footprint import measure
+from tests.models.agreeing import CONFIGS
 from tests.models.drawn import DRAWN
 from tests.models.random_checkpoints import Sample, draw, edit_config, read_tensors, save
 from tests.models.runner import Runner
@@ -75,6 +76,13 @@ class Case:
             cache = out[name]
             logits.append(out.logits[0])
         return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", DRAWN)
+def test_what_is_drawn_belongs_to_the_family_it_is_named_after(family: str) -> None:
+    """A config of a sibling's class would be saved under that one's type, and test the sibling's file."""
+    for config in (DRAWN[family].draw(Random(0)), CONFIGS[family]()):
+        assert family in families.family_of(config.to_dict()).TITLES
 
 
 @pytest.mark.parametrize("seed", SEEDS)

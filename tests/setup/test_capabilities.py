@@ -10,7 +10,7 @@ import pytest
 from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.errors import ConfigError, RequestError
-from specdec.models.families import family_of, supported
+from specdec.models.families import TITLES, family_of, supported
 from specdec.setup.capabilities import AXES, Cell, cells, readme_table, refusal
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from tests.lossless.cases import FEATURES, SHAPES
@@ -23,6 +23,11 @@ def test_the_readme_shows_the_table() -> None:
     _, after = README.read_text("utf-8").split("<!-- capabilities -->\n")
     shown, _ = after.split("\n<!-- /capabilities -->")
     assert shown == readme_table(), "put the output of specdec.setup.capabilities.readme_table() there"
+
+
+def test_the_documents_name_every_family() -> None:
+    for text in (README.read_text("utf-8"), (README.parent / "docs/families.md").read_text("utf-8")):
+        assert [kind for kind in TITLES if f"`{kind}`" not in text] == []
 
 
 def test_the_axes_are_what_there_is() -> None:
