@@ -1,6 +1,7 @@
 """The table of what can be combined: shown, true, the source of refusals. Its cells: test_lossless.py."""
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -23,6 +24,12 @@ def test_the_readme_shows_the_table() -> None:
     _, after = README.read_text("utf-8").split("<!-- capabilities -->\n")
     shown, _ = after.split("\n<!-- /capabilities -->")
     assert shown == readme_table(), "put the output of specdec.setup.capabilities.readme_table() there"
+
+
+def test_the_readme_names_every_model_type() -> None:
+    (row,) = (line for line in README.read_text("utf-8").splitlines() if line.startswith("| checkpoints |"))
+    listed, _ = row.split(" ([docs/families.md]")
+    assert set(re.findall("`(.*?)`", listed)) == set(supported())
 
 
 def test_the_axes_are_what_there_is() -> None:
