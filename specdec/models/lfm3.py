@@ -44,7 +44,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     fields = text_fields(outer)
     for level in (outer, fields):
         refuse_unsupported(level)
-    norm = Norm(fields.number("norm_eps", default=1e-5), wide=False)
+    norm = Norm(fields.number("norm_eps", "rms_norm_eps", default=1e-5), wide=False)
     kinds = _kinds(fields)
     mixers: dict[str, Mixer] = {CONV: lfm2.short_conv(fields, taps=TAPS)}
     mixers |= {kind: _attention(fields, kind, norm) for kind in (FULL, SLIDING) if kind in kinds}

@@ -42,6 +42,7 @@ static void load_config(const void *from) {
     memcpy(tiles.row_bytes, at + 16, sizeof tiles.row_bytes);
     memcpy(tiles.rows, at + 48, sizeof tiles.rows);
     for (int t = 0; t < TILES; t++) must(tiles.row_bytes[t] <= 64 && tiles.rows[t] <= 16, "too large a tile");
+    for (int t = 0; t < TILES; t++) must(!tiles.rows[t] == !tiles.row_bytes[t], "a tile of rows or bytes alone");
     for (int i = 2; i < 16; i++) must(at[i] == 0, "something in what is reserved");
 }
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.kernels.linear import cpu as linear_cpu
 from specdec.kernels.linear import reference as linear_reference
+from specdec.kernels.linear.integers import INT4, INT8
 from specdec.kernels.native import compiled, linear, sampling
 from specdec.kernels.native.forms import forms
 from specdec.kernels.sampling import cpu, reference
@@ -75,6 +76,14 @@ def test_threads_share_a_product_and_change_no_bit(
     alone = linear.linear(x_TD, packed)
     request.getfixturevalue("three_threads")
     assert all(torch.equal(linear.linear(x_TD, packed), alone) for _ in range(5))
+
+
+@TYPES
+def test_no_rows_have_no_products(dtype: torch.dtype) -> None:
+    """Matrix units refuse tiles without rows."""
+    weight_ND = _weights(33, 64, dtype)
+    for matrix in (weight_ND, INT8.quantise(weight_ND), INT4.quantise(weight_ND)):
+        assert linear.linear(_weights(0, 64, dtype), linear.pack(matrix)).shape == (0, 33)
 
 
 @TYPES

@@ -35,6 +35,7 @@ SHAPES: dict[str, tuple[int, Tree | None]] = {
     "chain": (39, None),
     "bush": (23, random_tree(23, 5)),
     "fork": (8, (-1, 0, 1, 2, 0, 4, 5, 6)),
+    "deep": (24, (*range(-1, 19), 3, 20, 21, 22)),
 }
 HEADS = Heads(4, 2, 16, torch.float32)
 Form = Callable[[Case, Tensor, int | None], Tensor]

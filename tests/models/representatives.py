@@ -1,6 +1,7 @@
 """One small model for each mixer, frame and kind of memory: what is proved of a mixer is proved of these."""
 
 from collections.abc import Iterable
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
@@ -15,11 +16,18 @@ EVERY_CELL = ("qwen3_5", "nemotron_h")
 
 
 def parts(family: str) -> set[Any]:
-    """List the mixers and frames of a family's small model, and whether it has a KV cache and states."""
+    """List a family's small model's mixers, their options and frames, and whether it has KV and states."""
     network = families.network(CONFIGS[family]().to_dict())
     layout = memory_layout(network, torch.float64)
     frames = {frame for layer in network.layers for frame in (layer.frame, layer.ffn_frame)}
-    return {type(mixer) for mixer in network.mixers()} | frames | {(bool(layout.kv), bool(layout.states))}
+    options = {
+        (type(mixer), option.name, getattr(mixer, option.name) == option.default)
+        for mixer in network.mixers()
+        for option in fields(mixer)
+        if option.default is not MISSING
+    }
+    kinds = {type(mixer) for mixer in network.mixers()}
+    return kinds | options | frames | {(bool(layout.kv), bool(layout.states))}
 
 
 def one_of_each(names: Iterable[str]) -> tuple[str, ...]:

@@ -39,6 +39,13 @@ def test_what_a_config_does_not_say_is_as_in_transformers() -> None:
     assert all(layer.head_gate for layer in attention.values())
 
 
+def test_the_norms_epsilon_has_the_two_names_that_transformers_reads() -> None:
+    own = {name: value for name, value in SHAPES["lfm3-1.7b"].items() if name != "norm_eps"}
+    for name in ("norm_eps", "rms_norm_eps"):
+        known = transformers.Lfm3Config.from_dict(own | {name: 1e-3})
+        assert families.network(own | {name: 1e-3}).norm.eps == known.norm_eps == 1e-3
+
+
 def test_the_text_of_a_vision_model_is_read(tmp_path: Path) -> None:
     text = DRAWN["lfm3"].draw(Random(1))
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

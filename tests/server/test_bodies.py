@@ -16,7 +16,7 @@ from specdec.config.sampling import MAX_IDS, SamplingParams
 from specdec.errors import ConfigError
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
-from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED
+from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED, given_fields
 from specdec.server.messages import as_read
 from specdec.server.parse import MOST_PARTS, MOST_VALUES, SMALL, parse
 from specdec.server.state import LONG, Served
@@ -65,6 +65,14 @@ def test_what_nests_too_deep_is_refused_wherever_it_stands(
         assert "levels" in str(failure) and "\n" not in str(failure)
     body = read(ChatBody, CHAT, **place(nested(MOST_LEVELS - 8)))
     assert as_read(body.messages) and body.params()
+
+
+@pytest.mark.parametrize("around", ["", "x" * SMALL])
+def test_what_nests_too_deep_for_either_parser_is_named(around: str) -> None:
+    text = json.dumps({**CHAT, "unheard_of": around})[:-1]
+    for levels in (250, 100_000):
+        with pytest.raises(Failure, match=f"nests more than {MOST_LEVELS} levels"):
+            given_fields(f'{text}, "deep": {"[" * levels}{"]" * levels}}}'.encode())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The table of what can be combined: shown, true, the source of refusals. Its cells: test_lossless.py."""
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -26,8 +27,14 @@ def test_the_readme_shows_the_table() -> None:
 
 
 def test_the_documents_name_every_family() -> None:
-    for text in (README.read_text("utf-8"), (README.parent / "docs/families.md").read_text("utf-8")):
-        assert [kind for kind in TITLES if f"`{kind}`" not in text] == []
+    text = (README.parent / "docs/families.md").read_text("utf-8")
+    assert [kind for kind in TITLES if f"`{kind}`" not in text] == []
+
+
+def test_the_readme_names_every_model_type() -> None:
+    (row,) = (line for line in README.read_text("utf-8").splitlines() if line.startswith("| checkpoints |"))
+    listed, _ = row.split(" ([docs/families.md]")
+    assert set(re.findall("`(.*?)`", listed)) == set(supported())
 
 
 def test_the_axes_are_what_there_is() -> None:
