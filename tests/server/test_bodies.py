@@ -87,7 +87,8 @@ def test_large_bodies_are_parsed_like_small_ones(value: object) -> None:
     """The second parser lets other threads run; bytes beyond `SMALL` are left to it."""
     text = json.dumps(value)
     assert parse((text + " " * SMALL).encode()) == parse(text.encode()) == value
-    for wrong in (text + ",", text[:-1] + "\x00", "[" + text, '{"a" ' + text + "}", "[" * 10**5):
+    broken = (text + ",", text[:-1] + "\x00", "[" + text, '{"a" ' + text + "}", "[" * 10**5)
+    for wrong in (*broken, "[1\u0663]", "[1.\u0663]", "[1e\u0663]"):
         for filled in (wrong, " " * SMALL + wrong):
             with pytest.raises((ValueError, RecursionError)):
                 parse(filled.encode())
