@@ -107,12 +107,18 @@ def given_fields(data: bytes) -> dict[str, Any]:
     """Parse a body into its fields."""
     try:
         given = parse(data)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
         raise Failure(400, "the body is no JSON; send one object, as UTF-8.", code="invalid_json") from None
     if not isinstance(given, dict):
         raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
     _check_shape(given)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _too_deep() -> Failure:
+    return Failure(400, f"the body nests more than {MOST_LEVELS} levels; send fewer.")
 
 
 def _check_shape(given: dict[str, Any]) -> None:
@@ -123,7 +129,7 @@ def _check_shape(given: dict[str, Any]) -> None:
         levels += 1
         parts += sum(1 + len(own) if type(own) is dict else 1 for own in level)
         if levels > MOST_LEVELS:
-            raise Failure(400, f"the body nests more than {MOST_LEVELS} levels; send fewer.")
+            raise _too_deep()
         check_parts(parts)
         inside = itertools.chain.from_iterable(own.values() if type(own) is dict else own for own in level)
         level = [own for own in inside if type(own) is dict or type(own) is list]

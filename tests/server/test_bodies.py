@@ -63,6 +63,8 @@ def test_what_nests_too_deep_is_refused_wherever_it_stands(
     for levels in (MOST_LEVELS, 300, 600):
         failure = refusal(ChatBody, CHAT, **place(nested(levels)))
         assert "levels" in str(failure) and "\n" not in str(failure)
+        large = refusal(ChatBody, CHAT, **place(nested(levels)), padding="x" * SMALL)
+        assert str(large) == str(failure), "parsed in Python, it comes to the end of the stack sooner"
     body = read(ChatBody, CHAT, **place(nested(MOST_LEVELS - 8)))
     assert as_read(body.messages) and body.params()
 
