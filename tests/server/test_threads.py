@@ -31,10 +31,11 @@ TURNS = [{"role": role, "content": "ab" * 20} for role in ("user", "assistant") 
 
 
 def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
-    pool, ends, done = Pool("test", 3), threading.Event(), list[int]()
+    pool, ends, begun, done = Pool("test", 3), threading.Event(), list[int](), list[int]()
 
     def work(number: int) -> Callable[[], int]:
         def wait() -> int:
+            begun.append(number)
             assert ends.wait(60)
             done.append(number)
             return number
@@ -43,7 +44,7 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
 
     async def main() -> None:
         asked = [asyncio.create_task(pool.do(work(number))) for number in range(COUNT + 3)]
-        while len(pool._waiting) < 3 or pool._running < COUNT:
+        while len(pool._waiting) < 3 or len(begun) < COUNT:
             await asyncio.sleep(0.001)
         assert sum(thread.name == "specdec-test" for thread in threading.enumerate()) == COUNT
         with pytest.raises(Failure, match="wait to be read") as refused:
