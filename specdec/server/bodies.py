@@ -33,7 +33,7 @@ BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]
 """Larger ones could be chosen to collide in a hash table."""
 BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 """The fields by which servers bound thinking: vLLM's, Qwen's, and what several clients send."""
-DURATION = re.compile(r"(?P<number>-?\d{1,12}(\.\d{1,9})?)(?P<unit>s|m|h)?")
+DURATION = re.compile(r"(?P<number>-?\d{1,12}(\.\d{1,9})?)(?P<unit>s|m|h)?", re.ASCII)
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Duration = StrictInt | StrictFloat | str
 """A number of seconds, or a text with a unit."""

@@ -24,7 +24,7 @@ class _Counting(json.JSONDecoder):
     """Counts what it reads, and is good for one text."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(parse_int=_whole, parse_float=_broken)
         self.values = self.parts = 0
         self.parse_array, self.parse_object = self._array, self._object
         self._scan = self.scan_once = py_make_scanner(self)
@@ -55,6 +55,15 @@ class _Counting(json.JSONDecoder):
     def _count_parts(self, count: int) -> None:
         self.parts += count
         check_parts(self.parts)
+
+
+def _whole(digits: str) -> int:
+    """Read a number; digits of other scripts, which the scanner in Python takes, are a `ValueError`."""
+    return int(digits.encode("ascii"))
+
+
+def _broken(digits: str) -> float:
+    return float(digits.encode("ascii"))
 
 
 def check_parts(parts: int) -> None:

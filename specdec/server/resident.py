@@ -250,7 +250,10 @@ class Resident:
 
     def note_failure(self, error: Exception | str) -> None:
         """Note why there is no engine; requests that wait for one are told."""
-        self.failure, self._failed_s = str(error) or repr(error), time.monotonic()
+        told = (str(error) or repr(error)).replace(
+            str(self.folder), self.name
+        )  # where it lies is the operator's
+        self.failure, self._failed_s = told, time.monotonic()
         self.gate.refuse(self._unloadable)
 
     def install(self, engine: SpecEngine, *, is_resting: bool = False) -> None:

@@ -207,7 +207,7 @@ def _answers(count: int) -> str:
 
 async def _drain(state: State, hurried: asyncio.Event) -> None:
     """Drain running requests within the limit."""
-    state.draining = True
+    state.drain()
     seconds, start_s = state.config.drain_seconds, time.monotonic()
     if state.choices:
         logger.info("stopping: %g s for %s; a second signal ends at once", seconds, _answers(state.choices))

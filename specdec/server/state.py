@@ -71,6 +71,8 @@ class State:
         self._readers = Pool("reading", config.max_queued)
         self.draining = False
         self._under_way: set[Deadline] = set()
+        self._read: set[Deadline] = set()
+        """Of requests whose bodies are being read, or wait for it."""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -112,8 +114,14 @@ class State:
         """Do work that grows with a request's body, in its turn and in a thread if there is much of it."""
         if len(await request.read()) + more_bytes <= LARGE:
             return work()
-        async with until.held():
-            return await self._readers.do(work)
+        if self.draining and until not in self._under_way:
+            raise _stopping()  # it would be refused once it was read
+        self._read.add(until)
+        try:
+            async with until.held():
+                return await self._readers.do(work)
+        finally:
+            self._read.discard(until)
 
     @contextlib.contextmanager
     def under_way(
@@ -128,7 +136,7 @@ class State:
     ) -> Iterator[None]:
         """Admit a request of a model, or refuse it, by this field, if too many choices are in progress."""
         if self.draining:
-            raise Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
+            raise _stopping()
         most = self.config.max_queued
         if choices > most:
             raise Failure(
@@ -157,10 +165,20 @@ class State:
             if not self.choices:
                 self.idle.set()
 
+    def drain(self) -> None:
+        """Refuse new requests from now on, and those that are only being read."""
+        self.draining = True
+        for until in self._read - self._under_way:
+            until.end(_stopping())
+
     def end_all(self) -> None:
         """Fail all requests in progress: the server stops."""
         for until in list(self._under_way):
             until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
+
+
+def _stopping() -> Failure:
+    return Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
 
 
 class Served:

@@ -58,6 +58,13 @@ def test_a_rows_product_does_not_depend_on_its_window(dtype: torch.dtype) -> Non
         assert torch.equal(torch.cat(parts), whole)
 
 
+@TYPES
+def test_no_rows_have_no_product(dtype: torch.dtype) -> None:
+    """A tile that is configured without rows ends the process."""
+    packed = linear.pack(_weights(65, 64, dtype))
+    assert linear.linear(torch.empty(0, 64, dtype=dtype), packed).shape == (0, 65)
+
+
 @pytest.mark.parametrize("inputs", [48, 320])
 @pytest.mark.parametrize("tokens", [1, 3, 6, 16, 31, 50])
 def test_products_in_bfloat16_have_the_same_bits_on_every_processor(tokens: int, inputs: int) -> None:

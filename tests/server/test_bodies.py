@@ -63,6 +63,8 @@ def test_what_nests_too_deep_is_refused_wherever_it_stands(
     for levels in (MOST_LEVELS, 300, 600):
         failure = refusal(ChatBody, CHAT, **place(nested(levels)))
         assert "levels" in str(failure) and "\n" not in str(failure)
+        large = refusal(ChatBody, CHAT, **place(nested(levels)), padding="x" * SMALL)
+        assert str(large) == str(failure), "parsed in Python, it comes to the end of the stack sooner"
     body = read(ChatBody, CHAT, **place(nested(MOST_LEVELS - 8)))
     assert as_read(body.messages) and body.params()
 
@@ -95,7 +97,8 @@ def test_large_bodies_are_parsed_like_small_ones(value: object) -> None:
     """The second parser lets other threads run; bytes beyond `SMALL` are left to it."""
     text = json.dumps(value)
     assert parse((text + " " * SMALL).encode()) == parse(text.encode()) == value
-    for wrong in (text + ",", text[:-1] + "\x00", "[" + text, '{"a" ' + text + "}", "[" * 10**5):
+    broken = (text + ",", text[:-1] + "\x00", "[" + text, '{"a" ' + text + "}", "[" * 10**5)
+    for wrong in (*broken, "[1\u0663]", "[1.\u0663]", "[1e\u0663]"):
         for filled in (wrong, " " * SMALL + wrong):
             with pytest.raises((ValueError, RecursionError)):
                 parse(filled.encode())

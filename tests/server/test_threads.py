@@ -31,10 +31,11 @@ TURNS = [{"role": role, "content": "ab" * 20} for role in ("user", "assistant") 
 
 
 def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
-    pool, ends, done = Pool("test", 3), threading.Event(), list[int]()
+    pool, ends, begun, done = Pool("test", 3), threading.Event(), list[int](), list[int]()
 
     def work(number: int) -> Callable[[], int]:
         def wait() -> int:
+            begun.append(number)
             assert ends.wait(60)
             done.append(number)
             return number
@@ -43,7 +44,7 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
 
     async def main() -> None:
         asked = [asyncio.create_task(pool.do(work(number))) for number in range(COUNT + 3)]
-        while len(pool._waiting) < 3 or pool._running < COUNT:
+        while len(pool._waiting) < 3 or len(begun) < COUNT:
             await asyncio.sleep(0.001)
         assert sum(thread.name == "specdec-test" for thread in threading.enumerate()) == COUNT
         with pytest.raises(Failure, match="wait to be read") as refused:
@@ -81,8 +82,8 @@ def switcher() -> Iterator[Switcher]:
 
 
 @asynccontextmanager
-async def serving(switcher: Switcher) -> Any:
-    runner = web.AppRunner(build_app(State(switcher, ServerConfig())))
+async def serving(switcher: Switcher, state: State | None = None) -> Any:
+    runner = web.AppRunner(build_app(state or State(switcher, ServerConfig())))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -146,3 +147,38 @@ def test_long_chats_are_read_and_converted_beside_the_event_loop(
                 assert beside == (names if len(data) > LARGE else {"plain"})
 
     asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use web.RequestKey")
+def test_large_bodies_that_wait_to_be_read_are_told_that_the_server_stops(
+    switcher: Switcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = threading.Event()
+
+    def held(data: bytes) -> Any:
+        assert ends.wait(60)
+        return json.loads(data)
+
+    monkeypatch.setattr("specdec.server.fields.parse", held)
+    data = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * LARGE}).encode()
+
+    async def main() -> None:
+        state = State(switcher, ServerConfig())
+        async with serving(switcher, state) as session:
+
+            async def ask() -> tuple[int, Any]:
+                async with session.post("/v1/completions", data=data) as answer:
+                    return answer.status, await answer.json()
+
+            asked = [asyncio.create_task(ask()) for _ in range(COUNT + 2)]
+            while state._readers._held < COUNT + 2:
+                await asyncio.sleep(0.001)
+            state.drain()
+            for status, said in [*await asyncio.gather(*asked), await ask()]:
+                assert (status, said["error"]["code"]) == (503, "stopping")
+            ends.set()
+
+    try:
+        asyncio.run(main())
+    finally:
+        ends.set()
