@@ -53,11 +53,13 @@ def plain(known: Callable[[str], tuple[Path, list[Case]]]) -> Cases:
 def ways() -> Mapping[str, list[Row]]:
     """List the drafters, shapes, backings, steps, prefixes and batches of each family.
 
-    An oracle drafts wherever ngram does.
+    An oracle drafts wherever ngram does. Prompts beside decoding rows and preemptions are the host's, which
+    takes turns with the device in families of which every cell is visited.
     """
     found: dict[str, list[Row]] = {}
     for cell in cells():
-        if cell.sampling == "greedy" and not refusal(cell):
+        takes_turns = cell.steps == "host" or cell.batch == "alone" or cell.family in EVERY_CELL
+        if cell.sampling == "greedy" and takes_turns and not refusal(cell):
             row = cell.drafter, cell.shape, cell.backing, cell.steps, cell.prefixes, cell.batch
             found.setdefault(cell.family, []).append(row)
     for own in found.values():
@@ -95,6 +97,16 @@ def test_few_rows_hold_every_pair_of_values(family: str) -> None:
     assert len(chosen) < 30 or family in EVERY_CELL
 
 
+LOOK_UPS = ("ngram", "suffix", "auto", "oracle")
+"""Drafters that are asked on the host before every step; what the device decides beside them is chance."""
+
+
+def is_decided(engine: SpecEngine, steps: str) -> bool:
+    """Tell whether the device decided steps, if it was to."""
+    runner = engine.model.loop.runner
+    return runner.steps > 0 if runner else steps == "host"
+
+
 def hits(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]]:
     """Ask for each alone, after its prompt has come by again: a state is kept where it was known to end."""
     for case in cases:
@@ -118,8 +130,7 @@ def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visi
     if ("read", "alone") in places:
         with drafting_engine(folder, drafter, cases, chunk_tokens=512, **fields) as (engine, _):
             yield ("read", "alone"), longest, [own for case in longest for own in generate(engine, [case])]
-            runner = engine.model.loop.runner
-            assert (runner.steps > 0) if runner else steps == "host"
+            assert is_decided(engine, steps)
     if ("read", "mixed") in places:
         with drafting_engine(folder, drafter, cases, chunk_tokens=5, **fields) as (engine, seen):
             yield ("read", "mixed"), once, generate(engine, once)
@@ -147,6 +158,7 @@ def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visi
             if ("kept", "alone") in kept:
                 few = [brief[cases.index(case)] for case in again]
                 yield ("kept", "alone"), few, hits(engine, few)
+            assert is_decided(engine, steps) or drafter in LOOK_UPS
 
 
 @pytest.mark.parametrize("group", GROUPS, ids="-".join)

@@ -14,7 +14,7 @@ from tests.models.drawn.fields import rope
 
 
 def draw(rng: Random) -> PreTrainedConfig:
-    kinds = [rng.choice(["mamba", "hybrid"]) for _ in range(rng.choice([1, 3, 5]))]
+    kinds = [rng.choice(["mamba", "hybrid", "hybrid"]) for _ in range(rng.choice([1, 4, 6]))]
     blocks, adapts = rng.choice([1, 2, 3]), rng.random() < 0.5
     heads = rng.choice([2, 4])
     groups = rng.choice([1, 2])
