@@ -1,6 +1,8 @@
 """Kernels of plain torch that multiply by whole numbers as specified: by rows that are rounded too."""
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,13 +27,21 @@ def linear(x_TD: Tensor, packed: reference.Packed) -> Tensor:
 
 
 def experts(
-    x_TD: Tensor, up_EID: Matrix, down_EDI: Matrix, index_TA: Tensor, weight_TA: Tensor, *, gated: bool
+    x_TD: Tensor,
+    up_EID: Matrix,
+    down_EDI: Matrix,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    *,
+    gated: bool,
+    limit: float = math.inf,
 ) -> Tensor:
     up, down = (
         lambda expert, x_PD, all_=all_: _multiply(x_PD, expert_of(all_, expert))
         for all_ in (up_EID, down_EDI)
     )
-    return cpu.mix(x_TD, up, swiglu if gated else relu2, down, index_TA, weight_TA)
+    activate = partial(swiglu, limit=limit) if gated else relu2
+    return cpu.mix(x_TD, up, activate, down, index_TA, weight_TA)
 
 
 def keep(weight: Matrix) -> Matrix:
