@@ -4,7 +4,7 @@ import math
 
 from specdec.errors import CheckpointError
 from specdec.models.feed_forward import MLP, MoE
-from specdec.models.fields import Fields
+from specdec.models.fields import TEXT, Fields
 from specdec.models.formats import announced
 from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
 from specdec.models.norm import Norm
@@ -247,7 +247,8 @@ def top_k(fields: Fields, experts: str) -> int:
 
 def text_fields(config: Fields) -> Fields:
     """Return the language model's level of a multimodal config, or the config itself."""
-    return config.within("text_config") if "text_config" in config else config
+    name = next((name for name in TEXT if name in config), None)
+    return config.within(name) if name else config
 
 
 def assemble(

@@ -10,6 +10,9 @@ from specdec.errors import CheckpointError
 LARGEST = (1 << 31) - 1
 """No size of a network comes near it; a product of two still is a whole number of 64 bits."""
 
+TEXT = ("text_config", "llm_config")
+"""What a multimodal config calls its language model's level."""
+
 
 class Fields:
     """Hold one level of a config. Names given together are spellings of one field; the first present wins.

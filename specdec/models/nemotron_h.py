@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.models import rules, spec
-from specdec.models.blocks import FULL, LINEAR, assemble, head_wanted, modern_kinds, refuse_unsupported, top_k
+from specdec.models.blocks import (
+    FULL,
+    LINEAR,
+    assemble,
+    head_wanted,
+    modern_kinds,
+    refuse_unsupported,
+    text_fields,
+    top_k,
+)
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule, layer_rules, squeeze_conv, stack
@@ -13,7 +22,7 @@ from specdec.models.mixers import Attention, Mamba2
 from specdec.models.norm import Norm
 
 NAME = "nemotron_h"
-MODEL_TYPES: tuple[str, ...] = ("nemotron_h",)
+MODEL_TYPES: tuple[str, ...] = ("nemotron_h", "nemotron_h_omni")
 TITLES: Mapping[str, str] = {"nemotron_h": "Nemotron-H"}
 HAS_MTP = True
 
@@ -22,7 +31,9 @@ _SYMBOLS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 def network(config: Mapping[str, Any]) -> spec.Network:
     """Describe the network of a config."""
-    fields = Fields(config)
+    outer = Fields(config)
+    fields = text_fields(outer)
+    refuse_unsupported(outer)
     _refuse_unsupported(fields)
     norm = Norm(fields.number("layer_norm_epsilon", default=1e-5))
     kinds = _kinds(fields, "layers_block_type", "hybrid_override_pattern", "layer_types")
@@ -37,7 +48,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
         if LINEAR in mtp:
             fields.refuse("mtp_layers_block_type", "a multi-token head without recurrent layers")
     layers = {kind: _layer(fields, kind, norm.eps) for kind in {*kinds, *mtp}}
-    return assemble(NAME, fields, tuple(layers[k] for k in kinds), norm, mtp=tuple(layers[k] for k in mtp))
+    return assemble(NAME, outer, tuple(layers[k] for k in kinds), norm, mtp=tuple(layers[k] for k in mtp))
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -142,6 +153,7 @@ def layout(network: spec.Network) -> Layout:
             Rule(r"embed\.weight", "~embeddings.weight"),
             Rule(r"norm\.weight", "~norm_f.weight"),
             Rule(r"head\.weight", "lm_head.weight"),
+            Rule(r"head\.weight", "language_model.lm_head.weight"),
             *layer_rules(r"(?:mixer|ffn)_norm\.weight", "norm.weight"),
             *layer_rules(r"mixer\.([qkvo])\.weight", r"mixer.\2_proj.weight"),
             *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mixer.\2_proj.\3"),
@@ -161,7 +173,7 @@ def layout(network: spec.Network) -> Layout:
             Rule(r"mtp\.fc\.weight", "mtp.layers.0.eh_proj.weight"),
             Rule(r"mtp\.norm\.weight", f"mtp.layers.{last}.final_layernorm.weight"),
         ),
-        prefixes=("backbone.", "model.", ""),
+        prefixes=("backbone.", "model.", "language_model.backbone.", ""),
         embedding="embeddings.weight",
         ignored=rules.ignored(network),
     )

@@ -28,7 +28,10 @@ from specdec.models.mixers import Mixer
 from specdec.models.norm import Norm
 
 NAME = "qwen3_5"
-MODEL_TYPES: tuple[str, ...] = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+MODEL_TYPES: tuple[str, ...] = (
+    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
+)
 TITLES: Mapping[str, str] = {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5 MoE"}
 HAS_MTP = True
 

@@ -101,7 +101,10 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 _ROTARY = r".*\.inv_freq"
 """Rotary frequencies that old exporters stored; they follow from the config."""
 
-_VISION = r"(model\.)?(visual|vision_tower|audio_tower|multi_modal_projector)\..*"
+_VISION = (
+    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|sound_encoder|sound_projection"
+    r"|multi_modal_projector|merger|mlp1)\..*"
+)
 
 _OUTPUT = r"(.*\.)?lm_head\.weight"
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.models.fields import TEXT
 from specdec.models.layouts import Shape
 
 _HIDDEN = "hidden_size"
@@ -58,6 +59,5 @@ def fields_behind(config: Mapping[str, Any], ours: str, found: Shape, expected: 
     if len(axes) == len(found) == len(expected):
         sizes = zip(axes, found, expected, strict=True)
         axes = [axis for axis, own, other in sizes if own != other]
-    text = config.get("text_config")
-    given = text if isinstance(text, Mapping) else config
+    given = next((config[name] for name in TEXT if isinstance(config.get(name), Mapping)), config)
     return tuple(dict.fromkeys(field for axis in axes for field in axis.split() if field in given))

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specdec.models.fields import TEXT
+
 _GENERIC = """
     architectures auto_map bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id
     finetuning_task id2label is_decoder is_encoder_decoder label2id model_type name_or_path output_attentions
@@ -58,9 +60,9 @@ class Watched(Mapping[str, Any]):
 
     def unread(self) -> list[str]:
         """Name the fields that say something and were not asked for, but those known to change nothing."""
-        text = self._values.get("text_config")
-        if isinstance(text, Watched):
-            return text.unread()  # Beside it stand other parts of a multimodal model.
+        for text in map(self._values.get, TEXT):
+            if isinstance(text, Watched):
+                return text.unread()  # Beside it stand other parts of a multimodal model.
         return [
             name
             for name, value in self._values.items()
