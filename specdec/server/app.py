@@ -288,6 +288,7 @@ async def _openapi(request: web.Request, state: State) -> web.Response:
 async def _server_info(request: web.Request, state: State) -> web.Response:
     """Show a model's resolved settings and counters; they contain no key and no prompt."""
     served = state.named(request.query.get("model"))
+    resident = served.resident
     shown = {
         "version": __version__,
         "model": served.name,
@@ -295,7 +296,7 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         "chat_template": not served.template.is_plain,
         "writes": served.writes,
         "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
-        **(_engine_info(served) if served.resident.engine else {}),
+        **(_engine_info(served) if resident.engine and not resident.is_unloading else {}),
     }
     return web.Response(text=json.dumps(shown), content_type="application/json")
 
