@@ -30,19 +30,19 @@ class _Counting(json.JSONDecoder):
         self._scan = self.scan_once = py_make_scanner(self)
 
     def _array(self, text_and_start: tuple[str, int], _: object) -> tuple[list[Any], int]:
-        self._count_parts(1)
+        self._count_part()
         array: tuple[list[Any], int] = JSONArray(text_and_start, self._value)
         return array
 
     def _object(
         self, text_and_start: tuple[str, int], strict: bool, _: object, *named: Any
     ) -> tuple[dict[str, Any], int]:
-        self._count_parts(1)
+        self._count_part()
         found: tuple[dict[str, Any], int] = JSONObject(text_and_start, strict, self._field, *named)
         return found
 
     def _field(self, text: str, start: int) -> tuple[Any, int]:
-        self._count_parts(1)
+        self._count_part()
         return self._value(text, start)
 
     def _value(self, text: str, start: int) -> tuple[Any, int]:
@@ -52,8 +52,8 @@ class _Counting(json.JSONDecoder):
         value: tuple[Any, int] = self._scan(text, start)
         return value
 
-    def _count_parts(self, count: int) -> None:
-        self.parts += count
+    def _count_part(self) -> None:
+        self.parts += 1
         check_parts(self.parts)
 
 

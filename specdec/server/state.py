@@ -119,7 +119,7 @@ class State:
         self._read.add(until)
         try:
             async with until.held():
-                return await self._readers.do(work)
+                return await self._readers.do(work, request["caller"])
         finally:
             self._read.discard(until)
 

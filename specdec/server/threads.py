@@ -1,7 +1,6 @@
 """Work in threads that nothing waits for when the process ends."""
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,20 +25,23 @@ async def apart(work: Callable[[], T], name: str) -> T:
 class Pool:
     """At most `COUNT` daemon threads for what clients ask; so much of it may wait. Owned by the event loop.
 
+    Callers take turns, so that what one has waiting holds another up by what a thread is at alone.
+
     A client that leaves before its work has begun takes it along. A thread ends when nothing waits.
     """
 
     def __init__(self, name: str, most: int) -> None:
         self.name, self.most = name, most
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+        """By caller, in the order of their turns; each has some."""
         self._lock = threading.Lock()
         self._running = 0
         """Threads."""
         self._held = 0
         """What waits, and what a thread is at."""
 
-    async def do(self, work: Callable[[], T]) -> T:
-        """Do work in its turn; refuse it where too much waits."""
+    async def do(self, work: Callable[[], T], caller: str = "") -> T:
+        """Do a caller's work in its turn; refuse it where too much waits."""
         doing: Future[T] = Future()
 
         def run() -> None:
@@ -58,13 +60,14 @@ class Pool:
                 _start(self._run, self.name)
                 self._running += 1
             self._held += 1
-            self._waiting.append(run)
+            self._waiting.setdefault(caller, deque()).append(run)
         try:
             return await asyncio.wrap_future(doing)
         except asyncio.CancelledError:
-            with self._lock, contextlib.suppress(ValueError):
-                self._waiting.remove(run)
-                self._held -= 1
+            with self._lock:
+                if run in self._waiting.get(caller, ()):
+                    self._take(caller, run)
+                    self._held -= 1
             raise
 
     def _run(self) -> None:
@@ -76,10 +79,19 @@ class Pool:
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
+            for caller, own in self._waiting.items():
+                run = own[0]
+                self._take(caller, run)
+                return run
             self._running -= 1
             return None
+
+    def _take(self, caller: str, run: Callable[[], None]) -> None:
+        """Take out what waits, and put its caller behind the others."""
+        own = self._waiting.pop(caller)
+        own.remove(run)
+        if own:
+            self._waiting[caller] = own
 
 
 def _do(doing: "Future[T]", work: Callable[[], T]) -> None:

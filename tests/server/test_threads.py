@@ -44,7 +44,7 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
 
     async def main() -> None:
         asked = [asyncio.create_task(pool.do(work(number))) for number in range(COUNT + 3)]
-        while len(pool._waiting) < 3 or len(begun) < COUNT:
+        while waiting(pool) < 3 or len(begun) < COUNT:
             await asyncio.sleep(0.001)
         assert sum(thread.name == "specdec-test" for thread in threading.enumerate()) == COUNT
         with pytest.raises(Failure, match="wait to be read") as refused:
@@ -55,7 +55,7 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        assert len(pool._waiting) == 2, "what a client took along leaves its place to others"
+        assert waiting(pool) == 2, "what a client took along leaves its place to others"
         asked.append(asyncio.create_task(pool.do(work(9))))
         await asyncio.sleep(0)
         ends.set()
@@ -67,8 +67,30 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
         assert await pool.do(lambda: 7) == 7
 
     asyncio.run(main())
-    while any(thread.name == "specdec-test" for thread in threading.enumerate()):
-        pass  # none stays that has nothing to do
+    for thread in threading.enumerate():
+        if thread.name == "specdec-test":
+            thread.join(60)
+            assert not thread.is_alive(), "none stays that has nothing to do"
+
+
+def test_callers_of_a_pool_take_turns() -> None:
+    pool, ends, done = Pool("turns", 40), threading.Event(), list[str]()
+
+    async def main() -> None:
+        held = [asyncio.create_task(pool.do(lambda: ends.wait(60), "alice")) for _ in range(COUNT)]
+        asked = ["alice"] * 9 + ["bob"] * 2
+        tasks = [asyncio.create_task(pool.do(lambda own=own: done.append(own), own)) for own in asked]
+        while waiting(pool) < len(asked):
+            await asyncio.sleep(0.001)
+        ends.set()
+        await asyncio.gather(*held, *tasks)
+
+    asyncio.run(main())
+    assert "bob" not in done[6:] and sorted(done) == ["alice"] * 9 + ["bob"] * 2
+
+
+def waiting(pool: Pool) -> int:
+    return sum(map(len, pool._waiting.values()))
 
 
 @pytest.fixture(scope="module")
