@@ -96,8 +96,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from _failures(serve)
     if steady := report.get("steady"):
         yield (
-            f"\n{asked['writers']} answers under way while prompts of {asked['long_tokens']:,} tokens come one "
-            "after the other; ms of each token:"
+            f"\n{asked['writers']} answers under way while prompts of {asked['long_tokens']:,} tokens "
+            "come one after the other; ms of each token:"
         )
         yield table([*steady_rows(steady)])
         yield from _failures(steady)

@@ -80,7 +80,7 @@ async def _loaded(
     options: ReachOptions,
     on_prompt: Callable[[], object],
 ) -> None:
-    """Time answers while long prompts come; each place begins another answer until the last prompt was read."""
+    """Time answers while long prompts come; each place begins another one until the last prompt was read."""
     end_s = math.inf
 
     async def write() -> None:
