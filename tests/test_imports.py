@@ -33,14 +33,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": BELOW_CORE,
     "setup": BELOW_SETUP,
     "engine": BELOW_ENGINE,
+    "reach": ENGINE | PUBLIC,
     PACKAGE: {"config", "core", "engine"},
-    "bench": ENGINE | PUBLIC,
+    "bench": ENGINE | PUBLIC | {"reach"},
     # Training draws its curves as the benchmarks do.
     "train": ENGINE | PUBLIC | {"bench"},
-    "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
+    "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"reach"},
     # The command line starts servers, benchmarks and training; nothing else may know them.
     # A command is imported once it is chosen, and all end where the process does.
-    "cli": ENGINE - PARTS | PUBLIC | {"models", "bench", "train", "server", "__main__"},
+    "cli": ENGINE - PARTS | PUBLIC | {"models", "bench", "train", "server", "reach", "__main__"},
     "__main__": {"cli"},
 }
 """What each room may import beside itself and `errors`: the layers, from below."""
