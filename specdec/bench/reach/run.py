@@ -14,6 +14,7 @@ from specdec.bench.reach.fleet import Fleet, started
 from specdec.bench.reach.requests import Requests
 from specdec.bench.reach.serve import measure_serving, serving_report, serving_rows
 from specdec.bench.reach.steady import PROMPTS, measure_steadiness, steady_rows
+from specdec.bench.reach.wire import measure_wire, wire_rows
 from specdec.bench.report import environment, publish, table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
@@ -34,6 +35,8 @@ def run(options: ReachOptions, config: EngineConfig, out: Path | None) -> None:
         "options": options.model_dump(mode="json", exclude={"model"}),
         "seed": options.seed or 0,
     }
+    if "wire" in options.only:
+        report["wire"] = measure_wire(options)
     if {"serve", "steady"} & {*options.only}:
         with started(options, config) as fleet:
             report["cores"] = fleet.cores
@@ -83,6 +86,13 @@ def render(report: Mapping[str, Any]) -> str:
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     asked = report["options"]
     yield f"{report['model']}; {report['cpu']}; commit {report['commit']}; seed {report['seed']}"
+    if wire := report.get("wire"):
+        yield (
+            f"\nThe wire: {wire['shape']}, blocks of {wire['block_bytes']:,} and states of "
+            f"{wire['state_bytes']:,} bytes, by {wire['carrier']} from one process to another, every byte "
+            f"compared; connected, with one read, in {wire['first_contact_s'] * 1e3:.0f} ms; ms: p50 / p95"
+        )
+        yield table([*wire_rows(wire)])
     if equal := report.get("texts_equal"):
         cores = report["cores"]
         placed = f"on cores {cores[0]} and {cores[1]}" if cores else "on no cores of their own"

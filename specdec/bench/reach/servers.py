@@ -44,7 +44,7 @@ def running(
         file, log = Path(folder) / "settings.yaml", Path(folder) / "log"
         file.write_text(json.dumps({"port": 0, **settings}), "utf-8")  # JSON is YAML
         command = [sys.executable, "-m", "specdec", "serve", model, "--config", str(file)]
-        with log.open("wb") as out, _on(core):
+        with log.open("wb") as out, on_core(core):
             process = subprocess.Popen(
                 command, env=surroundings, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
             )
@@ -55,7 +55,7 @@ def running(
 
 
 @contextmanager
-def _on(core: int | None) -> Iterator[None]:
+def on_core(core: int | None) -> Iterator[None]:
     """Let what this thread starts run on one core; a child has its parent's cores from its first moment."""
     before = os.sched_getaffinity(0) if core is not None else None
     if core is not None:

@@ -34,7 +34,7 @@ class Case:
     def counted(self, reply: Reply, until_s: float = math.inf) -> list[float]:
         """Return the times of a reply's tokens up to then; note one that failed."""
         self.failures += [reply.failure] if reply.failure else []
-        return reply.token_s(until_s)
+        return [] if reply.failure else reply.token_s(until_s)
 
     def report(self) -> dict[str, Any]:
         idle, loaded = spread(self.idle_s), spread(self.loaded_s)
