@@ -1,0 +1,4 @@
+"""x"""
+class Reach:
+    role = "both"
+    port = 1
