@@ -35,7 +35,6 @@ from specdec.server.tls import tls_context
 
 logger = logging.getLogger(__name__)
 
-EVERY = "127.0.0.1, or 0.0.0.0 for all of its addresses"
 REPORT_S = 10.0
 """Seconds between log lines about speculation."""
 BACKLOG = 1024
@@ -63,7 +62,6 @@ FAILED = 70
 def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load models and serve them until stopped. Errors in the server's settings are raised before loading."""
     access, tls = Access(config), tls_context(config)
-    part = settle_part(config, engine_config, len(folders))
     sys.setswitchinterval(SWITCH_S)
     if access.is_open:
         logger.warning(
@@ -72,13 +70,9 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
     elif access.is_open_to_pages:
         logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
     switcher = open_models(folders, engine_config, config)
-    with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(_bind(config.host, config.port))
-        if part:
-            part.sock = stack.enter_context(_bind(config.reach_host, config.reach_port, "reach_"))
-        stack.enter_context(contextlib.closing(switcher))
+    with _bind(config) as sock, contextlib.closing(switcher):
         switcher.start()
-        fault = asyncio.run(serve(switcher, config, sock, tls, part))
+        fault = asyncio.run(serve(switcher, config, sock, tls))
         failed = fault is not None
         ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
@@ -174,12 +168,11 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _bind(host: str, port: int, prefix: str = "") -> socket.socket:
-    """Bind an address, whose settings begin with the prefix; connections are taken once the model is loaded."""
+def _bind(config: ServerConfig) -> socket.socket:
+    """Bind the address; requests are accepted once the model is loaded."""
     sock = None
-    own = "127.0.0.1, or an address of it that others know" if prefix else EVERY
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,20 +180,23 @@ def _bind(host: str, port: int, prefix: str = "") -> socket.socket:
         sock.bind(address)
     except socket.gaierror as error:
         raise ConfigError(
-            f"{prefix}host: {host!r} is neither an address nor a known name ({error.strerror}); give {own}.",
-            field=f"{prefix}host",
+            f"host: {config.host!r} is neither an address nor a known name ({error.strerror}); give "
+            "127.0.0.1, or 0.0.0.0 for all of its addresses.",
+            field="host",
         ) from error
     except OSError as error:
         if sock:
             sock.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"{prefix}host: {host} is no address of this machine; give {own}.", field=f"{prefix}host"
+                f"host: {config.host} is no address of this machine; give 127.0.0.1, or 0.0.0.0 for all of "
+                "its addresses.",
+                field="host",
             ) from error
         raise ConfigError(
-            f"{prefix}port: {host}:{port} cannot be listened at ({error.strerror or error}); choose another "
-            "one, or 0 for any that is free.",
-            field=f"{prefix}port",
+            f"port: {config.host}:{config.port} cannot be listened at ({error.strerror or error}); choose "
+            "another one, or 0 for any that is free.",
+            field="port",
         ) from error
     return sock
 

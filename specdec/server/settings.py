@@ -249,8 +249,11 @@ class ServerConfig(Settings):
     )
     reach_peers: list[str] | None = Field(
         None,
-        title="servers from which prompts may be fetched; None: those of this machine's loopback",
-        description="a list of networks such as 10.1.0.0/16, addresses and host names, or None",
+        title="servers from which prompts may be fetched, by their side channels: the secret is sent there. "
+        "Without a port of their own they have this reach_port. None: this machine's loopback, at this "
+        "reach_port and at 5600",
+        description="a list of networks such as 10.1.0.0/16, addresses and host names, each with :PORT or "
+        "without, or None",
     )
     reach_on_failure: OnFailure = Field(
         "read",
@@ -288,17 +291,6 @@ class ServerConfig(Settings):
             is_any = not HOST_NAME.fullmatch(value)
         if is_any:
             raise ValueError
-        return value
-
-    @field_validator("reach_peers")
-    @classmethod
-    def _check_reach_peers(cls, value: list[str] | None) -> list[str] | None:
-        for peer in value or ():
-            try:
-                ipaddress.ip_network(peer)
-            except ValueError:
-                if not HOST_NAME.fullmatch(peer) or peer.rpartition(".")[2].isdigit():
-                    raise
         return value
 
     @field_validator("chat_template_kwargs")

@@ -11,7 +11,7 @@ from specdec.server.answers import Deadline, Said
 from specdec.server.bodies import Body
 from specdec.server.chunks import Chunks
 from specdec.server.failures import Failure
-from specdec.server.reach.reach import Loaned, Reach
+from specdec.server.reach.reach import Lender, Loaned
 
 
 def lending_params(body: Body) -> SamplingParams:
@@ -24,13 +24,13 @@ class Lending:
 
     def __init__(
         self,
-        reach: Reach,
+        lender: Lender,
         prepared: Sequence[Prepared],
         rooms: Sequence[int] | None,
         until: Deadline,
         writer: Chunks,
     ) -> None:
-        self._reach, self._prepared, self._rooms = reach, prepared, rooms
+        self._lender, self._prepared, self._rooms = lender, prepared, rooms
         self._until, self._writer = until, writer
         self._loaned: list[Loaned] = []
         self.is_over = False
@@ -39,7 +39,7 @@ class Lending:
         try:
             for index, prepared in enumerate(self._prepared):
                 room = self._rooms[index] if self._rooms else None
-                self._loaned.append(self._reach.lend(prepared, room))
+                self._loaned.append(self._lender.lend(prepared, room))
         except BaseException:
             self._give_up()
             raise
@@ -67,4 +67,4 @@ class Lending:
             yield Said(choice, delta, ((time.perf_counter(), 0),))
         self.is_over = True
         if self._rooms is None:
-            self._writer.tell({"kv_transfer_params": self._reach.told(self._loaned)})
+            self._writer.tell({"kv_transfer_params": self._lender.told(self._loaned)})

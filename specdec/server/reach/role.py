@@ -3,22 +3,29 @@
 import importlib.util
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
+from specdec.reach.terms import SHORTEST_SECRET, VARIABLE, Secret
 from specdec.server.settings import Role, ServerConfig
 
-VARIABLE = "SPECDEC_REACH_SECRET"
-SHORTEST_SECRET = 16
 CARRIERS = {"nixl": ("nixl_cu12", "nixl_cu13")}
 """The packages of which a carrier wants one."""
 
 
-def settle_role(
-    config: ServerConfig, engine: EngineConfig, models: int, environ: Mapping[str, str] = os.environ
-) -> Role | None:
-    """Return the server's role, if it has one; refuse, before anything is loaded, what it cannot go with."""
-    secret = environ.get(VARIABLE)
+class Part(NamedTuple):
+    """What a server does for others, and the key by which they know each other."""
+
+    role: Role
+    secret: Secret
+
+
+def settle_part(
+    config: ServerConfig, engine: EngineConfig, models: int, environment: Mapping[str, str] = os.environ
+) -> Part | None:
+    """Return a server's part, if it has one; refuse, before anything is loaded, what it cannot go with."""
+    secret = Secret.read(environment)
     if secret is None:
         if config.role is None:
             return None
@@ -28,7 +35,6 @@ def settle_role(
             "out.",
             field="role",
         )
-    check_secret(secret)
     _check_one_model(config, models)
     if not engine.prefix_cache:
         raise ConfigError(
@@ -41,22 +47,7 @@ def settle_role(
             f"{VARIABLE}.",
             field="reach_carrier",
         )
-    return config.role or "both"
-
-
-def read_secret(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the secret of a server that has a role."""
-    return environ[VARIABLE].strip()
-
-
-def check_secret(secret: str) -> None:
-    """Refuse a secret that could be guessed: who knows it may read all prompts that a server holds."""
-    if len(secret.strip()) < SHORTEST_SECRET:
-        raise ConfigError(
-            f"{VARIABLE}: it has fewer than {SHORTEST_SECRET} characters and could be guessed; set a longer "
-            "one, such as openssl rand -hex 32 writes, the same for all servers.",
-            field=VARIABLE,
-        )
+    return Part(config.role or "both", secret)
 
 
 def _check_one_model(config: ServerConfig, models: int) -> None:
