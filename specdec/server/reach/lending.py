@@ -11,7 +11,7 @@ from specdec.server.answers import Deadline, Said
 from specdec.server.bodies import Body
 from specdec.server.chunks import Chunks
 from specdec.server.failures import Failure
-from specdec.server.reach.reach import Lender, Loaned
+from specdec.server.reach.lender import Lender, Loaned
 
 
 def lending_params(body: Body) -> SamplingParams:

@@ -1,138 +1,37 @@
 """What a server lends to others and fetches from them. State holds one of these, or none."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
-from specdec.core.lending import Lent
-from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine
-from specdec.engine.transfers import Loan
-from specdec.reach.leases import Book, Lease
-from specdec.reach.terms import Prompt, Refusal
+from specdec.reach.allowed import Allowed
+from specdec.reach.carrier import Carrier
+from specdec.reach.channel import Channel, channel_app
+from specdec.reach.facts import facts_of
+from specdec.reach.leases import Book
+from specdec.reach.peers import Peers
+from specdec.reach.terms import LeaseReference, Reference, RoomReference, hash_facts, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import VERSION, Asked, Fetch, Lend
+from specdec.server.reach.bodies import Fetch
+from specdec.server.reach.lender import Lender
 from specdec.server.reach.role import Part
 from specdec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-BUSY = {"Retry-After": "1"}
 DRAIN_POLL_S = 0.1
-
-
-class Loaned:
-    """One prompt that is read for another server; one of a single token leaves nothing to be read."""
-
-    def __init__(
-        self, book: Book, prepared: Prepared, prompt: Prompt, lease: Lease | None = None, loan: Loan | None = None
-    ) -> None:
-        self._book, self._prepared, self._loan = book, prepared, loan
-        self.prompt, self.lease = prompt, lease
-
-    async def read(self) -> RequestStats:
-        """Wait until the prompt has been read; raise why it is not."""
-        if self.lease and self._loan:
-            with refusing():
-                await self._book.finish(self.lease)
-            if stats := self._loan.stats:
-                return stats
-        return RequestStats(prompt_tokens=len(self._prepared.ids), output_tokens=0)
-
-    def give_up(self) -> None:
-        """Read no further, and hold nothing."""
-        if self.lease:
-            self._book.cancel(self.lease)
-
-
-class Lender:
-    """Owned by the event loop's thread: has prompts read, and says by what others fetch them."""
-
-    def __init__(self, part: Part, engine: SpecEngine, book: Book, fingerprint: str, host: str, port: int) -> None:
-        self._secret, self._engine, self._fingerprint = part.secret, engine, fingerprint
-        self._host, self._port = host, port
-        self.book = book
-
-    def lend(self, prepared: Prepared, room: int | None) -> Loaned:
-        """Have a prompt read for another server, which finds it by its room or by what `told` says."""
-        prompt = Prompt.of(prepared.ids[:-1], prepared.params.cache_salt or "")
-        if not prompt.length:
-            self.refuse([room])
-            return Loaned(self.book, prepared, prompt)
-        loans: list[Loan] = []
-
-        def submit(changed: Callable[[Lent], None]) -> Loan:
-            loans.append(self._engine.transfers.lend(prepared, changed))
-            return loans[0]
-
-        num_bytes = self._engine.transfers.arena.layout.sequence_bytes(prompt.length)
-        with refusing():
-            lease = self.book.lend(
-                submit, hash=prompt.hash, length=prompt.length, num_bytes=num_bytes, room=room
-            )
-        return Loaned(self.book, prepared, prompt, lease, loans[0])
-
-    def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
-        """Return what a router hands on as `kv_transfer_params`, signed: nobody else could have said it."""
-        held = [own.lease for own in loaned if own.lease]
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": self.book.engine,
-            "remote_request_id": held[0].id if held else None,
-            "remote_host": self._host,
-            "remote_port": self._port,
-            "remote_block_ids": [],
-            "tp_size": 1,
-            "remote_num_tokens": held[0].length if held else 0,
-            "transfer_mode": "pull",
-            "specdec": {
-                "v": VERSION,
-                "leases": [own.lease and self._signed(own.lease, own.prompt) for own in loaned],
-                "expires_in": min(map(self.book.expires_in, held), default=0.0),
-            },
-        }
-
-    def _signed(self, lease: Lease, prompt: Prompt) -> dict[str, str]:
-        mac = self._secret.sign(self.book.engine, lease.id, self._fingerprint, prompt)
-        return {"lease": lease.id, "mac": mac}
-
-    def refuse(self, rooms: Sequence[int | None]) -> None:
-        """Let whoever waits in a room know at once that nothing will be in it."""
-        for room in rooms:
-            if room is not None:
-                self.book.rooms.fail(room)
-
-    @contextlib.contextmanager
-    def reading(self, asked: Asked | None) -> Iterator[None]:
-        """Let whoever waits in a request's rooms know at once if it fails in here."""
-        try:
-            yield
-        except BaseException:
-            if isinstance(asked, Lend):
-                self.refuse(asked.rooms or ())
-            raise
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Raise what the book refuses as an answer to the client."""
-    try:
-        yield
-    except Refusal as refusal:
-        match refusal.reason:
-            case "busy":
-                raise Failure(503, str(refusal), code="too_many_requests", headers=BUSY) from None
-            case "room_used":
-                raise Failure(409, str(refusal), param=refusal.field, code="room_used") from None
-            case _:
-                raise Failure(503, str(refusal), code=refusal.reason) from None
+RETRY = {"Retry-After": "1"}
 
 
 class Reach:
-    def __init__(self, part: Part) -> None:
-        self.role = part.role
-        self.lender = None
+    """Owned by the event loop's thread, from before the server says that it serves until it has drained."""
+
+    @classmethod
+    async def open(cls, part: Part, engine: SpecEngine, folder: Path, config: ServerConfig) -> Self:
+        """Make the arena readable for others, and listen."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
+from specdec.reach.allowed import Allowed
 from specdec.reach.terms import SHORTEST_SECRET, VARIABLE, Secret
 from specdec.server.settings import Role, ServerConfig
 
@@ -14,11 +15,16 @@ CARRIERS = {"nixl": ("nixl_cu12", "nixl_cu13")}
 """The packages of which a carrier wants one."""
 
 
+USUAL_PORT = ServerConfig.model_fields["reach_port"].default
+LOOPBACK = ("127.0.0.0/8", "[::1]", "localhost")
+
+
 class Part(NamedTuple):
-    """What a server does for others, and the key by which they know each other."""
+    """What a server does for others, the key by which they know each other, and whom it fetches from."""
 
     role: Role
     secret: Secret
+    allowed: Allowed
 
 
 def settle_part(
@@ -47,7 +53,15 @@ def settle_part(
             f"{VARIABLE}.",
             field="reach_carrier",
         )
-    return Part(config.role or "both", secret)
+    return Part(config.role or "both", secret, allowed_peers(config))
+
+
+def allowed_peers(config: ServerConfig) -> Allowed:
+    """Read from whom prompts may be fetched: at first from this machine, at the usual port or this one's."""
+    peers = config.reach_peers
+    if peers is None:
+        peers = [*LOOPBACK, *(f"{host}:{USUAL_PORT}" for host in LOOPBACK)]
+    return Allowed(peers, config.reach_port)
 
 
 def _check_one_model(config: ServerConfig, models: int) -> None:

@@ -14,7 +14,14 @@ from tests.server.reach.proxies import PROXIES, Proxy, sglang
 PROMPT: dict[str, Any] = {"prompt": "x"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: tuple[tuple[type[Body], dict[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
-SAMPLING: dict[str, Any] = {"n": 2, "min_tokens": 3, "max_tokens": 9, "temperature": 0.5, "seed": 1, "stop": "."}
+SAMPLING: dict[str, Any] = {
+    "n": 2,
+    "min_tokens": 3,
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "seed": 1,
+    "stop": ".",
+}
 TOLD = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -48,7 +55,9 @@ def test_what_proxies_make_of_a_body_is_read(
     kind: type[Body], least: dict[str, Any], proxy: Proxy, stream: bool
 ) -> None:
     """min_tokens of 3 beside max_tokens of 1, n of 2 and stream_options without stream come of it."""
-    client = least | SAMPLING | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+    client = (
+        least | SAMPLING | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+    )
     first = read(kind, proxy.to_prefill(client))
     assert first.asked("both") == first.asked("prefill") == Lend(None)
     params = lending_params(first)
@@ -91,7 +100,11 @@ def test_several_prompts_have_a_room_each() -> None:
         ({"bootstrap_room": 1}, None, "bootstrap_room"),
         ({"kv_transfer_params": TOLD}, "prefill", "kv_transfer_params.do_remote_prefill"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "decode", "kv_transfer_params.do_remote_decode"),
-        ({"kv_transfer_params": TOLD | {"do_remote_decode": True}}, "both", "kv_transfer_params.do_remote_prefill"),
+        (
+            {"kv_transfer_params": TOLD | {"do_remote_decode": True}},
+            "both",
+            "kv_transfer_params.do_remote_prefill",
+        ),
         ({"kv_transfer_params": TOLD, "bootstrap_room": 1}, "decode", "bootstrap_room"),
         ({"bootstrap_room": 1, "bootstrap_host": "a", "bootstrap_port": 1}, "both", "bootstrap_room"),
         ({"bootstrap_room": 1, "bootstrap_port": 1}, "decode", "bootstrap_host"),
@@ -112,7 +125,11 @@ def test_several_prompts_have_a_room_each() -> None:
         ({"kv_transfer_params": TOLD | {"remote_port": "5600"}}, "both", "kv_transfer_params.remote_port"),
         ({"kv_transfer_params": TOLD | {"remote_port": 65536}}, "both", "kv_transfer_params.remote_port"),
         ({"kv_transfer_params": TOLD | {"remote_host": 7}}, "both", "kv_transfer_params.remote_host"),
-        ({"kv_transfer_params": TOLD | {"remote_engine_id": ["x"]}}, "both", "kv_transfer_params.remote_engine_id"),
+        (
+            {"kv_transfer_params": TOLD | {"remote_engine_id": ["x"]}},
+            "both",
+            "kv_transfer_params.remote_engine_id",
+        ),
         ({"kv_transfer_params": TOLD | {"specdec": "x"}}, "both", "kv_transfer_params.specdec"),
         ({"kv_transfer_params": TOLD | {"specdec": {"v": 1}}}, "both", "kv_transfer_params.specdec.leases"),
         (
@@ -132,9 +149,14 @@ def test_params_that_ask_for_nothing_change_nothing(params: dict[str, Any]) -> N
     for role in ("prefill", "decode", "both"):
         assert read(CompletionBody, PROMPT | {"kv_transfer_params": params}).asked(role) is None
     assert read(CompletionBody, PROMPT).asked(None) is None
-    assert read(CompletionBody, PROMPT | {"kv_transfer_params": None, "bootstrap_room": None}).asked(None) is None
+    assert (
+        read(CompletionBody, PROMPT | {"kv_transfer_params": None, "bootstrap_room": None}).asked(None)
+        is None
+    )
 
 
 def test_a_salt_goes_with_the_prompt_that_is_lent() -> None:
-    body = read(CompletionBody, PROMPT | {"cache_salt": "s", "kv_transfer_params": {"do_remote_decode": True}})
+    body = read(
+        CompletionBody, PROMPT | {"cache_salt": "s", "kv_transfer_params": {"do_remote_decode": True}}
+    )
     assert lending_params(body).cache_salt == "s"
