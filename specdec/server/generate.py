@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     caller, kept_s = request["caller"], body.keep_alive_s
     with (
         naming(names),
+        _heard(state, asked),
         state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s),
     ):
         async with until.held():
@@ -128,7 +130,11 @@ async def answer_chat(
         asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
         names = chained({"prompt": "messages", **ASKED[asker]}, names)
     caller, kept_s = request["caller"], body.keep_alive_s
-    with naming(names), state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s):
+    with (
+        naming(names),
+        _heard(state, asked),
+        state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s),
+    ):
         async with until.held():
             await served.ready()
             messages, opened = body.messages, body.add_generation_prompt
@@ -159,6 +165,11 @@ def told_of(body: ChatBody, offer: Offer | None, served: Served) -> tuple[dict[s
     return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 
+def _heard(state: State, asked: Asked | None) -> AbstractContextManager[None]:
+    """Let a server that waits for a prompt know at once if it is not read."""
+    return state.reach.lender.heard(asked) if state.reach else nullcontext()
+
+
 async def _fetch(state: State, prepared: Sequence[Prepared], asked: Asked | None) -> None:
     """Fetch prompts that another server has read, if it is asked: they are then cached prefixes here."""
     if isinstance(asked, Fetch):
@@ -184,7 +195,8 @@ async def _answer(
     answers: Answers | Lending
     if isinstance(asked, Lend):
         assert state.reach
-        answers = Lending(state.reach, prepared, asked.rooms, until, writer)
+        assert isinstance(writer, Chunks), "other APIs say nothing of this"
+        answers = Lending(state.reach.lender, prepared, asked.rooms, until, writer)
     else:
         answers = Answers(
             served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over

@@ -21,7 +21,8 @@ from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
 from specdec.server.messages import Message, as_read, beginnings
-from specdec.server.metrics import Metrics, ModelMetrics
+from specdec.server.metrics import Metrics, ModelMetrics, labels_of
+from specdec.server.reach.figures import ReachFigures
 from specdec.server.reach.reach import Reach
 from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
@@ -62,6 +63,8 @@ class State:
         self.reach = reach
         """What lends prompts to other servers and fetches theirs; None: the server has no role in that."""
         self.metrics = Metrics(switcher.residents)
+        if reach:
+            self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
         self.served = [Served(own, config, self.metrics.of(own.name)) for own in switcher.residents]
         """The models; requests that name none ask the first."""
         self.ignored = Ignored()

@@ -20,24 +20,18 @@ class Loaned:
     """One prompt that is read for another server; one of a single token leaves nothing to be read."""
 
     def __init__(
-        self,
-        book: Book,
-        prepared: Prepared,
-        prompt: Prompt,
-        lease: Lease | None = None,
-        loan: Loan | None = None,
+        self, book: Book, prepared: Prepared, lease: Lease | None = None, loan: Loan | None = None
     ) -> None:
         self._book, self._prepared, self._loan = book, prepared, loan
-        self.prompt, self.lease = prompt, lease
+        self.lease = lease
 
     async def read(self) -> RequestStats:
         """Wait until the prompt has been read; raise why it is not."""
-        if self.lease and self._loan:
+        if self.lease:
             with refusing():
                 await self._book.finish(self.lease)
-            if stats := self._loan.stats:
-                return stats
-        return RequestStats(prompt_tokens=len(self._prepared.ids), output_tokens=0)
+        stats = self._loan.stats if self._loan else None
+        return stats or RequestStats(prompt_tokens=len(self._prepared.ids), output_tokens=0)
 
     def give_up(self) -> None:
         """Read no further, and hold nothing."""
@@ -60,7 +54,7 @@ class Lender:
         prompt = Prompt.of(prepared.ids[:-1], prepared.params.cache_salt or "")
         if not prompt.length:
             self.refuse([room])
-            return Loaned(self.book, prepared, prompt)
+            return Loaned(self.book, prepared)
         loans: list[Loan] = []
 
         def submit(changed: Callable[[Lent], None]) -> Loan:
@@ -69,10 +63,8 @@ class Lender:
 
         num_bytes = self._transfers.arena.layout.sequence_bytes(prompt.length)
         with refusing():
-            lease = self.book.lend(
-                submit, hash=prompt.hash, length=prompt.length, num_bytes=num_bytes, room=room
-            )
-        return Loaned(self.book, prepared, prompt, lease, loans[0])
+            lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room)
+        return Loaned(self.book, prepared, lease, loans[0])
 
     def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
         """Return what a router hands on as `kv_transfer_params`, signed: nobody else could have said it."""
@@ -86,17 +78,17 @@ class Lender:
             "remote_port": self._port,
             "remote_block_ids": [],
             "tp_size": 1,
-            "remote_num_tokens": held[0].length if held else 0,
+            "remote_num_tokens": held[0].prompt.length if held else 0,
             "transfer_mode": "pull",
             "specdec": {
                 "v": VERSION,
-                "leases": [own.lease and self._signed(own.lease, own.prompt) for own in loaned],
+                "leases": [own.lease and self._signed(own.lease) for own in loaned],
                 "expires_in": min(map(self.book.expires_in, held), default=0.0),
             },
         }
 
-    def _signed(self, lease: Lease, prompt: Prompt) -> dict[str, str]:
-        mac = self._secret.sign(self.book.engine, lease.id, self._fingerprint, prompt)
+    def _signed(self, lease: Lease) -> dict[str, str]:
+        mac = self._secret.sign(self.book.engine, lease.id, self._fingerprint, lease.prompt)
         return {"lease": lease.id, "mac": mac}
 
     def refuse(self, rooms: Sequence[int | None]) -> None:
@@ -106,7 +98,7 @@ class Lender:
                 self.book.rooms.fail(room)
 
     @contextlib.contextmanager
-    def reading(self, asked: Asked | None) -> Iterator[None]:
+    def heard(self, asked: Asked | None) -> Iterator[None]:
         """Let whoever waits in a request's rooms know at once if it fails in here."""
         try:
             yield

@@ -280,9 +280,7 @@ def test_a_server_says_what_its_role_is(alone: Live, reads: Live, writes: Live) 
         assert live.ask("/model_info").json["model_path"] == "tiny"
 
 
-def test_requests_that_say_nothing_of_it_are_answered_as_ever(
-    alone: Live, reads: Live, writes: Live
-) -> None:
+def test_requests_that_say_nothing_of_it_are_answered_as_ever(alone: Live, reads: Live, writes: Live) -> None:
     path, body = completion("def f(x):\n", temperature=0)
     expected = texts(alone.ask(path, body))
     assert texts(reads.ask(path, body)) == texts(writes.ask(path, body)) == expected
@@ -299,7 +297,6 @@ def test_what_a_role_does_not_do_is_refused(alone: Live, reads: Live, writes: Li
         assert answer.status == 400 and answer.error["param"] == "kv_transfer_params"
     answer = reads.ask(path, body | {"keep_alive": 5})
     assert answer.status == 400 and answer.error["param"] == "keep_alive"
-
 
 
 def test_nothing_failed_and_memory_is_whole(reads: Live, writes: Live) -> None:
