@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
-from specdec.reach.lease import Lease, Loan
+from specdec.core.lending import Lent
+from specdec.engine.transfers import Loan
+from specdec.reach.lease import Lease
 from specdec.reach.messages import Ask, Beat, Close, Live, Opened
 from specdec.reach.recent import Recent
 from specdec.reach.rooms import Rooms
@@ -18,7 +19,7 @@ from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, 
 MOST_LEASES = 1024
 SWEEP_S = 1.0
 
-Submit = Callable[[Callable[[Any], None]], Loan]
+Submit = Callable[[Callable[[Lent], None]], Loan]
 """Makes the engine lend a prompt, and call what it is given, in its thread, when more of it is read."""
 
 
@@ -73,11 +74,14 @@ class Book:
         self.rooms: Rooms[Lease] = Rooms(clock, wait_s)
         self._block_tokens, self._most_bytes, self._most_leases = block_tokens, most_bytes, most_leases
         self._lease_max_s, self._clock, self._wait_s = lease_max_s, clock, wait_s
+        self._is_closed = False
         self._leases: dict[str, Lease] = {}
         self._ended: Recent[str, _Ended] = Recent(clock)
 
     def lend(self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None) -> Lease:
         """Have a prompt read for a reader elsewhere; `num_bytes` is the memory that it will hold."""
+        if self._is_closed:
+            raise Refusal("busy", "The server stops; send the request to another one.")
         self.sweep()
         self._check_bounds(num_bytes)
         if room is not None:
@@ -105,8 +109,7 @@ class Book:
         Whoever waits is the client that had it read: if it leaves before that, the lease is over.
         """
         try:
-            while not (lease.is_read or lease.over):
-                await lease.wait_for(lambda: lease.is_read, self._wait_s)
+            await lease.wait_until_read()
         except asyncio.CancelledError:
             self._end(lease, "prefill_failed")
             raise
@@ -180,7 +183,8 @@ class Book:
             self.sweep()
 
     def end_all(self) -> None:
-        """Give everything back: the server stops."""
+        """Give everything back, and lend nothing any more: the server stops."""
+        self._is_closed = True
         for lease in list(self._leases.values()):
             self._end(lease, "lease_over")
 
@@ -188,7 +192,7 @@ class Book:
         lease.check(ask)
         self.figures.opened += lease.reader is None
         lease.reader, lease.seen_s = ask.reader, self._clock()
-        await lease.wait_for(lambda: lease.is_whole or lease.ready > ask.have, self._wait_s)
+        await lease.wait_for_more(ask.have, self._wait_s)
         self._check_live(lease)
         lease.seen_s = self._clock()
         return lease.tell(ask.have)
@@ -227,7 +231,7 @@ class Book:
                 "readers, which leaves no memory for one more; send it again later, or to another server.",
             )
 
-    def _read(self, lease: Lease, done: "Future[Any]") -> None:
+    def _read(self, lease: Lease, done: "Future[Lent]") -> None:
         """Begin to count the time of a lease whose prompt has been read."""
         if lease.over:
             return
