@@ -1,7 +1,7 @@
 """What a request says of another server: vLLM's `kv_transfer_params`, and SGLang's `bootstrap_*`."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
@@ -14,7 +14,6 @@ MOST_ROOM = (1 << 63) - 1
 Name = Annotated[str, Field(max_length=256)]
 Port = Annotated[StrictInt, Field(ge=1, le=65535)]
 Room = Annotated[StrictInt, Field(ge=0, le=MOST_ROOM)]
-T = TypeVar("T")
 
 
 class LeaseTerms(BaseModel):
@@ -145,7 +144,7 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
     return Fetch(params, ()) if fetches else None
 
 
-def each_of(field: str, given: T | list[T], prompts: int) -> list[T]:
+def each_of(field: str, given: Any, prompts: int) -> list[Any]:
     """Return a field's value for each prompt: several have a list."""
     values = given if isinstance(given, list) else [given]
     if len(values) != prompts:

@@ -8,7 +8,8 @@ from specdec.core.lending import Lent
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
 from specdec.engine.transfers import Loan, Transfers
-from specdec.reach.leases import Book, Lease
+from specdec.reach.lease import Lease
+from specdec.reach.leases import Book
 from specdec.reach.terms import Prompt, Refusal, Secret
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import VERSION, Asked, Lend
@@ -42,10 +43,8 @@ class Loaned:
 class Lender:
     """Owned by the event loop's thread: has prompts read, and says by what others fetch them."""
 
-    def __init__(
-        self, secret: Secret, transfers: Transfers, book: Book, fingerprint: str, host: str, port: int
-    ) -> None:
-        self._secret, self._transfers, self._fingerprint = secret, transfers, fingerprint
+    def __init__(self, secret: Secret, transfers: Transfers, book: Book, host: str, port: int) -> None:
+        self._secret, self._transfers = secret, transfers
         self._host, self._port = host, port
         self.book = book
 
@@ -88,7 +87,7 @@ class Lender:
         }
 
     def _signed(self, lease: Lease) -> dict[str, str]:
-        mac = self._secret.sign(self.book.engine, lease.id, self._fingerprint, lease.prompt)
+        mac = self._secret.sign(self.book.engine, lease.id, lease.prompt)
         return {"lease": lease.id, "mac": mac}
 
     def refuse(self, rooms: Sequence[int | None]) -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from specdec.core.terms import Prepared
@@ -11,11 +12,12 @@ from specdec.engine.engine import SpecEngine
 from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
 from specdec.reach.facts import facts_of
-from specdec.reach.fetch import Fetcher, Meeting
+from specdec.reach.fetch import Fetcher, FetchFigures
 from specdec.reach.leases import Book
+from specdec.reach.meeting import Meeting
 from specdec.reach.nixl import Nixl
 from specdec.reach.peers import Peers
-from specdec.reach.terms import LeaseReference, Reference, RoomReference, hash_facts, new_id
+from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import Fetch
 from specdec.server.reach.lender import Lender
@@ -29,8 +31,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 """Between two looks whether others have read what is held for them."""
 RETRY = {"Retry-After": "1"}
-HARMLESS = {"fetched", "not_worth"}
-"""Outcomes of prompts of which nothing was lost."""
+UNLOST = {"fetched", "not_needed", "scored"}
+"""Outcomes of prompts that were to be had."""
 
 
 class Reach:
@@ -49,6 +51,8 @@ class Reach:
     ) -> None:
         self.role, self.lender, self.peers, self.carrier, self.port = role, lender, peers, carrier, port
         self._engine, self._fetcher, self._config = engine, fetcher, config
+        self.unasked: Counter[str] = Counter()
+        """Prompts that were not asked for, by why: each token was to be read here, or no lease was named."""
 
     @property
     def book(self) -> Book:
@@ -56,14 +60,14 @@ class Reach:
         return self.lender.book
 
     @property
-    def outcomes(self) -> Mapping[str, int]:
-        return self._fetcher.outcomes
+    def fetched(self) -> FetchFigures:
+        return self._fetcher.figures
 
     async def fetch(self, prepared: Sequence[Prepared], asked: Fetch) -> None:
         """Fetch what another server has read; what cannot be had is read here as ever, unless that fails."""
         references = references_of(asked, len(prepared))
         found = await asyncio.gather(*map(self._fetch, prepared, references))
-        lost = [why for why in found if why not in HARMLESS]
+        lost = [why for why in found if why not in UNLOST]
         if lost and self._config.reach_on_failure == "fail":
             raise Failure(
                 503,
@@ -73,14 +77,15 @@ class Reach:
             )
 
     async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
-        if prepared.params.prompt_logprobs is not None:
-            return "not_worth"
-        if reference is None:
-            return "unsigned"
-        outcome = await self._fetcher.fetch(
-            prepared.ids[:-1], prepared.terms.tenant, reference, self._config.request_timeout
-        )
-        return outcome.why or "fetched"
+        """Fetch one prompt, and tell what became of it."""
+        is_scored = prepared.params.prompt_logprobs is not None
+        if reference and not is_scored:
+            return (await self._fetcher.fetch(prepared.ids, prepared.terms.tenant, reference)).outcome
+        if len(prepared.ids) == 1:
+            return "not_needed"
+        why = "scored" if is_scored else "no_lease"
+        self.unasked[why] += 1
+        return why
 
     async def idle(self) -> None:
         """Wait until others have read, or given up, what is held for them."""
@@ -93,32 +98,33 @@ async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerCon
     """Make the arena readable, and listen at the side channel, until this is left."""
     transfers, settings = engine.transfers, engine.model.settings
     facts = await apart(lambda: facts_of(folder, settings), "facts")
-    fingerprint, name = hash_facts(facts), new_id()
+    name = new_id()
     book = Book(
         name,
         block_tokens=settings.layout.block_tokens,
         # Where both is done, prompts that are held leave half of the memory to those that come.
         most_bytes=settings.memory_bytes // (2 if part.role == "both" else 1),
         lease_max_s=config.reach_lease_max,
+        sums=transfers.sums,
     )
     carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
-    meeting = Meeting(transfers, carrier)
+    meeting = Meeting(name, facts, transfers.arena, carrier)
     peers = Peers(
         part.secret,
         part.allowed,
-        fingerprint=fingerprint,
-        facts=facts,
+        fingerprint=meeting.fingerprint,
+        facts=meeting.facts,
         attach=meeting.attach,
         detach=carrier.detach,
     )
-    app = channel_app(book, part.secret, agents=lambda: meeting.agents(name, fingerprint, facts))
-    channel = Channel(book, app)
+    channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents))
     try:
         await channel.start(config.reach_host, config.reach_port)
         host, port = config.reach_host, channel.port
         logger.info("role %s: other servers reach this one at %s port %d", part.role, host, port)
-        lender = Lender(part.secret, transfers, book, fingerprint, host, port)
-        fetcher = Fetcher(transfers, carrier, peers)
+        lender = Lender(part.secret, transfers, book, host, port)
+        limit_s, check = config.request_timeout, config.reach_check
+        fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
         yield Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
     finally:
         await channel.stop()

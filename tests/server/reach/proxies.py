@@ -1,4 +1,4 @@
-"""Bodies as routers send them: each turns a client's body into one for the server that reads and one for the other.
+"""Bodies as routers send them: of a client's body one for the server that reads and one for the other.
 
 Written down from vLLM's toy_proxy_server, llm-d's sidecar (nixlv2), production-stack's
 disaggregated_prefill_orchestrated, and sglang-router's --pd-disaggregation.
