@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import torch
 from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
 from specdec.core.landing import Landing, Landings
 from specdec.core.lending import Lending, Lent
-from specdec.core.outputs import Delta
+from specdec.core.outputs import Delta, RequestStats
 from specdec.core.terms import Prepared
 from specdec.engine.thread import Worker
 from specdec.errors import ConfigError, EngineError, SpecdecError
@@ -23,6 +24,8 @@ class Loan:
     def __init__(self, lent: Lent, done: "Future[Lent]", give_back: Callable[[], None]) -> None:
         self.lent, self.done = lent, done
         """`done` gives it once the last of it is being read, or raises why it is not."""
+        self.stats: RequestStats | None = None
+        """What its steps did; None before it is done."""
         self.give_back = give_back
         """Stop reading, and let go of the memory between two steps; a second call does nothing."""
 
@@ -48,6 +51,7 @@ class Transfers:
 
         def emit(item: Delta | SpecdecError) -> None:
             if isinstance(item, Delta) and item.finish_reason == "length":
+                loan.stats = item.stats
                 done.set_result(lent)
                 return
             lending.give_back(lent)
@@ -64,14 +68,15 @@ class Transfers:
                 lent=lent,
             )
             number = request.number
+
+            def give_back() -> None:
+                self._worker.cancel([number])
+                if not self._worker.fault:
+                    self._worker.between_steps(lambda: lending.give_back(lent))
+
+            loan = Loan(lent, done, give_back)
             self._worker.submit([request])
-
-        def give_back() -> None:
-            self._worker.cancel([number])
-            if not self._worker.fault:
-                self._worker.between_steps(lambda: lending.give_back(lent))
-
-        return Loan(lent, done, give_back)
+        return loan
 
     def begin_landing(self, ids: Sequence[int], tenant: Tenant) -> "Future[Landing | None]":
         """Take memory for a prompt's beginning that another engine has read; None: it is not worth fetching.
@@ -89,9 +94,20 @@ class Transfers:
         self._worker.between_steps(begin)
         return found
 
-    def land(self, landing: Landing, hidden_1D: Tensor | None) -> "Future[bool]":
-        """Keep what has come as a cached prefix; tell whether it could be."""
-        return self._worker.between_steps(lambda: self._landings().land(landing, hidden_1D))
+    def land(
+        self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None
+    ) -> "Future[bool]":
+        """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
+        return self._worker.between_steps(lambda: self._landings().land(landing, hidden_1D, seconds=seconds))
+
+    def sums(self, blocks: Sequence[int], state: int | None) -> list[int]:
+        """Add up the 64-bit words of blocks and of a state, each by itself: what a copy of them is known by.
+
+        Any thread may call, while nothing writes into them.
+        """
+        arena = self.arena
+        states = [] if state is None else [arena.state_bytes_X(state)]
+        return [_sum(bytes_X) for bytes_X in (*map(arena.block_bytes_X, blocks), *states)]
 
     def drop(self, landing: Landing) -> "Future[None]":
         """Give a landing's memory back, into which nothing writes any more."""
@@ -106,6 +122,10 @@ class Transfers:
         if self._model.loop.scheduler.landings is None:
             raise _no_cache()
         return self._model.loop.scheduler.landings
+
+
+def _sum(bytes_X: Tensor) -> int:
+    return int(bytes_X.view(torch.int64).sum())
 
 
 def _no_cache() -> ConfigError:
