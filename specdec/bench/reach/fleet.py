@@ -37,7 +37,7 @@ def started(options: ReachOptions, config: EngineConfig) -> Iterator[Fleet]:
     secret = {"SPECDEC_REACH_SECRET": secrets.token_hex(16), "UCX_NET_DEVICES": "lo"}
     parts: tuple[tuple[int, dict[str, Any], dict[str, str]], ...] = (
         (0, {"role": "prefill", "reach_port": port}, secret),
-        (1, {"role": "decode", "reach_port": 0}, secret),
+        (1, {"role": "decode", "reach_port": 0, "reach_peers": [f"127.0.0.1:{port}"]}, secret),
         (0, {}, {}),
         (1, {}, {}),
     )

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.server.live import Live, total
-from tests.server.reach.routers import EXACT, Pair, has, paired, sglang_router, toy_proxy
+from tests.server.reach.routers import EXACT, Pair, authorized, has, paired, sglang_router, toy_proxy
 
 KEY = "a-key-of-the-tests"
 SALTS = map("salt-{}".format, itertools.count())
@@ -28,7 +28,7 @@ ROUTERS = [
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with paired("--api-key", KEY) as pair:
+    with paired(key=KEY) as pair:
         yield pair
 
 
@@ -113,7 +113,7 @@ def test_a_client_that_hangs_up_leaves_nothing(pair: Pair, routed: openai.OpenAI
 
 def held(live: Live) -> dict[str, float]:
     """Return what a server still has of requests, by the names of figures."""
-    figures = live.metrics()
+    figures = live.metrics(**authorized(KEY))
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     names += ("specdec:reach_leases", "specdec:reach_fetching", "specdec:reach_quarantined")
     return {name: value for name in names if (value := total(figures, name))}
