@@ -142,6 +142,7 @@ def _check_ids(name: str, ids: Sequence[int], count: int) -> None:
 
 def _check_peer(local: ArenaView, remotes: Sequence[ArenaView]) -> None:
     """Refuse a peer of another layout, and one whose ranks are not all there."""
+    local.layout()
     for remote in remotes:
         local.cut.check_equal(remote.cut)
         remote.layout()
