@@ -211,13 +211,17 @@ def test_windows_are_cut_by_projection() -> None:
 @pytest.mark.parametrize(
     ("change", "field", "said"),
     [
-        ({"kv": (KVShape(2, 256),) * 12}, "kv", "it has 12 layers and this one 13"),
-        ({"kv": (KVShape(4, 256),) * 13}, "kv", "layer 0 has KVShape(heads=4"),
-        ({"states": (delta_net(2).state_shape(),) * 36}, "states", "layer 0 has StateShape(heads=16"),
-        ({"dtype": torch.float16}, "dtype", "it has 'float16' and this one 'bfloat16'"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype", "it has 'float8_e4m3fn'"),
-        ({"state_dtype": torch.float64}, "state_dtype", "it has 'float64'"),
-        ({"block_tokens": 32}, "block_tokens", "it has 32 and this one 16"),
+        ({"kv": (KVShape(2, 256),) * 12}, "kv", "kv.12.heads is None at the peer and 2 here"),
+        ({"kv": (KVShape(4, 256),) * 13}, "kv", "kv.0.heads is 4 at the peer and 2 here"),
+        (
+            {"states": (delta_net(2).state_shape(),) * 36},
+            "states",
+            "states.0.heads is 16 at the peer and 32 here",
+        ),
+        ({"dtype": torch.float16}, "dtype", "dtype is 'float16' at the peer and 'bfloat16' here"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype", "kv_dtype is 'float8_e4m3fn'"),
+        ({"state_dtype": torch.float64}, "state_dtype", "state_dtype is 'float64'"),
+        ({"block_tokens": 32}, "block_tokens", "block_tokens is 32 at the peer and 16 here"),
     ],
 )
 def test_another_layout_is_refused_by_name(change: dict[str, object], field: str, said: str) -> None:
