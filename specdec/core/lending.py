@@ -1,12 +1,11 @@
 """What an engine lends to others: the memory of a prompt's beginning, which stays where it is meanwhile."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.prefix.rates import Mark, mark
+from specdec.state_slots.prefix.rates import HostMark, Mark, mark
 from specdec.state_slots.slots import Fixed, Kind
 
 
@@ -32,16 +31,13 @@ class Lent(Fixed):
         """Whether nothing has taken its memory back."""
         self.is_sound = True
         """Whether the model has made numbers of it."""
-        self._ready = 0
-        self._coming: deque[tuple[int, Mark]] = deque()
-        """Tokens that are ready once the device has come so far."""
+        self._published: tuple[tuple[int, Mark], ...] = ((0, HostMark()),)
+        """Tokens that are ready once the device has come so far, rising."""
 
     @property
     def ready(self) -> int:
-        """Count the tokens whose memory is written and final. One thread asks."""
-        while self._coming and self._coming[0][1].passed():
-            self._ready = self._coming.popleft()[0]
-        return self._ready
+        """Count the tokens whose memory is written and final."""
+        return next(tokens for tokens, moment in reversed(self._published) if moment.passed())
 
     @property
     def is_whole(self) -> bool:
@@ -50,7 +46,7 @@ class Lent(Fixed):
 
     def publish(self, tokens: int, moment: Mark) -> None:
         """Have so many tokens ready as soon as the device has passed a moment."""
-        self._coming.append((tokens, moment))
+        self._published += ((tokens, moment),)
         if self.on_change:
             self.on_change(self)
 
