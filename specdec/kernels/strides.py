@@ -1,7 +1,8 @@
-"""Check how a tensor lies before a kernel reads it by address, where wrong strides would give wrong numbers."""
+"""Check how a tensor lies before a kernel reads it by address: wrong strides would give wrong numbers."""
 
 import functools
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -10,9 +11,12 @@ class StrideError(ValueError):
     """A kernel was handed a tensor that lies otherwise than the kernel reads it."""
 
 
-def dense(x: Tensor) -> Tensor:
-    """Return a tensor whose entries lie one after another, or raise."""
-    if not x.is_contiguous():
+Given = TypeVar("Given", bound=Tensor | None)
+
+
+def dense(x: Given) -> Given:
+    """Return a tensor, if there is one, whose entries lie one after another, or raise."""
+    if x is not None and not x.is_contiguous():
         raise _refuse(x.shape, x.stride(), x.ndim)
     return x
 
@@ -34,6 +38,6 @@ def _outer_strides(shape: tuple[int, ...], strides: tuple[int, ...], inner: int)
 
 def _refuse(shape: Sequence[int], strides: Sequence[int], inner: int) -> StrideError:
     return StrideError(
-        f"a tensor of shape {tuple(shape)} has strides {tuple(strides)}, but the kernel reads its last {inner} "
-        "dimensions as dense: hand over a view whose strides it takes, or a contiguous copy"
+        f"a tensor of shape {tuple(shape)} has strides {tuple(strides)}, but the kernel reads its last "
+        f"{inner} dimensions as dense: pass a view in which they are, or a contiguous copy"
     )

@@ -49,9 +49,9 @@ class StateShape:
 
 
 class KVRegion(NamedTuple):
-    """Hold the keys and values of all attention layers of one shape, within a block: [head, layer, part, token, dim].
+    """Hold what attention layers of one shape keep in a block: [head, layer, part, token, dim].
 
-    With the heads outermost, those of any rank of a tensor-parallel group are one run of bytes, whatever its size.
+    With the heads outermost, those of any rank of a tensor-parallel group are one run of bytes.
     """
 
     shape: KVShape
@@ -70,7 +70,7 @@ class PageParts(NamedTuple):
 
 
 class StateOffsets(NamedTuple):
-    """Say where a layer's state [H, K, W] and its convolution's window [C, I] start within a slot, in bytes."""
+    """Say where a layer's state [H, K, W] and its window [C, I] start within a slot, in bytes."""
 
     state: int
     window: int

@@ -204,7 +204,7 @@ def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...
     return *_inputs_of(memory, group.state_B), *ids(group), pointer(group.tap_BMC)
 
 
-def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
+def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int | None, ...]:
     """Say where the windows and the records' inputs lie."""
     window, record = memory.window_SIC, memory.input_SRC
     return (
