@@ -10,24 +10,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Self
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from specdec.errors import ConfigError, SpecdecError
+from specdec.reach.connections import bounded
 from specdec.reach.kept import KeptLog
 from specdec.reach.leases import Book
-from specdec.reach.messages import Agents, Ask, Beat, Close, Closed, write_refusal
+from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal
 from specdec.reach.terms import MOST_ROOM, Reason, Refusal, Secret
 
 logger = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 1 << 18
 """A beat of as many leases as there may be."""
-MOST_CONNECTIONS = 2048
 BODY_S, SEND_S = 5.0, 20.0
 """For which a peer may take to send a body, and to take an answer."""
-IDLE_S = 60.0
-"""For which a connection may be without a request, or without the end of one's headers."""
-LINGER_S = 1.0
 STOP_S = 2.0
 LEASE_ID = re.compile(r"[0-9a-f]{32}")
 NUMBER = re.compile(r"[0-9]{1,19}", re.ASCII)
@@ -50,6 +46,10 @@ class Routes:
 
     async def close(self, request: web.Request, body: bytes) -> bytes:
         return Closed(intact=self._book.close(_lease_id(request), Close.from_json(body))).write()
+
+    async def sums(self, request: web.Request, body: bytes) -> bytes:
+        sums = await self._book.sums(_lease_id(request), AskSums.from_json(body))
+        return Sums(sums=sums).write()
 
     async def room(self, request: web.Request, body: bytes) -> bytes:
         text = request.match_info["room"]
@@ -79,6 +79,7 @@ def channel_app(
         ("GET", "/reach/agents", routes.agents),
         ("POST", "/reach/leases/{lease}/open", routes.open),
         ("POST", "/reach/leases/{lease}/close", routes.close),
+        ("POST", "/reach/leases/{lease}/sums", routes.sums),
         ("POST", "/reach/rooms/{room}", routes.room),
         ("POST", "/reach/beat", routes.beat),
         ("GET", "/reach/kept", routes.kept),
@@ -92,15 +93,7 @@ class Channel:
 
     def __init__(self, book: Book, app: web.Application) -> None:
         self._book = book
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            auto_decompress=False,
-            keepalive_timeout=IDLE_S,
-            lingering_time=LINGER_S,
-            shutdown_timeout=STOP_S,
-        )
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
         self._server: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -108,7 +101,7 @@ class Channel:
         """Listen; 0 is any port that is free."""
         await self._runner.setup()
         assert self._runner.server is not None
-        factory = _bounded(self._runner.server)
+        factory = bounded(self._runner.server)
         try:
             self._server = await asyncio.get_running_loop().create_server(factory, host, port)
         except OSError as error:
@@ -135,31 +128,6 @@ class Channel:
             self._server.close()
         self._book.end_all()
         await self._runner.cleanup()
-
-
-def _bounded(server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
-    """Return the protocol factory; at the limit it closes the oldest idle connection for the new one."""
-
-    def make() -> asyncio.BaseProtocol:
-        if len(server.connections) < MOST_CONNECTIONS:
-            return server()
-        idle = next((own for own in server.connections if _is_idle(own)), None)
-        if idle is None:
-            return _Refused()
-        idle.force_close()
-        return server()
-
-    return make
-
-
-def _is_idle(connection: RequestHandler) -> bool:
-    return connection.transport is not None and not connection._request_in_progress
-
-
-class _Refused(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close a connection beyond the limit."""
-        transport.close()
 
 
 def _guard(book: Book, secret: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:

@@ -1,53 +1,16 @@
 """One prompt's beginning that an engine lends: what of it is ready, who reads it, and when that is over."""
 
 import asyncio
+import math
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from torch import Tensor
-
+from specdec.engine.transfers import Loan
 from specdec.reach.messages import Ask, Hidden, Opened
 from specdec.reach.terms import Prompt, Reason, Refusal
 
 POLL_S = 0.003
 """Between two looks at what the device has been told to do, but has not done yet."""
-
-
-class Memory(Protocol):
-    """What the lease needs of `core.lending.Lent`."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def ready(self) -> int: ...
-    @property
-    def blocks(self) -> tuple[int, ...]: ...
-    @property
-    def state(self) -> int | None: ...
-    @property
-    def hidden_1D(self) -> Tensor | None: ...
-    @property
-    def generations(self) -> tuple[int, ...]: ...
-    @property
-    def intact(self) -> bool: ...
-
-
-class Loan(Protocol):
-    """What the lease needs of `engine.transfers.Loan`: a prompt that is being read, or has been."""
-
-    @property
-    def lent(self) -> Memory: ...
-    @property
-    def done(self) -> "Future[Any]":
-        """Resolved once the last of it is being read; raises why it is not."""
-        ...
-
-    @property
-    def give_back(self) -> Callable[[], None]:
-        """Stop reading, and let go of the memory."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -97,15 +60,24 @@ class Lease:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait_for(self, is_there: Callable[[], bool], limit_s: float) -> None:
-        """Wait until it is there, until the lease is over, or for so long."""
+    async def wait_for_more(self, tokens: int, limit_s: float) -> None:
+        """Wait until more than so many tokens are ready, or all, until the lease is over, or for so long."""
+        await self._wait(lambda: self.is_whole or self.ready > tokens, limit_s, with_device=True)
+
+    async def wait_until_read(self) -> None:
+        """Wait until the engine has begun all work on it, or the lease is over."""
+        await self._wait(lambda: self.is_read, math.inf, with_device=False)
+
+    async def _wait(self, is_there: Callable[[], bool], limit_s: float, *, with_device: bool) -> None:
+        """Wait for what the engine tells; what the device comes to is looked at again and again."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
         while not (is_there() or self.over) and (left_s := end_s - loop.time()) > 0:
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiters.add(waiter)
             try:
-                await asyncio.wait([waiter], timeout=min(left_s, POLL_S) if self._is_pending else left_s)
+                pause_s = min(left_s, POLL_S) if with_device and self._is_pending else left_s
+                await asyncio.wait([waiter], timeout=None if math.isinf(pause_s) else pause_s)
             finally:
                 self._waiters.discard(waiter)
 

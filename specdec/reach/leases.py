@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
-from specdec.reach.lease import Lease, Loan
-from specdec.reach.messages import Ask, Beat, Close, Live, Opened
+from specdec.core.lending import Lent
+from specdec.engine.transfers import Loan
+from specdec.reach.lease import Lease
+from specdec.reach.messages import Ask, AskSums, Beat, Close, Live, Opened
 from specdec.reach.recent import Recent
 from specdec.reach.rooms import Rooms
 from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, Refusal, new_id
@@ -18,7 +19,7 @@ from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, 
 MOST_LEASES = 1024
 SWEEP_S = 1.0
 
-Submit = Callable[[Callable[[Any], None]], Loan]
+Submit = Callable[[Callable[[Lent], None]], Loan]
 """Makes the engine lend a prompt, and call what it is given, in its thread, when more of it is read."""
 
 
@@ -54,6 +55,10 @@ class _Ended:
     intact: bool = False
 
 
+def _no_sums(blocks: Sequence[int], state: int | None) -> list[int]:
+    raise Refusal("no_route", "This server tells nothing of its bytes.")
+
+
 class Book:
     """Owned by the event loop's thread. Each loan is given back once, whichever way its lease ends."""
 
@@ -61,6 +66,7 @@ class Book:
         self,
         engine: str,
         *,
+        sums: Callable[[Sequence[int], int | None], list[int]] = _no_sums,
         block_tokens: int,
         most_bytes: int,
         most_leases: int = MOST_LEASES,
@@ -69,15 +75,19 @@ class Book:
         wait_s: float = WAIT_S,
     ) -> None:
         self.engine = engine
+        self._sums = sums
         self.figures = BookFigures()
         self.rooms: Rooms[Lease] = Rooms(clock, wait_s)
         self._block_tokens, self._most_bytes, self._most_leases = block_tokens, most_bytes, most_leases
         self._lease_max_s, self._clock, self._wait_s = lease_max_s, clock, wait_s
+        self._is_closed = False
         self._leases: dict[str, Lease] = {}
         self._ended: Recent[str, _Ended] = Recent(clock)
 
     def lend(self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None) -> Lease:
         """Have a prompt read for a reader elsewhere; `num_bytes` is the memory that it will hold."""
+        if self._is_closed:
+            raise Refusal("busy", "The server stops; send the request to another one.")
         self.sweep()
         self._check_bounds(num_bytes)
         if room is not None:
@@ -105,8 +115,7 @@ class Book:
         Whoever waits is the client that had it read: if it leaves before that, the lease is over.
         """
         try:
-            while not (lease.is_read or lease.over):
-                await lease.wait_for(lambda: lease.is_read, self._wait_s)
+            await lease.wait_until_read()
         except asyncio.CancelledError:
             self._end(lease, "prefill_failed")
             raise
@@ -156,6 +165,21 @@ class Book:
         self._end(lease, "room_used", intact=intact)
         return intact
 
+    async def sums(self, lease_id: str, ask: AskSums) -> list[int]:
+        """Add up the bytes of some blocks and of the state, while they are lent."""
+        self._check_engine(ask.engine)
+        lease = self._find(lease_id)
+        lent = lease.loan.lent
+        if lease.reader != ask.reader or not lease.is_told:
+            raise Refusal("held", "reader: ask once you have opened all of this lease.", field="reader")
+        if max(ask.places, default=0) >= len(lent.blocks):
+            raise Refusal("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
+        blocks = [lent.blocks[place] for place in ask.places]
+        sums = await asyncio.to_thread(self._sums, blocks, lent.state)
+        if not lease.is_intact:
+            raise _over()
+        return sums
+
     def beat(self, beat: Beat) -> Live:
         """Hear that readers are alive; tell which of what they want is."""
         self._check_engine(beat.engine)
@@ -180,7 +204,8 @@ class Book:
             self.sweep()
 
     def end_all(self) -> None:
-        """Give everything back: the server stops."""
+        """Give everything back, and lend nothing any more: the server stops."""
+        self._is_closed = True
         for lease in list(self._leases.values()):
             self._end(lease, "lease_over")
 
@@ -188,7 +213,7 @@ class Book:
         lease.check(ask)
         self.figures.opened += lease.reader is None
         lease.reader, lease.seen_s = ask.reader, self._clock()
-        await lease.wait_for(lambda: lease.is_whole or lease.ready > ask.have, self._wait_s)
+        await lease.wait_for_more(ask.have, self._wait_s)
         self._check_live(lease)
         lease.seen_s = self._clock()
         return lease.tell(ask.have)
@@ -227,7 +252,7 @@ class Book:
                 "readers, which leaves no memory for one more; send it again later, or to another server.",
             )
 
-    def _read(self, lease: Lease, done: "Future[Any]") -> None:
+    def _read(self, lease: Lease, done: "Future[Lent]") -> None:
         """Begin to count the time of a lease whose prompt has been read."""
         if lease.over:
             return

@@ -41,6 +41,7 @@ class Lent:
         self.blocks: tuple[int, ...] = ()
         self.generations: tuple[int, ...] = ()
         self.state: int | None = None
+
         self.hidden_1D: torch.Tensor | None = None
 
 
