@@ -12,6 +12,7 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
+from specdec.core.landing import Landings
 from specdec.reach.peers import Hold
 from specdec.reach.terms import RoomReference
 from tests.models.agreeing import END

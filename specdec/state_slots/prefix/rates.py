@@ -100,7 +100,7 @@ class Rates:
         self._copied_s = _mean(self._copied_s, seconds / max(copied_bytes, 1))
 
     def doubt(self) -> None:
-        """Think a little better of copies where none was tried: nothing else would tell that they pay again."""
+        """Think a little better of copies where none was tried: nothing else would tell when they pay."""
         if self._copied_s is not None:
             self._copied_s *= 1 - RECENT
 
