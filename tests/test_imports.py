@@ -33,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": BELOW_CORE,
     "setup": BELOW_SETUP,
     "engine": BELOW_ENGINE,
-    PACKAGE: {"config", "core", "engine"},
     "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
+    PACKAGE: {"config", "core", "engine"},
     "bench": ENGINE | PUBLIC | {"reach"},
     # Training draws its curves as the benchmarks do.
     "train": ENGINE | PUBLIC | {"bench"},

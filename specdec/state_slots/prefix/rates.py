@@ -95,6 +95,10 @@ class Rates:
             return True
         return copied_bytes * copied_s < work * self.read_s
 
+    def observe_copy(self, copied_bytes: int, seconds: float) -> None:
+        """Hear of a copy that another has made and timed."""
+        self._copied_s = _mean(self._copied_s, seconds / max(copied_bytes, 1))
+
     def observe_reading(self, work: float, seconds: float) -> None:
         """Hear of a step that did nothing but read prompts."""
         if work > 0:
