@@ -22,7 +22,12 @@ MOST_HIDDEN = 1 << 20
 MOST_METADATA = 1 << 20
 MOST_AGENTS = 64
 MOST_FACTS = 32
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 HEX_32 = "32 hexadecimal digits in lower case"
 HEX_64 = "64 hexadecimal digits in lower case"
@@ -91,7 +96,7 @@ class Live(Body):
 class Hidden(Body):
     """A vector, bit for bit."""
 
-    dtype: Literal["float32", "float16", "bfloat16"] = Field(description="float32, float16 or bfloat16")
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(description="a type of numbers")
     data: str = Field(max_length=MOST_HIDDEN, description=BASE_64)
 
     @classmethod
