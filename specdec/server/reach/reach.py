@@ -99,7 +99,7 @@ class Reach:
 async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerConfig) -> AsyncIterator[Reach]:
     """Make the arena readable, and listen at the side channel, until this is left."""
     transfers, settings = engine.transfers, engine.model.settings
-    facts = await apart(lambda: facts_of(folder, settings), "facts")
+    facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
     name = new_id()
     most_bytes = int(settings.memory_bytes * LENT_SHARE[part.role])
     book = Book(
