@@ -124,7 +124,7 @@ class AgentWire:
             link.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self.memory)
             link.remote = self.agent.prep_xfer_dlist(link.name, remote, memory)
         except Exception as error:
-            why = repr(error)
+            why = str(error)
         else:
             return link
         link.close()
@@ -175,7 +175,7 @@ class AgentLink:
             handle = self.wire.agent.make_prepped_xfer("READ", self.local, local, self.remote, remote)
         except Exception as error:
             kind = PeerLost if self.wire.is_gone(self.name, error) else WireError
-            raise kind(repr(error)) from None
+            raise kind(str(error)) from None
         return AgentPiece(self, handle)
 
     def close(self) -> None:
@@ -219,9 +219,9 @@ class AgentPiece:
             state = question(self._handle)
         except Exception as error:
             if not self._wire.is_gone(self._name, error):
-                raise Uncertain(repr(error)) from None
+                raise Uncertain(str(error)) from None
             self.release()
-            raise PeerLost(repr(error)) from None
+            raise PeerLost(str(error)) from None
         if state == "ERR":
             raise Uncertain("NIXL reports an error")
         return state

@@ -1,5 +1,6 @@
 """Prompts that a server reads for others: how they are begun, and by what the others fetch them."""
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from specdec.server.failures import Failure
 from specdec.server.reach.bodies import VERSION, Asked, Lend
 
 BUSY = {"Retry-After": "1"}
+POLL_S = 0.02
+"""Between two looks whether others have let go of what is held for them."""
 
 
 class Loaned:
@@ -43,14 +46,45 @@ class Loaned:
 class Lender:
     """Owned by the event loop's thread: has prompts read, and says by what others fetch them."""
 
-    def __init__(self, secret: Secret, transfers: Transfers, book: Book, host: str, port: int) -> None:
+    def __init__(
+        self, secret: Secret, transfers: Transfers, book: Book, host: str, port: int, *, most_bytes: int
+    ) -> None:
         self._secret, self._transfers = secret, transfers
-        self._host, self._port = host, port
+        self._host, self._port, self._most_bytes = host, port, most_bytes
+        self._turn = asyncio.Lock()
+        """Held by the request that waits for memory: those behind it come after it."""
         self.book = book
 
-    def lend(self, prepared: Prepared, room: int | None) -> Loaned:
-        """Have a prompt read for another server, which finds it by its room or by what `told` says."""
-        prompt = Prompt.of(prepared.ids[:-1], prepared.params.cache_salt or "")
+    async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[Loaned]:
+        """Have prompts read for another server, which finds them by their rooms or by what `told` says.
+
+        They begin together, once what is held for others leaves room: none waits while it holds another.
+        """
+        prompts = [Prompt.of(own.ids[:-1], own.params.cache_salt or "") for own in prepared]
+        needed = [self._transfers.arena.layout.sequence_bytes(own.length) for own in prompts]
+        if sum(needed) > self._most_bytes:
+            raise Failure(
+                503,
+                f"prompt: to hold it for another server takes {sum(needed):,} bytes, of at most "
+                f"{self._most_bytes:,}; send fewer or shorter ones, or raise memory_bytes.",
+                param="prompt",
+                code="capacity",
+            )
+        async with self._turn:
+            while self.book.figures.held_bytes + sum(needed) > self._most_bytes:
+                await asyncio.sleep(POLL_S)
+        places: Sequence[int | None] = rooms or [None] * len(prompts)
+        loaned: list[Loaned] = []
+        try:
+            for own, prompt, num_bytes, room in zip(prepared, prompts, needed, places, strict=True):
+                loaned.append(self._lend(own, prompt, num_bytes, room))
+        except BaseException:
+            for begun in loaned:
+                begun.give_up()
+            raise
+        return loaned
+
+    def _lend(self, prepared: Prepared, prompt: Prompt, num_bytes: int, room: int | None) -> Loaned:
         if not prompt.length:
             self.refuse([room])
             return Loaned(self.book, prepared)
@@ -60,7 +94,6 @@ class Lender:
             loans.append(self._transfers.lend(prepared, changed))
             return loans[0]
 
-        num_bytes = self._transfers.arena.layout.sequence_bytes(prompt.length)
         with refusing():
             lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room)
         return Loaned(self.book, prepared, lease, loans[0])

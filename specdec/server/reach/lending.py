@@ -36,22 +36,12 @@ class Lending:
         self.is_over = False
 
     def __enter__(self) -> Self:
-        try:
-            for index, prepared in enumerate(self._prepared):
-                room = self._rooms[index] if self._rooms else None
-                self._loaned.append(self._lender.lend(prepared, room))
-        except BaseException:
-            self._give_up()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self.is_over:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        for loaned in self._loaned:
-            loaned.give_up()
+            for loaned in self._loaned:
+                loaned.give_up()
 
     def fail(self, failure: Failure) -> None:
         """End it with an error, unless it is over."""
@@ -60,6 +50,8 @@ class Lending:
 
     async def __aiter__(self) -> AsyncIterator[Said]:
         """Say of each prompt, once it has been read, that it has; at the end, by what it is fetched."""
+        async with self._until.held():
+            self._loaned = await self._lender.lend(self._prepared, self._rooms)
         for choice, loaned in enumerate(self._loaned):
             async with self._until.held():
                 stats = await loaned.read()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from specdec.core.terms import Prepared
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 """Between two looks whether others have read what is held for them."""
 RETRY = {"Retry-After": "1"}
+LENT_SHARE: Mapping[Role, float] = {"prefill": 0.9, "decode": 0.0, "both": 0.5}
+"""Part of the memory that may be held for others: two servers that do both would else wait for each other."""
 UNLOST = {"fetched", "not_needed", "scored"}
 """Outcomes of prompts that were to be had."""
 
@@ -97,13 +99,13 @@ class Reach:
 async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerConfig) -> AsyncIterator[Reach]:
     """Make the arena readable, and listen at the side channel, until this is left."""
     transfers, settings = engine.transfers, engine.model.settings
-    facts = await apart(lambda: facts_of(folder, settings), "facts")
+    facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
     name = new_id()
+    most_bytes = int(settings.memory_bytes * LENT_SHARE[part.role])
     book = Book(
         name,
         block_tokens=settings.layout.block_tokens,
-        # Where both is done, prompts that are held leave half of the memory to those that come.
-        most_bytes=settings.memory_bytes // (2 if part.role == "both" else 1),
+        most_bytes=most_bytes,
         lease_max_s=config.reach_lease_max,
         sums=transfers.sums,
     )
@@ -122,7 +124,7 @@ async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerCon
         await channel.start(config.reach_host, config.reach_port)
         host, port = config.reach_host, channel.port
         logger.info("role %s: other servers reach this one at %s port %d", part.role, host, port)
-        lender = Lender(part.secret, transfers, book, host, port)
+        lender = Lender(part.secret, transfers, book, host, port, most_bytes=most_bytes)
         limit_s, check = config.request_timeout, config.reach_check
         fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
         yield Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
