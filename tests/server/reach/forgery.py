@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -324,7 +325,7 @@ class Fuzz:
                 self._expected[tuple(prompt)] = ids
         distinct = len({*map(tuple, self._expected.values())})
         # A token that was altered far from the end may not show.
-        assert distinct > 0.7 * len(self._expected), f"{distinct} answers of {len(self._expected)} prompts"
+        assert distinct > 0.5 * len(self._expected), f"{distinct} answers of {len(self._expected)} prompts"
         assert len({tuple(self._expected[tuple(own)]) for own in self._prompts}) == PROMPTS
 
     async def _work(self, rounds: Iterator[int]) -> None:
@@ -370,6 +371,11 @@ def _ids(answer: Mapping[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in choices]
 
 
+def opened(model: Path, **own: str) -> AbstractContextManager[Pair]:
+    """Start a pair that both tenants may ask."""
+    return paired("--api-key", KEYS[1], key=KEYS[0], model=str(model), **own)
+
+
 def settled(pair: Pair, patience_s: float = 60.0) -> dict[str, Any]:
     """Wait until neither server holds anything for the other and both have proved their memory clean."""
     until_s, found = time.monotonic() + patience_s, dict[str, Any]()
@@ -407,7 +413,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.model.exists():
         write_random_checkpoint(args.model, SMALL, seed=0)
-    with paired(*(f"--api-key={key}" for key in KEYS[1:]), key=KEYS[0], model=str(args.model)) as pair:
+    with opened(args.model) as pair:
         report = asyncio.run(Fuzz(pair, args.seed).run(args.bodies, args.at_once))
         left = settled(pair)
         print(

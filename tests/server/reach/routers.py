@@ -51,14 +51,16 @@ class Pair:
 
 
 @contextmanager
-def paired(*options: str, model: str = "tiny", key: str | None = None) -> Iterator[Pair]:
+def paired(
+    *options: str, model: str = "tiny", key: str | None = None, entry: str = "specdec.cli"
+) -> Iterator[Pair]:
     """Start two servers that share a secret."""
     with ExitStack() as stack:
         own = (*EXACT, "--reach-port", "0", *options, *(("--api-key", key) if key else ()))
-        prefill = stack.enter_context(Live(*own, "--role", "prefill", model=model, env=SECRET))
+        prefill = stack.enter_context(Live(*own, "--role", "prefill", model=model, entry=entry, env=SECRET))
         port = int(prefill.ask("/server_info", **authorized(key)).json["disaggregation_bootstrap_port"])
         own += ("--role", "decode", "--reach-peers", f"127.0.0.1:{port}")
-        yield Pair(prefill, stack.enter_context(Live(*own, model=model, env=SECRET)), port)
+        yield Pair(prefill, stack.enter_context(Live(*own, model=model, entry=entry, env=SECRET)), port)
 
 
 def authorized(key: str | None) -> dict[str, str]:
