@@ -1,4 +1,4 @@
-"""Either side of a pair is killed, or stopped for a while, at moments that are drawn: what its clients are told.
+"""Either side of a pair is killed, or stopped for a while, at moments that are drawn.
 
 `python -m tests.server.reach.faults` sends 200 requests meanwhile and prints what came of them.
 """
@@ -98,11 +98,11 @@ class Siege:
         self._rng = random.Random(seed)
         self._expected: list[list[int]] = []
         self._stale: list[dict[str, Any]] = []
-        self._sent = 0
+        self._answered = 0
         self.report = Report()
 
     async def run(self, requests: int, at_once: int, faults: Sequence[tuple[str, Side]]) -> Report:
-        """Send requests, so many at a time, and no fewer than it takes for all faults to have happened."""
+        """Send requests, so many at a time, until so many were answered and all faults have happened."""
         limit = aiohttp.ClientTimeout(total=LONGEST_S)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=limit, connector=connector) as self._http:
@@ -121,13 +121,12 @@ class Siege:
         return self.report
 
     async def _work(self, requests: int, harm: "asyncio.Task[None]") -> None:
-        while self._sent < requests or not harm.done():
-            self._sent += 1
+        while self._answered < requests or not harm.done():
             way = self._rng.choice((self._proxied, self._proxied, self._met, self._met, self._late))
             place, start_s = self._rng.randrange(len(self._prompts)), time.monotonic()
             try:
                 status, answer = await way(self._body(self._prompts[place]))
-                ended = str(status)
+                ended, self._answered = str(status), self._answered + 1
                 if status == 200 and _ids(answer) != self._expected[place]:
                     self.report.wrong.append(f"{way.__name__}: {_ids(answer)}, not {self._expected[place]}")
                 if status not in (200, 429, 503):
@@ -137,7 +136,7 @@ class Siege:
                 self.report.wrong.append(f"{way.__name__}: no answer in {LONGEST_S} s")
             except (aiohttp.ClientError, OSError) as error:
                 ended = type(error).__name__
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.5)
             waited_s = time.monotonic() - start_s
             self.report.ended[f"{way.__name__}: {ended}"] += 1
             self.report.longest_s[ended] = max(waited_s, self.report.longest_s.get(ended, 0.0))
