@@ -1,5 +1,6 @@
 """A carrier's thread: it posts reads by turns, polls them, and keeps those given up until they end."""
 
+import atexit
 import contextlib
 import contextvars
 import logging
@@ -106,6 +107,7 @@ class Reader:
         )
         self._thread.start()
         opened.result()
+        atexit.register(self.close)  # a thread that is in C++ when the interpreter ends aborts the process
 
     @property
     def metadata(self) -> bytes:
@@ -159,6 +161,7 @@ class Reader:
 
     def close(self) -> None:
         """Give up all reads and delete the agent, in bounded time."""
+        atexit.unregister(self.close)
         self._stop("it was closed")
         self._thread.join(self._close_s)
         if self._thread.is_alive():

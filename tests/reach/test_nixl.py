@@ -3,6 +3,8 @@
 import importlib.util
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from specdec.reach.carrier import Read, ReadLost
 from specdec.reach.nixl import Nixl, load_nixl
 from specdec.reach.reader import Quarantine, Reader
 from specdec.state_slots.arena import Arena
+from tests.imports import ROOT
 from tests.reach.conftest import Make, needs_nixl
 from tests.reach.pairs import WholeSlots, arena, num_bytes, pick
 from tests.reach.processes import Peer, Puller
@@ -250,6 +253,23 @@ def test_carriers_leave_no_thread_and_no_file_behind() -> None:
     most = [once() for _ in range(4)]
     assert _threads_and_files() == before
     assert max(most)[0] - before[0] <= 4  # two of each: that of the carrier and that of NIXL
+
+
+LEAVES = """
+from tests.reach.pairs import WholeSlots, arena, num_bytes, pick
+from specdec.reach.nixl import Nixl
+there, here = arena(seed=1, slabs=2048), arena(slabs=2048)
+peer, reader = Nixl(there), Nixl(here)
+reader.attach("P", peer.metadata, WholeSlots.between(here, there.data.data_ptr()))
+blocks = list(range(4, 8192))
+reads = [reader.read("P", pick(here, blocks, blocks), num_bytes(here, len(blocks)), 60) for _ in range(20)]
+reads[0].done.result()
+"""
+
+
+@sockets
+def test_a_process_may_end_in_the_midst_of_reads() -> None:
+    subprocess.run([sys.executable, "-c", LEAVES], cwd=ROOT, check=True, timeout=LONG_S)
 
 
 def test_an_idle_carrier_sleeps(make: Make) -> None:
