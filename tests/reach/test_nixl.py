@@ -134,12 +134,34 @@ def test_bytes_of_a_stopped_peer_come_late_and_only_then_is_the_read_over(make: 
     peer.stop()
     it = read(reader, here, ALL, limit_s=0.2)
     lost(it, "longer than 0.2 s")
-    assert not it.over.done() and not landed(here)
+    late = here.block_bytes_X(ALL[0])
+    assert not it.over.done() and not late.any()
     assert reader.figures.quarantined_bytes == num_bytes(here, len(ALL))
     peer.go_on()
     it.over.result(LONG_S)
-    assert landed(here)  # what was given up has been written all the same
+    assert torch.equal(late, arena(seed=SEED, slabs=SLABS).block_bytes_X(ALL[0]))  # written all the same
     assert reader.figures.quarantined == 0
+
+
+@sockets
+def test_a_peer_detached_while_it_is_read_is_disconnected_when_the_read_is_over(
+    make: Make, start: Start
+) -> None:
+    here, peer = arena(slabs=SLABS), start()
+    reader = make(here, quarantine=NEVER)
+    attach(reader, here, peer)
+    read(reader, here, [5]).done.result(LONG_S)
+    peer.stop()
+    it = read(reader, here, ALL)
+    time.sleep(0.1)
+    reader.detach("P")
+    lost(it, "detached")
+    assert not it.over.done()
+    peer.go_on()
+    it.over.result(LONG_S)
+    attach(reader, here, peer)
+    read(reader, here, ALL).done.result(LONG_S)
+    assert landed(here)
 
 
 @sockets
