@@ -10,7 +10,7 @@ from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.pinned import sent
 from specdec.state_slots.prefix.cache import PrefixCache, as_ids
-from specdec.state_slots.prefix.rates import mark
+from specdec.state_slots.prefix.rates import Rates, mark
 from specdec.state_slots.prefix.tree import Ids
 from specdec.state_slots.slots import Fixed
 
@@ -57,6 +57,8 @@ class Landings:
     def __init__(self, arena: Arena, cache: PrefixCache, running: Callable[[], int]) -> None:
         self.arena, self.cache, self.running = arena, cache, running
         self.live: set[Landing] = set()
+        self.rates = Rates()
+        """How fast prompts are fetched; how fast they are read is the cache's to know."""
         self.waiting: deque[tuple[Tenant, Ids, Future[Landing | None]]] = deque()
 
     def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[Landing | None]") -> None:
@@ -82,8 +84,11 @@ class Landings:
             elif landing:
                 self._free(landing)
 
-    def land(self, landing: Landing, hidden_1D: Tensor | None) -> bool:
-        """Keep what has come as a cached prefix; tell whether it could be."""
+    def land(self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None) -> bool:
+        """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
+        layout = self.arena.layout
+        if seconds is not None:
+            self.rates.observe_copy(layout.state_bytes + len(landing.blocks) * layout.block_bytes, seconds)
         has_landed = landing in self.live and not landing.is_void
         if has_landed:
             table = [*landing.shared, *landing.blocks]
@@ -111,7 +116,17 @@ class Landings:
                 found.set_result(None)
 
     def _is_worth(self, tenant: Tenant, ids: Ids) -> bool:
-        return len(ids) - self.cache.longest(tenant, ids) >= WORTH_FETCHING
+        """Tell whether to fetch takes less time than to read what is missing."""
+        length, known = len(ids), self.cache.longest(tenant, ids)
+        work, layout = self.cache.score.work, self.arena.layout
+        fetched = layout.state_bytes + layout.blocks_for(length - known) * layout.block_bytes
+        self.rates.read_s = self.cache.rates.read_s
+        if length - known < WORTH_FETCHING:
+            return False
+        pays = self.rates.pays(fetched, work(length) - work(known))
+        if not pays:
+            self.rates.doubt()
+        return pays
 
     def _equipped(self, tenant: Tenant, ids: Ids) -> Landing | None:
         """Share what is cached and take memory for the rest, if there is any."""

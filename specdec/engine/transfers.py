@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import torch
 from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
@@ -89,9 +90,20 @@ class Transfers:
         self._worker.between_steps(begin)
         return found
 
-    def land(self, landing: Landing, hidden_1D: Tensor | None) -> "Future[bool]":
-        """Keep what has come as a cached prefix; tell whether it could be."""
-        return self._worker.between_steps(lambda: self._landings().land(landing, hidden_1D))
+    def land(
+        self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None
+    ) -> "Future[bool]":
+        """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
+        return self._worker.between_steps(lambda: self._landings().land(landing, hidden_1D, seconds=seconds))
+
+    def sums(self, blocks: Sequence[int], state: int | None) -> list[int]:
+        """Add up the 64-bit words of blocks and of a state, each by itself: what a copy of them is known by.
+
+        Any thread may call, while nothing writes into them.
+        """
+        arena = self.arena
+        states = [] if state is None else [arena.state_bytes_X(state)]
+        return [_sum(bytes_X) for bytes_X in (*map(arena.block_bytes_X, blocks), *states)]
 
     def drop(self, landing: Landing) -> "Future[None]":
         """Give a landing's memory back, into which nothing writes any more."""
@@ -106,6 +118,10 @@ class Transfers:
         if self._model.loop.scheduler.landings is None:
             raise _no_cache()
         return self._model.loop.scheduler.landings
+
+
+def _sum(bytes_X: Tensor) -> int:
+    return int(bytes_X.view(torch.int64).sum())
 
 
 def _no_cache() -> ConfigError:

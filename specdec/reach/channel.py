@@ -15,7 +15,7 @@ from specdec.errors import ConfigError, SpecdecError
 from specdec.reach.connections import SERVER, bounded
 from specdec.reach.kept import KeptLog
 from specdec.reach.leases import Book
-from specdec.reach.messages import Agents, Ask, Beat, Close, Closed, write_refusal
+from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal
 from specdec.reach.terms import MOST_ROOM, Reason, Refusal, Secret
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,10 @@ class Routes:
     async def close(self, request: web.Request, body: bytes) -> bytes:
         return Closed(intact=self._book.close(_lease_id(request), Close.from_json(body))).write()
 
+    async def sums(self, request: web.Request, body: bytes) -> bytes:
+        sums = await self._book.sums(_lease_id(request), AskSums.from_json(body))
+        return Sums(sums=sums).write()
+
     async def room(self, request: web.Request, body: bytes) -> bytes:
         text = request.match_info["room"]
         if not NUMBER.fullmatch(text) or int(text) > MOST_ROOM:
@@ -76,6 +80,7 @@ def channel_app(
         ("GET", "/reach/agents", routes.agents),
         ("POST", "/reach/leases/{lease}/open", routes.open),
         ("POST", "/reach/leases/{lease}/close", routes.close),
+        ("POST", "/reach/leases/{lease}/sums", routes.sums),
         ("POST", "/reach/rooms/{room}", routes.room),
         ("POST", "/reach/beat", routes.beat),
         ("GET", "/reach/kept", routes.kept),

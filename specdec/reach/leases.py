@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from specdec.core.lending import Lent
 from specdec.engine.transfers import Loan
 from specdec.reach.lease import Lease
-from specdec.reach.messages import Ask, Beat, Close, Live, Opened
+from specdec.reach.messages import Ask, AskSums, Beat, Close, Live, Opened
 from specdec.reach.recent import Recent
 from specdec.reach.rooms import Rooms
 from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, Refusal, new_id
@@ -55,6 +55,10 @@ class _Ended:
     intact: bool = False
 
 
+def _no_sums(blocks: Sequence[int], state: int | None) -> list[int]:
+    raise Refusal("no_route", "This server tells nothing of its bytes.")
+
+
 class Book:
     """Owned by the event loop's thread. Each loan is given back once, whichever way its lease ends."""
 
@@ -62,6 +66,7 @@ class Book:
         self,
         engine: str,
         *,
+        sums: Callable[[Sequence[int], int | None], list[int]] = _no_sums,
         block_tokens: int,
         most_bytes: int,
         most_leases: int = MOST_LEASES,
@@ -70,6 +75,7 @@ class Book:
         wait_s: float = WAIT_S,
     ) -> None:
         self.engine = engine
+        self._sums = sums
         self.figures = BookFigures()
         self.rooms: Rooms[Lease] = Rooms(clock, wait_s)
         self._block_tokens, self._most_bytes, self._most_leases = block_tokens, most_bytes, most_leases
@@ -158,6 +164,21 @@ class Book:
         self._count_close(read=close.read, intact=intact)
         self._end(lease, "room_used", intact=intact)
         return intact
+
+    async def sums(self, lease_id: str, ask: AskSums) -> list[int]:
+        """Add up the bytes of some blocks and of the state, while they are lent."""
+        self._check_engine(ask.engine)
+        lease = self._find(lease_id)
+        lent = lease.loan.lent
+        if lease.reader != ask.reader or not lease.is_told:
+            raise Refusal("held", "reader: ask once you have opened all of this lease.", field="reader")
+        if max(ask.places, default=0) >= len(lent.blocks):
+            raise Refusal("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
+        blocks = [lent.blocks[place] for place in ask.places]
+        sums = await asyncio.to_thread(self._sums, blocks, lent.state)
+        if not lease.is_intact:
+            raise _over()
+        return sums
 
     def beat(self, beat: Beat) -> Live:
         """Hear that readers are alive; tell which of what they want is."""

@@ -16,6 +16,8 @@ from specdec.reach.terms import Reason, Refusal
 
 MOST_TOKENS = 1 << 24
 MOST_BLOCKS = 1 << 20
+MOST_SUMS = 64
+"""Blocks that are compared at once."""
 MOST_BEATS = 4096
 """Leases in one beat."""
 MOST_HIDDEN = 1 << 20
@@ -36,6 +38,7 @@ BASE_64 = "base64"
 Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Slot = Annotated[int, Field(ge=0, lt=1 << 31)]
+Place = Annotated[int, Field(ge=0, lt=MOST_BLOCKS)]
 Fact = Annotated[str, Field(max_length=200)]
 Word = Annotated[str, Field(max_length=64)]
 W = TypeVar("W", bound="Body")
@@ -80,6 +83,18 @@ class Close(Body):
     read: bool = Field(description="true if all of it has been read, else false")
 
 
+class AskSums(Body):
+    """Ask what the bytes of some blocks, and of the state if there is one, come to."""
+
+    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
+    reader: Id = Field(description=f"who has opened it: {HEX_32}")
+    places: list[Place] = Field(max_length=MOST_SUMS, description=f"places of at most {MOST_SUMS} blocks")
+
+
+class Sums(Body):
+    sums: list[int] = Field(max_length=MOST_SUMS + 1, description="64-bit sums, the state's last")
+
+
 class Closed(Body):
     intact: bool = Field(description="true or false")
 
@@ -96,7 +111,9 @@ class Live(Body):
 class Hidden(Body):
     """A vector, bit for bit."""
 
-    dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(description="a type of numbers")
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(
+        description="float64, float32, float16 or bfloat16"
+    )
     data: str = Field(max_length=MOST_HIDDEN, description=BASE_64)
 
     @classmethod

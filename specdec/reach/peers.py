@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -13,7 +13,18 @@ from typing import Generic, TypeVar
 from specdec.errors import SpecdecError
 from specdec.reach.allowed import Allowed, Endpoint
 from specdec.reach.calls import CALL_S, WAITING_S, Calls
-from specdec.reach.messages import MOST_BEATS, Agents, Ask, Beat, Close, Closed, Live, Opened
+from specdec.reach.messages import (
+    MOST_BEATS,
+    Agents,
+    Ask,
+    AskSums,
+    Beat,
+    Close,
+    Closed,
+    Live,
+    Opened,
+    Sums,
+)
 from specdec.reach.recent import REMEMBERED_S
 from specdec.reach.terms import (
     BEAT_S,
@@ -193,6 +204,15 @@ class Peers(Generic[P]):
             raise
         hold.lease = opened.lease
         return opened
+
+    async def sums(self, hold: Hold[P], places: Sequence[int]) -> list[int]:
+        """Ask what the bytes of some blocks come to, and of the state."""
+        body = AskSums(engine=hold.pair.engine, reader=hold.reader, places=list(places))
+        try:
+            return (await self._calls.post(hold.pair.at, f"{hold.path}/sums", body, Sums, WAITING_S)).sums
+        except Refusal as refusal:
+            self._heed(hold.pair, refusal)
+            raise
 
     async def close(self, hold: Hold[P], *, read: bool) -> bool:
         """Let P take its memory back; tell whether what was read may be used."""

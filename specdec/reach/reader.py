@@ -400,13 +400,13 @@ class Reader:
         for going in tuple(self._going.values()):
             self._lose(going, "the agent was made anew, to end reads that were given up")
         self._wire.close()
-        self._all_over()
+        self._figures = replace(self._figures, agents=self._figures.agents + 1)
         peers, self._peers = self._peers, {}
         self._open()
-        self._figures = replace(self._figures, agents=self._figures.agents + 1)
         for name, peer in peers.items():
             if why := self._attach(name, peer.metadata, peer.plan):
                 logger.warning("peer %s is lost: %s", name, why)
+        self._all_over()
 
     def _all_over(self) -> None:
         """Let go of all reads once the wire is closed."""
