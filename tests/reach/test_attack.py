@@ -21,6 +21,7 @@ HOST = "Host: p\r\nConnection: close\r\n"
 ROUTES = (
     ("GET", "/reach/agents"),
     ("POST", f"/reach/leases/{'0' * 32}/open"),
+    ("POST", f"/reach/leases/{'0' * 32}/sums"),
     ("POST", f"/reach/leases/{'0' * 32}/close"),
     ("POST", "/reach/rooms/5"),
     ("POST", "/reach/beat"),
@@ -130,6 +131,10 @@ def test_random_bodies_get_errors_that_name_the_field_and_never_blocks(rounds: i
             beat = {"engine": lender.engine, "leases": ["1" * 32]}
             routes = [
                 (f"/reach/leases/{lease.id}/open", good_ask),
+                (
+                    f"/reach/leases/{lease.id}/sums",
+                    {"engine": lender.engine, "reader": "b" * 32, "places": [0]},
+                ),
                 (f"/reach/leases/{lease.id}/close", close),
                 ("/reach/rooms/5", good_ask),
                 ("/reach/rooms/6", good_ask),
