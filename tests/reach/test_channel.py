@@ -349,3 +349,25 @@ def test_addresses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("specdec.reach.peers.MOST_LINKS", 3)
     run(test())
+
+
+def test_an_answer_without_an_end_is_not_read_to_it() -> None:
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"HTTP/1.1 200 X\r\n\r\n")
+            while sent < 1 << 27:
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+                sent += 1 << 16
+        writer.close()
+
+    async def test() -> None:
+        async with raw(serve) as port, reading(port) as (peers, _):
+            assert await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT)) == "garbled"
+        assert sent < 1 << 26
+
+    run(test())
