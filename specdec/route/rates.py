@@ -12,7 +12,7 @@ HALVED_S = 60.0
 """Seconds after which a measurement counts half."""
 FADE = 0.98
 """What an older measurement counts for each newer one."""
-BORROWED = 2.0
+BORROWED = 0.5
 """Weight, in measurements, of each of the two points that a replica takes from all replicas' line."""
 FAR = 8192.0
 """Bytes where the second of them lies; the first lies at none."""
