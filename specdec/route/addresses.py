@@ -45,7 +45,7 @@ def given_addresses(config: RouteConfig) -> list[Address]:
 
 
 def read_file(path: str, bootstrap_port: int) -> list[Address]:
-    """Read a file of replicas; its first mistake is a `ConfigError`. An empty one has none."""
+    """Read a file of replicas; its first mistake is a `ConfigError`."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -68,6 +68,10 @@ def read_file(path: str, bootstrap_port: int) -> list[Address]:
                 field="replicas_file",
             )
         found.append(parse_address(rest[0], role, f"replicas_file: line {number}", bootstrap_port))
+    if not found:
+        raise ConfigError(
+            f"replicas_file: {path} names no replica; give one on a line.", field="replicas_file"
+        )
     return _distinct(found, "replicas_file")
 
 

@@ -7,9 +7,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
+from aiohttp.http import SERVER_SOFTWARE
 
 from specdec.route.addresses import Role
 from specdec.route.apart import is_worth_it, pass_on_apart
@@ -27,7 +28,6 @@ from specdec.server.streams import send_whole
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
 GONE = 499
 """nginx's status for a request whose client has disconnected."""
@@ -40,10 +40,22 @@ STORED = re.compile(r"/v1/responses/(resp_[\w\-]{1,128})")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class Asked(NamedTuple):
+    """A request with its id."""
+
+    request: web.Request
+    state: State
+    number: str
+
+
+Handler = Callable[[Asked], Awaitable[web.StreamResponse]]
+
+
 def build_app(state: State) -> web.Application:
     """Assemble the routes."""
-    app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass])
+    app = web.Application(client_max_size=state.config.max_body_bytes)
     app[STATE] = state
+    app.on_response_prepare.append(_name)
     own: list[tuple[str, str, Handler]] = [
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
@@ -53,37 +65,36 @@ def build_app(state: State) -> web.Application:
     ]
     others = [(method, "/{path:.*}", _others) for method in METHODS]
     for method, path, handler in [*own, *(("HEAD", *own[i][1:]) for i in range(3)), *others]:
-        app.router.add_route(method, path, partial(_answer, handler), expect_handler=expect_later)
+        app.router.add_route(method, path, partial(_pass, handler), expect_handler=expect_later)
     return app
 
 
-async def _answer(handler: Handler, request: web.Request) -> web.StreamResponse:
-    return await handler(request, request.app[STATE])
+async def _name(request: web.Request, response: web.StreamResponse) -> None:
+    """Name this server where no replica names itself; versions would help attackers."""
+    if response.headers.get("Server") == SERVER_SOFTWARE:
+        response.headers["Server"] = SERVER
 
 
-@web.middleware
-async def _pass(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _pass(handler: Handler, request: web.Request) -> web.StreamResponse:
     """Log a request, and turn failures into error responses. An id is given to it where it has none."""
     number = request.headers.get("X-Request-ID") or uuid.uuid4().hex
-    request["headers"] = {"X-Request-ID": number}
-    start_s, state = time.perf_counter(), request.app[STATE]
+    asked = Asked(request, request.app[STATE], number)
+    start_s, state = time.perf_counter(), asked.state
     level = logging.DEBUG if request.path in POLLED else logging.INFO
     try:
         with state.connections.busy(request.protocol):
-            response = await handler(request)
+            response = await handler(asked)
             if isinstance(response, web.Response):
                 await send_whole(request, response, state.config.stall_timeout)
     except asyncio.CancelledError:
         state.metrics.broken.labels(who="client").inc()
-        about = _about(request, GONE, start_s)
+        about = _about(asked, GONE, start_s)
         logger.log(
             level, "%(request_id)s %(path)s: its client has hung up after %(ms).0f ms", about, extra=about
         )
         raise
     except ConnectionError as error:
-        about = _about(request, GONE, start_s) | {"reason": str(error) or type(error).__name__}
+        about = _about(asked, GONE, start_s) | {"reason": str(error) or type(error).__name__}
         logger.log(level, "%(request_id)s %(path)s: it was not ended (%(reason)s)", about, extra=about)
         return web.Response(status=GONE)  # nothing can be sent any more
     except Exception as error:
@@ -93,17 +104,17 @@ async def _pass(
         response = failure.response(
             error_body(failure) if speaks_anthropic(request.path, request.headers) else None
         )
-        response.headers.update(Server=SERVER, **request["headers"])
+        response.headers.update({"X-Request-ID": number})
     state.metrics.answers.labels(method=request.method, status=f"{response.status // 100}xx").inc()
-    about = _about(request, response.status, start_s)
+    about = _about(asked, response.status, start_s)
     says = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
     logger.log(level, says, about, extra=about)
     return response
 
 
-def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
+def _about(asked: Asked, status: int, start_s: float) -> dict[str, Any]:
     """Return the fields of a request's log line."""
-    number = request["headers"]["X-Request-ID"]
+    request, number = asked.request, asked.number
     return {
         "request_id": number if re.fullmatch(r"[\w.:\-]{1,128}", number, re.ASCII) else "-",
         "method": request.method,
@@ -113,12 +124,13 @@ def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
     }
 
 
-async def _health(request: web.Request, state: State) -> web.Response:
+async def _health(asked: Asked) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def _ready(request: web.Request, state: State) -> web.Response:
+async def _ready(asked: Asked) -> web.Response:
     """Report whether requests are accepted, and by any replica."""
+    state = asked.state
     if state.draining:
         raise Failure(503, "The router is stopping.", code="stopping")
     if not state.fleet.is_ready:
@@ -126,27 +138,28 @@ async def _ready(request: web.Request, state: State) -> web.Response:
     return web.json_response({"status": "ok", "replicas": sum(own.is_up for own in state.fleet.replicas)})
 
 
-async def _metrics(request: web.Request, state: State) -> web.Response:
-    return web.Response(body=state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+async def _metrics(asked: Asked) -> web.Response:
+    return web.Response(body=asked.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _models(request: web.Request, state: State) -> web.StreamResponse:
-    with state.under_way():
-        return await merged_models(state, await _sent(request, state))
+async def _models(asked: Asked) -> web.StreamResponse:
+    with asked.state.under_way():
+        return await merged_models(asked.state, await _sent(asked))
 
 
-async def _flush(request: web.Request, state: State) -> web.StreamResponse:
-    with state.under_way():
-        return await flush_all(state, await _sent(request, state))
+async def _flush(asked: Asked) -> web.StreamResponse:
+    with asked.state.under_way():
+        return await flush_all(asked.state, await _sent(asked))
 
 
-async def _others(request: web.Request, state: State) -> web.StreamResponse:
+async def _others(asked: Asked) -> web.StreamResponse:
     """Hand a request to a replica, and its answer back."""
+    request, state = asked.request, asked.state
     with state.under_way():
-        sent = await _sent(request, state)
+        sent = await _sent(asked)
         read_s = time.perf_counter()
         prompt = await _look_at(sent, request)
-        call = Call(state, request, prompt, sent, read_s)
+        call = Call(state, request, asked.number, prompt, sent, read_s)
         if is_worth_it(call):
             return await pass_on_apart(call)
         stored = STORED.match(request.path)
@@ -155,11 +168,12 @@ async def _others(request: web.Request, state: State) -> web.StreamResponse:
         return await pass_on(call, Attempts(state, prompt, Role.BOTH, Role.DECODE, only=only))
 
 
-async def _sent(request: web.Request, state: State) -> Sent:
+async def _sent(asked: Asked) -> Sent:
     """Read a request; its body is bounded, for it is kept until a replica has begun to answer."""
-    await read_body(request, state.config.body_timeout)
+    request = asked.request
+    await read_body(request, asked.state.config.body_timeout)
     headers = of_request(request.headers, is_unpacked="Content-Encoding" in request.headers)
-    headers.setdefault("X-Request-ID", request["headers"]["X-Request-ID"])
+    headers.setdefault("X-Request-ID", asked.number)
     return Sent(request.method, request.rel_url.raw_path_qs, headers, await request.read())
 
 

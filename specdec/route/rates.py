@@ -14,6 +14,8 @@ FADE = 0.98
 """What an older measurement counts for each newer one."""
 BORROWED = 0.5
 """Weight, in measurements, of each of the two points that a replica takes from all replicas' line."""
+ASSUMED = 0.01
+"""Weight of those that all replicas' line takes from START: next to none once anything was measured."""
 FAR = 8192.0
 """Bytes where the second of them lies; the first lies at none."""
 
@@ -56,13 +58,13 @@ class Measured:
         return math.exp2(-max(now_s - self._now_s, 0.0) / HALVED_S)
 
 
-def fitted(sums: Sums, borrowed: Line) -> Line:
-    """Fit a line by least squares, some of it borrowed; it never falls, and never begins below zero."""
+def fitted(sums: Sums, borrowed: Line, lent: float = BORROWED) -> Line:
+    """Fit a line by least squares, with two points of another one; it never falls or begins below zero."""
     weight, x, y, xx, xy = sums
     for size in (0.0, FAR):
         seconds = borrowed.at(size)
-        weight, x, y = weight + BORROWED, x + BORROWED * size, y + BORROWED * seconds
-        xx, xy = xx + BORROWED * size * size, xy + BORROWED * size * seconds
+        weight, x, y = weight + lent, x + lent * size, y + lent * seconds
+        xx, xy = xx + lent * size * size, xy + lent * size * seconds
     slope = max((weight * xy - x * y) / (weight * xx - x * x), 0.0)
     fixed_s = (y - slope * x) / weight
     return Line(fixed_s, slope) if fixed_s >= 0 else Line(0.0, max(xy / xx, 0.0))

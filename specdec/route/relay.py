@@ -36,6 +36,8 @@ class Call:
 
     state: State
     request: web.Request
+    number: str
+    """The request's id."""
     prompt: Prompt
     sent: Sent
     read_s: float
@@ -45,7 +47,7 @@ class Call:
         """Hand an answer on; a client that reads slowly holds up the replica's, not the router's memory."""
         request, stall_s = self.request, self.state.config.stall_timeout
         headers = answer.headers
-        headers.setdefault("X-Request-ID", request["headers"]["X-Request-ID"])
+        headers.setdefault("X-Request-ID", self.number)
         response = web.StreamResponse(status=answer.status, reason=answer.response.reason, headers=headers)
         if found := STORED.search(answer.first) if request.path == "/v1/responses" else None:
             self.state.own(found[1].decode(), replica)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from specdec.route.addresses import Address, Role
 from specdec.route.prompts import Known, Prompt
-from specdec.route.rates import START, Line, Measured, added, fitted
+from specdec.route.rates import ASSUMED, START, Line, Measured, added, fitted
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Fleet:
         """
         now_s = time.monotonic()
         sums = [own.measured.sums(now_s) for own in replicas]
-        together = fitted(added(sums), START)
+        together = fitted(added(sums), START, ASSUMED)
         return [fitted(own, together) for own in sums]
 
     @property

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import aiohttp
 
 from specdec.errors import ConfigError
-from specdec.route.addresses import read_file
+from specdec.route.addresses import Address, read_file
 from specdec.route.replicas import Replica
 from specdec.route.settings import RouteConfig
 from specdec.route.state import State
@@ -57,6 +57,10 @@ class Watch:
     def __init__(self, state: State, session: aiohttp.ClientSession) -> None:
         self.state, self.config, self.session = state, state.config, session
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._wrong = ""
+        """What was wrong with the file when it was read last: it is said once."""
+        self._read: list[Address] = []
+        """What was in it when it was read last."""
 
     async def run(self) -> None:
         """Watch."""
@@ -81,6 +85,9 @@ class Watch:
             self._wrong = str(error)
             return
         self._wrong = ""
+        self._read, before = addresses, self._read
+        if addresses != before:
+            return  # it may be written just now: what is in it twice is meant
         added, removed = self.state.fleet.replace(addresses)
         for replica in added:
             logger.info("%s is new", replica.url)
@@ -89,9 +96,6 @@ class Watch:
             logger.info("%s is gone from the list; what it has begun goes on", replica.url)
             replica.is_up = False
             self._tasks.pop(replica).cancel()
-
-    _wrong = ""
-    """What was wrong with the file when it was read last: it is said once."""
 
     async def _check_on(self, replica: Replica) -> None:
         """Check one replica again and again."""

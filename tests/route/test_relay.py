@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from tests.route.rig import Fake, Rig, Seen, refusing, rig, streaming
 
@@ -53,7 +54,8 @@ def test_bodies_and_headers_go_on_byte_for_byte() -> None:
             "traceparent": "00-1-2-03",
             "Origin": "http://page.example",
         }
-        async with own.client.post("/v1/completions?a=%2F&b=%20+c", data=BODY, headers=sent) as answer:
+        url = URL(f"{own.router.url}/v1/completions?a=%2F&b=%20+c", encoded=True)
+        async with own.client.post(url, data=BODY, headers=sent) as answer:
             assert answer.status == 200 and await answer.read() == b'{"ok": true}'
         seen = fake.seen[-1]
         assert seen.body == BODY and seen.method == "POST" and seen.path == "/v1/completions?a=%2F&b=%20+c"
