@@ -50,7 +50,7 @@ def expected_s(replica: Replica, line: Line, prompt: Prompt) -> float:
     return line.at(replica.reading + unread) + queued
 
 
-def _rank(replica: Replica, prompt: Prompt) -> tuple[int, int, bytes]:
+def _rank(replica: Replica, prompt: Prompt) -> tuple[int, int, int, bytes]:
     """Order replicas that are equally fast; by the last part equal prompts go to one, in every router."""
     place = hashlib.blake2b(replica.url.encode(), key=prompt.key, digest_size=8).digest()
-    return int(replica.arena / SHARE), replica.in_flight, place
+    return int(replica.arena / SHARE), -replica.known.hit(prompt), replica.in_flight, place
