@@ -25,6 +25,8 @@ from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.connections import LINGER_S
 from specdec.server.listen import SWITCH_S, bind, listen, say
+from specdec.server.reach.reach import opened
+from specdec.server.reach.role import Part, settle_part
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.state import Served, State
@@ -53,6 +55,7 @@ FAILED = 70
 def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load models and serve them until stopped. Errors in the server's settings are raised before loading."""
     access, tls = Access(config), tls_context(config)
+    part = settle_part(config, engine_config, len(folders))
     sys.setswitchinterval(SWITCH_S)
     if access.is_open:
         logger.warning(
@@ -63,7 +66,7 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
     switcher = open_models(folders, engine_config, config)
     with bind(config.host, config.port) as sock, contextlib.closing(switcher):
         switcher.start()
-        fault = asyncio.run(serve(switcher, config, sock, tls))
+        fault = asyncio.run(serve(switcher, config, sock, tls, part))
         failed = fault is not None
         ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
@@ -77,14 +80,28 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
 
 
 async def serve(
-    switcher: Switcher, config: ServerConfig, sock: socket.socket, tls: ssl.SSLContext | None
+    switcher: Switcher,
+    config: ServerConfig,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    part: Part | None = None,
 ) -> str | None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
     A second signal stops without waiting. An engine that fails for good counts as a first signal, a task of
     the server that fails as both. Return what has failed, if anything has.
     """
-    state = State(switcher, config)
+    if part is None:
+        return await _serve(State(switcher, config), sock, tls)
+    resident = switcher.residents[0]
+    assert resident.engine
+    async with opened(part, resident.engine, resident.folder, config) as reach:
+        return await _serve(State(switcher, config, reach), sock, tls)
+
+
+async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) -> str | None:
+    """Do that with what all handlers share, which other servers reach already and until the end."""
+    switcher = state.switcher
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
     await runner.setup()
     assert runner.server
@@ -149,7 +166,7 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
     seconds, start_s = state.config.drain_seconds, time.monotonic()
     if state.choices:
         logger.info("stopping: %g s for %s; a second signal ends at once", seconds, _answers(state.choices))
-    waits = [asyncio.create_task(event.wait()) for event in (state.idle, hurried)]
+    waits = [asyncio.create_task(own) for own in (_idle(state), hurried.wait())]
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
@@ -159,6 +176,13 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
         state.end_all()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(state.idle.wait(), LINGER_S)
+
+
+async def _idle(state: State) -> None:
+    """Wait until nothing is under way, here or at servers that read what this one holds for them."""
+    await state.idle.wait()
+    if state.reach:
+        await state.reach.idle()
 
 
 def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.Task[None]") -> None:

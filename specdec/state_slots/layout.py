@@ -44,16 +44,34 @@ class StateShape:
     channels: int
     decay_dim: int = 1
     """Log-decays of a head: one, or one for each of its `key_dim` rows."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """How ranks share the channels: (units, channels of a unit) of each projection. None: they cannot."""
+
+
+class KVRegion(NamedTuple):
+    """Hold what attention layers of one shape keep in a block: [head, layer, part, token, dim].
+
+    With the heads outermost, those of any rank of a tensor-parallel group are one run of bytes.
+    """
+
+    shape: KVShape
+    layers: tuple[int, ...]
+    """Numbers of the layers in `Layout.kv`."""
+    offset: int
+    head_bytes: int
+    """Bytes of one head over all these layers."""
 
 
 class PageParts(NamedTuple):
-    """Say where the layers' keys and values start within a block, and what they take together, in bytes."""
+    """Say where the layers' keys and values lie within a block, and what they take together, in bytes."""
 
-    layers: tuple[int, ...]
+    regions: tuple[KVRegion, ...]
     size: int
 
 
 class StateOffsets(NamedTuple):
+    """Say where a layer's state [H, K, W] and its window [C, I] start within a slot, in bytes."""
+
     state: int
     window: int
 
@@ -129,8 +147,11 @@ class Layout:
 
     @cached_property
     def page_parts(self) -> PageParts:
-        item = self.block_tokens * self.page_dtype.itemsize
-        return PageParts(*_place(item * kv.parts * kv.heads * kv.dim for kv in self.kv))
+        layers = {shape: tuple(i for i, own in enumerate(self.kv) if own == shape) for shape in self.kv}
+        token = self.block_tokens * self.page_dtype.itemsize
+        heads = [token * shape.dim * shape.parts * len(own) for shape, own in layers.items()]
+        offsets, size = _place(shape.heads * head for shape, head in zip(layers, heads, strict=True))
+        return PageParts(tuple(map(KVRegion, layers, layers.values(), offsets, heads)), size)
 
     @cached_property
     def state_parts(self) -> StateParts:
@@ -225,6 +246,12 @@ def _check_state(layer: int, state: StateShape) -> None:
     is_sized = min(state.channels - 1, state.conv_inputs, state.heads) >= 0
     if not is_sized or (state.heads and min(dims) < 1) or state.decay_dim not in (1, state.key_dim):
         raise ConfigError(f"recurrent layer {layer} has sizes out of range: {state}", field="states")
+    if state.runs and (
+        sum(units * width for units, width in state.runs) != state.channels or min(map(min, state.runs)) < 1
+    ):
+        raise ConfigError(
+            f"recurrent layer {layer} has runs that are not its channels: {state}", field="states"
+        )
 
 
 def _place(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:

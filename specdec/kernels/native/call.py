@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native.compiled import MOST, compiled
 from specdec.kernels.native.signatures import ARGUMENTS, KINDS, SUFFIX, Count, Pointer
+from specdec.kernels.strides import dense, outer_strides
 
 TOKENS = 8192
 """The widest step that is served: beyond it torch computes, which rounds otherwise.
@@ -75,8 +76,18 @@ def room(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def pointer(x: Tensor | None, inner: int | None = None) -> int | None:
+    """Return the address of a tensor that is dense, or whose last `inner` dimensions are.
+
+    What a C form reads is found by this address and the strides that it is given: of the other dimensions.
+    """
+    if x is None:
+        return None
+    if inner is None:
+        dense(x)
+    else:
+        outer_strides(x, inner)
+    return x.data_ptr()
 
 
 def path_width(group: Group) -> int:
@@ -93,14 +104,13 @@ def has_room(group: Group) -> bool:
 def ids(group: Group) -> tuple[int | None, ...]:
     """Return the pending path's ids, lengths and width, and where records or states go: addresses."""
     path, leave = group.path or (None, None), (*(group.record or (None, None)), group.snapshot_BM)
-    assert all(x is None or x.is_contiguous() for x in (*path, *leave))
     return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, leave)
 
 
 def records_of(memory: RecurrentMemory) -> int:
     """Return the address of the struct that describes the layer's records."""
     parts = (memory.update_SRHW, memory.decay_SRH)
-    strides = (stride for part in parts for stride in part.stride()[:2])
+    strides = (stride for part in parts for stride in outer_strides(part, part.ndim - 2))
     return ctypes.addressof(_records(*(part.data_ptr() for part in parts), *strides))
 
 

@@ -160,8 +160,8 @@ def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
     x_THK = x_THK if x_THK.stride(2) == 1 else x_THK.contiguous()
     y_THN = x_THK.new_empty((*x_THK.shape[:2], packed.outputs))
     function("linear_by_head", packed.dtype)(
-        *(x_THK.data_ptr(), *x_THK.shape, *x_THK.stride()[:2]),
-        *(packed.weight.data_ptr(), y_THN.data_ptr(), packed.outputs),
+        *(pointer(x_THK, 1), *x_THK.shape, *x_THK.stride()[:2]),
+        *(pointer(packed.weight), pointer(y_THN), packed.outputs),
     )
     return y_THN
 
@@ -170,15 +170,15 @@ def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
     """Write the outputs to an address, rows so many entries apart."""
     tokens, inputs = x_TD.shape
     function("linear", packed.dtype)(
-        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs),
-        *(packed.weight.data_ptr(), pointer(packed.bias_N), to, by_row, packed.outputs),
+        *(pointer(x_TD, 1), tokens, x_TD.stride(0), inputs),
+        *(pointer(packed.weight), pointer(packed.bias_N), to, by_row, packed.outputs),
     )
 
 
 def _multiply_whole(x_TD: Tensor, packed: WholePanels, to: int, by_row: int) -> None:
     tokens, inputs = x_TD.shape
     function("linear_integer", packed.dtype)(
-        *(x_TD.data_ptr(), tokens, x_TD.stride(0), inputs, packed.bits, packed.zeros),
-        *(packed.weight.data_ptr(), packed.scale.data_ptr(), pointer(packed.bias_N)),
+        *(pointer(x_TD, 1), tokens, x_TD.stride(0), inputs, packed.bits, packed.zeros),
+        *(pointer(packed.weight), pointer(packed.scale), pointer(packed.bias_N)),
         *(to, by_row, packed.outputs),
     )

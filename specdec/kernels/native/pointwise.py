@@ -18,16 +18,16 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out_D = torch.empty(x_D.shape, dtype=x_D.dtype)
     heads, by_head = (x_D.shape[1], x_D.stride(1)) if x_D.ndim == 3 else (1, 0)
     function("rms_norm", x_D.dtype)(
-        x_D.data_ptr(),
+        pointer(x_D, 1),
         x_D.shape[0],
         heads,
         x_D.shape[-1],
         x_D.stride(0),
         by_head,
-        weight_D.data_ptr(),
+        pointer(weight_D),
         weight_D.dtype == x_D.dtype,
         eps,
-        out_D.data_ptr(),
+        pointer(out_D),
     )
     return out_D
 
@@ -41,13 +41,13 @@ def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float
         return norm.add_rms_norm(x_TD, y_TD, weight_D, eps)
     out_TD = torch.empty_like(x_TD)
     function("add_rms_norm", x_TD.dtype)(
-        x_TD.data_ptr(),
-        y_TD.data_ptr(),
+        pointer(x_TD),
+        pointer(y_TD),
         *x_TD.shape,
-        weight_D.data_ptr(),
+        pointer(weight_D),
         weight_D.dtype == x_TD.dtype,
         eps,
-        out_TD.data_ptr(),
+        pointer(out_TD),
     )
     return out_TD
 
@@ -71,8 +71,8 @@ def gated_norm(
     x_TD = x_TD.float().contiguous()
     out_TD = torch.empty(gate_TD.shape, dtype=gate_TD.dtype)
     function("gated_norm", gate_TD.dtype)(
-        x_TD.data_ptr(),
-        gate_TD.data_ptr(),
+        pointer(x_TD),
+        pointer(gate_TD, 1),
         x_TD.shape[0],
         gate_TD.shape[1] // group_size,
         group_size,
@@ -81,7 +81,7 @@ def gated_norm(
         group_size if weight_D is not None and weight_D.numel() > group_size else 0,
         eps,
         2 if sigmoid else int(gate_first),
-        out_TD.data_ptr(),
+        pointer(out_TD),
     )
     return out_TD
 
@@ -106,7 +106,7 @@ def _gate(name: str, gate_up_TI: Tensor, *limit: float) -> Tensor:
     tokens, double = gate_up_TI.shape
     out_TI = torch.empty((tokens, double // 2), dtype=gate_up_TI.dtype)
     function(name, out_TI.dtype)(
-        gate_up_TI.data_ptr(), tokens, double // 2, gate_up_TI.stride(0), *limit, out_TI.data_ptr()
+        pointer(gate_up_TI, 1), tokens, double // 2, gate_up_TI.stride(0), *limit, pointer(out_TI)
     )
     return out_TI
 
@@ -116,7 +116,7 @@ def relu2(x_TI: Tensor) -> Tensor:
     if not serves(x_TI) or not x_TI.is_contiguous():
         return ffn.relu2(x_TI)
     out_TI = torch.empty_like(x_TI)
-    function("relu2", x_TI.dtype)(x_TI.data_ptr(), x_TI.numel(), out_TI.data_ptr())
+    function("relu2", x_TI.dtype)(pointer(x_TI), x_TI.numel(), pointer(out_TI))
     return out_TI
 
 
@@ -125,7 +125,7 @@ def sigmoid(x_TN: Tensor) -> Tensor:
     if not serves(x_TN) or x_TN.stride(1) != 1:
         return torch.sigmoid(x_TN)
     out_TN = x_TN.new_empty(x_TN.shape)
-    function("sigmoid", x_TN.dtype)(x_TN.data_ptr(), *x_TN.shape, x_TN.stride(0), out_TN.data_ptr())
+    function("sigmoid", x_TN.dtype)(pointer(x_TN, 1), *x_TN.shape, x_TN.stride(0), pointer(out_TN))
     return out_TN
 
 
@@ -140,13 +140,13 @@ def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         return rope.rotate(x_THD, cos_TR, sin_TR)
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
     function("rotate", x_THD.dtype)(
-        x_THD.data_ptr(),
+        pointer(x_THD, 1),
         *x_THD.shape,
         cos_TR.shape[1],
         x_THD.stride(0),
         x_THD.stride(1),
-        cos_TR.data_ptr(),
-        sin_TR.data_ptr(),
-        out_THD.data_ptr(),
+        pointer(cos_TR),
+        pointer(sin_TR),
+        pointer(out_THD),
     )
     return out_THD
