@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import openai
 import pytest
 
+from tests.route.live_router import LiveRouter
 from tests.server.live import Live, total
 
 KEY = "given"
@@ -18,30 +19,11 @@ TEXT = "class Stack:\n    def "
 LONG = "".join(f"def f{i}(x):\n    return x * {i}\n\n\n" for i in range(60))
 
 
-class LiveRouter(Live):
-    """`specdec route` until it is left."""
-
-    def __init__(self, replicas: Sequence[Live], *options: str) -> None:
-        super().__init__()
-        urls = ",".join(own.url for own in replicas)
-        command = ("route", "--replicas", urls, "--port", "0", "--check-period", "0.1", *options)
-        self.command = [sys.executable, "-m", "specdec.cli", *command]
-
-    def wait(self, replicas: int) -> None:
-        """Wait until so many replicas are up."""
-        for _ in range(600):
-            answer = self.ask("/ready")
-            if answer.status == (200 if replicas else 503) and answer.json.get("replicas", 0) == replicas:
-                return
-            time.sleep(0.05)
-        raise AssertionError("".join(self.said))
-
-
 @contextmanager
 def house(count: int, *options: str) -> Iterator[tuple[LiveRouter, list[Live]]]:
     with ExitStack() as stack:
         replicas = [stack.enter_context(Live("--api-key", KEY, *options)) for _ in range(count)]
-        router = stack.enter_context(LiveRouter(replicas))
+        router = stack.enter_context(LiveRouter("--replicas", ",".join(own.url for own in replicas)))
         router.wait(count)
         yield router, replicas
 
