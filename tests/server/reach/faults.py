@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 
 from tests.server.live import Live, total
+from tests.server.reach.pairs import EXACT, SECRET, free_port
 from tests.server.reach.proxies import NOTHING_YET
-from tests.server.reach.routers import EXACT, SECRET, free_port
 
 ANSWER = 12
 LONGEST_S = 120.0

@@ -1,9 +1,7 @@
 """Two servers behind a router: sglang-router as it is published, and vLLM's toy proxy's protocol."""
 
 import asyncio
-import importlib.util
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -19,12 +17,10 @@ import aiohttp
 from aiohttp import web
 
 from tests.server.live import Live
+from tests.server.reach.pairs import EXACT, SECRET, free_port
+from tests.server.reach.proxies import toy_prefill
 
 START_S = 60.0
-SECRET = {"SPECDEC_REACH_SECRET": "secret-of-the-tests-of-routers", "UCX_NET_DEVICES": "lo"}
-EXACT = ("--dtype", "float64", "--memory-bytes", "256MiB")
-"""In float64 a text does not depend on the widths of windows."""
-
 SGLANG_ROUTER = """
 import argparse, sys
 from sglang_router.router import Router
@@ -34,11 +30,6 @@ RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=False
 Router.from_args(RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)).start()
 """
 """What its own command does, without what that brings along to set a process's title."""
-
-
-def has(*names: str) -> bool:
-    """Tell whether one of the packages is installed."""
-    return any(importlib.util.find_spec(name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -105,13 +96,6 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError("the router does not become ready")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class ToyProxy:
     """vLLM's disagg_proxy of its NIXL tests: one server reads, and what it answers goes to the other."""
 
@@ -131,10 +115,7 @@ class ToyProxy:
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         headers = {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
-        asked = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(NOTHING_YET)}
-        if "max_completion_tokens" in asked:
-            asked["max_completion_tokens"] = 1
-        asked.pop("stream_options", None)
+        asked = toy_prefill(body)
         async with self._http.post(
             self._pair.prefill.url + request.path, json=asked, headers=headers
         ) as read:
@@ -153,16 +134,6 @@ class ToyProxy:
             async for piece in written.content.iter_any():
                 await response.write(piece)
             return response
-
-
-NOTHING_YET: Mapping[str, object] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 @contextmanager

@@ -22,12 +22,13 @@ from tests.server.reach.forgery import (
     question,
     settled,
 )
-from tests.server.reach.routers import Pair, authorized, has
+from tests.server.reach.pairs import has_nixl
+from tests.server.reach.routers import Pair, authorized
 
 BODIES = 800
 """Of 10,000, which `python -m tests.server.reach.forgery` sends."""
 
-pytestmark = pytest.mark.skipif(not has("nixl_cu12", "nixl_cu13"), reason="NIXL is not installed")
+pytestmark = has_nixl
 
 
 @pytest.fixture(scope="module")

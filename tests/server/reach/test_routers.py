@@ -1,5 +1,6 @@
 """The `openai` client through routers that are published: the texts of one server, fetched by the other."""
 
+import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -10,16 +11,18 @@ import openai
 import pytest
 
 from tests.server.live import Live, total
-from tests.server.reach.routers import EXACT, Pair, authorized, has, paired, sglang_router, toy_proxy
+from tests.server.reach.pairs import EXACT, WAIT_S, has_nixl
+from tests.server.reach.routers import Pair, authorized, paired, sglang_router, toy_proxy
 
 KEY = "a-key-of-the-tests"
 SALTS = map("salt-{}".format, itertools.count())
 TEXT = "".join(f"class Parser{number}:\n    def parse(self, text):\n" for number in range(12))
-WAIT_S = 30.0
 
-pytestmark = pytest.mark.skipif(not has("nixl_cu12", "nixl_cu13"), reason="NIXL is not installed")
+pytestmark = has_nixl
 
-needs_sglang_router = pytest.mark.skipif(not has("sglang_router"), reason="sglang-router is not installed")
+needs_sglang_router = pytest.mark.skipif(
+    not importlib.util.find_spec("sglang_router"), reason="sglang-router is not installed"
+)
 ROUTERS = [
     pytest.param(sglang_router, marks=needs_sglang_router, id="sglang-router"),
     pytest.param(toy_proxy, id="toy-proxy"),
@@ -66,10 +69,12 @@ def is_fetched(usage: Any, prompts: int = 1) -> bool:
 
 
 def test_whole(alone: openai.OpenAI, routed: openai.OpenAI) -> None:
-    for own in ({}, {"temperature": 0.8, "seed": 7}, {"temperature": 0.8, "seed": 7, "n": 2}):
+    drawn = {"temperature": 0.8, "seed": 7}
+    for own in ({}, drawn, {**drawn, "n": 2}, {"logprobs": 2}):
         body = asked(TEXT, **own)
-        answer = routed.completions.create(**body)
-        assert texts(answer) == texts(alone.completions.create(**body))
+        answer, expected = routed.completions.create(**body), alone.completions.create(**body)
+        assert texts(answer) == texts(expected)
+        assert [own.logprobs for own in answer.choices] == [own.logprobs for own in expected.choices]
         assert is_fetched(answer.usage)
 
 
@@ -132,3 +137,9 @@ def test_keys_pass_and_are_asked_for(routed: openai.OpenAI) -> None:
 def test_bad_input_is_told_to_the_client(routed: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_p"):
         routed.completions.create(**asked(TEXT, top_p=7.0))
+
+
+@needs_sglang_router
+def test_sglang_router_learns_the_models_name(pair: Pair) -> None:
+    with sglang_router(pair) as url, client(url) as own:
+        assert [model.id for model in own.models.list()] == ["tiny"]
