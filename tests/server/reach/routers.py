@@ -47,7 +47,15 @@ def paired(
 ) -> Iterator[Pair]:
     """Start two servers that share a secret."""
     with ExitStack() as stack:
-        own = (*EXACT, "--reach-port", "0", *options, *(("--api-key", key) if key else ()))
+        own = (
+            *EXACT,
+            "--reach-port",
+            "0",
+            "--drain-seconds",
+            "1",
+            *options,
+            *(("--api-key", key) if key else ()),
+        )
         prefill = stack.enter_context(Live(*own, "--role", "prefill", model=model, entry=entry, env=SECRET))
         port = int(prefill.ask("/server_info", **authorized(key)).json["disaggregation_bootstrap_port"])
         own += ("--role", "decode", "--reach-peers", f"127.0.0.1:{port}")
@@ -59,7 +67,7 @@ def authorized(key: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def sglang_router(pair: Pair) -> Iterator[str]:
+def sglang_router(pair: Pair, *options: str) -> Iterator[str]:
     """Start sglang-router with both servers behind it, wait until it knows them, and return its URL."""
     port = free_port()
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
@@ -74,7 +82,7 @@ def sglang_router(pair: Pair) -> Iterator[str]:
     ]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", SGLANG_ROUTER, *arguments], stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, "-c", SGLANG_ROUTER, *arguments, *options], stdout=log, stderr=subprocess.STDOUT
         )
         try:
             _wait(f"http://127.0.0.1:{port}/readiness", process)
