@@ -1,4 +1,4 @@
-"""Whoever dies or stands still, and when: no wrong text, nothing held for good, memory whole on both sides."""
+"""Whoever dies or stands still, and when: no wrong text, nothing held, memory whole on both sides."""
 
 import asyncio
 from pathlib import Path
