@@ -28,12 +28,13 @@ def measure_drafts(
 ) -> dict[str, Any] | None:
     """Return the tokens a step gains after each way to begin; None for a model without a head of its own.
 
-    The ways must give one text. Drafts are always made, by the head alone: what is compared is what it knows.
+    The ways must give one text. The head drafts alone, always, and chains: the shape of a tree would depend on
+    what earlier requests accepted.
     """
     spec = network(Checkpoint(options.model).config)
     if not spec.mtp:
         return None
-    own = EngineConfig.of(config, {"draft": "mtp", "adaptive": False, "prefix_cache": True})
+    own = EngineConfig.of(config, {"draft": "mtp", "adaptive": False, "topk": 1, "prefix_cache": True})
     lengths: dict[str, list[float]] = {ONE: [], WARM: [], COLD: []}
     with closing(SpecEngine(options.model, own)) as reader, closing(SpecEngine(options.model, own)) as writer:
         head = _head_layers(writer)
