@@ -37,7 +37,7 @@ def measure_drafts(
     own = EngineConfig.of(config, {"draft": "mtp", "adaptive": False, "topk": 1, "prefix_cache": True})
     lengths: dict[str, list[float]] = {ONE: [], WARM: [], COLD: []}
     with closing(SpecEngine(options.model, own)) as reader, closing(SpecEngine(options.model, own)) as writer:
-        head = _head_layers(writer)
+        head = head_layers(writer)
         for _ in range(PROMPTS):
             prompt = requests.draw(options.prompt_tokens, 1)["prompt"]
             answers = set()
@@ -59,7 +59,7 @@ def measure_drafts(
     return {name: summarise(found)._asdict() for name, found in lengths.items()}
 
 
-def _head_layers(engine: SpecEngine) -> range:
+def head_layers(engine: SpecEngine) -> range:
     """Return which of the arena's attention layers are the head's: they stand behind the model's."""
     spec, layers = engine.model.network.spec, len(engine.transfers.arena.layout.kv)
     own = sum(mixer.kv_shape() is not None for layer in spec.mtp for mixer in layer.mixers)
