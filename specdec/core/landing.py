@@ -121,8 +121,12 @@ class Landings:
         work, layout = self.cache.score.work, self.arena.layout
         fetched = layout.state_bytes + layout.blocks_for(length - known) * layout.block_bytes
         self.rates.read_s = self.cache.rates.read_s
+        if length - known < WORTH_FETCHING:
+            return False
         pays = self.rates.pays(fetched, work(length) - work(known))
-        return length - known >= WORTH_FETCHING and pays
+        if not pays:
+            self.rates.doubt()
+        return pays
 
     def _equipped(self, tenant: Tenant, ids: Ids) -> Landing | None:
         """Share what is cached and take memory for the rest, if there is any."""

@@ -163,16 +163,15 @@ class Fetcher:
         self, hold: Hold[Plan], arrival: Arrival, landing: Landing, opened: Opened | None
     ) -> Fetched:
         """Read what is ready until that is all of it, and keep it where it was lent throughout."""
-        start_s = time.perf_counter()
         if opened is None:
             opened = await _unless_lost(hold, self._peers.open(hold, landing.have))
         self._begin(hold.pair, arrival, landing, opened)
         while not opened.is_whole:
             opened = await _unless_lost(hold, self._peers.open(hold, opened.ready))
             self._begin(hold.pair, arrival, landing, opened)
+        seconds = 0.0
         for read in arrival.reads:
-            await _unless_lost(hold, asyncio.wrap_future(read.done))
-        seconds = time.perf_counter() - start_s
+            seconds += await _unless_lost(hold, asyncio.wrap_future(read.done))
         if self._wants_check(hold.pair) and not await self._is_same(hold, landing):
             self._peers.refuse(hold.pair, "what was read from it is not what it has; look at the network")
             return Fetched("wrong_bytes")

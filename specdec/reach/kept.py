@@ -8,7 +8,7 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, Strict
 
 from specdec.reach.messages import MOST_TOKENS, TOKENS, Body, Id
 from specdec.reach.terms import new_id
@@ -39,11 +39,17 @@ def hash_beginnings(ids: Sequence[int] | NDArray[np.integer], salt: str = "") ->
     return sums
 
 
-Entry = tuple[Annotated[str, Field(pattern="^[0-9a-f]{16}$")], Annotated[int, Field(ge=1, le=MOST_TOKENS)]]
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Entry = Annotated[tuple[Hash, Length], Strict(False)]
+"""JSON has lists for it."""
 
 
 class Changes(Body):
-    """What a router learns: apply it to what it knew at `since`, or to nothing if it is whole."""
+    """What a router learns: apply it to what it knew at `since`, or to nothing if it is whole.
+
+    What came and went between two questions is gone, though the router never knew of it.
+    """
 
     epoch: Id = Field(description="the engine's id: what was known of another one is void")
     seq: int = Field(ge=0, description="what to give as since the next time")
@@ -53,7 +59,7 @@ class Changes(Body):
 
 
 class KeptLog:
-    """Owned by the event loop's thread. `source` returns what is kept now."""
+    """Owned by the event loop's thread. `source` returns what is kept now, as a set that nothing changes."""
 
     def __init__(
         self,

@@ -48,14 +48,30 @@ class StateShape:
     """How ranks share the channels: (units, channels of a unit) of each projection. None: they cannot."""
 
 
-class PageParts(NamedTuple):
-    """Say where the layers' keys and values start within a block, and what they take together, in bytes."""
+class KVRegion(NamedTuple):
+    """Hold what attention layers of one shape keep in a block: [head, layer, part, token, dim].
 
+    With the heads outermost, those of any rank of a tensor-parallel group are one run of bytes.
+    """
+
+    shape: KVShape
     layers: tuple[int, ...]
+    """Numbers of the layers in `Layout.kv`."""
+    offset: int
+    head_bytes: int
+    """Bytes of one head over all these layers."""
+
+
+class PageParts(NamedTuple):
+    """Say where the layers' keys and values lie within a block, and what they take together, in bytes."""
+
+    regions: tuple[KVRegion, ...]
     size: int
 
 
 class StateOffsets(NamedTuple):
+    """Say where a layer's state [H, K, W] and its window [C, I] start within a slot, in bytes."""
+
     state: int
     window: int
 
@@ -131,8 +147,11 @@ class Layout:
 
     @cached_property
     def page_parts(self) -> PageParts:
-        item = self.block_tokens * self.page_dtype.itemsize
-        return PageParts(*_place(item * kv.parts * kv.heads * kv.dim for kv in self.kv))
+        layers = {shape: tuple(i for i, own in enumerate(self.kv) if own == shape) for shape in self.kv}
+        token = self.block_tokens * self.page_dtype.itemsize
+        heads = [token * shape.dim * shape.parts * len(own) for shape, own in layers.items()]
+        offsets, size = _place(shape.heads * head for shape, head in zip(layers, heads, strict=True))
+        return PageParts(tuple(map(KVRegion, layers, layers.values(), offsets, heads)), size)
 
     @cached_property
     def state_parts(self) -> StateParts:

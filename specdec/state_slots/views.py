@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecurrentMemory
-from specdec.state_slots.layout import Layout
+from specdec.state_slots.layout import KVRegion, Layout
 
 
 def page_views(data: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    """View each attention layer's part of all blocks as [blocks, parts, block_tokens, J, D], key first."""
-    if not layout.kv:
-        return ()
-    blocks = (len(data) // layout.block_bytes, layout.block_bytes)
-    return tuple(
-        _view(data, layout.page_dtype, offset, [blocks], (kv.parts, layout.block_tokens, kv.heads, kv.dim))
-        for kv, offset in zip(layout.kv, layout.page_parts.layers, strict=True)
-    )
+    """View each attention layer's part of all blocks as [blocks, parts, block_tokens, J, D], key first.
+
+    Heads lie outermost in a block, so their stride spans all layers of the shape.
+    """
+    views = {
+        layer: _page_view(data, layout, region, place)
+        for region in layout.page_parts.regions
+        for place, layer in enumerate(region.layers)
+    }
+    return tuple(views[layer] for layer in range(len(layout.kv)))
 
 
 def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]:
@@ -35,13 +37,25 @@ def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]
         memories.append(
             RecurrentMemory(
                 _view(data, wide, state.state, [slabs], (heads, shape.key_dim, shape.value_dim)),
-                _view(data, narrow, state.window, [slabs], (shape.conv_inputs, shape.channels)),
+                _view(data, narrow, state.window, [slabs], (shape.channels, shape.conv_inputs)).mT,
                 _view(data, wide, record.update, [slabs, records], (heads, shape.value_dim)),
                 _view(data, wide, record.decay, [slabs, records], decays),
                 _view(data, narrow, record.input, [slabs, records], (shape.channels,)),
             )
         )
     return tuple(memories)
+
+
+def _page_view(data: Tensor, layout: Layout, region: KVRegion, place: int) -> Tensor:
+    """View all blocks' keys and values of one of the region's layers."""
+    shape, tokens, item = region.shape, layout.block_tokens, layout.page_dtype.itemsize
+    by_part = tokens * shape.dim
+    return torch.as_strided(
+        data.view(layout.page_dtype),
+        (len(data) // layout.block_bytes, shape.parts, tokens, shape.heads, shape.dim),
+        (layout.block_bytes // item, by_part, shape.dim, region.head_bytes // item, 1),
+        region.offset // item + place * shape.parts * by_part,
+    )
 
 
 def _view(

@@ -14,6 +14,7 @@ from specdec.kernels.attention import cpu, reference
 from specdec.kernels.group import Group
 from specdec.kernels.native import attention as native
 from specdec.kernels.native.compiled import compiled
+from tests.kernels.blocks import layer_of, make_blocks
 from tests.tolerances import KERNEL
 
 BLOCK = 16
@@ -89,9 +90,8 @@ def build_group(
 
 
 def make_pages(num_blocks: int, heads: Heads) -> Tensor:
-    """Make one layer's pages among those of others: dense inside a block, blocks apart, all NaN."""
-    page = (2, BLOCK, heads.keys, heads.dim)
-    return torch.full((num_blocks, 3, *page), torch.nan, dtype=heads.dtype)[:, 1]
+    """Make one layer's pages among those of others, all NaN."""
+    return layer_of(make_blocks(num_blocks, 2, BLOCK, heads.keys, heads.dim, dtype=heads.dtype))
 
 
 def copy_of(pages: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from tests.kernels.trees import (
     path_to,
     scattered,
     snapshot_slots,
+    with_inputs,
 )
 from tests.tolerances import KERNEL, KERNEL_FLOAT32
 
@@ -49,10 +50,7 @@ def make_layer(dtype: torch.dtype) -> tuple[DeltaLayer, RecurrentMemory]:
         beta_scale=1.5,
     )
     memory = make_memory(sizes, SLOTS[3])
-    return layer, memory._replace(
-        window_SIC=memory.window_SIC.to(dtype),
-        input_SRC=torch.full_like(memory.input_SRC, torch.nan, dtype=dtype),
-    )
+    return layer, with_inputs(memory, dtype)
 
 
 def project(tokens: int, dtype: torch.dtype, seed: int = 1) -> Tensor:

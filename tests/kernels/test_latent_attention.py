@@ -19,6 +19,7 @@ from specdec.kernels.self_attention import triton as layer_triton
 from specdec.kernels.self_attention.composed import CPU as layer_cpu
 from specdec.kernels.self_attention.composed import REFERENCE as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
+from tests.kernels.blocks import LAYERS, OWN, layer_of
 from tests.kernels.test_attention import (
     SCALE,
     Case,
@@ -42,14 +43,14 @@ def latent(case: Case) -> Case:
     """Drop the values, wherever they were."""
     whole = case.pages._base
     assert whole is not None
-    keys = whole.view(len(whole), 6, 1, *whole.shape[3:])[:, 2:3].clone().expand(-1, 3, *[-1] * 4)
-    return replace(case, pages=keys.contiguous()[:, 1])
+    keys = whole[:, :, OWN : OWN + 1, :1].expand(-1, -1, LAYERS, -1, -1, -1)
+    return replace(case, pages=layer_of(keys.contiguous()))
 
 
 def quantised(case: Case) -> Case:
     whole = case.pages._base
     assert whole is not None
-    return replace(case, pages=whole.to(FP8)[:, 1])
+    return replace(case, pages=layer_of(whole.to(FP8)))
 
 
 def run(ops: ModuleType, case: Case, value_dim: int) -> Tensor:

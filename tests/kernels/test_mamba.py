@@ -29,6 +29,7 @@ from tests.kernels.trees import (
     path_to,
     scattered,
     snapshot_slots,
+    with_inputs,
 )
 from tests.tolerances import KERNEL, KERNEL_FLOAT32
 
@@ -76,10 +77,7 @@ def make_layer(
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     memory = make_memory(Layer(groups, heads, key, value, channels=channels, dtype=wide), slots)
-    return layer, memory._replace(
-        window_SIC=memory.window_SIC.to(dtype),
-        input_SRC=torch.full_like(memory.input_SRC, torch.nan, dtype=dtype),
-    )
+    return layer, with_inputs(memory, dtype)
 
 
 def project(layer: MambaLayer, tokens: int, dtype: torch.dtype, seed: int = 1) -> Tensor:

@@ -11,6 +11,7 @@ from specdec.kernels.attention import cpu, reference
 from specdec.kernels.group import Group
 from specdec.kernels.native import attention as native
 from specdec.kernels.native.compiled import compiled
+from tests.kernels.blocks import layer_of, make_blocks
 from tests.kernels.trees import Parents, build_group, chain, path_to
 from tests.tolerances import KERNEL_FLOAT64
 
@@ -33,7 +34,7 @@ def group_of(trees: list[Parents], lengths: list[int]) -> Group:
 
 
 def pages_with(lengths: list[int], group: Group) -> Tensor:
-    pages_NPXJD = torch.full((12, 3, 2, BLOCK, 2, 5), torch.nan, dtype=torch.float64)[:, 1]
+    pages_NPXJD = layer_of(make_blocks(12, 2, BLOCK, 2, 5, dtype=torch.float64))
     for b, length in enumerate(lengths):
         for at in range(length):
             pages_NPXJD[group.table_BN[b, at // BLOCK], :, at % BLOCK] = noise(2, 2, 5, seed=100 * b + at)

@@ -25,6 +25,7 @@ from specdec.kernels.rope import cpu as rope
 from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer
 from tests.kernels import trees
+from tests.kernels.blocks import layer_of, make_blocks
 from tests.tolerances import BFLOAT16_ATTENTION, KERNEL
 
 WIDTHS = (1, 2, 7, 16)
@@ -235,7 +236,7 @@ def test_attention_equals_the_plain_form(
 ) -> None:
     """Positions that nobody wrote hold NaN, which must not be seen."""
     group = attention_group(lengths, [trees.draw(kind, width, seed) for seed in range(len(lengths))])
-    ours = torch.full((40, 3, 2, 16, kv_heads, dim), torch.nan, dtype=dtype)[:, 1]
+    ours = layer_of(make_blocks(40, 2, 16, kv_heads, dim, dtype=dtype))
     for row, length in enumerate(lengths):
         for at in range(length):
             block = group.table_BN[row, at // 16]

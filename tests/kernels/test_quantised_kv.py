@@ -14,6 +14,7 @@ from specdec.kernels.self_attention import triton as layer_triton
 from specdec.kernels.self_attention.composed import CPU as layer_cpu
 from specdec.kernels.self_attention.composed import REFERENCE as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer
+from tests.kernels.blocks import layer_of
 from tests.kernels.test_attention import (
     SCALE,
     Case,
@@ -39,7 +40,7 @@ def quantised(case: Case) -> Case:
     case.k[0, 0, 0], case.k[1, 0, 1], case.v[0, 0, 0] = 500.0, -1e4, 470.0
     whole = case.pages._base
     assert whole is not None
-    return replace(case, pages=whole.clamp(-LARGEST, LARGEST).to(FP8)[:, 1])
+    return replace(case, pages=layer_of(whole.clamp(-LARGEST, LARGEST).to(FP8)))
 
 
 def make(lengths: tuple[int, ...], tree: Tree | None, dtype: torch.dtype, width: int = len(TREE)) -> Case:

@@ -128,7 +128,7 @@ def make_memory(layer: Layer, slots: Sequence[int], seed: int = 0) -> RecurrentM
     inputs = layer.taps - 1
     memory = RecurrentMemory(
         poisoned((SLABS,), (layer.heads, layer.key, layer.value), layer.dtype),
-        poisoned((SLABS,), (inputs, layer.channels), layer.dtype),
+        poisoned((SLABS,), (layer.channels, inputs), layer.dtype).mT,
         poisoned((SLABS, PLACES), (layer.heads, layer.value), layer.dtype),
         poisoned((SLABS, PLACES), layer.decays, layer.dtype),
         poisoned((SLABS, PLACES), (layer.channels,), layer.dtype),
@@ -144,6 +144,14 @@ def copy_of(memory: RecurrentMemory) -> RecurrentMemory:
     """Copy the memory, gaps and strides included."""
     return RecurrentMemory(
         *(_whole(x).clone().as_strided(x.shape, x.stride(), x.storage_offset()) for x in memory)
+    )
+
+
+def with_inputs(memory: RecurrentMemory, dtype: torch.dtype) -> RecurrentMemory:
+    """Keep what the convolution reads in a dtype of its own, which records do not hold yet."""
+    return memory._replace(
+        window_SIC=memory.window_SIC.mT.to(dtype).mT,
+        input_SRC=torch.full_like(memory.input_SRC, torch.nan, dtype=dtype),
     )
 
 

@@ -80,8 +80,13 @@ def test_parts_are_aligned_and_disjoint(
         return
     layout = Layout(tuple(kv), tuple(states), dtype, state_dtype, block_tokens)
     item, wide = dtype.itemsize, state_dtype.itemsize
-    pages = [shape.parts * block_tokens * shape.heads * shape.dim * item for shape in kv]
-    _assert_tiled(list(layout.page_parts.layers), pages, layout.block_bytes)
+    regions = layout.page_parts.regions
+    assert sorted(_flat(region.layers for region in regions)) == list(range(len(kv)))
+    pages = [region.shape.heads * region.head_bytes for region in regions]
+    _assert_tiled([region.offset for region in regions], pages, layout.block_bytes)
+    one_by_one = [shape.parts * block_tokens * shape.heads * shape.dim * item for shape in kv]
+    assert sum(pages) == sum(one_by_one)
+    assert layout.block_bytes <= sum(-(-size // ALIGN) * ALIGN for size in one_by_one)
     slot = [(wide * s.heads * s.key_dim * s.value_dim, item * s.conv_inputs * s.channels) for s in states]
     _assert_tiled(_flat(layout.state_parts.layers), _flat(slot), layout.state_bytes)
     record = [(wide * s.heads * s.value_dim, wide * s.heads, item * s.channels) for s in states]
@@ -91,6 +96,17 @@ def test_parts_are_aligned_and_disjoint(
     assert layout.records_per_slab * layout.record_bytes <= layout.slab_bytes
     assert layout.state_bytes <= layout.slab_bytes
     assert (layout.records_per_slab >= 1) == (layout.states_per_slab == 1) == bool(states)
+
+
+def test_layers_of_one_shape_share_a_region() -> None:
+    """A head of another shape, or a latent, lies behind; the layers keep their numbers."""
+    own, sliding, latent = KVShape(4, 8), KVShape(2, 8), KVShape(1, 40, parts=1)
+    layout = Layout((own, sliding, own, latent, own), (), torch.bfloat16)
+    first, second, third = layout.page_parts.regions
+    assert (first.shape, first.layers, first.offset) == (own, (0, 2, 4), 0)
+    assert (second.shape, second.layers, second.offset) == (sliding, (1,), 4 * first.head_bytes)
+    assert (third.shape, third.layers, third.offset) == (latent, (3,), layout.block_bytes - third.head_bytes)
+    assert first.head_bytes == 3 * 2 * 16 * 8 * 2 and third.head_bytes == 16 * 40 * 2
 
 
 def _flat(rows) -> list[int]:
@@ -161,6 +177,8 @@ def test_sequences_fit_as_counted_slab_by_slab(layout: Layout, slabs: int, token
         ("states", {"states": (StateShape(-1, 4, 4, 3, 8),)}),
         ("states", {"states": (StateShape(1, 4, 4, -1, 8),)}),
         ("states", {"states": (StateShape(1, 4, 4, 3, 0),)}),
+        ("states", {"states": (StateShape(1, 4, 4, 3, 8, runs=((2, 2), (2, 3))),)}),
+        ("states", {"states": (StateShape(1, 4, 4, 3, 8, runs=((-2, -4),)),)}),
         ("block_tokens", {"block_tokens": 0}),
         ("dtype", {"dtype": torch.int8}),
         ("state_dtype", {"state_dtype": torch.int32}),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
+from specdec.kernels.strides import dense, outer_strides
 
 NODES = 64
 """The widest window that is handed over."""
@@ -55,8 +56,7 @@ def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
         and dim <= 256
         and layer.heads // heads <= SHARING
         and (group.width == 1 or (group.tentative and group.width <= NODES))
-        and pages_NPXJD.stride(0) % dim == 0
-        and pages_NPXJD.stride()[1:] == (page * heads * dim, heads * dim, dim, 1)
+        and all(stride % dim == 0 for stride in outer_strides(pages_NPXJD, 1))
     )
 
 
@@ -93,11 +93,10 @@ def pack(group: Group) -> tuple[Tensor, Tensor, Tensor]:
     table_BN = torch.empty(group.rows, columns, dtype=torch.int32, device=device)
     length_B = torch.empty(group.rows, dtype=torch.int32, device=device)
     mask_BMW = torch.empty(group.rows, group.width, words, dtype=torch.int32, device=device)
-    seen_BMM = None if group.ancestors_BMM is None else group.ancestors_BMM.view(torch.uint8)
-    assert seen_BMM is None or seen_BMM.is_contiguous()
+    seen_BMM = None if group.ancestors_BMM is None else dense(group.ancestors_BMM).view(torch.uint8)
     _pack[(group.rows,)](
-        *(group.table_BN, group.length_B, seen_BMM, table_BN, length_B, mask_BMW),
-        *(group.width, columns, group.table_BN.stride(0)),
+        *(group.table_BN, dense(group.length_B), seen_BMM, table_BN, length_B, mask_BMW),
+        *(group.width, columns, *outer_strides(group.table_BN, 1)),
         BLOCK=triton.next_power_of_2(group.width),
         WORDS=words,
     )

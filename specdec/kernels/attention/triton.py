@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import Group
-from specdec.kernels.kv_cache.triton import block_stride
+from specdec.kernels.kv_cache.triton import page_strides
+from specdec.kernels.strides import dense, outer_strides
 
 TREE_NODES = 64
 """Nodes of a tree at most: a node's ancestors are the bits of one number."""
@@ -69,15 +70,18 @@ def attend_gated(
         part_STHW = torch.empty(splits, tokens, heads, width, dtype=torch.float32, device=q_THD.device)
         peak_STH = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q_THD.device)
         sum_STH = torch.empty_like(peak_STH)
-    seen_BMM = None if group.ancestors_BMM is None else group.ancestors_BMM.view(torch.uint8)
-    assert seen_BMM is None or (group.width <= TREE_NODES and seen_BMM.is_contiguous())
-    by_token, by_head, _ = (0, 0, 1) if gate_THD is None else gate_THD.stride()
-    gated = {"BY_TOKEN": by_token, "BY_HEAD": by_head}
+    seen_BMM = None if group.ancestors_BMM is None else dense(group.ancestors_BMM).view(torch.uint8)
+    assert seen_BMM is None or group.width <= TREE_NODES
+    by_token, by_head = (0, 0) if gate_THD is None else outer_strides(gate_THD, 1)
+    gated = {"GATE_BY_TOKEN": by_token, "GATE_BY_HEAD": by_head}
     _attend[(group.rows * blocks, kv_heads, splits)](
-        *(q_THD, pages_NPXJD, group.table_BN, group.length_B, seen_BMM, gate_THD),
+        *(q_THD, pages_NPXJD, group.table_BN, dense(group.length_B), seen_BMM, gate_THD),
         *(out_THW, part_STHW, peak_STH, sum_STH),
-        *(group.width, group.table_BN.stride(0), block_stride(pages_NPXJD), tokens),
-        *(splits, scale / math.log(2)),
+        *(group.width, *outer_strides(group.table_BN, 1)),
+        **page_strides(pages_NPXJD),
+        tokens=tokens,
+        splits=splits,
+        scale=scale / math.log(2),
         **{"H": heads, "J": kv_heads, "D": dim, "W": width, "PARTS": parts, "PAGE": page},
         **{"SPLIT": splits > 1, "LEAST": LEAST},
         WINDOW=window,
@@ -149,8 +153,9 @@ def _attend(
     q, pages, table, length, ancestors, gate, out, part, peaks, sums,
     width, tables, block_stride, tokens, splits, scale,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
-    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
-    BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
+    PAGE: tl.constexpr, BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
+    SPLIT: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
+    GATE_BY_TOKEN: tl.constexpr, GATE_BY_HEAD: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
     G: tl.constexpr = H // J
@@ -206,12 +211,12 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, BLOCK], tl.float32)
     table += row.to(tl.int64) * tables
-    pages += kv_head * D
+    pages += kv_head * BY_HEAD
     for start in range(begin, stop, KEYS):
         position = start + tl.arange(0, KEYS)
         valid = (position >= first) & (position < end)
         page = tl.load(table + position // PAGE, mask=valid, other=0)
-        from_page = page * (block_stride.to(tl.int64) * 16) + position % PAGE * (J * D)
+        from_page = page * (block_stride.to(tl.int64) * 16) + position % PAGE * BY_PLACE
         key_at = pages + from_page[:, None] + (D - W) + at[None, :]
         mask = valid[:, None]
         if W != BLOCK:
@@ -221,7 +226,7 @@ def _attend(
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         value = key
         if PARTS == 2:
-            value = tl.load(key_at + PAGE * J * D, mask=mask, other=0.0).to(tl.float32).to(kind)
+            value = tl.load(key_at + BY_PART, mask=mask, other=0.0).to(tl.float32).to(kind)
         if D != W:
             rest_at = pages + from_page[:, None] + before[None, :]
             rest = tl.load(rest_at, mask=valid[:, None] & rest_mask, other=0.0).to(tl.float32).to(kind)
@@ -259,7 +264,7 @@ def _attend(
     else:
         result = (result / total[:, None]).to(kind)
         if gate is not None:
-            gate_at = head_at // H * BY_TOKEN + head_at % H * BY_HEAD
+            gate_at = head_at // H * GATE_BY_TOKEN + head_at % H * GATE_BY_HEAD
             opens = tl.load(gate + gate_at[:, None] + at[None, :], mask=mask, other=0.0)
             result = _let_through(result, opens)
         tl.store(out + head_at[:, None] * W + at[None, :], result, mask=mask)
@@ -275,8 +280,8 @@ def _let_through(value, gate):
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _merge(
     part, peaks, sums, gate, out, tokens, splits,
-    H: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, BY_HEAD: tl.constexpr,
-    BLOCK: tl.constexpr
+    H: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, GATE_BY_TOKEN: tl.constexpr,
+    GATE_BY_HEAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     one = token * H + head
@@ -298,6 +303,6 @@ def _merge(
         result += tl.sum(value * tl.exp2(own - highest)[:, None], axis=0)
     result = (result / total).to(out.dtype.element_ty)
     if gate is not None:
-        opens = tl.load(gate + token * BY_TOKEN + head * BY_HEAD + at, mask=at < W, other=0.0)
+        opens = tl.load(gate + token * GATE_BY_TOKEN + head * GATE_BY_HEAD + at, mask=at < W, other=0.0)
         result = _let_through(result, opens)
     tl.store(out + one * W + at, result, mask=at < W)

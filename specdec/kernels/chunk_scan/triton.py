@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.kernels.conv.triton import record_ids
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.pending.triton import fold_path, inside, path_arguments
+from specdec.kernels.strides import dense, outer_strides
 
 PART = 16
 """What a matrix product takes at least."""
@@ -61,12 +62,12 @@ def chunk_scan(
     sizes |= {"PRECISION": NARROW if memory.input_SRC.itemsize == 2 else precise}
     inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
     grid = (parts, heads, group.rows)
-    _prepare[grid](*inputs, group.state_B, above, matrix_BHL, scale_BHL, **sizes, num_warps=4)
+    _prepare[grid](*inputs, dense(group.state_B), above, matrix_BHL, scale_BHL, **sizes, num_warps=4)
     # Keys with decays of their own fill the registers that other columns would have.
     block = max(16, min(COLUMNS // 2 if by_key else COLUMNS, triton.next_power_of_2(columns)))
     _chunk_scan[(triton.cdiv(columns, block), heads, group.rows)](
         *(*inputs, v_THW, v_THW.stride(0), matrix_BHL, scale_BHL, out_THW),
-        *(state, state.stride(0), group.state_B),
+        *(state, *outer_strides(state, 3), dense(group.state_B)),
         **path_arguments(memory, group.path, group.path_length_B, k_path_BPGK),
         **dict(zip(("record_slab", "record_place"), record_ids(group.record), strict=True)),
         W=columns,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.strides import dense, outer_strides, window_stride
 
 CHANNELS, TOKENS = 128, 8
 """Of a tile."""
@@ -28,11 +29,10 @@ def causal_conv(
     Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
     leaves a record, or the window after it. Slot 0, the dummy row's, stays as it is; its outputs are zero.
     """
-    assert x_TC.stride(1) == 1
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     blocks, (channels, taps) = triton.cdiv(group.width, SPAN), weight_CK.shape
     _causal_conv[(triton.cdiv(channels, CHANNELS), group.rows, blocks)](
-        *(x_TC, x_TC.stride(0), weight_CK.t().contiguous(), bias_C, out_TC),
+        *(x_TC, *outer_strides(x_TC, 1), weight_CK.t().contiguous(), bias_C, out_TC),
         **arena(memory, group),
         M=group.width,
         C=channels,
@@ -60,13 +60,13 @@ def path_conv(
 
     Must run before the paths enter the windows. What stands behind a path's end may be anything.
     """
-    window, record, (rows, longest) = memory.window_SIC, memory.input_SRC, path.slab_BN.shape
+    record, (rows, longest) = memory.input_SRC, path.slab_BN.shape
     first, end, _ = channels.indices(len(weight_CK))
     out_BPC = torch.empty(rows, longest, end - first, dtype=record.dtype, device=record.device)
     _path_conv[(triton.cdiv(end - first, CHANNELS), rows)](
         *(weight_CK.t().contiguous(), bias_C, out_BPC),
-        *(window, window.stride(0), slot_B, record, record.stride(0), record.stride(1)),
-        *(*record_ids(path), length_B, longest, first),
+        *inputs_of(memory, slot_B),
+        *(*record_ids(path), dense(length_B), longest, first),
         WIDTH=end - first,
         C=len(weight_CK),
         TAPS=weight_CK.shape[1],
@@ -79,7 +79,7 @@ def store_inputs(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
     """Leave what a window leaves behind, once its outputs are made: inputs, in windows and records."""
     _, inputs, channels = memory.window_SIC.shape
     _move[(triton.cdiv(channels, CHANNELS), group.rows)](
-        *(x_TC, x_TC.stride(0)),
+        *(x_TC, *outer_strides(x_TC, 1)),
         **{name: value for name, value in arena(memory, group).items() if name != "taps"},
         M=group.width,
         C=channels,
@@ -90,11 +90,10 @@ def store_inputs(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
     """Move each row's window on, in place, over the inputs that its path recorded."""
-    window, record = memory.window_SIC, memory.input_SRC
-    rows, (_, inputs, channels) = len(slot_B), window.shape
+    rows, (_, inputs, channels) = len(slot_B), memory.window_SIC.shape
     _move[(triton.cdiv(channels, CHANNELS), rows)](
-        *(None, 0, window, window.stride(0), slot_B),
-        *(record, record.stride(0), record.stride(1), *record_ids(path), length_B, path.slab_BN.shape[1]),
+        *(None, 0, *inputs_of(memory, slot_B)),
+        *(*record_ids(path), dense(length_B), path.slab_BN.shape[1]),
         *(None, None, None),
         M=0,
         C=channels,
@@ -108,25 +107,33 @@ _TILE = {"BLOCK": CHANNELS, "BM": TOKENS, "num_warps": 4}
 
 def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | None]:
     """Say where a group's windows, path, records and taps are, in the kernels' words."""
-    window, record, path = memory.window_SIC, memory.input_SRC, group.path
+    path = group.path
+    window, window_by_slot, slots, record, by_slab, by_place = inputs_of(memory, group.state_B)
     path_slab, path_place = record_ids(path)
     record_slab, record_place = record_ids(group.record)
     return {
         "window": window,
-        "window_by_slot": window.stride(0),
-        "slots": group.state_B,
+        "window_by_slot": window_by_slot,
+        "slots": slots,
         "record": record,
-        "by_slab": record.stride(0),
-        "by_place": record.stride(1),
+        "by_slab": by_slab,
+        "by_place": by_place,
         "path_slab": path_slab,
         "path_place": path_place,
-        "path_length": group.path_length_B if path else None,
+        "path_length": dense(group.path_length_B) if path else None,
         "P": path.slab_BN.shape[1] if path else 0,
         "record_slab": record_slab,
         "record_place": record_place,
-        "snapshots": group.snapshot_BM,
+        "snapshots": dense(group.snapshot_BM),
         "taps": None if group.tap_BMC is None else group.tap_BMC.contiguous(),
     }
+
+
+def inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[Tensor, int, Tensor, Tensor, int, int]:
+    """Say where windows, which lie [C, I], and the records' inputs are, and which windows are meant."""
+    window, record = memory.window_SIC, memory.input_SRC
+    by_slab, by_place = outer_strides(record, 1)
+    return window, window_stride(window), dense(slot_B), record, by_slab, by_place
 
 
 def record_ids(records: RecordIds | None) -> tuple[Tensor | None, Tensor | None]:
@@ -137,14 +144,15 @@ def record_ids(records: RecordIds | None) -> tuple[Tensor | None, Tensor | None]
 @triton.jit
 def known(
     n, x, x_by_token, window, record, by_slab, by_place, path_slab, path_place, length, c, in_c,
-    C: tl.constexpr, INPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Load inputs n of a row: those of its window, oldest first, then its path's, then its tokens'.
 
     A pointer is None where there is no path, or no token.
     """
     # Masked sums rather than a chosen address: the three kinds of load wait for nothing but their own.
-    own = tl.load(window + n[:, None] * C + c[None, :], mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
+    there = window + n[:, None] + c[None, :] * INPUTS
+    own = tl.load(there, mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
     if path_slab is not None:
         on = (n >= INPUTS) & (n < INPUTS + length)
         at = tl.load(path_slab + n - INPUTS, mask=on, other=0) * by_slab
@@ -173,10 +181,11 @@ def convolve(
         if taps is not None:
             n = start + tl.load(taps + m * TAPS + j, mask=in_m, other=0)
         own = known(tl.where(in_m, n, 0), x, x_by_token, home, record, by_slab, by_place, path_slab,
-                    path_place, length, c, in_c, C, TAPS - 1)  # fmt: skip
+                    path_place, length, c, in_c, TAPS - 1)  # fmt: skip
         if snapshots is not None and j > 0:
-            to = tl.load(snapshots + m, mask=in_m, other=0) * window_by_slot + (j - 1) * C
-            tl.store(window + to[:, None] + c[None, :], own, mask=in_m[:, None] & in_c[None, :])
+            to = tl.load(snapshots + m, mask=in_m, other=0) * window_by_slot + (j - 1)
+            there = window + to[:, None] + c[None, :] * (TAPS - 1)
+            tl.store(there, own, mask=in_m[:, None] & in_c[None, :])
         total += own.to(tl.float32) * tl.load(weight + j * C + c, mask=in_c, other=0.0).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)
@@ -210,7 +219,7 @@ def convolve_path(
 @triton.jit
 def move_window(
     b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab, path_place, length,
-    record_slab, record_place, snapshots, M, c, in_c, C: tl.constexpr,
+    record_slab, record_place, snapshots, M, c, in_c,
     TAPS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Leave row b's inputs where its next window finds them; x and the path's ids are the row's own."""
@@ -223,9 +232,9 @@ def move_window(
         end += M
     if snapshots is None and end > 0:
         own = known(tl.where(j < inputs, end + j, 0), x, x_by_token, home, record, by_slab, by_place,
-                    path_slab, path_place, length, c, in_c, C, inputs)  # fmt: skip
+                    path_slab, path_place, length, c, in_c, inputs)  # fmt: skip
         tl.debug_barrier()  # Window and path have been read by all threads before one replaces them.
-        tl.store(home + j[:, None] * C + c[None, :], own, mask=here)
+        tl.store(home + j[:, None] + c[None, :] * inputs, own, mask=here)
     if record_slab is not None and slot != 0:
         for first in range(0, M, BM):
             m = first + tl.arange(0, BM)
@@ -271,7 +280,7 @@ def _causal_conv(
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
                     path_place, length, record_slab, record_place, snapshots, M,
-                    c, in_c, C, TAPS, BM)  # fmt: skip
+                    c, in_c, TAPS, BM)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["P", "M"])
@@ -290,7 +299,7 @@ def _move(
     if x is not None:
         x += b * M * x_by_token
     move_window(b, tl.load(slots + b), x, x_by_token, window, window_by_slot, record, by_slab, by_place,
-                path_slab, path_place, length, record_slab, record_place, snapshots, M, c, c < C, C, TAPS,
+                path_slab, path_place, length, record_slab, record_place, snapshots, M, c, c < C, TAPS,
                 BM)  # fmt: skip
 
 

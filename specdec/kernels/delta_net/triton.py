@@ -11,6 +11,7 @@ from specdec.kernels.conv.triton import (
     arena,
     convolve,
     finish,
+    inputs_of,
     move_window,
     record_ids,
     store_inputs,
@@ -20,13 +21,13 @@ from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.norm.triton import gated_norm
 from specdec.kernels.recurrence.triton import scan_window
+from specdec.kernels.strides import dense, outer_strides
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
     """Run everything between the projections; mutates `memory` as the convolution and the recurrence do."""
     key, _, value, _, heads, decays = layer.widths
     tokens, groups = len(projected_TN), layer.key_heads
-    assert projected_TN.stride(1) == 1
     dtype, device = projected_TN.dtype, projected_TN.device
     q_TGK, k_TGK = torch.empty(2, tokens, groups, layer.key_dim, dtype=torch.float32, device=device)
     beta_TH = torch.empty(tokens, heads, dtype=torch.float32, device=device)
@@ -35,7 +36,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
     k_path_BPGK = _empty_keys(layer, group.path, device) if group.path else None
     blocks = triton.cdiv(group.width, SPAN)
     _inputs[(2 * groups + heads, group.rows, blocks)](
-        *(projected_TN, projected_TN.stride(0), layer.conv_CK.t().contiguous()),
+        *(projected_TN, *outer_strides(projected_TN, 1), layer.conv_CK.t().contiguous()),
         *(layer.A_log_H, layer.dt_bias_H, layer.beta_scale),
         *(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, k_path_BPGK),
         **arena(memory, group),
@@ -65,11 +66,10 @@ def path_keys(
     layer: DeltaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
 ) -> Tensor:
     """Make the keys of the pending paths again, from the inputs that their records hold."""
-    record, window = memory.input_SRC, memory.window_SIC
-    k_path_BPGK = _empty_keys(layer, path, record.device)
+    k_path_BPGK = _empty_keys(layer, path, memory.input_SRC.device)
     _path_keys[(layer.key_heads, len(slot_B))](
-        *(layer.conv_CK.t().contiguous(), k_path_BPGK, window, window.stride(0), slot_B),
-        *(record, record.stride(0), record.stride(1), *record_ids(path), length_B, path.slab_BN.shape[1]),
+        *(layer.conv_CK.t().contiguous(), k_path_BPGK, *inputs_of(memory, slot_B)),
+        *(*record_ids(path), dense(length_B), path.slab_BN.shape[1]),
         **_sizes(layer),
         BLOCK=triton.next_power_of_2(layer.key_dim),
         num_warps=4,
@@ -199,4 +199,4 @@ def _inputs(
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
                     path_place, length, record_slab, record_place, snapshots, M,
-                    c, in_c, C, TAPS, BM)  # fmt: skip
+                    c, in_c, TAPS, BM)  # fmt: skip

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import Group
+from specdec.kernels.strides import StrideError, dense, outer_strides
 
 CHUNK = 128
 """Entries of a token that one program moves."""
@@ -14,12 +15,15 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
     """Write the window's keys and values into the rows' blocks, behind what they have committed."""
     tokens, heads, dim = k_TJD.shape
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
-    assert all(x_TJD.stride()[1:] == (dim, 1) for x_TJD in given)
+    (k_by_token,), (v_by_token,) = (outer_strides(x_TJD, 2) for x_TJD in (given[0], given[-1]))
     _append[(tokens, len(given))](
         *(k_TJD, v_TJD, pages_NPXJD),
-        *(group.table_BN, group.length_B, group.width, group.table_BN.stride(0)),
-        *(block_stride(pages_NPXJD), k_TJD.stride(0), given[-1].stride(0)),
+        *(group.table_BN, dense(group.length_B), group.width, *outer_strides(group.table_BN, 1)),
+        **page_strides(pages_NPXJD),
+        k_by_token=k_by_token,
+        v_by_token=v_by_token,
         SIZE=heads * dim,
+        D=dim,
         PAGE=pages_NPXJD.shape[2],
         BLOCK=triton.next_power_of_2(heads * dim),
         num_warps=1 if heads * dim <= 512 else 4,
@@ -38,25 +42,31 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
         return
     _move[(rows, parts, triton.cdiv(heads * dim, CHUNK))](
         *(pages_NPXJD, table_BN, from_BP.contiguous(), to_BP.contiguous()),
-        *(table_BN.stride(0), block_stride(pages_NPXJD), moves),
-        **{"SIZE": heads * dim, "PAGE": page, "MOVES": triton.next_power_of_2(moves), "CHUNK": CHUNK},
+        *outer_strides(table_BN, 1),
+        **page_strides(pages_NPXJD),
+        moves=moves,
+        **{"SIZE": heads * dim, "D": dim, "PAGE": page, "CHUNK": CHUNK},
+        MOVES=triton.next_power_of_2(moves),
     )
 
 
-def block_stride(pages_NPXJD: Tensor) -> int:
-    """Return how far blocks lie apart, in sixteens of entries: so a kernel knows how they are aligned."""
-    _, _, page, heads, dim = pages_NPXJD.shape
-    assert pages_NPXJD.stride()[1:] == (page * heads * dim, heads * dim, dim, 1)
-    assert pages_NPXJD.stride(0) % 16 == 0
-    return pages_NPXJD.stride(0) // 16
+def page_strides(pages_NPXJD: Tensor) -> dict[str, int]:
+    """Say how far blocks, parts, tokens and heads lie apart, in the kernels' words.
+
+    Blocks in sixteens of entries: so a kernel knows how they are aligned.
+    """
+    by_block, by_part, by_place, by_head = outer_strides(pages_NPXJD, 1)
+    if by_block % 16:
+        raise StrideError(f"blocks lie {by_block} entries apart; the kernels take multiples of 16")
+    return {"block_stride": by_block // 16, "BY_PART": by_part, "BY_PLACE": by_place, "BY_HEAD": by_head}
 
 
 @triton.jit
-def locate(table, length, row, node, tables, block_stride, SIZE: tl.constexpr, PAGE: tl.constexpr):
-    """Return where a window's token has its key in the pages; its value lies PAGE * SIZE entries behind."""
+def locate(table, length, row, node, tables, block_stride, BY_PLACE: tl.constexpr, PAGE: tl.constexpr):
+    """Return where the first head of a window's token has its key in the pages."""
     position = tl.load(length + row) + node
     block = tl.load(table + row * tables + position // PAGE)
-    return block * (block_stride.to(tl.int64) * 16) + position % PAGE * SIZE
+    return block * (block_stride.to(tl.int64) * 16) + position % PAGE * BY_PLACE
 
 
 @triton.jit
@@ -70,23 +80,26 @@ def quantise(value, kind: tl.constexpr):
 @triton.jit(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _append(
     k, v, pages, table, length, width, tables, block_stride, k_by_token, v_by_token,
-    SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
+    SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
-    place = locate(table, length, token // width, token % width, tables, block_stride, SIZE, PAGE)
+    place = locate(table, length, token // width, token % width, tables, block_stride, BY_PLACE, PAGE)
     if part == 0:
         value = tl.load(k + token * k_by_token + at, mask=at < SIZE)
     else:
         value = tl.load(v + token * v_by_token + at, mask=at < SIZE)
     value = quantise(value.to(tl.float32), pages.dtype.element_ty)
-    tl.store(pages + place + part * PAGE * SIZE + at, value, mask=at < SIZE)
+    place += part * BY_PART + at // D * BY_HEAD + at % D
+    tl.store(pages + place, value, mask=at < SIZE)
 
 
 @triton.jit(do_not_specialize=["tables", "block_stride", "moves"])
 def _move(
     pages, table, source, target, tables, block_stride, moves,
-    SIZE: tl.constexpr, PAGE: tl.constexpr, MOVES: tl.constexpr, CHUNK: tl.constexpr
+    BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
+    SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, MOVES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     move = tl.arange(0, MOVES)
@@ -97,10 +110,10 @@ def _move(
     source = tl.load(source + row * moves + move, mask=held, other=0)
     target = tl.load(target + row * moves + move, mask=held, other=0)
     table += row * tables
-    pages += part * PAGE * SIZE
-    source = tl.load(table + source // PAGE, mask=held, other=0) * apart + source % PAGE * SIZE
-    target = tl.load(table + target // PAGE, mask=held, other=0) * apart + target % PAGE * SIZE
-    value = tl.load(pages + source[:, None] + entry[None, :], mask=mask)
+    own = part * BY_PART + entry // D * BY_HEAD + entry % D
+    source = tl.load(table + source // PAGE, mask=held, other=0) * apart + source % PAGE * BY_PLACE
+    target = tl.load(table + target // PAGE, mask=held, other=0) * apart + target % PAGE * BY_PLACE
+    value = tl.load(pages + source[:, None] + own[None, :], mask=mask)
     # Other threads may hold what these are about to overwrite.
     tl.debug_barrier()
-    tl.store(pages + target[:, None] + entry[None, :], value, mask=mask)
+    tl.store(pages + target[:, None] + own[None, :], value, mask=mask)

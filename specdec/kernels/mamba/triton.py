@@ -23,6 +23,7 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.pending.triton import inside
 from specdec.kernels.recurrence.triton import scan_window
+from specdec.kernels.strides import outer_strides
 
 CHANNELS = 64
 """Of a tile: half of the convolution's own, for what is made beside its sums wants registers too."""
@@ -32,7 +33,6 @@ def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, grou
     """Run everything between the projections; mutates `memory` as the convolution and the recurrence do."""
     inner, channels, heads = layer.widths
     tokens, taps = len(projected_TN), layer.conv_CK.shape[1]
-    assert projected_TN.stride(1) == 1
     dtype, device = projected_TN.dtype, projected_TN.device
     q_TGK, k_TGK = torch.empty(2, tokens, layer.groups, layer.state_dim, dtype=torch.float32, device=device)
     v_THW = torch.empty(tokens, heads, layer.head_dim, dtype=torch.float32, device=device)
@@ -47,7 +47,7 @@ def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, grou
     tiles = triton.cdiv(inner, CHANNELS) + 2 * triton.cdiv(layer.shared, CHANNELS)
     low, high = layer.step_limit
     _inputs[(tiles, group.rows, blocks)](
-        *(xbc_TC, projected_TN.stride(0), layer.conv_CK.t().contiguous(), layer.conv_C),
+        *(xbc_TC, *outer_strides(projected_TN, 1), layer.conv_CK.t().contiguous(), layer.conv_C),
         *(layer.A_H, layer.dt_bias_H, low, high),
         *(q_TGK, k_TGK, v_THW, decay_TH, skip_TN, k_path_BPGK),
         **arena(memory, group),
@@ -70,7 +70,16 @@ def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, grou
     size = inner // layer.groups
     block = triton.next_power_of_2(size)
     _skip_and_norm[(tokens * layer.groups,)](
-        *(o_THW, skip_TN, layer.D_H, projected_TN, projected_TN.stride(0), layer.norm_N, out_TN, layer.eps),
+        *(
+            o_THW,
+            skip_TN,
+            layer.D_H,
+            projected_TN,
+            *outer_strides(projected_TN, 1),
+            layer.norm_N,
+            out_TN,
+            layer.eps,
+        ),
         GATE_FIRST=layer.gate_first,
         RUNS=layer.groups,
         SIZE=size,
@@ -162,7 +171,7 @@ def _inputs(
     if MOVES:
         move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
                     path_place, length, record_slab, record_place, snapshots, M,
-                    c, in_c, C, TAPS, BM)  # fmt: skip
+                    c, in_c, TAPS, BM)  # fmt: skip
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.group import Group
-from specdec.kernels.native.call import function, pointer, serves
+from specdec.kernels.native.call import function, pointer, serves, strided
 from specdec.kernels.native.pointwise import rms_norm, rotate, sigmoid
 from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
@@ -18,42 +18,43 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
     if not serves(k_TJD) or pages_NPXJD.dtype != k_TJD.dtype or not all(map(_dense_heads, given)):
         return attention.append(k_TJD, v_TJD, pages_NPXJD, group)
+    k_at, k_by_token = strided(k_TJD, 2)
+    v_at, v_by_token = (None, 0) if v_TJD is None else strided(v_TJD, 2)
     function("append", k_TJD.dtype)(
-        k_TJD.data_ptr(),
-        pointer(v_TJD),
+        k_at,
+        v_at,
         group.rows,
         group.width,
-        k_TJD.shape[1] * k_TJD.shape[2],
-        k_TJD.stride(0),
-        0 if v_TJD is None else v_TJD.stride(0),
-        pages_NPXJD.data_ptr(),
-        *pages_NPXJD.stride()[:2],
+        *k_TJD.shape[1:],
+        k_by_token,
+        v_by_token,
+        *strided(pages_NPXJD, 1),
         pages_NPXJD.shape[2],
-        group.table_BN.data_ptr(),
+        pointer(group.table_BN),
         group.table_BN.shape[1],
-        group.length_B.data_ptr(),
+        pointer(group.length_B),
     )
 
 
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
     """Copy each row's keys and values to other positions, all read before any is written."""
-    by_block, by_kind, by_place, *_ = pages_NPXJD.stride()
-    if not pages_NPXJD.is_cpu or not pages_NPXJD[0, 0].is_contiguous():
+    if not pages_NPXJD.is_cpu:
         return attention.move(pages_NPXJD, table_BN, from_BP, to_BP)
-    size = pages_NPXJD.element_size()
+    _, parts, block, heads, dim = pages_NPXJD.shape
+    size, (at, *strides) = pages_NPXJD.element_size(), strided(pages_NPXJD, 1)
     table_BN, from_BP, to_BP = (ids_BX.contiguous() for ids_BX in (table_BN, from_BP, to_BP))
     function("move")(
-        pages_NPXJD.data_ptr(),
-        by_block * size,
-        by_kind * size,
-        pages_NPXJD.shape[1],
-        pages_NPXJD.shape[2],
-        by_place * size,
-        table_BN.data_ptr(),
+        at,
+        *(stride * size for stride in strides),
+        parts,
+        heads,
+        block,
+        dim * size,
+        pointer(table_BN),
         table_BN.shape[1],
         len(from_BP),
-        from_BP.data_ptr(),
-        to_BP.data_ptr(),
+        pointer(from_BP),
+        pointer(to_BP),
         from_BP.shape[1],
     )
 
@@ -122,13 +123,12 @@ def self_attention(
     tokens = projected_TN.shape[0]
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype:
         return COMPOSED.self_attention(projected_TN, layer, rotation, pages, group)
-    assert projected_TN.is_contiguous()
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-    value_dim, (by_block, by_part, *_) = layer.value_dim or dim, pages.stride()
+    value_dim, (at, by_block, by_part, *by_place_and_head) = layer.value_dim or dim, strided(pages, 1)
     out_TN = projected_TN.new_empty((tokens, heads * value_dim))
     cos_TR, sin_TR = rotation or (None, None)
     function("self_attention", projected_TN.dtype)(
-        projected_TN.data_ptr(),
+        pointer(projected_TN),
         group.rows,
         group.width,
         heads,
@@ -143,17 +143,18 @@ def self_attention(
         pointer(sin_TR),
         0 if cos_TR is None else cos_TR.shape[1],
         layer.wide_rotation,
-        pages.data_ptr(),
+        at,
         by_block,
         by_part if layer.value_dim is None else 0,
+        *by_place_and_head,
         pages.shape[2],
-        group.table_BN.data_ptr(),
+        pointer(group.table_BN),
         group.table_BN.shape[1],
-        group.length_B.data_ptr(),
+        pointer(group.length_B),
         pointer(group.ancestors_BMM),
         layer.scale,
         layer.window or 0,
-        out_TN.data_ptr(),
+        pointer(out_TN),
     )
     return out_TN
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecurrentMemory
 from specdec.kernels.native.compiled import MOST, compiled
 from specdec.kernels.native.signatures import ARGUMENTS, KINDS, SUFFIX, Count, Pointer
+from specdec.kernels.strides import dense, outer_strides
 
 TOKENS = 8192
 """The widest step that is served: beyond it torch computes, which rounds otherwise.
@@ -76,7 +77,13 @@ def room(count: int, least: int) -> int:
 
 
 def pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+    """Return the address of a tensor that must be dense: a C form reads it without strides."""
+    return None if x is None else dense(x).data_ptr()
+
+
+def strided(x: Tensor, inner: int) -> tuple[int, ...]:
+    """Return a tensor's address and outer strides, which a C form takes; `inner` dimensions must be dense."""
+    return x.data_ptr(), *outer_strides(x, inner)
 
 
 def path_width(group: Group) -> int:
@@ -93,15 +100,14 @@ def has_room(group: Group) -> bool:
 def ids(group: Group) -> tuple[int | None, ...]:
     """Return the pending path's ids, lengths and width, and where records or states go: addresses."""
     path, leave = group.path or (None, None), (*(group.record or (None, None)), group.snapshot_BM)
-    assert all(x is None or x.is_contiguous() for x in (*path, *leave))
     return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, leave)
 
 
 def records_of(memory: RecurrentMemory) -> int:
     """Return the address of the struct that describes the layer's records."""
-    parts = (memory.update_SRHW, memory.decay_SRH)
-    strides = (stride for part in parts for stride in part.stride()[:2])
-    return ctypes.addressof(_records(*(part.data_ptr() for part in parts), *strides))
+    update, *update_strides = strided(memory.update_SRHW, 2)
+    decay, *decay_strides = strided(memory.decay_SRH, memory.decay_SRH.ndim - 2)
+    return ctypes.addressof(_records(update, decay, *update_strides, *decay_strides))
 
 
 @functools.cache

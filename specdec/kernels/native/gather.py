@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.gather import cpu
-from specdec.kernels.native.call import TOKENS, function, serves
+from specdec.kernels.native.call import TOKENS, function, pointer, serves, strided
 
 
 def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
@@ -12,11 +12,11 @@ def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
     if len(id_T) > TOKENS or not table_VD.is_cpu or table_VD.stride(1) != 1 or not id_T.is_contiguous():
         return cpu.embedding(table_VD, id_T)
     out_TD = table_VD.new_empty((len(id_T), table_VD.shape[1]))
-    size = table_VD.element_size()
+    size, (at, by_row) = table_VD.element_size(), strided(table_VD, 1)
     row = out_TD.shape[1] * size
     function("gather")(
-        *(table_VD.data_ptr(), table_VD.stride(0) * size, id_T.data_ptr()),
-        *(len(id_T), row, out_TD.data_ptr(), row),
+        *(at, by_row * size, pointer(id_T)),
+        *(len(id_T), row, pointer(out_TD), row),
     )
     return out_TD
 
@@ -31,8 +31,9 @@ def concat(*parts_TD: Tensor) -> Tensor:
     out_TD = parts_TD[0].new_empty((len(parts_TD[0]), sum(widths)))
     to, by_to = out_TD.data_ptr(), sum(widths) * size
     for part, width in zip(parts_TD, widths, strict=True):
+        at, by_row = strided(part, 1)
         function("gather")(
-            *(part.data_ptr(), part.stride(0) * size, None, len(part), width * size),
+            *(at, by_row * size, None, len(part), width * size),
             *(to, by_to),
         )
         to += width * size
@@ -45,7 +46,7 @@ def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     if not serves(x_TD) or not dense or x_TD.dtype != y_TD.dtype or x_TD.shape != y_TD.shape:
         return cpu.add(x_TD, y_TD)
     out_TD = torch.empty_like(x_TD)
-    function("add", x_TD.dtype)(x_TD.data_ptr(), y_TD.data_ptr(), x_TD.numel(), out_TD.data_ptr())
+    function("add", x_TD.dtype)(pointer(x_TD), pointer(y_TD), x_TD.numel(), pointer(out_TD))
     return out_TD
 
 
@@ -54,7 +55,7 @@ def scale(x_TD: Tensor, by: float) -> Tensor:
     if not serves(x_TD) or not x_TD.is_contiguous():
         return cpu.scale(x_TD, by)
     out_TD = torch.empty_like(x_TD)
-    function("scale", x_TD.dtype)(x_TD.data_ptr(), x_TD.numel(), by, out_TD.data_ptr())
+    function("scale", x_TD.dtype)(pointer(x_TD), x_TD.numel(), by, pointer(out_TD))
     return out_TD
 
 
@@ -65,6 +66,6 @@ def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     assert ids_C.dtype == torch.int64 and len(ids_C) == x_TC.shape[1]
     out_TV = x_TC.new_empty((len(x_TC), width))
     function("scatter_columns", x_TC.dtype)(
-        *(x_TC.data_ptr(), *x_TC.shape, ids_C.data_ptr(), width, out_TV.data_ptr()),
+        *(pointer(x_TC), *x_TC.shape, pointer(ids_C), width, pointer(out_TV)),
     )
     return out_TV

@@ -33,22 +33,25 @@ void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char
     for (ix r = 0; r < rows; r++) memcpy(to + r * by_to, from + (ids ? ids[r] : r) * by_from, bytes);
 }
 
-// Keys and values of each of B rows from P positions to others, in place; all of a row are read before any is written. A
-// position's entries of one of `kinds` lie together, and so do a block's positions; distances in bytes.
-void move(char *pages, ix by_block, ix by_kind, ix kinds, ix block, ix bytes, const ix *table, ix N, ix B, const ix *from,
-          const ix *to, ix P) {
-    char *held = workspace(kinds * P * bytes);
+// Keys and values of each of B rows from P positions to others, in place; all of a row are read before any is written. The
+// entries of a head lie together, `bytes` of them; distances in bytes.
+void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kinds, ix heads, ix block, ix bytes,
+          const ix *table, ix N, ix B, const ix *from, const ix *to, ix P) {
+    char *held = workspace(kinds * heads * P * bytes);
     for (ix b = 0; b < B; b++, table += N, from += P, to += P)
-        for (int written = 0; written < 2; written++)
+        for (int written = 0; written < 2; written++) {
+            char *spare = held;
             for (ix p = 0; p < P; p++) {
                 if (from[p] == to[p]) continue;
                 ix at = written ? to[p] : from[p];
-                for (ix kind = 0; kind < kinds; kind++) {
-                    char *own = pages + table[at / block] * by_block + kind * by_kind + at % block * bytes;
-                    char *spare = held + (kinds * p + kind) * bytes;
-                    memcpy(written ? own : spare, written ? spare : own, bytes);
-                }
+                char *own = pages + table[at / block] * by_block + at % block * by_place;
+                for (ix kind = 0; kind < kinds; kind++)
+                    for (ix head = 0; head < heads; head++, spare += bytes) {
+                        char *there = own + kind * by_kind + head * by_head;
+                        memcpy(written ? there : spare, written ? spare : there, bytes);
+                    }
             }
+        }
 }
 
 // What an entry takes that passes an activation, a norm or a convolution.

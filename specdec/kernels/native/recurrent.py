@@ -10,11 +10,21 @@ from specdec.kernels.gates import cpu as gates
 from specdec.kernels.gates.cpu import delta_gates
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.composed import ComposedMamba
-from specdec.kernels.native.call import TOKENS, function, has_room, ids, pointer, records_of, serves
+from specdec.kernels.native.call import (
+    TOKENS,
+    function,
+    has_room,
+    ids,
+    pointer,
+    records_of,
+    serves,
+    strided,
+)
 from specdec.kernels.native.compiled import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.recurrence import cpu as recurrence
+from specdec.kernels.strides import window_stride
 
 
 def causal_conv(
@@ -33,19 +43,19 @@ def causal_conv(
         return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group, silu=silu)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
-    out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+    out_TC, (at, by_token) = torch.empty(x_TC.shape, dtype=x_TC.dtype), strided(x_TC, 1)
     function("causal_conv", x_TC.dtype)(
-        x_TC.data_ptr(),
+        at,
         group.rows,
         group.width,
         channels,
         taps,
-        x_TC.stride(0),
-        weight_KC.data_ptr(),
+        by_token,
+        pointer(weight_KC),
         pointer(bias_C),
         silu,
         *_conv_memory(memory, group),
-        out_TC.data_ptr(),
+        pointer(out_TC),
     )
     return out_TC
 
@@ -71,12 +81,12 @@ def path_conv(
     out_BPC = torch.empty((rows, longest, end - first), dtype=record.dtype)
     function("path_conv", record.dtype)(
         *(rows, width, taps, first, end - first),
-        weight_KC.data_ptr(),
+        pointer(weight_KC),
         pointer(bias_C),
         *_inputs_of(memory, slot_B),
         *map(pointer, (*path, length_B)),
         longest,
-        out_BPC.data_ptr(),
+        pointer(out_BPC),
     )
     return out_BPC
 
@@ -125,7 +135,7 @@ def fold(
         *[None] * 6,
         *(rows, 0, k_path_BPGK.shape[2]),
         *_states_of(memory, slot_B),
-        k_path_BPGK.data_ptr(),
+        pointer(k_path_BPGK),
         *map(pointer, (*path, length_B)),
         longest,
         *[None] * 4,
@@ -137,10 +147,8 @@ def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
     dense = x_TGK.stride()[1:] == (x_TGK.shape[2], 1)
     if isinstance(scale, Tensor) or not serves(x_TGK) or not dense:
         return gates.l2_normalise(x_TGK, scale)
-    out_TGK = torch.empty(x_TGK.shape, dtype=torch.float32)
-    function("l2_normalise", x_TGK.dtype)(
-        x_TGK.data_ptr(), *x_TGK.shape, x_TGK.stride(0), scale, out_TGK.data_ptr()
-    )
+    out_TGK, (at, by_token) = torch.empty(x_TGK.shape, dtype=torch.float32), strided(x_TGK, 2)
+    function("l2_normalise", x_TGK.dtype)(at, *x_TGK.shape, by_token, scale, pointer(out_TGK))
     return out_TGK
 
 
@@ -148,11 +156,11 @@ def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> 
     """Return Mamba-2's step size, in float32."""
     if not serves(dt_TH) or dt_bias_H.dtype != torch.float32 or dt_TH.stride(1) != 1:
         return gates.mamba_step(dt_TH, dt_bias_H, limit)
-    step_TH = torch.empty(dt_TH.shape, dtype=torch.float32)
+    step_TH, (at, by_token) = torch.empty(dt_TH.shape, dtype=torch.float32), strided(dt_TH, 1)
     low, high = (min(bound, torch.finfo(torch.float32).max) for bound in limit)
     function("mamba_step", dt_TH.dtype)(
-        *(dt_TH.data_ptr(), *dt_TH.shape, dt_TH.stride(0), dt_bias_H.data_ptr(), low, high),
-        step_TH.data_ptr(),
+        *(at, *dt_TH.shape, by_token, pointer(dt_bias_H), low, high),
+        pointer(step_TH),
     )
     return step_TH
 
@@ -164,13 +172,13 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         return DELTA_NET.delta_net(projected_TN, layer, memory, group)
     tokens = projected_TN.shape[0]
     weight_KC = layer.conv_CK.t()
-    assert projected_TN.is_contiguous() and weight_KC.is_contiguous() and weight_KC.dtype == torch.float32
+    assert weight_KC.dtype == torch.float32
     taps = weight_KC.shape[0]
     groups, heads, key, value = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
     out_TV = projected_TN.new_empty((tokens, heads * value))
     records = records_of(memory)
     function("delta_net", projected_TN.dtype)(
-        projected_TN.data_ptr(),
+        pointer(projected_TN),
         group.rows,
         group.width,
         groups,
@@ -178,19 +186,18 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         key,
         value,
         taps,
-        weight_KC.data_ptr(),
-        layer.A_log_H.data_ptr(),
-        layer.dt_bias_H.data_ptr(),
+        pointer(weight_KC),
+        pointer(layer.A_log_H),
+        pointer(layer.dt_bias_H),
         layer.beta_scale,
         *(layer.dt_bias_H.dim() == 2, layer.bound or 0.0, layer.sigmoid),
         *_conv_memory(memory, group),
-        memory.state_SHKW.data_ptr(),
-        memory.state_SHKW.stride(0),
+        *strided(memory.state_SHKW, 3),
         records,
         pointer(group.ancestors_BMM),
-        layer.norm_W.data_ptr(),
+        pointer(layer.norm_W),
         layer.eps,
-        out_TV.data_ptr(),
+        pointer(out_TV),
     )
     return out_TV
 
@@ -204,16 +211,13 @@ def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...
     return *_inputs_of(memory, group.state_B), *ids(group), pointer(group.tap_BMC)
 
 
-def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
+def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int | None, ...]:
     """Say where the windows and the records' inputs lie."""
-    window, record = memory.window_SIC, memory.input_SRC
-    return (
-        *(window.data_ptr(), window.stride(0), slot_B.data_ptr()),
-        *(record.data_ptr(), record.stride(0), record.stride(1)),
-    )
+    window = memory.window_SIC
+    return window.data_ptr(), window_stride(window), pointer(slot_B), *strided(memory.input_SRC, 1)
 
 
 def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
     """Return the sizes of a layer's states and what decays it has; say where states and records lie."""
     state, by_key = memory.state_SHKW, memory.decay_SRH.dim() == 4
-    return *state.shape[1:], by_key, state.data_ptr(), state.stride(0), slot_B.data_ptr(), records_of(memory)
+    return *state.shape[1:], by_key, *strided(state, 3), pointer(slot_B), records_of(memory)

@@ -23,7 +23,7 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 def _noise(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
     noise_RV = torch.empty(len(seed_R), vocab, dtype=torch.float32)
-    function("gumbel")(seed_R.data_ptr(), position_R.data_ptr(), *noise_RV.shape, noise_RV.data_ptr())
+    function("gumbel")(pointer(seed_R), pointer(position_R), *noise_RV.shape, pointer(noise_RV))
     return noise_RV
 
 
@@ -58,7 +58,7 @@ def _is_ranked(scores_NV: Tensor, count: int) -> bool:
 def _top(scores_NV: Tensor, count: int, share_NC: Tensor | None) -> Tensor:
     scores_NV = scores_NV.contiguous()
     token_NC = torch.empty(len(scores_NV), count, dtype=torch.int64)
-    function("topk")(scores_NV.data_ptr(), *scores_NV.shape, count, token_NC.data_ptr(), pointer(share_NC))
+    function("topk")(pointer(scores_NV), *scores_NV.shape, count, pointer(token_NC), pointer(share_NC))
     return token_NC
 
 
@@ -74,7 +74,7 @@ def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor
     )
     columns = rules.temperature_N.contiguous(), seed_N.contiguous(), position_N.contiguous()
     function("perturb", logits_NV.dtype)(
-        *(logits_NV.data_ptr(), *logits_NV.shape, *(column.data_ptr() for column in columns)),
-        *(own_V.data_ptr(), scores_NV.data_ptr()),
+        *(pointer(logits_NV), *logits_NV.shape, *map(pointer, columns)),
+        *(pointer(own_V), pointer(scores_NV)),
     )
     return scores_NV

@@ -31,13 +31,13 @@ ARGUMENTS = {
     "mamba_step": "p nn n p ff p",
     "sigmoid": "p nn n p",
     "path_conv": "nnn nn pp p n p p nn ppp n p",
-    "append": "pp nnn nn p nn n p n p",
+    "append": "pp nnnn nn p nnnn n p n p",
     "scan_window": "ppppp p nnnnnn i p n p p p ppp n ppp p",
     "delta_net": "p nn nnnn n ppp fifi p n p p nn ppp n ppp p p n p p p f p",
     "selective_scan": "pn pn pn pp ppp p nnnnn p n p p p ppp n ppp p",
-    "move": "p nnn nn p nn pp n",
+    "move": "p nnnn nn nn p nn pp n",
     "tensor_op": "p",
-    "self_attention": "p nnnnnn i pp i f pp ni p nn n p n p p f n p",
+    "self_attention": "p nnnnnn i pp i f pp ni p nnnn n p n p p f n p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 

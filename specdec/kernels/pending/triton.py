@@ -6,6 +6,7 @@ from torch import Tensor
 
 from specdec.kernels.conv.triton import record_ids
 from specdec.kernels.group import RecordIds, RecurrentMemory
+from specdec.kernels.strides import dense, outer_strides
 
 COLUMNS = 16
 
@@ -17,7 +18,7 @@ def fold_state(
     state = memory.state_SHKW
     _, heads, size, columns = state.shape
     _fold_state[(triton.cdiv(columns, COLUMNS), heads, len(slot_B))](
-        *(state, state.stride(0), slot_B),
+        *(state, *outer_strides(state, 3), dense(slot_B)),
         **path_arguments(memory, path, length_B, k_path_BPGK),
         G=k_path_BPGK.shape[2],
         H=heads,
@@ -35,19 +36,21 @@ def path_arguments(
 ) -> dict[str, Tensor | int | None]:
     """Say where updates and decays of records are, and which of them stand on the paths."""
     update, decays = memory.update_SRHW, memory.decay_SRH
+    update_by_slab, update_by_place = outer_strides(update, 2)
+    decay_by_slab, decay_by_place = outer_strides(decays, decays.ndim - 2)
     path_slab, path_place = record_ids(path)
     return {
         "keys": None if path is None or k_path_BPGK is None else k_path_BPGK.contiguous(),
         "path_slab": path_slab,
         "path_place": path_place,
-        "path_length": None if path is None else length_B,
+        "path_length": None if path is None else dense(length_B),
         "P": 0 if path is None else path.slab_BN.shape[1],
         "update": update,
-        "update_by_slab": update.stride(0),
-        "update_by_place": update.stride(1),
+        "update_by_slab": update_by_slab,
+        "update_by_place": update_by_place,
         "decays": decays,
-        "decay_by_slab": decays.stride(0),
-        "decay_by_place": decays.stride(1),
+        "decay_by_slab": decay_by_slab,
+        "decay_by_place": decay_by_place,
     }
 
 

@@ -18,6 +18,7 @@ from specdec.kernels.pending.triton import (
     inside,
     path_arguments,
 )
+from specdec.kernels.strides import dense, outer_strides
 
 WALK, CERTAIN = 8, 4
 """The widest windows of one kernel: those that leave records, and those that leave the state itself."""
@@ -55,7 +56,7 @@ def scan_window(
     above = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
     inputs = (
         *(q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), v_THW, v_THW.stride(0)),
-        *(decay_TH, beta_TH, out_THW, state, state.stride(0), group.state_B),
+        *(decay_TH, beta_TH, out_THW, state, *outer_strides(state, 3), dense(group.state_B)),
     )
     by_key = decay_TH.dim() == 3
     # Where the registers hold more than a state's 16 columns, a program has 8: else it would spill them.
@@ -69,7 +70,7 @@ def scan_window(
     sizes = {"G": groups, "H": heads, "K": size, "W": columns}
     sizes |= {"BK": triton.next_power_of_2(size), "BW": block, "BY_KEY": by_key}
     if group.snapshot_BM is not None:
-        _snapshots[grid](*inputs, group.snapshot_BM, above, group.width, **sizes, num_warps=1)
+        _snapshots[grid](*inputs, dense(group.snapshot_BM), above, group.width, **sizes, num_warps=1)
         return out_THW
     _window[grid](
         *inputs,

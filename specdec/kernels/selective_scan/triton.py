@@ -14,6 +14,7 @@ from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.pending.triton import inside, path_arguments
 from specdec.kernels.selective_scan.layer import SelectiveLayer
+from specdec.kernels.strides import dense, outer_strides
 
 COLUMNS = 64
 """Of a state, in one program: 16 keys of them are 32 numbers a lane."""
@@ -49,10 +50,10 @@ def selective_scan(
     _window[(triton.cdiv(columns, COLUMNS), heads, group.rows)](
         *(x_THW, x_THW.stride(0), gate_THW, gate_THW.stride(0), dt_THW, dt_THW.stride(0)),
         *(k_THK.contiguous(), q_THK.contiguous(), layer.A_HKW, layer.D_HW, layer.dt_bias_HW, out_THW),
-        *(state, state.stride(0), group.state_B),
+        *(state, *outer_strides(state, 3), dense(group.state_B)),
         **path_arguments(memory, group.path, group.path_length_B, x_path_BPHW),
         **dict(zip(("record_slab", "record_place"), record_ids(group.record), strict=True)),
-        snapshots=group.snapshot_BM,
+        snapshots=dense(group.snapshot_BM),
         above=above,
         spare=spare,
         M=group.width,
@@ -79,7 +80,7 @@ def fold_selective(
     state = memory.state_SHKW
     _, heads, size, columns = state.shape
     _fold[(triton.cdiv(columns, COLUMNS), heads, len(slot_B))](
-        *(layer.A_HKW, state, state.stride(0), slot_B),
+        *(layer.A_HKW, state, *outer_strides(state, 3), dense(slot_B)),
         **path_arguments(memory, path, length_B, x_path_BPHW),
         H=heads,
         K=size,

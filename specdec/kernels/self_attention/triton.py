@@ -7,8 +7,9 @@ from torch import Tensor
 
 from specdec.kernels.attention.triton import attend_gated
 from specdec.kernels.group import Group
-from specdec.kernels.kv_cache.triton import block_stride, locate, quantise
+from specdec.kernels.kv_cache.triton import locate, page_strides, quantise
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
+from specdec.kernels.strides import dense, outer_strides
 
 
 def self_attention(
@@ -35,17 +36,17 @@ def ready(
 ) -> Tensor:
     """Return normalised and rotated queries; the keys, treated alike, and the values enter the pages."""
     tokens, width = projected_TN.shape
-    assert projected_TN.is_contiguous() and width == sum(layer.widths)
+    assert width == sum(layer.widths)
     assert (layer.q_norm_D is None) == (layer.k_norm_D is None)
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-    cos_TR, sin_TR = rotation or (None, None)
-    assert all(table_TR is None or table_TR.is_contiguous() for table_TR in (cos_TR, sin_TR))
+    cos_TR, sin_TR = map(dense, rotation) if rotation else (None, None)
     q_THD = torch.empty(tokens, heads, dim, dtype=projected_TN.dtype, device=projected_TN.device)
     norm = layer.q_norm_D
     _ready[(tokens, heads + pages.shape[1] * kv_heads)](
-        *(projected_TN, layer.q_norm_D, layer.k_norm_D, cos_TR, sin_TR, q_THD, pages),
-        *(group.table_BN, group.length_B, group.width, group.table_BN.stride(0), block_stride(pages)),
-        layer.eps,
+        *(dense(projected_TN), layer.q_norm_D, layer.k_norm_D, cos_TR, sin_TR, q_THD, pages),
+        *(group.table_BN, dense(group.length_B), group.width, *outer_strides(group.table_BN, 1)),
+        **page_strides(pages),
+        eps=layer.eps,
         **{"H": heads, "J": kv_heads, "D": dim, "R": 0 if cos_TR is None else cos_TR.shape[1]},
         GATED=layer.gated,
         WIDE=layer.wide_rotation,
@@ -61,6 +62,7 @@ def ready(
 @triton.jit(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _ready(
     projected, q_weight, k_weight, cos, sin, q, pages, table, length, width, tables, block_stride, eps,
+    BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
     WIDE: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -94,8 +96,8 @@ def _ready(
     if unit < H:
         tl.store(q + (token * H + unit) * D + at, value.to(kind), mask=mask)
     else:
-        place = locate(table, length, token // width, token % width, tables, block_stride, J * D, PAGE)
-        place += tl.where(unit < H + J, (unit - H) * D, PAGE * J * D + (unit - H - J) * D)
+        place = locate(table, length, token // width, token % width, tables, block_stride, BY_PLACE, PAGE)
+        place += tl.where(unit < H + J, (unit - H) * BY_HEAD, BY_PART + (unit - H - J) * BY_HEAD)
         tl.store(pages + place + at, quantise(value, pages.dtype.element_ty), mask=mask)
 
 

@@ -1,10 +1,12 @@
 """Say in plain numbers how a model's memory is laid out, and what each of several ranks has of it."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 import torch
 
+from specdec.config.base import SHORT
 from specdec.errors import ConfigError
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 
@@ -50,15 +52,16 @@ class Cut:
         )
 
     def check_equal(self, peer: "Cut") -> None:
-        """Refuse a peer whose memory is laid out otherwise, by the first field that differs."""
-        for field in fields(self):
-            own, theirs = getattr(self, field.name), getattr(peer, field.name)
-            if own != theirs:
-                raise ConfigError(
-                    f"{field.name} of the peer differs, {_first_difference(own, theirs)}: "
-                    "start both engines with the same model, drafter and settings",
-                    field=field.name,
-                )
+        """Refuse a peer whose memory is laid out otherwise, by the first number that differs."""
+        if self == peer:
+            return
+        own, theirs = (dict(_leaves(asdict(cut))) for cut in (self, peer))
+        path = next(path for path in own | theirs if own.get(path) != theirs.get(path))
+        raise ConfigError(
+            f"{path} is {SHORT.repr(theirs.get(path))} at the peer and {own.get(path)!r} here: "
+            "start both engines with the same model, drafter and settings",
+            field=path.split(".")[0],
+        )
 
 
 def rank_units(units: int, tp: int, rank: int) -> range:
@@ -103,14 +106,13 @@ def _share(units: int, tp: int, what: str) -> int:
     return units // tp
 
 
-def _first_difference(own: object, theirs: object) -> str:
-    """Show two values, or the first entries of two lists that differ."""
-    if isinstance(own, tuple) and isinstance(theirs, tuple):
-        if len(own) != len(theirs):
-            return f"it has {len(theirs)} layers and this one {len(own)}"
-        layer = next(i for i, pair in enumerate(zip(own, theirs, strict=True)) if pair[0] != pair[1])
-        return f"layer {layer} has {theirs[layer]} and this one {own[layer]}"
-    return f"it has {theirs!r} and this one {own!r}"
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Name all plain values within dictionaries and tuples by their paths."""
+    if not isinstance(value, dict | tuple):
+        yield path, value
+        return
+    for name, own in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(own, f"{path}.{name}" if path else str(name))
 
 
 def _name(dtype: torch.dtype) -> str:

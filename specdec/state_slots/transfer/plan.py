@@ -1,9 +1,8 @@
 """Plan which bytes of a peer's arenas a rank reads, and where in its own arena they land."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from specdec.errors import ConfigError
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.transfer.cut import Cut
+from specdec.state_slots.transfer.parts import Part, Run, block_parts, common_runs, state_parts
 
 MAX_ADDRESS = (1 << 63) - 1
 MAX_DESCRIPTORS = (1 << 31) - 1
@@ -73,14 +73,6 @@ def read_view(value: object) -> ArenaView:
         ) from None
 
 
-class Run(NamedTuple):
-    """Name bytes of a peer's slot, and where they land in our own."""
-
-    theirs: int
-    ours: int
-    length: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Name everything that a rank may read from one rank of a peer.
@@ -97,12 +89,12 @@ class Plan:
         self, blocks: Sequence[tuple[int, int]], state: tuple[int, int] | None
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """List the descriptors, local and remote, of blocks and of a state, each given as (local, remote)."""
-        pairs = np.array(blocks, np.int64).reshape(-1, 2)
-        states = np.array([] if state is None else [state], np.int64).reshape(-1, 2)
-        return (
-            self._descriptors(self.local, pairs[:, 0], states[:, 0]),
-            self._descriptors(self.remote, pairs[:, 1], states[:, 1]),
+        states = [] if state is None else [state]
+        local, remote = (
+            self._descriptors(rows, [pair[side] for pair in blocks], [pair[side] for pair in states])
+            for side, rows in enumerate((self.local, self.remote))
         )
+        return local, remote
 
     def num_bytes(self, blocks: int, states: int) -> int:
         """Count the bytes that so many blocks and states take on the wire."""
@@ -110,20 +102,17 @@ class Plan:
         return blocks * int(lengths[: self.block_rows].sum()) + states * int(lengths[self.block_rows :].sum())
 
     def _descriptors(
-        self, rows: NDArray[np.int64], blocks: NDArray[np.int64], states: NDArray[np.int64]
+        self, rows: NDArray[np.int64], blocks: Sequence[int], states: Sequence[int]
     ) -> NDArray[np.int32]:
         counts = rows[:, 4]
         first = np.cumsum(counts) - counts
-        parts = []
-        for name, own, ids in (
-            ("blocks", slice(self.block_rows), blocks),
-            ("state", slice(self.block_rows, None), states),
-        ):
-            count = counts[own].min(initial=MAX_DESCRIPTORS)
-            if ids.size and not 0 <= ids.min() <= ids.max() < count:
-                raise ConfigError(f"{name} has ids outside of the arena's {count}", field=name)
-            parts.append((first[own, None] + ids).ravel())
-        return np.concatenate(parts).astype(np.int32)
+        own = slice(self.block_rows), slice(self.block_rows, None)
+        picked = []
+        for name, ids, of in (("blocks", blocks, own[0]), ("state", states, own[1])):
+            if counts[of].size:
+                _check_ids(name, ids, int(counts[of][0]))
+                picked.append((first[of, None] + np.array(ids, np.int64)).ravel())
+        return np.concatenate(picked).astype(np.int32)
 
 
 def make_plans(local: ArenaView, remotes: Sequence[ArenaView]) -> dict[int, Plan]:
@@ -131,27 +120,32 @@ def make_plans(local: ArenaView, remotes: Sequence[ArenaView]) -> dict[int, Plan
 
     `remotes` are all ranks of the peer. Every byte of a slot is read from one of them, padding aside.
     """
-    own = local.layout()
     _check_peer(local, remotes)
     plans = {}
     for remote in remotes:
-        theirs = remote.layout()
-        blocks, states = _equal_runs(local, remote, own)
+        blocks, states = _runs(local, remote)
         if blocks or states:
             plans[remote.rank] = Plan(
-                _rows(local, own, *([(run.ours, run.length) for run in runs] for runs in (blocks, states))),
-                _rows(
-                    remote, theirs, *([(run.theirs, run.length) for run in runs] for runs in (blocks, states))
-                ),
+                _rows(local, blocks, states, lambda run: run.ours),
+                _rows(remote, blocks, states, lambda run: run.theirs),
                 len(blocks),
             )
     return plans
 
 
+def _check_ids(name: str, ids: Sequence[int], count: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < count:
+        raise ConfigError(
+            f"{name} has ids from {min(ids)} to {max(ids)}, of {count} in the arena", field=name
+        )
+
+
 def _check_peer(local: ArenaView, remotes: Sequence[ArenaView]) -> None:
     """Refuse a peer of another layout, and one whose ranks are not all there."""
+    local.layout()
     for remote in remotes:
         local.cut.check_equal(remote.cut)
+        remote.layout()
     ranks, sizes = sorted(remote.rank for remote in remotes), {remote.tp for remote in remotes}
     if sizes != {len(remotes)}:
         raise ConfigError(f"tp of the peer is {sorted(sizes)}, but it shows {len(remotes)} ranks", field="tp")
@@ -159,32 +153,44 @@ def _check_peer(local: ArenaView, remotes: Sequence[ArenaView]) -> None:
         raise ConfigError(f"rank of the peer's arenas is {ranks}: each must be there once", field="rank")
 
 
-def _equal_runs(local: ArenaView, remote: ArenaView, layout: Layout) -> tuple[list[Run], list[Run]]:
-    """Read slots whole, where both sides have the same number of ranks."""
-    if local.tp != remote.tp:
-        raise ConfigError(f"tp of the peer is {remote.tp} and this one's {local.tp}", field="tp")
+def _runs(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
+    """List what the local rank reads of a block, and of a state slot, of the remote one."""
+    if local.tp == remote.tp:
+        return _whole(local, remote)
+
+    def read(parts: Callable[[Cut, int, int], list[Part]]) -> list[Run]:
+        ours, theirs = (parts(view.cut, view.tp, view.rank) for view in (local, remote))
+        return common_runs(ours, theirs, local.rank)
+
+    return read(block_parts), read(state_parts)
+
+
+def _whole(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
+    """Read slots in one run, of the same rank of as many."""
     if local.rank != remote.rank:
         return [], []
+    layout = local.cut.layout(local.tp)
     blocks, states = ([Run(0, 0, size)] if size else [] for size in (layout.block_bytes, layout.state_bytes))
     return blocks, states
 
 
 def _rows(
-    view: ArenaView, layout: Layout, blocks: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]]
+    view: ArenaView, blocks: Sequence[Run], states: Sequence[Run], offset: Callable[[Run], int]
 ) -> NDArray[np.int64]:
-    """Name bytes (offset, length) of every block and of every state slot of an arena."""
+    """Name the bytes of these runs in every block, and in every state slot, of an arena."""
+    layout = view.layout()
     slabs = view.num_bytes // layout.slab_bytes
     classes = (
         (blocks, layout.block_bytes, layout.block_bytes, slabs * layout.blocks_per_slab),
         (states, layout.state_bytes, layout.slab_bytes, slabs * layout.states_per_slab),
     )
     rows = []
-    for places, size, stride, count in classes:
-        for offset, length in places:
-            assert 0 <= offset < offset + length <= size
-            rows.append((view.base + offset, length, view.device, stride, count))
+    for runs, size, stride, count in classes:
+        for run in runs:
+            assert 0 <= offset(run) <= size - run.length, "a run lies within its slot"
+            rows.append((view.base + offset(run), run.length, view.device, stride, count))
     if sum(row[-1] for row in rows) > MAX_DESCRIPTORS:
         raise ConfigError(
             f"num_bytes is {view.num_bytes}, too many slots to name: give less memory", field="num_bytes"
         )
-    return np.array(rows, np.int64).reshape(-1, 5)
+    return np.array(rows, np.int64)

@@ -1,0 +1,18 @@
+"""Pages as an arena lays them out: a layer's keys and values among those of others, heads outermost."""
+
+import torch
+from torch import Tensor
+
+LAYERS, OWN = 3, 1
+
+
+def make_blocks(
+    blocks: int, parts: int, tokens: int, heads: int, dim: int, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Make blocks [N, J, layer, parts, tokens, D] that hold NaN alone."""
+    return torch.full((blocks, heads, LAYERS, parts, tokens, dim), torch.nan, dtype=dtype)
+
+
+def layer_of(blocks_NJLPXD: Tensor) -> Tensor:
+    """Show one layer's pages in them: [N, parts, tokens, J, D]."""
+    return blocks_NJLPXD[:, :, OWN].permute(0, 2, 3, 1, 4)
