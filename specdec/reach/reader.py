@@ -153,7 +153,8 @@ class Reader:
         """End the wait for a read: `done` raises, `over` takes the time it takes."""
 
         def end() -> None:
-            if going := self._going.get(read.id):
+            going = self._going.get(read.id)
+            if going and going.read is read:
                 self._lose(going, "it was given up")
                 self._settle(going)
 
