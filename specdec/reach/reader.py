@@ -106,6 +106,8 @@ class Reader:
             target=context.run, args=(self._work, opened), name=f"specdec-reach-{name}", daemon=True
         )
         self._thread.start()
+        if opened.exception():
+            self._thread.join()
         opened.result()
         atexit.register(self.close)  # a thread that is in C++ when the interpreter ends aborts the process
 
