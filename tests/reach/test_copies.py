@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -16,17 +15,10 @@ from specdec.reach.copies import Copies, CopyingLink, CopyingPiece, CopyingWire,
 from specdec.reach.descriptors import PIECE_BYTES
 from specdec.reach.reader import AHEAD, Quarantine, Reader
 from specdec.reach.wire import Uncertain, WireError
-from tests.reach.pairs import WholeSlots, arena, num_bytes, pick
+from tests.reach.pairs import WholeSlots, arena, num_bytes, pick, until
 
 LONG_S = 60.0
 NEVER = Quarantine(part=2.0, age_s=1e9)
-
-
-def until(happens: Callable[[], bool]) -> None:
-    limit_s = time.monotonic() + LONG_S
-    while not happens():
-        assert time.monotonic() < limit_s
-        time.sleep(0.001)
 
 
 class Pair:
