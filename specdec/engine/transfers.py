@@ -10,7 +10,7 @@ from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
 from specdec.core.landing import Landing, Landings
 from specdec.core.lending import Lending, Lent
-from specdec.core.outputs import Delta
+from specdec.core.outputs import Delta, RequestStats
 from specdec.core.terms import Prepared
 from specdec.engine.thread import Worker
 from specdec.errors import ConfigError, EngineError, SpecdecError
@@ -24,6 +24,8 @@ class Loan:
     def __init__(self, lent: Lent, done: "Future[Lent]", give_back: Callable[[], None]) -> None:
         self.lent, self.done = lent, done
         """`done` gives it once the last of it is being read, or raises why it is not."""
+        self.stats: RequestStats | None = None
+        """What its steps did; None before it is done."""
         self.give_back = give_back
         """Stop reading, and let go of the memory between two steps; a second call does nothing."""
 
@@ -49,6 +51,7 @@ class Transfers:
 
         def emit(item: Delta | SpecdecError) -> None:
             if isinstance(item, Delta) and item.finish_reason == "length":
+                loan.stats = item.stats
                 done.set_result(lent)
                 return
             lending.give_back(lent)
@@ -65,14 +68,15 @@ class Transfers:
                 lent=lent,
             )
             number = request.number
+
+            def give_back() -> None:
+                self._worker.cancel([number])
+                if not self._worker.fault:
+                    self._worker.between_steps(lambda: lending.give_back(lent))
+
+            loan = Loan(lent, done, give_back)
             self._worker.submit([request])
-
-        def give_back() -> None:
-            self._worker.cancel([number])
-            if not self._worker.fault:
-                self._worker.between_steps(lambda: lending.give_back(lent))
-
-        return Loan(lent, done, give_back)
+        return loan
 
     def begin_landing(self, ids: Sequence[int], tenant: Tenant) -> "Future[Landing | None]":
         """Take memory for a prompt's beginning that another engine has read; None: it is not worth fetching.

@@ -64,7 +64,7 @@ class Side:
 
     async def settle(self) -> None:
         """Prove, once nothing is under way, that memory is whole and all of it can be had back."""
-        for _ in range(500):
+        for _ in range(1500):
             landings = self.engine.model.loop.scheduler.landings
             if not (
                 self.book.figures.held or self.carrier.figures.quarantined or (landings and landings.live)
