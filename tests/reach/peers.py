@@ -120,10 +120,10 @@ class Lender:
         )
 
     @contextlib.asynccontextmanager
-    async def listening(self, port: int = 0) -> AsyncIterator["Lender"]:
+    async def listening(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator["Lender"]:
         kept = KeptLog(lambda: self.kept, epoch=self.engine, clock=self.clock)
         app = channel_app(self.book, self.secret, agents=self.agents, kept=kept)
-        self.channel = await Channel(self.book, app).start("127.0.0.1", port)
+        self.channel = await Channel(self.book, app).start(host, port)
         self.port = self.channel.port
         try:
             yield self
