@@ -17,6 +17,7 @@ from specdec.core.scheduler import StepPlan
 from specdec.errors import ConfigError, EngineError
 from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
+from specdec.state_slots.arena import Arena
 from tests.lossless.cases import SHAPES, memory_for
 from tests.lossless.handover import Copy, hand_over
 from tests.lossless.test_prefix_texts import grove
@@ -298,6 +299,32 @@ def test_a_loan_that_is_given_back_early_is_not_read_on(folder: Path) -> None:
         engine.transfers.drop(landing.result()).result(60)
         engine.flush()
         assert engine.transfers.arena.usage().free_slabs == engine.transfers.arena.usage().slabs
+
+
+def test_memory_that_lands_is_left_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros may be written after what comes from outside: a mutant that takes a state of zeros is noticed."""
+    fields = fields_of("none", "chain", "record", "host")
+
+    def is_untouched() -> bool:
+        with engines(folder, 1, fields) as (engine,):
+            arena = engine.transfers.arena
+            arena.data.fill_(0xFF)
+            landing = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60)
+            assert landing and landing.state is not None
+            views = [arena.state_bytes_X(landing.state), *map(arena.block_bytes_X, landing.blocks)]
+            untouched = all(bool((view == 0xFF).all()) for view in views)
+            engine.transfers.drop(landing).result(60)
+        return untouched
+
+    assert is_untouched()
+
+    def zeroed(arena: Arena, owner: Any, n: int) -> list[int]:
+        state = arena.take_state(owner)
+        assert state is not None and n == 1
+        return [state]
+
+    monkeypatch.setattr(Arena, "take_snapshots", zeroed)
+    assert not is_untouched()
 
 
 def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:

@@ -305,3 +305,69 @@ def test_a_peer_that_does_not_answer_is_left_after_its_time(monkeypatch: pytest.
 
     monkeypatch.setattr("specdec.reach.peers.MEET_S", 0.1)
     run(test())
+
+
+def test_a_peer_leads_nowhere_else() -> None:
+    """Whoever answers with a redirection would else be sent the secret's bearer anywhere."""
+    seen = []
+
+    async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.read(1))
+        writer.close()
+
+    async def test() -> None:
+        async with raw(elsewhere) as other:
+
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await reader.readuntil(b"\r\n\r\n")
+                location = f"Location: http://127.0.0.1:{other}/\r\nContent-Length: 0\r\n\r\n"
+                writer.write(f"HTTP/1.1 307 X\r\n{location}".encode())
+                await reader.read()
+                writer.close()
+
+            async with raw(serve) as port, reading(port) as (peers, _):
+                reference = RoomReference("127.0.0.1", port, 1)
+                assert await refused(peers.meet(reference, PROMPT)) == "garbled"
+                assert (
+                    await refused(peers.meet(RoomReference("127.0.0.1", other, 1), PROMPT)) == "not_allowed"
+                )
+            assert not seen
+
+    run(test())
+
+
+def test_addresses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests for rooms may name any address of an allowed network."""
+
+    async def test() -> None:
+        async with Lender().listening() as lender, reading(lender.port, *range(1, 20)) as (peers, _):
+            lease, _ = await lender.read()
+            pair = await peers.meet(lender.reference(lease), PROMPT)
+            for port in range(1, 20):
+                await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT))
+            assert len(peers._links) == 3 and peers._links[pair.at].pair is pair
+
+    monkeypatch.setattr("specdec.reach.peers.MOST_LINKS", 3)
+    run(test())
+
+
+def test_an_answer_without_an_end_is_not_read_to_it() -> None:
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"HTTP/1.1 200 X\r\n\r\n")
+            while sent < 1 << 27:
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+                sent += 1 << 16
+        writer.close()
+
+    async def test() -> None:
+        async with raw(serve) as port, reading(port) as (peers, _):
+            assert await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT)) == "garbled"
+        assert sent < 1 << 26
+
+    run(test())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from specdec.reach.carrier import Read, ReadLost
 from specdec.reach.copies import Copies, CopyingLink, CopyingPiece, CopyingWire, Memory
 from specdec.reach.descriptors import PIECE_BYTES
-from specdec.reach.reader import Quarantine, Reader
+from specdec.reach.reader import AHEAD, Quarantine, Reader
 from specdec.reach.wire import Uncertain, WireError
 from tests.reach.pairs import WholeSlots, arena, num_bytes, pick
 
@@ -219,6 +219,46 @@ def test_reads_are_posted_by_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     small.done.result(LONG_S)
     assert order[:3] == [[64, 65], [7], [66, 67]]
     assert [block for piece in order for block in piece] == [64, 65, 7, *blocks[2:]]
+
+
+def test_few_pieces_of_a_read_are_ahead(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where posting returns early, a read does not put all of itself before the next one."""
+    monkeypatch.setattr("specdec.reach.descriptors.DESCRIPTOR_BYTES", PIECE_BYTES)
+    blocks = list(range(40, 80))
+    pair.peer.stall()
+    large = pair.read(blocks, blocks)
+    until(lambda: pair.peer.asked == AHEAD)
+    small = pair.read([7], [9])
+    until(lambda: pair.peer.asked == AHEAD + 1)
+    time.sleep(0.01)
+    assert pair.peer.asked == AHEAD + 1
+    pair.peer.go_on()
+    small.done.result(LONG_S)
+    large.done.result(LONG_S)
+
+
+def test_callers_are_heard_between_two_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given up while another read is copied is not begun any more."""
+    posts, goes_on = [], threading.Event()
+    post = CopyingLink.post
+
+    def recorded(self: CopyingLink, local: NDArray[np.int32], remote: NDArray[np.int32]) -> CopyingPiece:
+        posts.append(local.tolist())
+        goes_on.wait(LONG_S)
+        return post(self, local, remote)
+
+    monkeypatch.setattr(CopyingLink, "post", recorded)
+    monkeypatch.setattr("specdec.reach.descriptors.DESCRIPTOR_BYTES", PIECE_BYTES)
+    first = pair.read([7, 8], [9, 10])
+    until(lambda: posts == [[7]])
+    second = pair.read([20], [9])  # begins beside the first one's second piece
+    third = pair.read([21], [9])
+    pair.reader.give_up(third)
+    goes_on.set()
+    for read in (first, second):
+        read.done.result(LONG_S)
+    assert third.done.exception(LONG_S)
+    assert sorted(block for piece in posts for block in piece) == [7, 8, 20]
 
 
 def test_a_thread_that_is_stuck_holds_no_caller_up(monkeypatch: pytest.MonkeyPatch) -> None:
