@@ -269,7 +269,7 @@ def test_carriers_leave_no_thread_and_no_file_behind() -> None:
     most = [once() for _ in range(4)]
     # A thread may take its time to end, now as well as before.
     until(lambda: all(now <= then for now, then in zip(_threads_and_files(), before, strict=True)))
-    assert max(most)[0] - before[0] <= 4  # two of each: that of the carrier and that of NIXL
+    assert max(most)[0] - before[0] <= 6  # two of each carrier, and those of UCX that come and go
 
 
 LEAVES = """
