@@ -20,7 +20,7 @@ from specdec.state_slots.arena import Arena
 from tests.imports import ROOT
 from tests.reach.conftest import Make, needs_nixl
 from tests.reach.pairs import WholeSlots, arena, num_bytes, pick, until
-from tests.reach.processes import Peer, Puller
+from tests.reach.processes import Peer
 
 pytestmark = needs_nixl
 LONG_S = 120.0
@@ -213,17 +213,6 @@ def test_a_peer_that_is_stopped_when_it_is_attached(make: Make, start: Start) ->
     lost(it, "longer than")
     peer.go_on()
     it.over.result(LONG_S)
-
-
-@sockets
-def test_a_peer_outlives_readers_that_are_killed(make: Make, start: Start) -> None:
-    peer = start()
-    Puller(peer, slabs=SLABS).kill()
-    here = arena(slabs=SLABS)
-    reader = make(here)
-    attach(reader, here, peer)
-    read(reader, here, ALL).done.result(LONG_S)
-    assert landed(here)
 
 
 @sockets
