@@ -33,14 +33,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": BELOW_CORE,
     "setup": BELOW_SETUP,
     "engine": BELOW_ENGINE,
+    "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
     PACKAGE: {"config", "core", "engine"},
-    "bench": ENGINE | PUBLIC,
+    "bench": ENGINE | PUBLIC | {"reach"},
     # Training draws its curves as the benchmarks do.
     "train": ENGINE | PUBLIC | {"bench"},
-    "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
+    "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"reach"},
+    # A router is no engine: of a server it has what any of them needs, from the listening socket to errors.
+    "route": {"config", "server"},
     # The command line starts servers, benchmarks and training; nothing else may know them.
     # A command is imported once it is chosen, and all end where the process does.
-    "cli": ENGINE - PARTS | PUBLIC | {"models", "bench", "train", "server", "__main__"},
+    "cli": ENGINE - PARTS | PUBLIC | {"models", "reach", "bench", "train", "server", "route", "__main__"},
     "__main__": {"cli"},
 }
 """What each room may import beside itself and `errors`: the layers, from below."""
@@ -104,8 +107,12 @@ def test_imports_stay_within_the_rule(module: str, path: Path) -> None:
         ("specdec.core.loop", "from specdec.setup.resolve import Resolved"),
         ("specdec.core.device.step", "from specdec.setup.build import build"),
         ("specdec.setup.build", "from specdec.engine.thread import Worker"),
+        ("specdec.engine.engine", "from specdec.reach.carrier import Carrier"),
+        ("specdec.reach.reader", "from specdec.server.app import make_app"),
         ("specdec.bench.charts.lines", "from specdec.train.card import write_card"),
         ("specdec.server.app", "from specdec.bench.report import table"),
+        ("specdec.server.app", "from specdec.route.spans import fields_of"),
+        ("specdec.route.run", "from specdec.engine.engine import SpecEngine"),
         ("specdec.bench.throughput", "from specdec.cli import main"),
         ("specdec.engine.engine", "from kernels.group import Group"),
         ("specdec.engine.engine", "import state_slots.arena"),

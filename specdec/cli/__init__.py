@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "bench": ("measure", "cli:add_benchmarks"),
         "train": ("train the small checkpoint that ships, heads included", "train.commands:add_train"),
         "serve": ("an HTTP server that clients of OpenAI's API speak to", "server.command:add_server"),
+        "route": ("one address before many replicas of serve", "route.command:add_router"),
         "top": ("watch a running server: its memory, requests and drafts", "cli.commands:add_top"),
         "demo": ("stream completions of the model that ships, drafts in colour", "cli.commands:add_demo"),
     }

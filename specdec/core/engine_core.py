@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
+from specdec.core.lending import Lent
 from specdec.core.loop import DecodeLoop
 from specdec.core.outputs import Delta, EngineStats
 from specdec.core.request import Emit, Request
@@ -42,9 +43,13 @@ class EngineCore:
         stop_ids: Mapping[int, int | None] | None = None,
         index: int = 0,
         tenant: Tenant = SOLE,
+        lent: Lent | None = None,
     ) -> Request:
-        """Make a request, of choice `index`; without `stop_ids` those of the parameters end it."""
-        return Request(
+        """Make a request, of choice `index`; without `stop_ids` those of the parameters end it.
+
+        With `lent` it reads its prompt for another engine and chooses nothing.
+        """
+        request = Request(
             next(self._numbers),
             prompt,
             params,
@@ -57,6 +62,8 @@ class EngineCore:
             synthetic=self.loop.speculation.synthetic is not None,
             tenant=tenant,
         )
+        request.lent = lent
+        return request
 
     def add_request(self, request: Request) -> Request:
         """Let a request take part from the next step on that has room for it."""

@@ -8,6 +8,8 @@ from torch import Tensor
 from specdec.core.batch import ScheduledRequest, StepReport, StepResult
 from specdec.core.device.runner import Runner
 from specdec.core.executor import Executor, Forward
+from specdec.core.landing import Landings
+from specdec.core.lending import Lending
 from specdec.core.outputs import TokenLogprob
 from specdec.core.prefix_keeper import Prefixes
 from specdec.core.request import OutputToken, Request
@@ -47,6 +49,8 @@ class DecodeLoop:
         self.runner: Runner | None = None
         """Takes over the steps that the device can decide, if any may."""
         self.prefixes: Prefixes | None = None
+        self.lending: Lending | None = None
+        """What is lent to other engines, if prefixes are kept; what is fetched is the scheduler's."""
         self.observers: list[Callable[[StepReport], None]] = []
         """Called with each step's report, before finished requests give their memory back."""
         self._shares = True
@@ -69,6 +73,8 @@ class DecodeLoop:
         if self.prefixes:
             # What was read and written until a caller left is asked again where it was stopped by hand.
             self.prefixes.keep_running([r for r in self.scheduler.running if r.cancelled])
+        if self.scheduler.landings:
+            self.scheduler.landings.advance()
         plan = self.scheduler.schedule()
         self._follow(plan.events)
         if not plan.rows or (self.runner and self.runner.begin(plan.rows)):
@@ -81,6 +87,7 @@ class DecodeLoop:
         forward = self.executor.forward(windows, head.aux_hidden_layers if head else ())
         choices = self._choose(rows, forward)
         self._score_prompts(rows, forward)
+        self._check_lent(rows, forward)
         clock.lap("verify")
         paths = [self._walk(row, own) for row, own in zip(rows, choices, strict=True)]
         committed = self._promote(rows, paths)
@@ -121,6 +128,8 @@ class DecodeLoop:
         for request, hit in events.admitted:
             if hit:
                 self.speculation.restore(request, hit)
+        # All of it may have been cached.
+        self._finish([end for request, _ in events.admitted if (end := self._end_of_lending(request))])
 
     def _draft(self, rows: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Widen rows by what is drafted for them, and have it compiled what may follow each node."""
@@ -162,6 +171,13 @@ class DecodeLoop:
                 for logits_V, token in zip(logits_NV, request.tokens[at + 1 : upto + 1], strict=True):
                     found = logprob_of(logits_V, token, wanted)
                     request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
+
+    def _check_lent(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
+        """Look whether what is lent has given numbers, as no token is chosen of it."""
+        for row, first in zip(rows, forward.first_B, strict=True):
+            if row.request.lent and row.num_tokens == row.request.num_uncomputed_tokens - 1:
+                last_D = forward.hidden_TD[first + row.num_tokens - 1]
+                row.request.lent.is_sound = bool(last_D.isfinite().all())
 
     def _walk(self, row: ScheduledRequest, choices: Mapping[int, Choice]) -> AcceptedPath:
         """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""
@@ -240,6 +256,9 @@ class DecodeLoop:
             row.request.committed = committed
         if self.prefixes:
             self.prefixes.note(result.rows)
+            for row in result.rows:
+                if row.request.lent and not row.request.has_lent:
+                    self._lend(row.request)
         lengths = [len(row.request.tokens) for row in result.rows] if self.observers else []
         ended = [own for i in range(len(result.rows)) if (own := self._emit(result, i))]
         finished = [request for request, _ in ended]
@@ -258,11 +277,9 @@ class DecodeLoop:
         row, path = result.rows[index], result.paths[index]
         request = row.request
         if not path.emitted:
-            return None
+            return self._end_of_lending(request)
         if NO_TOKEN in path.emitted:
-            if self.prefixes:
-                self.prefixes.cut(request)
-            return request, EngineError("The model's logits for this request are not numbers (NaN).")
+            return self._end_with_nan(request)
         shared = self.speculation.learn(request, path.emitted)
         choices = result.choices[index] if result.choices else {}
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
@@ -285,6 +302,30 @@ class DecodeLoop:
         request.send(delta)
         return None
 
+    def _end_with_nan(self, request: Request) -> Ended:
+        if self.prefixes:
+            self.prefixes.cut(request)
+        return request, EngineError("The model's logits for this request are not numbers (NaN).")
+
+    def _end_of_lending(self, request: Request) -> Ended | None:
+        """End a request that has read all that it lends."""
+        if not (request.lent and request.has_lent):
+            return None
+        if not request.lent.is_sound:
+            return self._end_with_nan(request)
+        request.end_lending()
+        return request, None
+
+    def _lend(self, request: Request) -> None:
+        """Lend what a request has read, if it does; once it has ended, the state behind it as well."""
+        lent, table = request.lent, request.table_N.tolist()
+        if lent is None or self.lending is None:
+            return
+        if not request.has_lent:
+            return self.lending.extend(lent, table, request.num_computed_tokens)
+        state = request.committed.state if request.committed else None
+        self.lending.complete(lent, table, state, self.speculation.last_hidden(request))
+
     def _finish(self, ended: Sequence[Ended], result: StepResult | None = None) -> None:
         """Cache what ended requests leave; give their memory back, then send their last delta."""
         if not ended:
@@ -292,6 +333,8 @@ class DecodeLoop:
         if self.prefixes:
             self.prefixes.keep([request for request, _ in ended], result.ahead if result else None)
         for request, error in ended:
+            if not error:
+                self._lend(request)
             self.speculation.end(request, shared=self._shares)
             self.scheduler.release(request)
             if error:
@@ -312,6 +355,8 @@ class DecodeLoop:
             self.prefixes.keep_running(self.scheduler.running)
         self.scheduler.pause()
         self._follow(self.scheduler.schedule().events)
+        if self.lending:
+            self.lending.void()
         if self.scheduler.cache:
             self.scheduler.cache.move_down()
         self.check_idle()
@@ -330,7 +375,11 @@ class DecodeLoop:
         if self.runner:
             self.runner.abandon()
         self.speculation.forget_requests()
-        self.arena.forget()
+        landing = self.scheduler.landings.begin_afresh() if self.scheduler.landings else ()
+        if self.lending:
+            self.lending.forget()
+        # Another process may be writing what is landing: no one else is to get that memory.
+        self.arena.forget(keeping=landing)
         if self.scheduler.cache:
             self.scheduler.cache.forget()
         if self.device.type == "cuda":
@@ -338,9 +387,11 @@ class DecodeLoop:
         self.check_idle()
 
     def check_idle(self) -> None:
-        """Prove, while no request runs, that memory is whole and holds only prefixes for later ones."""
+        """Prove, while no request runs, that memory is whole and holds prefixes alone, kept or lent."""
+        landings = self.scheduler.landings
         if self.scheduler.cache:
-            self.scheduler.cache.check()
+            lent = self.lending.lent if self.lending else ()
+            self.scheduler.cache.check(others=[*lent, *(landings.live if landings else ())])
         else:
             self.arena.check_owners()
 
@@ -348,7 +399,7 @@ class DecodeLoop:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self.close()
         self.flush()
-        self._shares, self.prefixes = False, None
+        self._shares, self.prefixes, self.lending, self.scheduler.landings = False, None, None, None
         self.scheduler.keep_prefixes(None)
 
     def flush(self, caller: str | None = None) -> None:
@@ -383,6 +434,8 @@ class DecodeLoop:
         """Let what a request has read serve later ones."""
         self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
         self.scheduler.keep_prefixes(cache)
+        self.lending = Lending(self.arena, has_head=cache.has_head)
+        self.scheduler.landings = Landings(self.arena, cache, lambda: len(self.scheduler.running))
         if tuner:
             tuner.start()
 
@@ -390,6 +443,8 @@ class DecodeLoop:
         """End what runs beside the loop."""
         if self.prefixes and self.prefixes.tuner:
             self.prefixes.tuner.close()
+        if self.scheduler.landings:
+            self.scheduler.landings.close()
 
 
 def _refusal(fault: tuple[str, str]) -> RequestError:

@@ -14,6 +14,7 @@ import torch
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
+from specdec.core.lending import Lent
 from specdec.core.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenLogprob
 from specdec.core.stats import Counts
 from specdec.errors import SpecdecError
@@ -81,6 +82,8 @@ class Request:
         self._cutter = Cutter()
         self.cached_tokens = 0
         """Of the prompt, which an earlier request had read."""
+        self.lent: Lent | None = None
+        """What it lends of its prompt: all but the last token, which it does not read; it chooses none."""
         self.forget_memory()
 
     def forget_memory(self) -> None:
@@ -115,7 +118,13 @@ class Request:
     def num_schedulable_tokens(self) -> int:
         """How many of the uncomputed tokens may be read in one step."""
         stop = self.lease.until_stop(self.num_computed_tokens) if self.lease else None
-        return self.num_uncomputed_tokens if stop is None else min(self.num_uncomputed_tokens, stop)
+        count = self.num_uncomputed_tokens - (self.lent is not None)
+        return count if stop is None else min(count, stop)
+
+    @property
+    def has_lent(self) -> bool:
+        """Tell whether it has read all that it lends, which ends it."""
+        return self.lent is not None and self.num_uncomputed_tokens == 1
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -166,6 +175,11 @@ class Request:
             if self.finish_reason or self.num_remaining_tokens <= 0:
                 break
         return len(self._unsent)
+
+    def end_lending(self) -> None:
+        """Note that all has been read that is lent."""
+        self.first_token_s = time.perf_counter() - self.arrived_s
+        self.finish_reason = "length"
 
     def _write(self, said: OutputToken, *, may_stop: bool) -> None:
         """Put a token's text behind what is not sent yet; a stop string in it ends the request."""

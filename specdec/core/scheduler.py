@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec.core.batch import ScheduledRequest
+from specdec.core.landing import Landings
 from specdec.core.request import Request
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
@@ -76,6 +77,8 @@ class Scheduler:
         """Whether what the last pause took back is still to be computed anew; any thread may ask."""
         self._paused: list[Request] = []
         """Those that it took back."""
+        self.landings: Landings | None = None
+        """What is fetched from other engines, if prefixes are kept."""
         self._last_limit = ""
         self._events = Events()
 
@@ -85,6 +88,11 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
+
+    @property
+    def is_short(self) -> bool:
+        """Tell whether anything waits, perhaps for memory."""
+        return bool(self.waiting or (self.landings and self.landings.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -131,8 +139,10 @@ class Scheduler:
         rows: list[ScheduledRequest] = []
         budget = self.chunk_tokens
         for request in self.running:
-            count = 1 if request.num_uncomputed_tokens == 1 else min(request.num_schedulable_tokens, budget)
-            budget -= count if request.num_uncomputed_tokens > 1 else 0
+            count = request.num_schedulable_tokens
+            if request.num_uncomputed_tokens > 1:
+                count = min(count, budget)
+                budget -= count
             if count and (count < request.num_uncomputed_tokens or request.chooser.knows()):
                 rows.append(ScheduledRequest.of(request, count))
         events, self._events = self._events, Events()

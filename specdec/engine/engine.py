@@ -20,6 +20,7 @@ from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limi
 from specdec.core.thinking import ThinkingMarks, ThinkingTerms
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
+from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import find_models
 from specdec.setup.build import build
@@ -45,6 +46,7 @@ class SpecEngine:
         self._worker = Worker(partial(build, *find_models(model, self.config)))
         self.model = self._worker.model
         self.tokenizer = self.model.tokenizer
+        self.transfers = Transfers(self._worker, self.model)
         self._seeds = random.Random(self.config.seed)
         spec = self.model.network.spec
         self._grammars = Grammars(self.tokenizer, spec.vocab, spec.eos)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from specdec.kernels.native.threads import dismiss_helpers
 from specdec.setup.build import Model
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 QUIET_S = 0.02
@@ -120,18 +123,19 @@ class Worker:
 
     def flush(self, caller: str | None = None) -> "Future[None]":
         """Forget what ended requests left, or one caller's, between two steps."""
-        return self._between_steps(lambda: self._core.flush(caller))
+        return self.between_steps(lambda: self._core.flush(caller))
 
     def rest(self) -> "Future[None]":
         """Have what runs preempted between two steps, and the arena's bytes given back."""
-        return self._between_steps(self._rest)
+        return self.between_steps(self._rest)
 
     def wake(self) -> "Future[None]":
         """Have requests run again."""
-        return self._between_steps(lambda: self._core.wake())
+        return self.between_steps(lambda: self._core.wake())
 
-    def _between_steps(self, work: Callable[[], None]) -> "Future[None]":
-        done: Future[None] = Future()
+    def between_steps(self, work: Callable[[], T]) -> "Future[T]":
+        """Do something between two steps."""
+        done: Future[T] = Future()
 
         def run() -> None:
             # From here on its caller cannot give it up: to tell it nothing would end the engine.
@@ -142,8 +146,7 @@ class Worker:
                 return
             self._step_start_s = time.monotonic()
             try:
-                work()
-                done.set_result(None)
+                done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
             self._step_start_s = None

@@ -71,6 +71,7 @@ def build_app(state: State) -> web.Application:
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         ("GET", "/server_info", _server_info),
+        ("GET", "/model_info", _model_info),
         ("POST", "/flush_cache", _flush_cache),
         ("GET", "/openapi.json", _openapi),
     ]
@@ -292,6 +293,8 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
     shown = {
         "version": __version__,
         "model": served.name,
+        "served_model_name": served.name,
+        **_reach_info(state),
         "models": {own.name: own.resident.status for own in state.served},
         "chat_template": not served.template.is_plain,
         "writes": served.writes,
@@ -299,6 +302,23 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
         **(_engine_info(served) if resident.engine and not resident.is_unloading else {}),
     }
     return web.Response(text=json.dumps(shown), content_type="application/json")
+
+
+async def _model_info(request: web.Request, state: State) -> web.Response:
+    """Describe a model in SGLang's words, for its router; where the folder lies is the operator's."""
+    served = state.named(request.query.get("model"))
+    return web.json_response(
+        {"model_path": served.name, "served_model_name": served.name, "is_generation": True}
+    )
+
+
+def _reach_info(state: State) -> dict[str, Any]:
+    """Show the server's role, in SGLang's words too: its routers ask each server for its part."""
+    reach = state.reach
+    mode = {"disaggregation_mode": reach.role if reach and reach.role != "both" else "null"}
+    if reach is None:
+        return {"role": None, **mode}
+    return {"role": reach.role, **mode, "disaggregation_bootstrap_port": reach.port}
 
 
 def _engine_info(served: Served) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -24,6 +24,8 @@ from specdec.errors import ConfigError
 from specdec.server.failures import SEVERAL, Failure, Names, misfit, renamed
 from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.messages import Many, Message
+from specdec.server.reach.bodies import Asked, Bootstrap, Name, Port, Room, TransferParams, asked_of, each_of
+from specdec.server.settings import Role
 from specdec.server.tools.bodies import Tool
 from specdec.server.tools.offer import GivenChoice, Offer, make_offer
 from specdec.text.answers.calls import CallFormat
@@ -143,6 +145,14 @@ class Body(BaseModel):
         None, description="false: no drafts for this request; the text is the same"
     )
     keep_alive: Duration | None = Field(None, description=KEPT)
+    kv_transfer_params: TransferParams | None = Field(
+        None, description="vLLM's word for what one server reads and another one writes from"
+    )
+    bootstrap_host: Name | list[Name] | None = Field(
+        None, description="SGLang's words for it: the host that reads, one for each of several prompts"
+    )
+    bootstrap_port: Port | list[Port | None] | None = Field(None, description="its side channel's port")
+    bootstrap_room: Room | list[Room] | None = Field(None, description="what both servers call the prompt")
     return_drafts: bool = Field(
         False,
         description="put each verify step's draft beside the text: token_ids, texts and parents of its nodes "
@@ -158,13 +168,38 @@ class Body(BaseModel):
         except ValidationError as error:
             raise misfit(error) from None
         refuse(body.model_extra or {}, body.said)
-        if fields.get("stream_options") and not body.stream:
+        if fields.get("stream_options") and not body.stream and not body.is_for_prefill:
             raise Failure(
                 400,
                 "stream_options: it belongs to stream; set stream to true or leave it out.",
                 param="stream_options",
             )
         return body
+
+    @property
+    def is_for_prefill(self) -> bool:
+        """Whether a proxy says that the prompt alone is to be read, beside fields that speak of more."""
+        return bool(self.kv_transfer_params and self.kv_transfer_params.do_remote_decode)
+
+    def asked(self, role: Role | None, prompts: int = 1) -> Asked | None:
+        """Return what another server has to do with the request, by this one's role; None: nothing."""
+        return asked_of(self.kv_transfer_params, self._rooms(prompts), role)
+
+    def _rooms(self, prompts: int) -> list[Bootstrap] | None:
+        if self.bootstrap_room is None:
+            for field in ("bootstrap_host", "bootstrap_port"):
+                if getattr(self, field) is not None:
+                    raise Failure(
+                        400,
+                        f"bootstrap_room: it is missing beside {field}; give it.",
+                        param="bootstrap_room",
+                    )
+            return None
+        each = partial(each_of, prompts=prompts, n=self.n or 1)
+        rooms = each("bootstrap_room", self.bootstrap_room)
+        hosts = each("bootstrap_host", self.bootstrap_host) if self.bootstrap_host else [None] * prompts
+        ports = each("bootstrap_port", self.bootstrap_port) if self.bootstrap_port else [None] * prompts
+        return [Bootstrap(*own) for own in zip(hosts, ports, rooms, strict=True)]
 
     @property
     def ignored(self) -> list[str]:

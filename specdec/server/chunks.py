@@ -24,12 +24,17 @@ class Chunks:
         self.usage = Usage.of(prepared)
         self._form, self._body, self._prepared = form, body, prepared
         self._opened: set[int] = set()
+        self._beside: Json = {}
         self._head = {
             "id": f"{form.prefix}-{uuid.uuid4().hex}",
             "object": form.chunk,
             "created": int(time.time()),
             "model": model,
         }
+
+    def tell(self, beside: Json) -> None:
+        """Add fields that stand beside the choices at the end."""
+        self._beside |= beside
 
     def whole(self, said: Mapping[int, Delta]) -> str:
         """Write choices as JSON one by one: encoding holds all others."""
@@ -39,7 +44,7 @@ class Chunks:
         ]
         extra = {"metrics": self.usage.metrics()} if self._body.return_metrics else {}
         head = json.dumps({**self._head, "object": self._form.whole})
-        rest = json.dumps({"usage": self.usage.as_json()} | extra)
+        rest = json.dumps({"usage": self.usage.as_json()} | extra | self._beside)
         return f'{head[:-1]}, "choices": [{", ".join(choices)}], {rest[1:]}'
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
@@ -53,10 +58,11 @@ class Chunks:
 
     def end(self) -> list[Json]:
         body, last = self._body, {**self._head, "choices": []}
-        if not body.includes_usage and not body.return_metrics:
+        if not body.includes_usage and not body.return_metrics and not self._beside:
             return []
         last |= {"usage": self.usage.as_json()} if body.includes_usage else {}
-        return [last | ({"metrics": self.usage.metrics()} if body.return_metrics else {})]
+        last |= {"metrics": self.usage.metrics()} if body.return_metrics else {}
+        return [last | self._beside]
 
     def failed(self, failure: Failure) -> list[Json]:
         return [failure.body]

@@ -24,10 +24,11 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Connections:
     """Keeps descriptors free: without any the server could not even refuse. Owned by the event loop."""
 
-    def __init__(self, most: int | None, idle_s: float) -> None:
+    def __init__(self, most: int | None, idle_s: float, *, files: int = 1) -> None:
+        """Take so many connections at most, each of which needs so many descriptors."""
         limit = _raise_limit()
         self.idle_s = idle_s
-        self.most = min(most or limit, max(limit - SPARE, limit // 2))
+        self.most = min(most or limit, max(limit - SPARE, limit // 2) // files)
         self._busy: set[asyncio.BaseProtocol] = set()
         """Connections with a request in progress."""
 

@@ -19,6 +19,7 @@ KINDS = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     417: "invalid_request_error",
@@ -37,6 +38,9 @@ KINDS_OF_VALUE = {"str", "int", "float", "bool", "list", "dict"}
 SEVERAL = {
     "prompt": "give a text, token ids, or a list of texts or of lists of ids",
     "stop": "give a text or a list of texts",
+    "bootstrap_host": "give a host, or a list with one for each prompt",
+    "bootstrap_port": "give a port from 1 to 65535, or a list with one for each prompt",
+    "bootstrap_room": "give a whole number of 63 bits, or a list with one for each prompt",
     "keep_alive": "give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good",
 }
 """What fields may be that may be of several kinds: pydantic would speak of the first alone."""

@@ -74,7 +74,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "custom_logit_processor": (),
     "custom_params": (),
     "vllm_xargs": ({},),
-    "kv_transfer_params": (),
     "lora_path": (),
     "session_params": (),
     "return_hidden_states": (False,),

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from specdec.server.failures import SAME, Failure, Names, chained, naming, renam
 from specdec.server.fields import MAX_TOKENS
 from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.metrics import Watch
+from specdec.server.reach.bodies import Asked, Fetch, Lend
+from specdec.server.reach.lending import Lending, lending_params
 from specdec.server.state import Served, State, worked
 from specdec.server.streams import EventStream, send_whole
 from specdec.server.thinking import ThinkingTokens, span_of, template_variables
@@ -41,7 +44,14 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
         raise Failure(
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
-    read = partial(body.params, logprobs=body.logprobs, prompt_logprobs=body.scored)
+    asked = body.asked(state.role, len(body.prompts))
+    lends = isinstance(asked, Lend)
+
+    def read() -> SamplingParams:
+        if lends:
+            return lending_params(body)
+        return body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
+
     params = await state.beside(request, until, read)
 
     def echo(prepared: Sequence[Prepared]) -> list[Echo]:
@@ -52,16 +62,22 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     caller, kept_s = request["caller"], body.keep_alive_s
     with (
         naming(names),
+        _heard(state, asked),
         state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s),
     ):
         async with until.held():
             await served.ready()
             prepared = await served.prepare(body.prompts, params, caller)
             ids = sum(len(own.ids) for own in prepared)
-            echoes = await worked(ids * SPELLING, partial(echo, prepared)) if body.echo else []
+            echoes = []
+            if body.echo and not lends:
+                echoes = await worked(ids * SPELLING, partial(echo, prepared))
+            await _fetch(state, prepared, asked)
         form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
         writer = Chunks(form, body, body.model or served.name, prepared)
-        return await _answer(request, state, served, prepared, writer, until, names, streams=body.stream)
+        return await _answer(
+            request, state, served, prepared, writer, until, names, asked, streams=body.stream
+        )
 
 
 async def chat(request: web.Request, state: State) -> web.StreamResponse:
@@ -91,15 +107,20 @@ async def answer_chat(
     """Answer a chat, in whichever API it came: with its names for fields, and its form of answers."""
     with naming(names):
         served.check_turns(len(body.messages))
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        most_asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         default, budget = max(served.default_max_tokens, body.min_tokens or 0), body.budget
+        asked = body.asked(state.role)
+        lends = isinstance(asked, Lend)
 
         def settle() -> tuple[Offer | None, dict[str, Any], list[str], SamplingParams]:
             offer = body.offer(served.calls, told=served.told)
+            variables, unmet = told_of(body, offer, served)
+            if lends:
+                return offer, variables, unmet, lending_params(body)
             forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
-            most = default if asked is None else asked
+            most = default if most_asked is None else most_asked
             params = body.params(logprobs=body.shown, max_tokens=most, **forced)
-            return offer, *told_of(body, offer, served), params
+            return offer, variables, unmet, params
 
         offer, variables, unmet, params = await state.beside(request, until, settle)
         unmet += untold(body.tools, body.tool_choice, told=served.told)
@@ -109,32 +130,51 @@ async def answer_chat(
         asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
         names = chained({"prompt": "messages", **ASKED[asker]}, names)
     caller, kept_s = request["caller"], body.keep_alive_s
-    with naming(names), state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s):
+    with (
+        naming(names),
+        _heard(state, asked),
+        state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s),
+    ):
         async with until.held():
             await served.ready()
             messages, opened = body.messages, body.add_generation_prompt
             ids, thinking = await served.encode_chat(messages, variables, answer=opened)
             marks = await served.marks(ids, messages, variables)
             own: dict[str, Any] = {"cache_marks": marks or None}
-            if thinking and (budget or params.structured_outputs):
+            if thinking and not lends and (budget or params.structured_outputs):
                 own["thinking"] = span_of(thinking, budget[1] if budget else None)
-            elif budget:
+            elif budget and not thinking:
                 request["headers"] |= state.ignored.headers([names.get(budget[0], budget[0]), *ignored])
-            if asked is None:
+            if most_asked is None and not lends:
                 most = served.engine.model.settings.max_model_len
                 own["max_tokens"] = max(min(default, most - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await served.prepare([ids], params, caller)
+            await _fetch(state, prepared, asked)
         writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := served.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
-        return await _answer(request, state, served, prepared, writer, until, names, streams=body.stream)
+        return await _answer(
+            request, state, served, prepared, writer, until, names, asked, streams=body.stream
+        )
 
 
 def told_of(body: ChatBody, offer: Offer | None, served: Served) -> tuple[dict[str, Any], list[str]]:
     """Return what the template is told beside the messages, and the fields that it has no variables for."""
     variables, unmet = template_variables(body, served.template, served.template_kwargs)
     return variables | ({"tools": offer.plain} if offer else {}), unmet
+
+
+def _heard(state: State, asked: Asked | None) -> AbstractContextManager[None]:
+    """Let a server that waits for a prompt know at once if it is not read."""
+    return state.reach.lender.heard(asked) if state.reach else nullcontext()
+
+
+async def _fetch(state: State, prepared: Sequence[Prepared], asked: Asked | None) -> None:
+    """Fetch prompts that another server has read, if it is asked: they are then cached prefixes here."""
+    if isinstance(asked, Fetch):
+        assert state.reach
+        await state.reach.fetch(prepared, asked)
 
 
 async def _answer(
@@ -145,15 +185,22 @@ async def _answer(
     writer: Writer,
     until: Deadline,
     names: Names,
+    asked: Asked | None,
     *,
     streams: bool,
 ) -> web.StreamResponse:
     stall_s, metrics, resident = state.config.stall_timeout, served.metrics, served.resident
     room = served.engine.model.settings.max_model_len - max(len(own.ids) for own in prepared)
     request["headers"][MAX_TOKENS] = str(min(prepared[0].params.max_tokens, room))
-    answers = Answers(
-        served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over
-    )
+    answers: Answers | Lending
+    if isinstance(asked, Lend):
+        assert state.reach
+        assert isinstance(writer, Chunks), "other APIs say nothing of this"
+        answers = Lending(state.reach.lender, prepared, asked.rooms, until, writer)
+    else:
+        answers = Answers(
+            served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over
+        )
     with resident.answering(answers):
         with metrics.request(prepared, until.start_s) as watch, answers:
             if streams:
@@ -164,7 +211,7 @@ async def _answer(
         return await send_whole(request, whole_response, stall_s)
 
 
-async def _whole(answers: Answers, writer: Writer, watch: Watch) -> str:
+async def _whole(answers: Answers | Lending, writer: Writer, watch: Watch) -> str:
     said: dict[int, list[Delta]] = {}
     async for own in answers:
         choice, delta, _ = own
@@ -180,7 +227,7 @@ async def _whole(answers: Answers, writer: Writer, watch: Watch) -> str:
 
 
 async def _stream(
-    answers: Answers, writer: Writer, watch: Watch, stream: EventStream, names: Names
+    answers: Answers | Lending, writer: Writer, watch: Watch, stream: EventStream, names: Names
 ) -> web.StreamResponse:
     """Stream the deltas. After the first event an error is an event too: the status has been sent."""
     try:

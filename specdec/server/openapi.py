@@ -31,6 +31,7 @@ PLAIN = {
     "/ready": "Tell whether requests are taken",
     "/metrics": "Figures for Prometheus",
     "/server_info": "How the engine was settled and what drafts have earned",
+    "/model_info": "What is served, in SGLang's words",
     "/openapi.json": "This description",
 }
 ORDERS = {"/flush_cache": "Forget the texts in which drafters look up, and all prefixes that are kept"}
@@ -42,6 +43,7 @@ ERRORS = {
     "404": "There is no such model, or response",
     "405": "The address takes another method",
     "408": "The body took too long to come",
+    "409": "A bootstrap_room has been used before",
     "413": "The body is too large",
     "415": "The body has an encoding that is not known here",
     "429": "Too much is under way",

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import faulthandler
 import logging
 import os
@@ -22,10 +21,12 @@ from aiohttp import web
 from specdec.config.engine import EngineConfig
 from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
-from specdec.errors import ConfigError
 from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.connections import LINGER_S
+from specdec.server.listen import SWITCH_S, bind, listen, say
+from specdec.server.reach.reach import opened
+from specdec.server.reach.role import Part, settle_part
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.state import Served, State
@@ -37,21 +38,13 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 10.0
 """Seconds between log lines about speculation."""
-BACKLOG = 1024
-"""The backlog of the listening socket."""
-UNSENT_BYTES = 1 << 18
-"""The send buffer of a connection; the system's default grows to megabytes."""
 IDLE_S = 5.0
 """Seconds after which an idle model's process of forms is started, as imports take a core for two seconds, or
 ended where the model rests."""
-HANDSHAKE_S = 10.0
-"""Seconds that a client's TLS handshake may take."""
 WATCH_S = 1.0
 """Seconds between two checks of the engine."""
 GRACE_S = 5.0
 """For what is still open after draining, and for the last step to end."""
-SWITCH_S = 1e-3
-"""Seconds for which a thread that runs Python, as one that reads a large body, holds the others up."""
 STDERR = 2
 OURS = "specdec-"
 """The prefix of the engine's thread names."""
@@ -62,6 +55,7 @@ FAILED = 70
 def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConfig) -> None:
     """Load models and serve them until stopped. Errors in the server's settings are raised before loading."""
     access, tls = Access(config), tls_context(config)
+    part = settle_part(config, engine_config, len(folders))
     sys.setswitchinterval(SWITCH_S)
     if access.is_open:
         logger.warning(
@@ -70,9 +64,9 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
     elif access.is_open_to_pages:
         logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
     switcher = open_models(folders, engine_config, config)
-    with _bind(config) as sock, contextlib.closing(switcher):
+    with bind(config.host, config.port) as sock, contextlib.closing(switcher):
         switcher.start()
-        fault = asyncio.run(serve(switcher, config, sock, tls))
+        fault = asyncio.run(serve(switcher, config, sock, tls, part))
         failed = fault is not None
         ended = switcher.close(0 if failed else GRACE_S)
         if failed or not ended:
@@ -86,14 +80,28 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
 
 
 async def serve(
-    switcher: Switcher, config: ServerConfig, sock: socket.socket, tls: ssl.SSLContext | None
+    switcher: Switcher,
+    config: ServerConfig,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    part: Part | None = None,
 ) -> str | None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
     A second signal stops without waiting. An engine that fails for good counts as a first signal, a task of
     the server that fails as both. Return what has failed, if anything has.
     """
-    state = State(switcher, config)
+    if part is None:
+        return await _serve(State(switcher, config), sock, tls)
+    resident = switcher.residents[0]
+    assert resident.engine
+    async with opened(part, resident.engine, resident.folder, config) as reach:
+        return await _serve(State(switcher, config, reach), sock, tls)
+
+
+async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) -> str | None:
+    """Do that with what all handlers share, which other servers reach already and until the end."""
+    switcher = state.switcher
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
     await runner.setup()
     assert runner.server
@@ -106,20 +114,9 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
-        # One at a time: where no descriptor is left, asyncio logs an error for each of a whole backlog.
-        listener = await loop.create_server(
-            state.connections.factory(runner.server),
-            sock=sock,
-            backlog=1,
-            ssl=tls,
-            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-        )
-        sock.listen(BACKLOG)
-        host, port = sock.getsockname()[:2]
-        scheme = "https" if tls else "http"
-        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        listener, address = await listen(state.connections.factory(runner.server), sock, tls)
         names = ", ".join(own.name for own in state.served)
-        _say(
+        say(
             f"serving {names} at {address}/v1 (playground: {address}/, health: {address}/health, "
             f"figures: {address}/metrics); Ctrl-C stops it"
         )
@@ -151,54 +148,12 @@ async def serve(
         await runner.cleanup()
 
 
-def _say(line: str) -> None:
-    """Print a line; if it cannot be written, on a full disk perhaps, carry on."""
-    try:
-        print(line, flush=True)
-    except OSError as error:
-        logger.warning("standard output cannot be written: %s", error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python holds back of it too
-
-
 def _leave(code: int) -> None:
     """Exit at once, with the log flushed."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _bind(config: ServerConfig) -> socket.socket:
-    """Bind the address; requests are accepted once the model is loaded."""
-    sock = None
-    try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted ones inherit it
-        sock.bind(address)
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"host: {config.host!r} is neither an address nor a known name ({error.strerror}); give "
-            "127.0.0.1, or 0.0.0.0 for all of its addresses.",
-            field="host",
-        ) from error
-    except OSError as error:
-        if sock:
-            sock.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(
-                f"host: {config.host} is no address of this machine; give 127.0.0.1, or 0.0.0.0 for all of "
-                "its addresses.",
-                field="host",
-            ) from error
-        raise ConfigError(
-            f"port: {config.host}:{config.port} cannot be listened at ({error.strerror or error}); choose "
-            "another one, or 0 for any that is free.",
-            field="port",
-        ) from error
-    return sock
 
 
 def _answers(count: int) -> str:
@@ -211,7 +166,7 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
     seconds, start_s = state.config.drain_seconds, time.monotonic()
     if state.choices:
         logger.info("stopping: %g s for %s; a second signal ends at once", seconds, _answers(state.choices))
-    waits = [asyncio.create_task(event.wait()) for event in (state.idle, hurried)]
+    waits = [asyncio.create_task(own) for own in (_idle(state), hurried.wait())]
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
@@ -221,6 +176,13 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
         state.end_all()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(state.idle.wait(), LINGER_S)
+
+
+async def _idle(state: State) -> None:
+    """Wait until nothing is under way, here or at servers that read what this one holds for them."""
+    await state.idle.wait()
+    if state.reach:
+        await state.reach.idle()
 
 
 def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.Task[None]") -> None:

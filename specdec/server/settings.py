@@ -1,6 +1,8 @@
 """The server's settings; the engine has its own."""
 
+import ipaddress
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -36,6 +38,11 @@ ReasoningParser = Literal[
     "seed_oss",
     "none",
 ]
+
+Role = Literal["prefill", "decode", "both"]
+OnFailure = Literal["read", "fail"]
+Check = Literal["first", "always", "never"]
+HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*\.?", re.ASCII)
 
 
 class ServerConfig(Settings):
@@ -219,12 +226,72 @@ class ServerConfig(Settings):
         title="seconds after its last use for which a response is kept",
         description="a number above 0",
     )
+    role: Role | None = Field(
+        None,
+        title="prefill apart from decode: prefill lends what it has read, decode fetches it and writes, both "
+        "does either, as a request says. The environment's SPECDEC_REACH_SECRET, which all such servers "
+        "share, is its key. None: both where there is that secret, else nothing is lent or fetched",
+        description=f"{describe_choices(Role)}, or None",
+    )
+    reach_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        title="address of the side channel, by which other servers reach this one: they are told it, so it "
+        "is to be one of this machine and theirs",
+        description="an address or a host name, no wildcard",
+    )
+    reach_port: int = Field(
+        5600,
+        ge=0,
+        le=65535,
+        title="port of the side channel; SGLang's routers call it the bootstrap port",
+        description="0 to 65535; 0: any free one",
+    )
+    reach_peers: list[str] | None = Field(
+        None,
+        title="servers from which prompts may be fetched, by their side channels: the secret is sent there. "
+        "Without a port of their own they have this reach_port. None: this machine's loopback, at this "
+        "reach_port and at 5600",
+        description="a list of networks such as 10.1.0.0/16, addresses and host names, each with :PORT or "
+        "without, or None",
+    )
+    reach_on_failure: OnFailure = Field(
+        "read",
+        title="what becomes of a request whose prompt cannot be fetched: it is read here, or the request "
+        "fails with 503 (prefill_lost)",
+        description=describe_choices(OnFailure),
+    )
+    reach_lease_max: float = Field(
+        300.0,
+        gt=0,
+        title="seconds that a prompt that was read is held at most for the server that is to fetch it",
+        description="a number above 0",
+    )
+    reach_check: Check = Field(
+        "first",
+        title="which fetched prompts are compared with their checksums; first: the first from each server",
+        description=describe_choices(Check),
+    )
+    reach_carrier: Literal["nixl"] = Field(
+        "nixl", title="what moves the bytes between servers", description='"nixl"'
+    )
     log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
         "text",
         title="how the log is written: as lines of text, or as one JSON object on each line",
         description='"text" or "json"',
     )
+
+    @field_validator("reach_host")
+    @classmethod
+    def _check_reach_host(cls, value: str) -> str:
+        try:
+            is_any = ipaddress.ip_address(value).is_unspecified
+        except ValueError:
+            is_any = not HOST_NAME.fullmatch(value)
+        if is_any:
+            raise ValueError
+        return value
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -21,10 +21,12 @@ from specdec.server.connections import Connections
 from specdec.server.failures import Failure, without_inside
 from specdec.server.fields import Ignored
 from specdec.server.messages import Message, as_read, beginnings
-from specdec.server.metrics import Metrics, ModelMetrics
+from specdec.server.metrics import Metrics, ModelMetrics, labels_of
+from specdec.server.reach.figures import ReachFigures
+from specdec.server.reach.reach import Reach
 from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
-from specdec.server.settings import ServerConfig
+from specdec.server.settings import Role, ServerConfig
 from specdec.server.switcher import Switcher
 from specdec.server.threads import Pool
 from specdec.text.answers.formats import call_format
@@ -56,9 +58,13 @@ class EncodedChat(NamedTuple):
 class State:
     """Owned by the event loop's thread."""
 
-    def __init__(self, switcher: Switcher, config: ServerConfig) -> None:
+    def __init__(self, switcher: Switcher, config: ServerConfig, reach: Reach | None = None) -> None:
         self.switcher, self.config = switcher, config
+        self.reach = reach
+        """What lends prompts to other servers and fetches theirs; None: the server has no role in that."""
         self.metrics = Metrics(switcher.residents)
+        if reach:
+            self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
         self.served = [Served(own, config, self.metrics.of(own.name)) for own in switcher.residents]
         """The models; requests that name none ask the first."""
         self.ignored = Ignored()
@@ -75,6 +81,10 @@ class State:
         """Of requests whose bodies are being read, or wait for it."""
         self.idle = asyncio.Event()
         self.idle.set()
+
+    @property
+    def role(self) -> Role | None:
+        return self.reach.role if self.reach else None
 
     @property
     def names(self) -> list[str]:
@@ -151,6 +161,12 @@ class State:
                 "later.",
                 code="too_many_requests",
                 headers=BUSY,
+            )
+        if self.reach and keep_alive_s is not None:
+            raise Failure(
+                400,
+                "keep_alive: other servers read this one's memory, so its model stays loaded; leave it out.",
+                param="keep_alive",
             )
         served.resident.enter(keep_alive_s)
         served.choices += choices

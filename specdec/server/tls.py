@@ -5,10 +5,10 @@ import math
 import ssl
 import time
 from pathlib import Path
+from typing import Protocol
 
 from specdec.errors import ConfigError
 from specdec.models.folder import short
-from specdec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,20 @@ MISMATCH = "KEY_VALUES_MISMATCH"
 """OpenSSL's reason for a key that is not the certificate's."""
 
 
-def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+class Files(Protocol):
+    """The settings that name them."""
+
+    @property
+    def ssl_certfile(self) -> str | None: ...
+
+    @property
+    def ssl_keyfile(self) -> str | None: ...
+
+    @property
+    def ssl_keyfile_password(self) -> str | None: ...
+
+
+def tls_context(config: Files) -> ssl.SSLContext | None:
     """Read the certificate and its key; None: the server speaks plain HTTP."""
     if config.ssl_certfile is None:
         for field in ("ssl_keyfile", "ssl_keyfile_password"):
@@ -75,7 +88,7 @@ def _check_readable(field: str, path: str | None) -> None:
         raise _unfit(field, f"{short(path)} cannot be read ({why}); give a file in PEM") from None
 
 
-def _refusal(config: ServerConfig, error: Exception, *, is_encrypted: bool) -> ConfigError:
+def _refusal(config: Files, error: Exception, *, is_encrypted: bool) -> ConfigError:
     """Say which of the files is at fault, and what to give."""
     if is_encrypted:
         wrong = "does not open" if config.ssl_keyfile_password else "is missing for"

@@ -9,4 +9,5 @@ layout.py computes the bytes of each slot and the offsets of its parts, views.py
 bytes as tensors, slots.py allocates slots, integrity.py proves that nothing is owned twice or lost, and
 arena.py is the interface to them. tree.py and window.py describe the input of a step.
 In prefix/, cache.py is the prefix cache that requests use and tiers.py one memory of it with its eviction.
+In transfer/, plan.py says which bytes an engine reads of another one's arena, whatever the numbers of ranks.
 """

@@ -166,6 +166,10 @@ class Arena:
         """Let `owner` hold a live block too; its bytes stay until the last owner lets go."""
         self._blocks.share(owner, block)
 
+    def share_state(self, owner: Owner, state: int) -> None:
+        """Let `owner` hold a live state too, which nothing writes from now on."""
+        self._states.share(owner, state)
+
     def release_blocks(self, owner: Owner, blocks: Sequence[int]) -> None:
         self._blocks.release(owner, blocks)
 
@@ -310,11 +314,17 @@ class Arena:
                     f"owner {owner!r} holds {pool.kind}s {sorted(held)}, not {sorted(slots)}"
                 )
 
-    def forget(self) -> None:
-        """Free every slot of every owner, after a failure that may have left anything half done."""
+    def forget(self, keeping: Iterable[Owner] = ()) -> None:
+        """Free every slot, after a failure that may have left anything half done.
+
+        Owners that are to be kept share nothing that others held: only what is theirs alone stays theirs.
+        """
+        kept = [(pool, owner, pool.alone(owner)) for owner in keeping for pool in self._pools.values()]
         self._slabs.forget()
         for pool in self._pools.values():
             pool.forget()
+        for pool, owner, slots in kept:
+            pool.hold_again(owner, slots)
 
     @property
     def can_rest(self) -> bool:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.slots import Evictable, Kind, Owner, SlabList, SlotPool
+from specdec.state_slots.slots import Evictable, Fixed, Kind, Owner, SlabList, SlotPool
 
 
 class IntegrityError(AssertionError):
@@ -71,7 +71,9 @@ def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> N
         held_by, known = holders.get(slot, ()), pool.owners_of(slot) if slot in pool.owners else ()
         if len(held_by) != len(known) or set(held_by) != set(known):
             raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {list(known)}")
-        if len(known) > 1 and pool.kind is not Kind.BLOCK:
+        # A state that is kept and one that is lent are read, and written no more.
+        are_readers = pool.kind is Kind.STATE and all(isinstance(own, Evictable | Fixed) for own in known)
+        if len(known) > 1 and pool.kind is not Kind.BLOCK and not are_readers:
             raise IntegrityError(f"{pool.kind} {slot} has {len(known)} owners, and only blocks are shared")
     in_use = sum(any(not isinstance(owner, Evictable) for owner in owners) for owners in holders.values())
     if in_use != pool.in_use:

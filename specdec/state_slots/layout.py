@@ -44,6 +44,8 @@ class StateShape:
     channels: int
     decay_dim: int = 1
     """Log-decays of a head: one, or one for each of its `key_dim` rows."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """How ranks share the channels: (units, channels of a unit) of each projection. None: they cannot."""
 
 
 class KVRegion(NamedTuple):
@@ -244,6 +246,12 @@ def _check_state(layer: int, state: StateShape) -> None:
     is_sized = min(state.channels - 1, state.conv_inputs, state.heads) >= 0
     if not is_sized or (state.heads and min(dims) < 1) or state.decay_dim not in (1, state.key_dim):
         raise ConfigError(f"recurrent layer {layer} has sizes out of range: {state}", field="states")
+    if state.runs and (
+        sum(units * width for units, width in state.runs) != state.channels or min(map(min, state.runs)) < 1
+    ):
+        raise ConfigError(
+            f"recurrent layer {layer} has runs that are not its channels: {state}", field="states"
+        )
 
 
 def _place(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:

@@ -3,13 +3,19 @@
 from array import array
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from enum import StrEnum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 Owner = Hashable
 
 
 class Evictable:
     """An owner that can be evicted: what it alone holds counts as free."""
+
+    __slots__ = ()
+
+
+class Fixed:
+    """An owner whose slots another process reads or writes by their addresses: they do not move."""
 
     __slots__ = ()
 
@@ -45,6 +51,13 @@ class SlabList:
         """Make every slab free."""
         self.kinds = [None] * len(self.kinds)
         self.free = list(range(1, len(self.kinds)))
+
+    def reopen(self, slab: int, kind: Kind) -> None:
+        """Let a slab serve a class again after `forget`."""
+        if self.kinds[slab] is None:
+            self.free.remove(slab)
+            heapify(self.free)
+            self.kinds[slab] = kind
 
     def close(self, slab: int) -> None:
         self.kinds[slab] = None
@@ -84,6 +97,16 @@ class SlotPool:
         """Bit n is set when some partly used slab has n live slots."""
         self.spare = 0
         """Free slots in partly used slabs."""
+
+    def hold_again(self, owner: Owner, slots: Sequence[int]) -> None:
+        """Let an owner hold the slots after `forget` that were its own before, of the same generation."""
+        for slot in slots:
+            slab, place = divmod(slot, self.per_slab)
+            self.slabs.reopen(slab, self.kind)
+            self._file(slab, self.used.get(slab, 0) | 1 << place)
+            self.owners[slot] = owner
+            self.held.setdefault(owner, {})[slot] = self.generations[slot]
+            self.in_use += not isinstance(owner, Evictable)
 
     def new_slabs(self, n: int) -> int:
         """Count the free slabs that `take` would open for n slots."""
@@ -154,6 +177,10 @@ class SlotPool:
         if not held:
             self.held.pop(owner, None)
 
+    def alone(self, owner: Owner) -> list[int]:
+        """List the slots that an owner shares with no other."""
+        return [slot for slot in self.held.get(owner, ()) if len(self.owners_of(slot)) == 1]
+
     def release_owner(self, owner: Owner) -> None:
         if owner in self.held:
             self.release(owner, list(self.held[owner]))
@@ -161,12 +188,15 @@ class SlotPool:
     def evacuate(self) -> dict[int, int]:
         """Move what lives in the emptiest slab into holes of others, and give it back; say what went where.
 
-        Nothing is moved where the others have too few. The bytes are the caller's to copy.
+        Nothing is moved where the others have too few, or where an owner's slots must stay. The bytes are the
+        caller's to copy.
         """
-        least = (self.fullness & -self.fullness).bit_length() - 1
-        if least < 0 or least > self.spare - (self.per_slab - least):
+        movable = (
+            (n, slab) for n, slabs in enumerate(self.partial) for slab in slabs if self._may_move(slab)
+        )
+        least, slab = next(movable, (0, 0))
+        if not least or least > self.spare - (self.per_slab - least):
             return {}
-        slab = next(iter(self.partial[least]))
         used, first = self.used[slab], slab * self.per_slab
         self._file(slab, 0)
         moved = {}
@@ -180,6 +210,11 @@ class SlotPool:
                 self.held[owner][new] = self.generations[new]
         self.handed_out += len(moved)
         return moved
+
+    def _may_move(self, slab: int) -> bool:
+        used, first = self.used[slab], slab * self.per_slab
+        slots = (first + place for place in range(self.per_slab) if used >> place & 1)
+        return not any(isinstance(owner, Fixed) for slot in slots for owner in self.owners_of(slot))
 
     @property
     def kept(self) -> int:

@@ -10,8 +10,10 @@ from specdec.config.sampling import SamplingParams
 from specdec.config.structured import Structure
 from specdec.config.thinking import ThinkingSpan
 from specdec.errors import ConfigError
+from specdec.route.settings import RouteConfig
 from specdec.server.settings import ServerConfig
 
+TOLD = [EngineConfig, SamplingParams, Structure, ThinkingSpan, ServerConfig, RouteConfig]
 SETTINGS = Path(__file__).parents[2] / "docs" / "settings.md"
 
 
@@ -125,7 +127,7 @@ def test_help_says_what_a_setting_does_and_how_a_list_is_written(
     assert ("written 0.9,0.5" if settings is EngineConfig else "may be repeated") in text
 
 
-@pytest.mark.parametrize("settings", [EngineConfig, SamplingParams, Structure, ThinkingSpan, ServerConfig])
+@pytest.mark.parametrize("settings", TOLD)
 def test_the_documentation_has_every_setting(settings: type[Settings]) -> None:
     _, after = SETTINGS.read_text("utf-8").split(f"<!-- {settings.__name__} -->\n")
     shown, _ = after.split(f"\n<!-- /{settings.__name__} -->")

@@ -177,6 +177,8 @@ def test_sequences_fit_as_counted_slab_by_slab(layout: Layout, slabs: int, token
         ("states", {"states": (StateShape(-1, 4, 4, 3, 8),)}),
         ("states", {"states": (StateShape(1, 4, 4, -1, 8),)}),
         ("states", {"states": (StateShape(1, 4, 4, 3, 0),)}),
+        ("states", {"states": (StateShape(1, 4, 4, 3, 8, runs=((2, 2), (2, 3))),)}),
+        ("states", {"states": (StateShape(1, 4, 4, 3, 8, runs=((-2, -4),)),)}),
         ("block_tokens", {"block_tokens": 0}),
         ("dtype", {"dtype": torch.int8}),
         ("state_dtype", {"state_dtype": torch.int32}),

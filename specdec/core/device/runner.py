@@ -152,7 +152,7 @@ class Runner(ABC):
         paths = [self._path(*own, read.key) for own in zip(read.requests, read.outcomes, strict=True)]
         result = StepResult(rows, paths, read.committed, seconds, ahead=read.ahead)
         # What those held that are over may let others in.
-        self._over |= bool(self.host.commit(result)) and bool(self.host.scheduler.waiting)
+        self._over |= bool(self.host.commit(result)) and self.host.scheduler.is_short
 
     def _path(self, request: Request, outcome: Outcome, key: GraphKey) -> AcceptedPath:
         """Return the path that the device has accepted: none where the numbers were NaN at the root."""

@@ -37,7 +37,9 @@ class GatedDeltaNet(Mixer):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def state_shape(self) -> StateShape:
-        return StateShape(self.value_heads, self.key_dim, self.value_dim, self.conv - 1, self.channels)
+        keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        sizes = (self.value_heads, self.key_dim, self.value_dim, self.conv - 1, self.channels)
+        return StateShape(*sizes, runs=(keys, keys, values))
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         value = self.value_heads * self.value_dim

@@ -44,7 +44,7 @@ class KimiDeltaAttention(Mixer):
 
     def state_shape(self) -> StateShape:
         sizes = (self.heads, self.head_dim, self.head_dim, self.conv - 1, 3 * self.width)
-        return StateShape(*sizes, decay_dim=self.head_dim)
+        return StateShape(*sizes, decay_dim=self.head_dim, runs=((self.heads, self.head_dim),) * 3)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         gates = {}

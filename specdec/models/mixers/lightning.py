@@ -32,7 +32,8 @@ class Lightning(Mixer):
 
     def state_shape(self) -> StateShape:
         """Record keys as the inputs of a convolution of one tap, which keeps no window."""
-        return StateShape(self.heads, self.head_dim, self.head_dim, 0, self.inner)
+        runs = ((self.heads, self.head_dim),)
+        return StateShape(self.heads, self.head_dim, self.head_dim, 0, self.inner, runs=runs)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {"lightning in": (4 * self.inner, hidden), "lightning out": (hidden, self.inner)}

@@ -41,7 +41,7 @@ class Mamba1(Mixer):
     def state_shape(self) -> StateShape:
         """Keep the step size in records where others keep what they write, and the key for the decays."""
         shape = (self.heads, self.state_dim, self.inner // self.heads, self.conv - 1, self.inner)
-        return StateShape(*shape, decay_dim=self.state_dim)
+        return StateShape(*shape, decay_dim=self.state_dim, runs=((self.inner, 1),))
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {

@@ -52,7 +52,9 @@ class Mamba2(Mixer):
         return self.inner + 2 * self.groups * self.state_dim
 
     def state_shape(self) -> StateShape:
-        return StateShape(self.heads, self.state_dim, self.head_dim, self.conv - 1, self.channels)
+        group = (self.groups, self.state_dim)
+        sizes = (self.heads, self.state_dim, self.head_dim, self.conv - 1, self.channels)
+        return StateShape(*sizes, runs=((self.heads, self.head_dim), group, group))
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {

@@ -25,7 +25,7 @@ class ShortConv(Mixer):
 
     def state_shape(self) -> StateShape:
         """Keep the last inputs B ⊙ h, of which a record is one; there is no state to add it to."""
-        return StateShape(0, 0, 0, self.conv - 1, self.channels)
+        return StateShape(0, 0, 0, self.conv - 1, self.channels, runs=((self.channels, 1),))
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {"conv in": (3 * self.channels, hidden), "conv out": (hidden, self.channels)}

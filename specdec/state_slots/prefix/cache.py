@@ -97,6 +97,25 @@ class PrefixCache(Tier):
         lease.tip = node
         return node
 
+    def longest(self, tenant: Tenant, tokens: Tokens) -> int:
+        """Count the tokens that a request which begins with these need not read, wherever they are cached."""
+        tiers = [self, self.lower] if self.lower else [self]
+        return max(tier.usable(*tier.tree.walk(tenant, as_ids(tokens)))[1] for tier in tiers)
+
+    def adopt(
+        self,
+        owner: Hashable,
+        tenant: Tenant,
+        tokens: Tokens,
+        table: Sequence[int],
+        state: int | None,
+        hidden_1D: Tensor | None,
+    ) -> None:
+        """Insert what no request has computed; its blocks are shared, its state is taken over."""
+        node, _ = self._insert(tenant, as_ids(tokens), list(table))
+        if state is not None:
+            self.keep(node, owner, state, hidden_1D)
+
     def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
         """Keep a copy of a running request's state at a node, if there is room for it."""
         if state is None or node.state is not None:

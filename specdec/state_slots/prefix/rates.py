@@ -95,6 +95,15 @@ class Rates:
             return True
         return copied_bytes * copied_s < work * self.read_s
 
+    def observe_copy(self, copied_bytes: int, seconds: float) -> None:
+        """Hear of a copy that another has made and timed."""
+        self._copied_s = _mean(self._copied_s, seconds / max(copied_bytes, 1))
+
+    def doubt(self) -> None:
+        """Think a little better of copies where none was tried: nothing else would tell when they pay."""
+        if self._copied_s is not None:
+            self._copied_s *= 1 - RECENT
+
     def observe_reading(self, work: float, seconds: float) -> None:
         """Hear of a step that did nothing but read prompts."""
         if work > 0:

@@ -1,0 +1,151 @@
+"""What an engine fetches from others: memory for a prompt's beginning, which ends as a cached prefix."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from specdec.config.tenant import Tenant
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.pinned import sent
+from specdec.state_slots.prefix.cache import PrefixCache, as_ids
+from specdec.state_slots.prefix.rates import Rates, mark
+from specdec.state_slots.prefix.tree import Ids
+from specdec.state_slots.slots import Fixed
+
+WORTH_FETCHING = 64
+"""Tokens; fewer are read as quickly."""
+
+
+class Landing(Fixed):
+    """One prompt's beginning on its way in.
+
+    Whatever writes into its blocks and its state from outside must have ended before it is landed or dropped.
+    """
+
+    def __init__(self, tenant: Tenant, ids: Ids, shared: Sequence[int], have: int) -> None:
+        self.tenant, self.ids = tenant, ids
+        self.shared, self.have = tuple(shared), have
+        """Blocks that were cached already, and how many tokens they hold."""
+        self.blocks: tuple[int, ...] = ()
+        """Those behind them, which are to come."""
+        self.state: int | None = None
+        """A slot that holds whatever lay there; None in a model without states."""
+        self.is_void = False
+        """Whether memory has begun afresh since: it can only be dropped."""
+        self._clear = mark()
+
+    def equip(self, arena: Arena) -> None:
+        """Take the memory for what is to come, which was counted."""
+        blocks = arena.take_blocks(self, arena.layout.blocks_for(len(self.ids)) - len(self.shared))
+        # Not `take_state`: its zeros may be written after what comes from outside.
+        states = arena.take_snapshots(self, arena.layout.states_per_slab)
+        assert blocks is not None and states is not None
+        self.blocks, self.state = tuple(blocks), next(iter(states), None)
+        self._clear = mark(arena)
+
+    @property
+    def is_clear(self) -> bool:
+        """Tell whether the device no longer uses its memory for what was there before."""
+        return self._clear.passed()
+
+
+class Landings:
+    """Owned by the thread that owns the arena: what is landing, and what waits for memory to land in."""
+
+    def __init__(self, arena: Arena, cache: PrefixCache, running: Callable[[], int]) -> None:
+        self.arena, self.cache, self.running = arena, cache, running
+        self.live: set[Landing] = set()
+        self.rates = Rates()
+        """How fast prompts are fetched; how fast they are read is the cache's to know."""
+        self.waiting: deque[tuple[Tenant, Ids, Future[Landing | None]]] = deque()
+
+    def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[Landing | None]") -> None:
+        """Take memory for a prompt's beginning as soon as it is there; None: it is not worth fetching.
+
+        Until then the future can be cancelled.
+        """
+        self.waiting.append((tenant, as_ids(ids), found))
+        self.advance()
+
+    def advance(self) -> None:
+        """Give memory to those that wait for it, in order."""
+        while self.waiting:
+            tenant, ids, found = self.waiting[0]
+            landing = None
+            if not found.cancelled() and self._is_worth(tenant, ids):
+                landing = self._equipped(tenant, ids)
+                if landing is None and (self.running() or self.live):
+                    return
+            self.waiting.popleft()
+            if found.set_running_or_notify_cancel():
+                found.set_result(landing)
+            elif landing:
+                self._free(landing)
+
+    def land(self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None) -> bool:
+        """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
+        layout = self.arena.layout
+        if seconds is not None:
+            self.rates.observe_copy(layout.state_bytes + len(landing.blocks) * layout.block_bytes, seconds)
+        has_landed = landing in self.live and not landing.is_void
+        if has_landed:
+            table = [*landing.shared, *landing.blocks]
+            hidden_1D = sent(hidden_1D, self.arena.data.device)
+            self.cache.adopt(landing, landing.tenant, landing.ids, table, landing.state, hidden_1D)
+        self.drop(landing)
+        return has_landed
+
+    def drop(self, landing: Landing) -> None:
+        """Give a landing's memory back; a second call does nothing."""
+        self._free(landing)
+        self.advance()
+
+    def begin_afresh(self) -> Collection[Landing]:
+        """Hear that the arena takes memory back; return those whose own it must leave alone."""
+        for landing in self.live:
+            landing.is_void = True
+        return self.live
+
+    def close(self) -> None:
+        """Let nothing wait any more."""
+        while self.waiting:
+            *_, found = self.waiting.popleft()
+            if found.set_running_or_notify_cancel():
+                found.set_result(None)
+
+    def _is_worth(self, tenant: Tenant, ids: Ids) -> bool:
+        """Tell whether to fetch takes less time than to read what is missing."""
+        length, known = len(ids), self.cache.longest(tenant, ids)
+        work, layout = self.cache.score.work, self.arena.layout
+        fetched = layout.state_bytes + layout.blocks_for(length - known) * layout.block_bytes
+        self.rates.read_s = self.cache.rates.read_s
+        if length - known < WORTH_FETCHING:
+            return False
+        pays = self.rates.pays(fetched, work(length) - work(known))
+        if not pays:
+            self.rates.doubt()
+        return pays
+
+    def _equipped(self, tenant: Tenant, ids: Ids) -> Landing | None:
+        """Share what is cached and take memory for the rest, if there is any."""
+        tree, layout = self.cache.tree, self.arena.layout
+        deepest, known = tree.walk(tenant, ids)
+        shared = tree.table(deepest, known)[: tree.first(known)] if tree.pages else []
+        landing = Landing(tenant, ids, shared, len(shared) * layout.block_tokens)
+        for block in shared:
+            self.arena.share_block(landing, block)
+        # One spare block for each running request lets those grow.
+        blocks = layout.blocks_for(len(ids)) - len(shared) + (self.running() if layout.kv else 0)
+        if self.arena.can_take(blocks=blocks, states=layout.states_per_slab):
+            landing.equip(self.arena)
+            self.live.add(landing)
+            return landing
+        self.arena.release_owner(landing)
+        return None
+
+    def _free(self, landing: Landing) -> None:
+        if landing in self.live:
+            self.live.remove(landing)
+            self.arena.release_owner(landing)

@@ -1,0 +1,135 @@
+"""Prompts that one engine reads for another: what is lent, and what is landing."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import Tenant
+from specdec.core.landing import Landing, Landings
+from specdec.core.lending import Lending, Lent
+from specdec.core.outputs import Delta, RequestStats
+from specdec.core.terms import Prepared
+from specdec.engine.thread import Worker
+from specdec.errors import ConfigError, EngineError, SpecdecError
+from specdec.setup.build import Model
+from specdec.state_slots.arena import Arena
+
+
+class Loan:
+    """One prompt that is read to be lent. Any thread may hold it."""
+
+    def __init__(self, lent: Lent, done: "Future[Lent]", give_back: Callable[[], None]) -> None:
+        self.lent, self.done = lent, done
+        """`done` gives it once the last of it is being read, or raises why it is not."""
+        self.stats: RequestStats | None = None
+        """What its steps did; None before it is done."""
+        self.give_back = give_back
+        """Stop reading, and let go of the memory between two steps; a second call does nothing."""
+
+
+class Transfers:
+    """An engine's side of transfers; any thread may call."""
+
+    def __init__(self, worker: Worker, model: Model) -> None:
+        self._worker, self._model = worker, model
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that other engines read from, and that this one fetches into."""
+        return self._model.loop.arena
+
+    def lend(self, prepared: Prepared, on_change: Callable[[Lent], None] | None = None) -> Loan:
+        """Read a prompt, all but its last token, and keep what came of it where it is until it is given back.
+
+        Of the prompt's parameters only the tenant counts. `on_change` is called in the engine's thread.
+        """
+        lending = self._lending()
+        lent, done = Lent(len(prepared.ids) - 1, on_change), Future[Lent]()
+
+        def emit(item: Delta | SpecdecError) -> None:
+            if isinstance(item, Delta) and item.finish_reason == "length":
+                loan.stats = item.stats
+                done.set_result(lent)
+                return
+            lending.give_back(lent)
+            ended = EngineError("This prompt is not wanted any more.")
+            done.set_exception(item if isinstance(item, SpecdecError) else ended)
+
+        with self._worker.calling():
+            request = self._model.core.new_request(
+                prepared.ids,
+                SamplingParams(max_tokens=1, cache_marks=prepared.params.cache_marks),
+                seed=0,
+                emit=emit,
+                tenant=prepared.terms.tenant,
+                lent=lent,
+            )
+            number = request.number
+
+            def give_back() -> None:
+                self._worker.cancel([number])
+                if not self._worker.fault:
+                    self._worker.between_steps(lambda: lending.give_back(lent))
+
+            loan = Loan(lent, done, give_back)
+            self._worker.submit([request])
+        return loan
+
+    def begin_landing(self, ids: Sequence[int], tenant: Tenant) -> "Future[Landing | None]":
+        """Take memory for a prompt's beginning that another engine has read; None: it is not worth fetching.
+
+        Until there is memory the future can be cancelled. What it gives has to be landed or dropped.
+        """
+        landings, found = self._landings(), Future[Landing | None]()
+
+        def begin() -> None:
+            try:
+                landings.begin(tenant, ids, found)
+            except Exception as error:
+                found.set_exception(error)
+
+        self._worker.between_steps(begin)
+        return found
+
+    def land(
+        self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None
+    ) -> "Future[bool]":
+        """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
+        return self._worker.between_steps(lambda: self._landings().land(landing, hidden_1D, seconds=seconds))
+
+    def sums(self, blocks: Sequence[int], state: int | None) -> list[int]:
+        """Add up the 64-bit words of blocks and of a state, each by itself: what a copy of them is known by.
+
+        Any thread may call, while nothing writes into them.
+        """
+        arena = self.arena
+        states = [] if state is None else [arena.state_bytes_X(state)]
+        return [_sum(bytes_X) for bytes_X in (*map(arena.block_bytes_X, blocks), *states)]
+
+    def drop(self, landing: Landing) -> "Future[None]":
+        """Give a landing's memory back, into which nothing writes any more."""
+        return self._worker.between_steps(lambda: self._landings().drop(landing))
+
+    def _lending(self) -> Lending:
+        if self._model.loop.lending is None:
+            raise _no_cache()
+        return self._model.loop.lending
+
+    def _landings(self) -> Landings:
+        if self._model.loop.scheduler.landings is None:
+            raise _no_cache()
+        return self._model.loop.scheduler.landings
+
+
+def _sum(bytes_X: Tensor) -> int:
+    return int(bytes_X.view(torch.int64).sum())
+
+
+def _no_cache() -> ConfigError:
+    return ConfigError(
+        "prefix_cache: what is read for another engine is a prefix that is kept; switch it on.",
+        field="prefix_cache",
+    )

@@ -1,0 +1,1 @@
+"""Prefill apart from decode: what carries bytes between the arenas of two engines."""

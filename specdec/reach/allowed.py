@@ -1,0 +1,96 @@
+"""The peers that an operator allows: the only addresses that anything is ever sent to."""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specdec.errors import ConfigError
+from specdec.reach.terms import Refusal
+
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.(?!-)[a-z0-9_-]{1,63})*", re.ASCII)
+ENTRY = re.compile(
+    r"\[(?P<inside>[^\[\]]+)\](:(?P<port>[0-9]{1,5}))?|(?P<plain>[^:]+)(:(?P<own>[0-9]{1,5}))?"
+)
+MOST_HOST = 253
+
+
+class Endpoint(NamedTuple):
+    """Where a peer's side channel is, in the one form that it is compared in."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Allowed:
+    """Networks, addresses and names, each with the port of its side channels.
+
+    The secret is sent to whatever listens there, so an entry allows one port: its own, or the usual one.
+    """
+
+    def __init__(self, entries: Sequence[str], port: int) -> None:
+        self._networks: list[tuple[IPNetwork, int]] = []
+        self._names: set[Endpoint] = set()
+        for entry in entries:
+            self._add(entry, port)
+
+    def endpoint(self, host: str, port: int) -> Endpoint:
+        """Return where a request's host and port are, if that is allowed; nothing is looked up."""
+        address, name = _address(host), host.lower().removesuffix(".")
+        if address is not None:
+            if any(port == own and address in network for network, own in self._networks):
+                return Endpoint(str(address), port)
+        elif Endpoint(name, port) in self._names:
+            return Endpoint(name, port)
+        raise Refusal(
+            "not_allowed",
+            f"reach_peers: {host!r:.80} with port {port} is none of them; start this server with it, as in "
+            '--reach-peers \'["10.0.0.0/8", "prefill.example:5600"]\'.',
+            field="reach_peers",
+        )
+
+    def _add(self, entry: str, usual: int) -> None:
+        text = entry.strip().lower().removesuffix(".")
+        found = None if _network(text) else ENTRY.fullmatch(text)
+        host = (found["inside"] or found["plain"]) if found else text
+        port = int((found["port"] or found["own"] or usual) if found else usual)
+        network = _network(host)
+        if port > 65535 or not (network or _is_name(host)):
+            raise ConfigError(
+                f"reach_peers: {entry!r:.80} is no peer; give a network such as 10.0.0.0/8, an address or a "
+                "host name, each with a port behind a colon if it is not the usual one: [fd00::/8]:5601.",
+                field="reach_peers",
+            )
+        if network:
+            self._networks.append((network, port))
+        else:
+            self._names.add(Endpoint(host, port))
+
+
+def _address(host: str) -> IPAddress | None:
+    """Read an address in its one plain form; addresses within others and zones are what they stand for."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.ipv4_mapped or (None if address.scope_id else address)
+    return address
+
+
+def _network(text: str) -> IPNetwork | None:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        return None
+
+
+def _is_name(host: str) -> bool:
+    """Tell whether it is a name, which the forms of addresses that only some programs read are not."""
+    last = host.rpartition(".")[2]
+    return len(host) <= MOST_HOST and bool(NAME.fullmatch(host)) and not re.match(r"[0-9]+$|0x", last)

@@ -1,0 +1,103 @@
+"""Calls of a peer's side channel: bounded in time and bytes, and every way in which one fails has a name."""
+
+import asyncio
+from typing import TypeVar
+
+import aiohttp
+from yarl import URL
+
+from specdec.reach.allowed import Endpoint
+from specdec.reach.messages import Body, read_refusal
+from specdec.reach.terms import STATUSES, WAIT_S, Refusal, Secret
+
+CONNECT_S = 2.0
+CALL_S = 3.0
+"""For a call that is answered at once."""
+WAITING_S = WAIT_S + CALL_S
+"""For one that may wait for the peer's engine."""
+MOST_ANSWER_BYTES = 1 << 24
+"""Of the blocks of a million tokens, and a hidden vector."""
+MOST_CONNECTIONS, MOST_OF_A_PEER = 1024, 256
+
+A = TypeVar("A", bound=Body)
+
+
+class Calls:
+    """Holds the connections to all peers; beats have their own, which nothing that waits takes away."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._headers = {"Authorization": secret.bearer}
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+
+    async def get(self, at: Endpoint, path: str, answer: type[A], limit_s: float = CALL_S) -> A:
+        return await self._call(at, "GET", path, None, answer, limit_s)
+
+    async def post(
+        self,
+        at: Endpoint,
+        path: str,
+        body: Body,
+        answer: type[A],
+        limit_s: float = CALL_S,
+        *,
+        beat: bool = False,
+    ) -> A:
+        """Send a body. Once more if the connection was closed meanwhile: each call may be repeated."""
+        return await self._call(at, "POST", path, body.write(), answer, limit_s, beat=beat)
+
+    async def close(self) -> None:
+        for session in self._sessions.values():
+            await session.close()
+
+    async def _call(
+        self,
+        at: Endpoint,
+        method: str,
+        path: str,
+        body: bytes | None,
+        answer: type[A],
+        limit_s: float,
+        *,
+        beat: bool = False,
+    ) -> A:
+        url = URL.build(scheme="http", host=at.host, port=at.port, path=path)
+        try:
+            async with asyncio.timeout(limit_s):
+                try:
+                    status, data = await self._exchange(url, method, body, beat=beat)
+                except aiohttp.ServerDisconnectedError:
+                    status, data = await self._exchange(url, method, body, beat=beat)
+        except TimeoutError:
+            raise Refusal("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Refusal("peer_down", f"{at} cannot be asked: {type(error).__name__}.") from None
+        if status != 200:
+            raise read_refusal(data, STATUSES)
+        try:
+            return answer.from_json(data)
+        except Refusal as refusal:
+            raise Refusal("garbled", f"{at} answers otherwise than expected: {refusal}") from None
+
+    async def _exchange(self, url: URL, method: str, body: bytes | None, *, beat: bool) -> tuple[int, bytes]:
+        async with self._session(beat).request(
+            method, url, data=body, headers=self._headers, allow_redirects=False
+        ) as response:
+            data = bytearray()
+            async for chunk in response.content.iter_any():
+                data += chunk
+                if len(data) > MOST_ANSWER_BYTES:
+                    response.close()
+                    return 500, b""
+            return response.status, bytes(data)
+
+    def _session(self, beat: bool) -> aiohttp.ClientSession:
+        """Return the session of one kind of calls, which begins within the event loop."""
+        if beat not in self._sessions:
+            self._sessions[beat] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MOST_CONNECTIONS, limit_per_host=MOST_OF_A_PEER),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            )
+        return self._sessions[beat]

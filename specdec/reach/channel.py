@@ -1,0 +1,235 @@
+"""The side channel: a small HTTP server beside the public one, for the engines that fetch from this one.
+
+Whoever has the secret may read all prompts that this engine holds; nobody else learns anything here.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Self
+
+from aiohttp import web
+
+from specdec.errors import ConfigError, SpecdecError
+from specdec.reach.connections import SERVER, bounded
+from specdec.reach.kept import KeptLog
+from specdec.reach.leases import Book
+from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal
+from specdec.reach.terms import MOST_ROOM, Reason, Refusal, Secret
+
+logger = logging.getLogger(__name__)
+
+MOST_BODY_BYTES = 1 << 18
+"""A beat of as many leases as there may be."""
+BODY_S, SEND_S = 5.0, 20.0
+"""For which a peer may take to send a body, and to take an answer."""
+STOP_S = 2.0
+LEASE_ID = re.compile(r"[0-9a-f]{32}")
+NUMBER = re.compile(r"[0-9]{1,19}", re.ASCII)
+
+Handler = Callable[[web.Request, bytes], Awaitable[bytes]]
+
+
+class Routes:
+    """What the side channel answers. Owned by the event loop's thread."""
+
+    def __init__(self, book: Book, agents: Callable[[], Agents], kept: KeptLog | None) -> None:
+        self._book, self._agents, self._kept = book, agents, kept
+
+    async def agents(self, request: web.Request, body: bytes) -> bytes:
+        """Say how to reach the arenas; it is asked each time, since agents may be made anew."""
+        return self._agents().write()
+
+    async def open(self, request: web.Request, body: bytes) -> bytes:
+        return (await self._book.open(_lease_id(request), Ask.from_json(body))).write()
+
+    async def close(self, request: web.Request, body: bytes) -> bytes:
+        return Closed(intact=self._book.close(_lease_id(request), Close.from_json(body))).write()
+
+    async def sums(self, request: web.Request, body: bytes) -> bytes:
+        sums = await self._book.sums(_lease_id(request), AskSums.from_json(body))
+        return Sums(sums=sums).write()
+
+    async def room(self, request: web.Request, body: bytes) -> bytes:
+        text = request.match_info["room"]
+        if not NUMBER.fullmatch(text) or int(text) > MOST_ROOM:
+            raise Refusal("malformed", f"The room in the path is to be a number from 0 to {MOST_ROOM}.")
+        return (await self._book.open_room(int(text), Ask.from_json(body))).write()
+
+    async def beat(self, request: web.Request, body: bytes) -> bytes:
+        return self._book.beat(Beat.from_json(body)).write()
+
+    async def kept(self, request: web.Request, body: bytes) -> bytes:
+        if self._kept is None:
+            raise Refusal("no_route", "This server tells routers nothing of what it keeps.")
+        since = request.query.get("since", "0")
+        if not NUMBER.fullmatch(since) or set(request.query) > {"since"}:
+            raise Refusal("malformed", "since: give the seq of the last answer, or 0.", field="since")
+        return self._kept.since(int(since)).write()
+
+
+def channel_app(
+    book: Book, secret: Secret, *, agents: Callable[[], Agents], kept: KeptLog | None = None
+) -> web.Application:
+    """Assemble the routes. Nothing is read of a request before it has shown the secret."""
+    app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[_guard(book, secret)])
+    app.on_response_prepare.append(_name_server)
+    routes = Routes(book, agents, kept)
+    for method, path, handler in (
+        ("GET", "/reach/agents", routes.agents),
+        ("POST", "/reach/leases/{lease}/open", routes.open),
+        ("POST", "/reach/leases/{lease}/close", routes.close),
+        ("POST", "/reach/leases/{lease}/sums", routes.sums),
+        ("POST", "/reach/rooms/{room}", routes.room),
+        ("POST", "/reach/beat", routes.beat),
+        ("GET", "/reach/kept", routes.kept),
+    ):
+        app.router.add_route(method, path, _answering(handler), expect_handler=_no_expectation)
+    return app
+
+
+class Channel:
+    """Listens at an address of its own until it is stopped; then all leases are over."""
+
+    def __init__(self, book: Book, app: web.Application) -> None:
+        self._book = book
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
+        self._server: asyncio.Server | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> Self:
+        """Listen; 0 is any port that is free."""
+        await self._runner.setup()
+        assert self._runner.server is not None
+        factory = bounded(self._runner.server)
+        try:
+            self._server = await asyncio.get_running_loop().create_server(factory, host, port)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"reach_port: {host}:{port} cannot be listened at ({error.strerror or error}); give a free "
+                "reach_port, and an address of this machine as reach_host.",
+                field="reach_port",
+            ) from error
+        self._sweeping = asyncio.create_task(self._book.run(), name="the leases' sweep")
+        return self
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def stop(self) -> None:
+        """Answer no more, and give all that is lent back."""
+        if self._sweeping:
+            self._sweeping.cancel()
+        if self._server:
+            self._server.close()
+        self._book.end_all()
+        await self._runner.cleanup()
+
+
+def _guard(book: Book, secret: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return the middleware: secret first, then the answer, sent in bounded time."""
+
+    @web.middleware
+    async def guard(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            if len(request.headers.getall("Authorization", [])) != 1 or not secret.admits(
+                request.headers["Authorization"]
+            ):
+                raise Refusal("unauthorized", "Send the header 'Authorization: Bearer SECRET' with ours.")
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _refused(book, Refusal(*_ROUTING.get(error.status, _ROUTING[404])), error.status)
+        except Refusal as refusal:
+            response = _refused(book, refusal, refusal.status)
+        except SpecdecError as error:
+            response = _refused(book, Refusal("internal", str(error), field=error.field), 500)
+        except Exception:
+            logger.exception("a request of the side channel has failed")
+            response = _refused(book, Refusal("internal", "The server failed; its log says how."), 500)
+        await _send(request, response)
+        return response
+
+    return guard
+
+
+_ROUTING: Mapping[int, tuple[Reason, str]] = {
+    404: ("no_route", "There is nothing at this address; is it the side channel's that was meant?"),
+    405: ("no_route", "This address takes another method."),
+    413: ("too_large", f"The body has more than {MOST_BODY_BYTES:,} bytes; send less."),
+    417: ("malformed", "Expect: leave it out."),
+}
+
+
+def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await _read_body(request)
+        return web.Response(body=await handler(request, body), content_type="application/json")
+
+    return answer
+
+
+async def _read_body(request: web.Request) -> bytes:
+    """Read a body within its bounds of size and time; packed ones are not unpacked."""
+    if (request.content_length or 0) > MOST_BODY_BYTES:
+        raise Refusal(*_ROUTING[413])
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise Refusal("malformed", "Content-Encoding: leave it out.", field="Content-Encoding")
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise Refusal("slow_body", f"The body did not come within {BODY_S:g} s; send it at once.") from None
+    except web.RequestPayloadError:
+        raise Refusal("malformed", "The body cannot be read; check its length.") from None
+
+
+def _refused(book: Book, refusal: Refusal, status: int) -> web.Response:
+    """Answer an error. What may follow on the connection of an unread body is not read."""
+    book.figures.refused[refusal.reason] += 1
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.reason == "unauthorized" else None
+    response = web.Response(
+        status=status, body=write_refusal(refusal), content_type="application/json", headers=headers
+    )
+    if refusal.reason in ("unauthorized", "too_large", "slow_body"):
+        response.force_close()
+    return response
+
+
+async def _send(request: web.Request, response: web.StreamResponse) -> None:
+    """Send an answer; hang up on a peer that does not take it."""
+    try:
+        async with asyncio.timeout(SEND_S):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport:
+            request.transport.abort()
+        raise ConnectionResetError("an answer was not taken") from None
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell no versions."""
+    response.headers["Server"] = SERVER
+
+
+async def _no_expectation(request: web.Request) -> web.Response:
+    """Refuse what comes before any middleware: bodies here are small enough to be sent at once."""
+    response = web.Response(
+        status=417, body=write_refusal(Refusal(*_ROUTING[417])), content_type="application/json"
+    )
+    response.force_close()
+    return response
+
+
+def _lease_id(request: web.Request) -> str:
+    text = request.match_info["lease"]
+    if not LEASE_ID.fullmatch(text):
+        raise Refusal("malformed", "The lease in the path is to be 32 hexadecimal digits in lower case.")
+    return text

@@ -1,0 +1,261 @@
+"""Fetch a prompt that another engine has read: memory here, its bytes there, and whether they may be used.
+
+What does not come, the engine reads itself when the request is submitted: nothing in here changes a text.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeVar
+
+from specdec.config.tenant import Tenant
+from specdec.core.landing import Landing
+from specdec.engine.transfers import Transfers
+from specdec.errors import ConfigError, EngineError
+from specdec.reach.carrier import Carrier, Read, ReadLost
+from specdec.reach.messages import Opened
+from specdec.reach.peers import Hold, Pair, Peers
+from specdec.reach.terms import Prompt, Reason, Reference, Refusal, RoomReference
+from specdec.state_slots.transfer.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+Outcome = (
+    Reason
+    | Literal[
+        "fetched", "not_needed", "lease_lost", "read_lost", "late", "not_intact", "not_landed", "wrong_bytes"
+    ]
+)
+"""What became of a fetch; of all but the first two the prompt is read here."""
+ROOM_S = 30.0
+"""For a room to be there: both sides get its request at the same time, and one may have a queue before it."""
+CLEAR_S = 5e-4
+"""Between two looks at whether a device still uses what memory held before."""
+FIRST_S, AGAIN_S = 2.0, 10e-9
+"""A read may take four times what its bytes should, and so long beside; and what a byte takes at first."""
+RECENT = 0.2
+SAMPLED = 8
+"""Blocks of a first transfer that are compared by their sums."""
+Check = Literal["first", "always", "never"]
+T = TypeVar("T")
+
+
+class Fetched(NamedTuple):
+    """What became of a fetch, and how much came."""
+
+    outcome: Outcome
+    tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class FetchFigures:
+    """Count what became of fetches since the engine was loaded."""
+
+    under_way: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Lost(Exception):
+    """There is nothing to fetch any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One prompt on its way in."""
+
+    found: "Future[Landing | None]"
+    reads: list[Read] = field(default_factory=list)
+    num_bytes: int = 0
+    came: int = 0
+    """Of the landing's blocks."""
+
+
+class Fetcher:
+    """Owned by the event loop's thread."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        carrier: Carrier,
+        peers: Peers[Plan],
+        *,
+        limit_s: float,
+        check: Check = "first",
+    ) -> None:
+        self._transfers, self._carrier, self._peers = transfers, carrier, peers
+        self._limit_s, self._check = limit_s, check
+        self._byte_s = AGAIN_S
+        self._checked: set[Pair[Plan]] = set()
+        self.figures = FetchFigures()
+
+    async def fetch(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
+        """Have a prompt's beginning cached here, if that is quicker than to read it."""
+        start_s = time.perf_counter()
+        self.figures.under_way += 1
+        try:
+            fetched = await self._tried(ids, tenant, reference)
+        finally:
+            self.figures.under_way -= 1
+        fetched = fetched._replace(seconds=time.perf_counter() - start_s)
+        own = self.figures
+        own.outcomes[fetched.outcome] += 1
+        own.tokens, own.num_bytes = own.tokens + fetched.tokens, own.num_bytes + fetched.num_bytes
+        own.seconds += fetched.seconds
+        return fetched
+
+    async def _tried(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
+        prompt = Prompt.of(ids[:-1], tenant.salt)
+        pair = None
+        try:
+            async with asyncio.timeout(self._limit_s):
+                pair = await self._peers.meet(reference, prompt)
+                async with self._peers.hold(pair, reference, prompt) as hold:
+                    return await self._held(hold, ids[:-1], tenant)
+        except TimeoutError:
+            return Fetched("late")
+        except Refusal as refusal:
+            return Fetched(refusal.reason)
+        except Lost:
+            return Fetched("lease_lost")
+        except ReadLost as lost:
+            logger.warning("a prompt is read here: %s", lost)
+            if pair:
+                self._peers.lost(pair)
+            return Fetched("read_lost")
+        except EngineError:
+            return Fetched("not_landed")  # what the request meets next
+
+    async def _held(self, hold: Hold[Plan], ids: Sequence[int], tenant: Tenant) -> Fetched:
+        """Fetch what is held for this prompt."""
+        opened = await self._entered(hold) if isinstance(hold.reference, RoomReference) else None
+        arrival = Arrival(self._transfers.begin_landing(ids, tenant))
+        try:
+            landing = await _unless_lost(hold, asyncio.wrap_future(arrival.found))
+            if landing is None:
+                return Fetched("not_needed")
+            while not landing.is_clear:
+                await asyncio.sleep(CLEAR_S)
+            return await self._landed(hold, arrival, landing, opened)
+        finally:
+            self._let_go(arrival)
+
+    async def _entered(self, hold: Hold[Plan]) -> Opened:
+        """Open a room, which may not be there yet."""
+        until_s = time.monotonic() + ROOM_S
+        while True:
+            try:
+                return await self._peers.open(hold, 0)
+            except Refusal as refusal:
+                if refusal.reason != "unknown_room" or time.monotonic() > until_s:
+                    raise
+
+    async def _landed(
+        self, hold: Hold[Plan], arrival: Arrival, landing: Landing, opened: Opened | None
+    ) -> Fetched:
+        """Read what is ready until that is all of it, and keep it where it was lent throughout."""
+        if opened is None:
+            opened = await _unless_lost(hold, self._peers.open(hold, landing.have))
+        self._begin(hold.pair, arrival, landing, opened)
+        while not opened.is_whole:
+            opened = await _unless_lost(hold, self._peers.open(hold, opened.ready))
+            self._begin(hold.pair, arrival, landing, opened)
+        seconds = 0.0
+        for read in arrival.reads:
+            seconds += await _unless_lost(hold, asyncio.wrap_future(read.done))
+        if self._wants_check(hold.pair) and not await self._is_same(hold, landing):
+            self._peers.refuse(hold.pair, "what was read from it is not what it has; look at the network")
+            return Fetched("wrong_bytes")
+        if not await self._peers.close(hold, read=True):
+            return Fetched("not_intact")
+        hidden_1D = opened.hidden.tensor[None] if opened.hidden else None
+        self._byte_s += RECENT * (seconds / max(arrival.num_bytes, 1) - self._byte_s)
+        if not await asyncio.wrap_future(self._transfers.land(landing, hidden_1D, seconds=seconds)):
+            return Fetched("not_landed")
+        return Fetched("fetched", len(landing.ids) - landing.have, arrival.num_bytes)
+
+    def _begin(self, pair: Pair[Plan], arrival: Arrival, landing: Landing, opened: Opened) -> None:
+        """Begin to read the blocks that are known now, and at the end the state."""
+        known = opened.first + len(opened.blocks)
+        first, last = len(landing.shared) + arrival.came, known - len(landing.shared)
+        if opened.first > first or last > len(landing.blocks):
+            raise _garbled()
+        theirs, ours = opened.blocks[first - opened.first :], landing.blocks[arrival.came : last]
+        state = None
+        if opened.is_whole:
+            if last != len(landing.blocks) or (opened.state is None) != (landing.state is None):
+                raise _garbled()
+            if opened.state is not None and landing.state is not None:
+                state = (landing.state, opened.state)
+        if not (theirs or state):
+            return
+        try:
+            indices = pair.plan.pick(list(zip(ours, theirs, strict=True)), state)
+        except ConfigError as error:
+            raise Refusal("garbled", f"{pair.at} has named memory that it does not have: {error}") from None
+        num_bytes = pair.plan.num_bytes(len(theirs), int(state is not None))
+        deadline_s = FIRST_S + 4 * num_bytes * self._byte_s
+        arrival.reads.append(self._carrier.read(pair.engine, indices, num_bytes, deadline_s))
+        arrival.num_bytes += num_bytes
+        arrival.came = max(arrival.came, last)
+
+    def _wants_check(self, pair: Pair[Plan]) -> bool:
+        """Tell whether what came is to be compared: a path that alters bytes does so from the start."""
+        return self._check == "always" or (self._check == "first" and pair not in self._checked)
+
+    async def _is_same(self, hold: Hold[Plan], landing: Landing) -> bool:
+        """Compare the sums of some blocks and of the state with those at the peer."""
+        step = max(len(landing.blocks) // SAMPLED, 1)
+        places = range(0, len(landing.blocks), step)
+        blocks = [landing.blocks[place] for place in places]
+        theirs = await self._peers.sums(hold, [len(landing.shared) + place for place in places])
+        own = await asyncio.to_thread(self._transfers.sums, blocks, landing.state)
+        self._checked = {pair for pair in self._checked if pair is not hold.pair} | {hold.pair}
+        return own == theirs
+
+    def _let_go(self, arrival: Arrival) -> None:
+        """Give memory back, if it was not landed, once nothing can write into it any more."""
+        for read in arrival.reads:
+            self._carrier.give_up(read)
+        if not arrival.found.cancel():
+            self._drop_behind(arrival.found, [read.over for read in arrival.reads])
+
+    def _drop_behind(self, found: "Future[Landing | None]", pending: "list[Future[None]]") -> None:
+        """Drop what was found behind all that is pending; any thread may come here."""
+        while pending:
+            over = pending.pop()
+            if not over.done():
+                over.add_done_callback(lambda _: self._drop_behind(found, pending))
+                return
+        found.add_done_callback(self._drop)
+
+    def _drop(self, found: "Future[Landing | None]") -> None:
+        with suppress(Exception):  # a closed engine has no memory to give back
+            if landing := found.result():
+                self._transfers.drop(landing)
+
+
+async def _unless_lost(hold: Hold[Plan], wanted: Awaitable[T]) -> T:
+    """Wait for something for as long as there is anything to fetch."""
+    work, lost = asyncio.ensure_future(wanted), asyncio.ensure_future(hold.lost.wait())
+    try:
+        await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise Lost
+    finally:
+        lost.cancel()
+        work.cancel()
+
+
+def _garbled() -> Refusal:
+    return Refusal("garbled", "A peer has lent other blocks than the prompt has.")

@@ -1,0 +1,113 @@
+"""What a router may know of an engine's cached prefixes: a hash and a length for each state that is kept."""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, Strict
+
+from specdec.reach.messages import MOST_TOKENS, TOKENS, Body, Id
+from specdec.reach.terms import new_id
+
+Kept = tuple[int, int]
+"""The hash of a prefix, as `hash_beginnings` has it, and the prefix's length."""
+MOST_CHANGES = 1 << 14
+"""In the log; a router that is further behind is told everything."""
+REFRESH_S = 0.1
+"""Between two looks at the cache, however often routers ask."""
+HEX_16 = "16 hexadecimal digits in lower case"
+
+
+def hash_beginnings(ids: Sequence[int] | NDArray[np.integer], salt: str = "") -> NDArray[np.uint64]:
+    """Hash every beginning of a prompt at once: entry n - 1 is that of its first n tokens.
+
+    It is a sum of mixed (token, place), modulo 2^64, and so one cumulative sum. It only says where to ask: an
+    engine compares tokens.
+    """
+    mixed = np.asarray(ids).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= np.arange(1, len(mixed) + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    for shift, factor in ((31, 0xBF58476D1CE4E5B9), (29, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(32)
+    start = hashlib.sha256(salt.encode()).digest()[:8] if salt else bytes(8)
+    sums: NDArray[np.uint64] = np.cumsum(mixed) + np.frombuffer(start, np.dtype("<u8"))[0]
+    return sums
+
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Entry = Annotated[tuple[Hash, Length], Strict(False)]
+"""JSON has lists for it."""
+
+
+class Changes(Body):
+    """What a router learns: apply it to what it knew at `since`, or to nothing if it is whole.
+
+    What came and went between two questions is gone, though the router never knew of it.
+    """
+
+    epoch: Id = Field(description="the engine's id: what was known of another one is void")
+    seq: int = Field(ge=0, description="what to give as since the next time")
+    whole: bool = Field(description="true if `added` is all there is, not what has changed")
+    added: list[Entry] = Field(description=f"pairs of {HEX_16}, and {TOKENS}")
+    gone: list[Entry] = Field(description=f"pairs of {HEX_16}, and {TOKENS}")
+
+
+class KeptLog:
+    """Owned by the event loop's thread. `source` returns what is kept now, as a set that nothing changes."""
+
+    def __init__(
+        self,
+        source: Callable[[], Set[Kept]],
+        *,
+        epoch: str | None = None,
+        most: int = MOST_CHANGES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._clock = source, clock
+        self.epoch = epoch or new_id()
+        self._known: Set[Kept] = frozenset()
+        self._changes: deque[tuple[Kept, bool]] = deque(maxlen=most)
+        """What was added (True) or went, the latest last; the last one's number is `_seq`."""
+        self._seq = 0
+        self._looked_s: float | None = None
+
+    def since(self, seq: int) -> Changes:
+        """Return what has changed since a number that an earlier answer gave; 0 asks for everything."""
+        self._look()
+        behind = self._seq - seq
+        if seq == 0 or not 0 <= behind <= len(self._changes):
+            return self._told(whole=True, added=self._known, gone=())
+        last: dict[Kept, bool] = {}
+        for i in range(len(self._changes) - behind, len(self._changes)):
+            kept, is_added = self._changes[i]
+            last[kept] = is_added
+        added = [kept for kept, is_added in last.items() if is_added]
+        return self._told(whole=False, added=added, gone=last.keys() - set(added))
+
+    def _look(self) -> None:
+        now = self._clock()
+        if self._looked_s is not None and now - self._looked_s < REFRESH_S:
+            return
+        self._looked_s = now
+        kept = frozenset(self._source())
+        for changed, is_added in ((self._known - kept, False), (kept - self._known, True)):
+            self._changes.extend((own, is_added) for own in changed)
+            self._seq += len(changed)
+        self._known = kept
+
+    def _told(
+        self, *, whole: bool, added: Sequence[Kept] | Set[Kept], gone: Set[Kept] | tuple[()]
+    ) -> Changes:
+        return Changes(
+            epoch=self.epoch, seq=self._seq, whole=whole, added=_entries(added), gone=_entries(gone)
+        )
+
+
+def _entries(kept: Sequence[Kept] | Set[Kept] | tuple[()]) -> list[tuple[str, int]]:
+    return [(f"{prefix:016x}", length) for prefix, length in kept]

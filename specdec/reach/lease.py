@@ -1,0 +1,126 @@
+"""One prompt's beginning that an engine lends: what of it is ready, who reads it, and when that is over."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdec.engine.transfers import Loan
+from specdec.reach.messages import Ask, Hidden, Opened
+from specdec.reach.terms import Prompt, Reason, Refusal
+
+POLL_S = 0.003
+"""Between two looks at what the device has been told to do, but has not done yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Owned by the event loop's thread. `Book` alone begins and ends it."""
+
+    id: str
+    prompt: Prompt
+    loan: Loan
+    num_bytes: int
+    block_tokens: int
+    room: int | None
+    is_read: bool = False
+    """Whether the engine has begun all work on it: the device may be a little behind."""
+    read_s: float = 0.0
+    """When that was."""
+    seen_s: float = 0.0
+    """When its reader was last heard of, or might have been."""
+    reader: str | None = None
+    over: Reason | None = None
+    error: BaseException | None = None
+    """What the engine raised instead of reading the prompt."""
+    is_told: bool = False
+    """Whether the reader knows where all of it is."""
+    _told: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Blocks and generations that the reader knows."""
+    _waiters: set["asyncio.Future[None]"] = field(default_factory=set)
+
+    def check(self, ask: Ask) -> None:
+        """Refuse another prompt, and any reader but the first."""
+        if (ask.hash, ask.length) != (self.prompt.hash, self.prompt.length):
+            raise Refusal(
+                "other_prompt",
+                "hash: another prompt is held here; send the same request to both servers, and give them the "
+                "same model and template.",
+                field="hash",
+            )
+        if self.reader not in (None, ask.reader):
+            raise Refusal(
+                "held", "reader: another one reads this prompt already; read it anew instead.", field="reader"
+            )
+        if ask.have > ask.length:
+            raise Refusal("malformed", "have: give at most length.", field="have")
+
+    def wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_for_more(self, tokens: int, limit_s: float) -> None:
+        """Wait until more than so many tokens are ready, or all, until the lease is over, or for so long."""
+        await self._wait(lambda: self.is_whole or self.ready > tokens, limit_s, with_device=True)
+
+    async def wait_until_read(self) -> None:
+        """Wait until the engine has begun all work on it, or the lease is over."""
+        await self._wait(lambda: self.is_read, math.inf, with_device=False)
+
+    async def _wait(self, is_there: Callable[[], bool], limit_s: float, *, with_device: bool) -> None:
+        """Wait for what the engine tells; what the device comes to is looked at again and again."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s
+        while not (is_there() or self.over) and (left_s := end_s - loop.time()) > 0:
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                pause_s = min(left_s, POLL_S) if with_device and self._is_pending else left_s
+                await asyncio.wait([waiter], timeout=None if math.isinf(pause_s) else pause_s)
+            finally:
+                self._waiters.discard(waiter)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_read and self.loan.lent.ready == self.prompt.length
+
+    @property
+    def ready(self) -> int:
+        """Count the tokens of whole blocks that are final, or all tokens when the end is there as well."""
+        if self.is_whole:
+            return self.prompt.length
+        ready = min(self.loan.lent.ready, self.prompt.length - 1)
+        return ready // self.block_tokens * self.block_tokens
+
+    @property
+    def is_intact(self) -> bool:
+        """Tell whether all that the reader was told is still where it was."""
+        lent, (blocks, generations) = self.loan.lent, self._told
+        now = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
+        return lent.intact and now == (blocks, generations)
+
+    def tell(self, have: int) -> Opened:
+        """Say where lies what is ready, from the first block on of which the reader has not all tokens."""
+        lent, size, ready = self.loan.lent, self.block_tokens, self.ready
+        is_whole = ready == self.prompt.length
+        blocks = lent.blocks if is_whole else lent.blocks[: ready // size]
+        if len(blocks) > len(self._told[0]):
+            self._told = blocks, lent.generations[: len(blocks)]
+        self.is_told = self.is_told or is_whole
+        hidden_1D = lent.hidden_1D if is_whole else None
+        return Opened(
+            lease=self.id,
+            length=self.prompt.length,
+            ready=ready,
+            first=have // size,
+            blocks=list(blocks[have // size :]),
+            state=lent.state if is_whole else None,
+            hidden=None if hidden_1D is None else Hidden.of(hidden_1D),
+        )
+
+    @property
+    def _is_pending(self) -> bool:
+        """Tell whether the engine has begun more than the device has done."""
+        lent = self.loan.lent
+        return self.is_read or len(lent.blocks) * self.block_tokens > lent.ready

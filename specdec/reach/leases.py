@@ -1,0 +1,294 @@
+"""The leases of an engine that lends: who may read which prompt's memory, and for how long."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from specdec.core.lending import Lent
+from specdec.engine.transfers import Loan
+from specdec.reach.lease import Lease
+from specdec.reach.messages import Ask, AskSums, Beat, Close, Live, Opened
+from specdec.reach.recent import Recent
+from specdec.reach.rooms import Rooms
+from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, Refusal, new_id
+
+MOST_LEASES = 1024
+SWEEP_S = 1.0
+
+Submit = Callable[[Callable[[Lent], None]], Loan]
+"""Makes the engine lend a prompt, and call what it is given, in its thread, when more of it is read."""
+
+
+@dataclass(slots=True)
+class BookFigures:
+    """Count what became of leases since the engine was loaded; the first three say what is there now."""
+
+    held: int = 0
+    """Leases whose prompt is being read, or kept for its reader."""
+    held_bytes: int = 0
+    rooms_waiting: int = 0
+    """Requests that wait for a room."""
+    lent: int = 0
+    opened: int = 0
+    closed_intact: int = 0
+    """Closed by a reader that may use all it has read."""
+    closed_not_intact: int = 0
+    """Closed by a reader that must not use it."""
+    closed_unread: int = 0
+    """Closed by a reader that did not want it any more."""
+    ended: Counter[Reason] = field(default_factory=Counter)
+    """Without a reader's close, by reason."""
+    refused: Counter[Reason] = field(default_factory=Counter)
+    """Requests of the side channel, by reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What is remembered of a lease: an answer that was lost is given again."""
+
+    reason: Reason
+    reader: str | None
+    intact: bool = False
+
+
+def _no_sums(blocks: Sequence[int], state: int | None) -> list[int]:
+    raise Refusal("no_route", "This server tells nothing of its bytes.")
+
+
+class Book:
+    """Owned by the event loop's thread. Each loan is given back once, whichever way its lease ends."""
+
+    def __init__(
+        self,
+        engine: str,
+        *,
+        sums: Callable[[Sequence[int], int | None], list[int]] = _no_sums,
+        block_tokens: int,
+        most_bytes: int,
+        most_leases: int = MOST_LEASES,
+        lease_max_s: float = LEASE_MAX_S,
+        clock: Callable[[], float] = time.monotonic,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self.engine = engine
+        self._sums = sums
+        self.figures = BookFigures()
+        self.rooms: Rooms[Lease] = Rooms(clock, wait_s)
+        self._block_tokens, self._most_bytes, self._most_leases = block_tokens, most_bytes, most_leases
+        self._lease_max_s, self._clock, self._wait_s = lease_max_s, clock, wait_s
+        self._is_closed = False
+        self._leases: dict[str, Lease] = {}
+        self._ended: Recent[str, _Ended] = Recent(clock)
+
+    def lend(self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None) -> Lease:
+        """Have a prompt read for a reader elsewhere; `num_bytes` is the memory that it will hold."""
+        if self._is_closed:
+            raise Refusal("busy", "The server stops; send the request to another one.")
+        self.sweep()
+        self._check_bounds(num_bytes)
+        if room is not None:
+            self.rooms.check_free(room)
+        loop = asyncio.get_running_loop()
+
+        def in_loop(call: Callable[[], None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all was given back before
+                loop.call_soon_threadsafe(call)
+
+        loan = submit(lambda _: in_loop(lambda: lease.wake()))
+        lease = Lease(new_id(), prompt, loan, num_bytes, self._block_tokens, room)
+        self._leases[lease.id] = lease
+        self.figures.lent += 1
+        self.figures.held += 1
+        self.figures.held_bytes += num_bytes
+        if room is not None:
+            self.rooms.add(room, lease)
+        loan.done.add_done_callback(lambda done: in_loop(lambda: self._read(lease, done)))
+        return lease
+
+    async def finish(self, lease: Lease) -> None:
+        """Wait until the engine has read the prompt, or its reader wants it no more; raise why it has not.
+
+        Whoever waits is the client that had it read: if it leaves before that, the lease is over.
+        """
+        try:
+            await lease.wait_until_read()
+        except asyncio.CancelledError:
+            self._end(lease, "prefill_failed")
+            raise
+        if lease.error:
+            raise lease.error
+        if not lease.is_read and lease.over != "room_used":
+            raise _over()
+
+    def cancel(self, lease: Lease) -> None:
+        """End a lease whose client will not hand it on."""
+        self._end(lease, "prefill_failed")
+
+    def expires_in(self, lease: Lease) -> float:
+        """Return the seconds after which a lease ends if no reader is heard of."""
+        return max(0.0, lease.seen_s + SILENCE_S - self._clock()) if lease.is_read else SILENCE_S
+
+    async def open(self, lease_id: str, ask: Ask) -> Opened:
+        """Say where a prompt's memory lies, once there is more of it than the reader knows."""
+        self._check_engine(ask.engine)
+        return await self._open(self._find(lease_id), ask)
+
+    async def open_room(self, room: int, ask: Ask) -> Opened:
+        """Do the same for a room, once there is one."""
+        self._check_engine(ask.engine)
+        self.sweep()
+        self.figures.rooms_waiting += 1
+        try:
+            lease = await self.rooms.find(room)
+        finally:
+            self.figures.rooms_waiting -= 1
+        return await self._open(lease, ask)
+
+    def close(self, lease_id: str, close: Close) -> bool:
+        """End a lease; tell whether its reader may use what it has read."""
+        self._check_engine(close.engine)
+        ended = self._ended.get(lease_id)
+        if ended and ended.reader == close.reader and ended.reason == "room_used":
+            return ended.intact
+        lease = self._find(lease_id)
+        if lease.reader not in (None, close.reader):
+            raise Refusal(
+                "held", "reader: another one has opened this lease; leave closing to it.", field="reader"
+            )
+        lease.reader = close.reader
+        intact = close.read and lease.is_told and lease.is_intact
+        self._count_close(read=close.read, intact=intact)
+        self._end(lease, "room_used", intact=intact)
+        return intact
+
+    async def sums(self, lease_id: str, ask: AskSums) -> list[int]:
+        """Add up the bytes of some blocks and of the state, while they are lent."""
+        self._check_engine(ask.engine)
+        lease = self._find(lease_id)
+        lent = lease.loan.lent
+        if lease.reader != ask.reader or not lease.is_told:
+            raise Refusal("held", "reader: ask once you have opened all of this lease.", field="reader")
+        if max(ask.places, default=0) >= len(lent.blocks):
+            raise Refusal("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
+        blocks = [lent.blocks[place] for place in ask.places]
+        sums = await asyncio.to_thread(self._sums, blocks, lent.state)
+        if not lease.is_intact:
+            raise _over()
+        return sums
+
+    def beat(self, beat: Beat) -> Live:
+        """Hear that readers are alive; tell which of what they want is."""
+        self._check_engine(beat.engine)
+        self.sweep()
+        now = self._clock()
+        leases = [own for own in beat.leases if own in self._leases]
+        for own in leases:
+            self._leases[own].seen_s = now
+        return Live(leases=leases)
+
+    def sweep(self) -> None:
+        """End the leases whose readers are silent, or have had them for too long."""
+        now = self._clock()
+        for lease in list(self._leases.values()):
+            if lease.is_read and (now - lease.seen_s >= SILENCE_S or now - lease.read_s >= self._lease_max_s):
+                self._end(lease, "lease_over")
+
+    async def run(self) -> None:
+        """Sweep for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.sweep()
+
+    def end_all(self) -> None:
+        """Give everything back, and lend nothing any more: the server stops."""
+        self._is_closed = True
+        for lease in list(self._leases.values()):
+            self._end(lease, "lease_over")
+
+    async def _open(self, lease: Lease, ask: Ask) -> Opened:
+        lease.check(ask)
+        self.figures.opened += lease.reader is None
+        lease.reader, lease.seen_s = ask.reader, self._clock()
+        await lease.wait_for_more(ask.have, self._wait_s)
+        self._check_live(lease)
+        lease.seen_s = self._clock()
+        return lease.tell(ask.have)
+
+    def _find(self, lease_id: str) -> Lease:
+        self.sweep()
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            if self._ended.get(lease_id):
+                raise _over()
+            raise Refusal("unknown_lease", "There is no such lease here; have the prompt read again.")
+        return lease
+
+    def _check_live(self, lease: Lease) -> None:
+        """Refuse a lease that has ended meanwhile, or whose memory is no longer what its reader was told."""
+        if not (lease.over or lease.is_intact):
+            self._end(lease, "lease_over")
+        if lease.over == "prefill_failed":
+            raise Refusal("prefill_failed", "The prompt could not be read; read it on the other server.")
+        if lease.over:
+            raise _over()
+
+    def _check_engine(self, engine: str) -> None:
+        if engine != self.engine:
+            raise Refusal(
+                "other_engine",
+                "engine: this is another one, perhaps the same server after a start; ask GET /reach/agents.",
+                field="engine",
+            )
+
+    def _check_bounds(self, num_bytes: int) -> None:
+        if len(self._leases) >= self._most_leases or self.figures.held_bytes + num_bytes > self._most_bytes:
+            raise Refusal(
+                "busy",
+                f"{len(self._leases):,} prompts of {self.figures.held_bytes:,} bytes wait here for their "
+                "readers, which leaves no memory for one more; send it again later, or to another server.",
+            )
+
+    def _read(self, lease: Lease, done: "Future[Lent]") -> None:
+        """Begin to count the time of a lease whose prompt has been read."""
+        if lease.over:
+            return
+        if done.cancelled() or (error := done.exception()):
+            lease.error = None if done.cancelled() else error
+            self._end(lease, "prefill_failed")
+            return
+        lease.is_read = True
+        lease.read_s = lease.seen_s = self._clock()
+        lease.wake()
+
+    def _end(self, lease: Lease, reason: Reason, *, intact: bool = False) -> None:
+        """End a lease, which happens once, and give its loan back."""
+        if lease.over:
+            return
+        lease.over = reason
+        del self._leases[lease.id]
+        self.figures.held -= 1
+        self.figures.held_bytes -= lease.num_bytes
+        if reason != "room_used":
+            self.figures.ended[reason] += 1
+        self._ended.put(lease.id, _Ended(reason, lease.reader, intact))
+        if lease.room is not None:
+            self.rooms.end(lease.room, reason)
+        lease.loan.give_back()
+        lease.wake()
+
+    def _count_close(self, *, read: bool, intact: bool) -> None:
+        figures = self.figures
+        if not read:
+            figures.closed_unread += 1
+        elif intact:
+            figures.closed_intact += 1
+        else:
+            figures.closed_not_intact += 1
+
+
+def _over() -> Refusal:
+    return Refusal("lease_over", "This lease is over; have the prompt read again.")

@@ -1,0 +1,51 @@
+"""What two engines tell each other when they meet, and how the other's arena becomes readable."""
+
+from collections.abc import Mapping
+
+from specdec.errors import ConfigError
+from specdec.reach.carrier import Carrier
+from specdec.reach.messages import Agent, Agents, pack, unpack
+from specdec.reach.terms import hash_facts
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.transfer.cut import Cut
+from specdec.state_slots.transfer.plan import ArenaView, Plan, make_plans, read_view
+
+
+class Meeting:
+    """One engine's arena, as others are shown it. Any thread may call."""
+
+    def __init__(self, engine: str, facts: Mapping[str, str], arena: Arena, carrier: Carrier) -> None:
+        self.engine, self.facts, self.fingerprint = engine, dict(facts), hash_facts(facts)
+        self._carrier = carrier
+        data = arena.data
+        self._view = ArenaView(
+            data.data_ptr(), data.nbytes, Cut.of(arena.layout), 1, 0, data.device.index or 0
+        )
+
+    def agents(self) -> Agents:
+        """Say how this arena is reached, by the agent that there is now."""
+        own = Agent(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
+        return Agents(
+            engine=self.engine,
+            fingerprint=self.fingerprint,
+            facts=self.facts,
+            carrier=self._carrier.name,
+            agents=[own],
+        )
+
+    def attach(self, agents: Agents) -> Plan:
+        """Make a peer's arena readable; return what reads of it are planned with."""
+        if agents.carrier != self._carrier.name:
+            raise ConfigError(
+                f"reach_carrier: it is {agents.carrier} there and {self._carrier.name} here; give both one.",
+                field="reach_carrier",
+            )
+        if len(agents.agents) != 1:
+            raise ConfigError(
+                f"tp: an engine of {len(agents.agents)} ranks cannot be read from yet; start it with one.",
+                field="tp",
+            )
+        (other,) = agents.agents
+        plan = make_plans(self._view, [read_view(other.arena)])[0]
+        self._carrier.attach(agents.engine, unpack(other.metadata, "metadata"), plan)
+        return plan

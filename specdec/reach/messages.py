@@ -1,0 +1,200 @@
+"""The bodies of the side channel: JSON, read strictly; what does not fit is refused by name."""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from specdec.config.base import Settings
+from specdec.errors import ConfigError
+from specdec.reach.terms import Reason, Refusal
+
+MOST_TOKENS = 1 << 24
+MOST_BLOCKS = 1 << 20
+MOST_SUMS = 64
+"""Blocks that are compared at once."""
+MOST_BEATS = 4096
+"""Leases in one beat."""
+MOST_HIDDEN = 1 << 20
+MOST_METADATA = 1 << 20
+MOST_AGENTS = 64
+MOST_FACTS = 32
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+HEX_32 = "32 hexadecimal digits in lower case"
+HEX_64 = "64 hexadecimal digits in lower case"
+TOKENS = f"a whole number from 0 to {MOST_TOKENS:,}"
+BASE_64 = "base64"
+Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Slot = Annotated[int, Field(ge=0, lt=1 << 31)]
+Place = Annotated[int, Field(ge=0, lt=MOST_BLOCKS)]
+Fact = Annotated[str, Field(max_length=200)]
+Word = Annotated[str, Field(max_length=64)]
+W = TypeVar("W", bound="Body")
+
+
+class Body(Settings):
+    """One body, of a request or an answer."""
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Parse a body; what does not fit is a `Refusal` that names it."""
+        try:
+            fields = json.loads(data)
+        except (ValueError, RecursionError):
+            raise Refusal("malformed", "The body is no JSON that can be read; send one object.") from None
+        if not isinstance(fields, dict):
+            raise Refusal("malformed", "The body is no object; send one with the fields of this route.")
+        try:
+            return cls.model_validate(fields)
+        except ConfigError as error:
+            message = str(error).replace(f"{cls.__name__} has no setting", f"{cls.__name__} has no field")
+            field = error.field if error.field in cls.model_fields else None
+            raise Refusal("malformed", message, field=field) from None
+
+    def write(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+class Ask(Body):
+    """Open a lease or a room, or ask how far one is that the same reader has opened."""
+
+    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
+    hash: Hash = Field(description=f"the prompt's hash: {HEX_64}")
+    length: int = Field(ge=1, le=MOST_TOKENS, description=f"the prompt's tokens that are lent: {TOKENS}")
+    have: int = Field(ge=0, le=MOST_TOKENS, description=f"leading tokens whose blocks are known: {TOKENS}")
+    reader: Id = Field(description=f"who opens it, drawn anew for each fetch: {HEX_32}")
+
+
+class Close(Body):
+    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
+    reader: Id = Field(description=f"who has opened it: {HEX_32}")
+    read: bool = Field(description="true if all of it has been read, else false")
+
+
+class AskSums(Body):
+    """Ask what the bytes of some blocks, and of the state if there is one, come to."""
+
+    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
+    reader: Id = Field(description=f"who has opened it: {HEX_32}")
+    places: list[Place] = Field(max_length=MOST_SUMS, description=f"places of at most {MOST_SUMS} blocks")
+
+
+class Sums(Body):
+    sums: list[int] = Field(max_length=MOST_SUMS + 1, description="64-bit sums, the state's last")
+
+
+class Closed(Body):
+    intact: bool = Field(description="true or false")
+
+
+class Beat(Body):
+    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
+    leases: list[Id] = Field(max_length=MOST_BEATS, description=f"at most {MOST_BEATS:,} of {HEX_32}")
+
+
+class Live(Body):
+    leases: list[Id] = Field(max_length=MOST_BEATS, description="those of the beat that are live")
+
+
+class Hidden(Body):
+    """A vector, bit for bit."""
+
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(
+        description="float64, float32, float16 or bfloat16"
+    )
+    data: str = Field(max_length=MOST_HIDDEN, description=BASE_64)
+
+    @classmethod
+    def of(cls, hidden_1D: Tensor) -> Self:
+        raw = hidden_1D.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        name = str(hidden_1D.dtype).removeprefix("torch.")
+        return cls.model_validate({"dtype": name, "data": base64.b64encode(raw).decode()})
+
+    @property
+    def tensor(self) -> Tensor:
+        dtype, raw = DTYPES[self.dtype], bytearray(unpack(self.data, "hidden"))
+        if not raw or len(raw) % dtype.itemsize:
+            raise Refusal("malformed", f"hidden: {len(raw)} bytes are no {self.dtype}.", field="hidden")
+        return torch.frombuffer(raw, dtype=dtype)
+
+
+class Opened(Body):
+    """Say where the memory of a prompt's beginning lies, as far as it has been read."""
+
+    lease: Id = Field(description=HEX_32)
+    length: int = Field(ge=1, le=MOST_TOKENS, description=TOKENS)
+    ready: int = Field(ge=0, le=MOST_TOKENS, description=TOKENS)
+    """Tokens whose memory is final; the blocks of all of them are known now. `length`: that is all."""
+    first: int = Field(ge=0, le=MOST_BLOCKS, description="the place of the first block")
+    blocks: list[Slot] = Field(max_length=MOST_BLOCKS, description="block ids")
+    """From the place `first` on; whole ones alone, until all is ready."""
+    state: Slot | None = Field(description="a state slot, or null")
+    hidden: Hidden | None = Field(description="a vector, or null")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ready == self.length
+
+
+class Agent(Body):
+    """One rank's arena, and how to reach it. Whoever has this can read all of the arena."""
+
+    rank: int = Field(ge=0, lt=MOST_AGENTS, description="a whole number from 0")
+    metadata: str = Field(max_length=MOST_METADATA, description=BASE_64)
+    arena: dict[str, Any] = Field(description="an object: the arena's address and layout")
+
+
+class Agents(Body):
+    engine: Id = Field(description=HEX_32)
+    fingerprint: Hash = Field(description=HEX_64)
+    facts: dict[Word, Fact] = Field(max_length=MOST_FACTS, description="what the fingerprint is of")
+    carrier: Word = Field(description="a name")
+    agents: list[Agent] = Field(min_length=1, max_length=MOST_AGENTS, description="one for each rank")
+
+
+class Refused(Body):
+    """An error, in the words of the server's own errors."""
+
+    code: Word = Field(description="a reason")
+    message: Annotated[str, Field(max_length=10_000)] = Field(description="a text")
+    param: str | None = Field(description="the field at fault, or null")
+
+
+def write_refusal(refusal: Refusal) -> bytes:
+    said = {"code": refusal.reason, "message": str(refusal), "param": refusal.field}
+    return json.dumps({"error": said}).encode()
+
+
+def read_refusal(data: bytes, known: Mapping[Reason, int]) -> Refusal:
+    """Return what a peer refuses; an answer that is no error of ours is `garbled`."""
+    try:
+        said = Refused.model_validate(json.loads(data)["error"])
+        reason = next(reason for reason in known if reason == said.code)
+    except (ValueError, RecursionError, KeyError, TypeError, ConfigError, StopIteration):
+        return Refusal(
+            "garbled", "The peer's answer is none that this version knows; is its port a reach_port?"
+        )
+    return Refusal(reason, said.message, field=said.param)
+
+
+def pack(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def unpack(text: str, field: str) -> bytes:
+    try:
+        return base64.b64decode(text.encode(), validate=True)
+    except (binascii.Error, ValueError):
+        raise Refusal("malformed", f"{field}: it is no base64; send what a specdec server sends.") from None

@@ -1,0 +1,222 @@
+"""The carrier over NIXL: an agent that reads other agents' memory by whatever way UCX finds to it."""
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import logging
+import uuid
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.errors import ConfigError
+from specdec.reach.descriptors import PIECE_BYTES
+from specdec.reach.reader import CLOSE_S, Quarantine, Reader
+from specdec.reach.wire import PeerLost, Uncertain, WireError
+from specdec.state_slots.arena import Arena
+
+AGENT_SLEEP_US = 10_000
+"""It wakes when something comes, and after this long all the same: some ways do not tell."""
+INSTALL = "install the extra: pip install 'specdec[reach]' (Linux, x86-64 or ARM)"
+
+
+class Nixl(Reader):
+    """Read from the arenas of other processes and machines."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        quarantine: Quarantine | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        close_s: float = CLOSE_S,
+    ) -> None:
+        """Register the whole arena. Raises ConfigError where NIXL is not there or finds no way to others."""
+        super().__init__(
+            "nixl",
+            partial(AgentWire, load_nixl(), arena.data),
+            arena.data.nbytes,
+            quarantine=quarantine,
+            piece_bytes=piece_bytes,
+            close_s=close_s,
+        )
+
+
+def load_nixl() -> Any:
+    """Import the build of NIXL that suits torch's CUDA, or the other: memory of the host needs neither."""
+    names = ["nixl_cu12", "nixl_cu13"]
+    if (torch.version.cuda or "").startswith("13"):
+        names.reverse()
+    name = next((name for name in names if importlib.util.find_spec(name)), None)
+    if name is None:
+        raise ConfigError(f"NIXL is not installed: {INSTALL}", field="reach")
+    raise_exceptions = logging.raiseExceptions
+    try:
+        api = importlib.import_module(f"{name}._api")
+    except ImportError as error:
+        raise ConfigError(f"{name} cannot be imported, {error}: {INSTALL}", field="reach") from error
+    finally:
+        logging.raiseExceptions = raise_exceptions
+    _route_logs()
+    return api
+
+
+def _route_logs() -> None:
+    """Have what NIXL warns of in the log of the process; it prints to stdout, and what all goes well."""
+    log = logging.getLogger("nixl")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.WARNING)
+
+
+def _make_agent(api: Any) -> Any:
+    """Make an agent whose thread sleeps: as `nixl_agent` makes it, it polls without end and takes a core."""
+    name = f"specdec-{uuid.uuid4().hex}"
+    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    config = api.nixlBind.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = AGENT_SLEEP_US
+    agent.agent = api.nixlBind.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
+
+
+class AgentWire:
+    """A NIXL agent and the arena that is registered with it."""
+
+    def __init__(self, api: Any, data: Tensor) -> None:
+        self._data = data  # bytes may come as long as the agent lives
+        self.memory = "VRAM" if data.is_cuda else "DRAM"
+        self.links: set[AgentLink] = set()
+        self.pieces: set[AgentPiece] = set()
+        self.errors = api.nixlBind
+        self.disconnected: set[bytes] = set()
+        """Agents of which NIXL has said that they are gone; from then on it knows them no more."""
+        if data.is_cuda:
+            torch.cuda.set_device(data.device)  # UCX takes the CUDA context of its thread
+        try:
+            self.agent = _make_agent(api)
+            place = (data.data_ptr(), data.nbytes, data.device.index or 0, "")
+            self._registered = self.agent.register_memory([place], self.memory)
+            self.metadata = self.memory.encode() + self.agent.get_agent_metadata()
+        except Exception as error:
+            raise ConfigError(
+                f"NIXL cannot register the arena, {error!r}: see what UCX says, and UCX_NET_DEVICES",
+                field="reach",
+            ) from error
+
+    def attach(self, metadata: bytes, local: NDArray[np.int64], remote: NDArray[np.int64]) -> "AgentLink":
+        """Load the peer's metadata, which connects at the first read. Raises WireError."""
+        memory, metadata = metadata[:4].decode("latin-1"), metadata[4:]
+        if memory not in ("DRAM", "VRAM"):
+            raise WireError("this is not the metadata of a NIXL carrier")
+        link = AgentLink(self)
+        try:
+            link.name = self.agent.add_remote_agent(metadata)
+            self.disconnected.discard(link.name)
+            link.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self.memory)
+            link.remote = self.agent.prep_xfer_dlist(link.name, remote, memory)
+        except Exception as error:
+            why = str(error)
+        else:
+            return link
+        link.close()
+        raise WireError(why)
+
+    def is_gone(self, name: bytes | None, error: Exception) -> bool:
+        """Tell whether an error says that an agent is gone, and with it all that was begun with it."""
+        if name and isinstance(error, self.errors.nixlRemoteDisconnectError):
+            self.disconnected.add(name)
+        return name in self.disconnected
+
+    def close(self) -> None:
+        """Delete the agent: to release what is under way, or to forget its peers, stops no byte."""
+        if self.agent is None:
+            return
+        for piece in tuple(self.pieces):
+            piece.release()
+        for link in tuple(self.links):
+            link.close()
+        with contextlib.suppress(Exception):
+            self.agent.deregister_memory(self._registered)
+        agent = weakref.ref(self.agent.agent)
+        self.agent = self._registered = None
+        if agent() is not None:
+            gc.collect()
+        if agent() is not None:
+            raise WireError("the NIXL agent is still referred to")
+
+
+class AgentLink:
+    """A peer's agent, and both lists of descriptors."""
+
+    def __init__(self, wire: AgentWire) -> None:
+        self.wire = wire
+        self.name: bytes | None = None
+        self.local: Any = None
+        self.remote: Any = None
+        wire.links.add(self)
+
+    def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> "AgentPiece":
+        """Begin a transfer; over shared memory the call copies. Raises WireError, PeerLost, Uncertain."""
+        try:
+            handle = self.wire.agent.make_prepped_xfer("READ", self.local, local, self.remote, remote)
+        except Exception as error:
+            kind = PeerLost if self.wire.is_gone(self.name, error) else WireError
+            raise kind(str(error)) from None
+        return AgentPiece(self, handle)
+
+    def close(self) -> None:
+        """Release both lists, and disconnect."""
+        self.wire.links.discard(self)
+        for descriptors in (self.local, self.remote):
+            if descriptors is not None:
+                with contextlib.suppress(Exception):
+                    descriptors.release()
+        self.local = self.remote = None
+        if self.name is not None and all(link.name != self.name for link in self.wire.links):
+            with contextlib.suppress(Exception):  # NIXL has forgotten a peer that is lost
+                self.wire.agent.remove_remote_agent(self.name)
+
+
+class AgentPiece:
+    """A transfer's handle. It keeps the agent from being deleted until it is released."""
+
+    def __init__(self, link: AgentLink, handle: Any) -> None:
+        """Begin the transfer."""
+        self._wire, self._name, self._handle = link.wire, link.name, handle
+        self._wire.pieces.add(self)
+        self._state = self._ask(self._wire.agent.transfer)
+
+    def has_landed(self) -> bool:
+        """Ask for the transfer's state. Raises PeerLost or Uncertain."""
+        if self._state == "PROC":
+            self._state = self._ask(self._wire.agent.check_xfer_state)
+        return self._state == "DONE"
+
+    def release(self) -> None:
+        """Forget the handle; one under way is cancelled as far as it can be."""
+        self._wire.pieces.discard(self)
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(Exception):
+                handle.release()
+
+    def _ask(self, question: Callable[[Any], str]) -> str:
+        try:
+            state = question(self._handle)
+        except Exception as error:
+            if not self._wire.is_gone(self._name, error):
+                raise Uncertain(str(error)) from None
+            self.release()
+            raise PeerLost(str(error)) from None
+        if state == "ERR":
+            raise Uncertain("NIXL reports an error")
+        return state

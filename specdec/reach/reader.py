@@ -1,0 +1,447 @@
+"""A carrier's thread: it posts reads by turns, polls them, and keeps those given up until they end."""
+
+import atexit
+import contextlib
+import contextvars
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from specdec.reach.carrier import CarrierFigures, Indices, Read, ReadLost, Rows
+from specdec.reach.descriptors import PIECE_BYTES, Descriptors, pieces
+from specdec.reach.wire import Link, PeerLost, Piece, Uncertain, Wire, WireError
+
+logger = logging.getLogger(__name__)
+
+AHEAD, MOST_AHEAD = 2, 8
+"""Pieces of a read that are on their way at once, where posting returns early; more where they land too soon
+for the next poll. Others from the same peer wait behind them.
+"""
+FIRST_PAUSE_S, LAST_PAUSE_S = 100e-6, 1e-3
+"""Between two polls; it doubles while nothing lands."""
+ATTACH_S = 30.0
+"""For the thread to answer who attaches: it may be copying, or making its agent anew."""
+CLOSE_S = 10.0
+"""For the thread to come out of C++."""
+CLOSED = "the carrier is closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Say how much memory may wait for reads that were given up before the agent is deleted to end them."""
+
+    part: float = 0.1
+    """Of the arena's bytes."""
+    part_s: float = 1.0
+    """A read has this long all the same: most of those that are given up end by themselves at once."""
+    age_s: float = 120.0
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    metadata: bytes
+    plan: Rows
+    local: Descriptors
+    remote: Descriptors
+    link: Link
+    ahead: int = AHEAD
+    is_attached: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Going:
+    """A read that is not over."""
+
+    read: Read
+    peer: _Peer
+    rest: deque[Indices]
+    num_bytes: int
+    start_s: float
+    end_s: float
+    posted: deque[Piece] = field(default_factory=deque)
+    lost_s: float | None = None
+    """When its wait ended: since then it is in quarantine."""
+    is_uncertain: bool = False
+    """Whether only the end of the wire ends it."""
+
+
+class Reader:
+    """The carrier over some wire. Its thread opens the wire, and alone calls it."""
+
+    def __init__(
+        self,
+        name: str,
+        open_wire: Callable[[], Wire],
+        arena_bytes: int,
+        *,
+        quarantine: Quarantine | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        close_s: float = CLOSE_S,
+    ) -> None:
+        """Wait until the wire is open; what is wrong with it is raised here."""
+        self.name = name
+        self._open_wire, self._arena_bytes = open_wire, arena_bytes
+        self._quarantine, self._piece_bytes, self._close_s = quarantine or Quarantine(), piece_bytes, close_s
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        """Holds callers and the end apart, so that nothing enters a closed inbox."""
+        self._fault: str | None = None
+        self._numbers = 0
+        self._reads: dict[int, Read] = {}
+        """All that are not over, those that wait in the inbox too."""
+        self._peers: dict[str, _Peer] = {}
+        self._going: dict[int, _Going] = {}
+        self._figures = CarrierFigures()
+        opened: Future[None] = Future()
+        # What a service has set where it builds the engine, as a name for its log lines, holds in the thread.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._work, opened), name=f"specdec-reach-{name}", daemon=True
+        )
+        self._thread.start()
+        opened.result()
+        atexit.register(self.close)  # a thread that is in C++ when the interpreter ends aborts the process
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs to read from this arena. It changes when the agent is made anew."""
+        return self._metadata
+
+    @property
+    def figures(self) -> CarrierFigures:
+        return self._figures
+
+    def attach(self, peer: str, metadata: bytes, plan: Rows) -> None:
+        """Be ready to read from a peer; what was attached by this name is detached. Raises ReadLost."""
+        attached: Future[str | None] = Future()
+        if not self._put(lambda: attached.set_result(self._attach(peer, metadata, plan))):
+            raise ReadLost(f"{CLOSED}: {self._fault}")
+        try:
+            why = attached.result(ATTACH_S)
+        except TimeoutError:
+            why = f"no answer within {ATTACH_S:.0f} s"
+        if why:
+            raise ReadLost(f"peer {peer} cannot be attached: {why}")
+
+    def detach(self, peer: str) -> None:
+        """Forget a peer, and give up what is being read from it."""
+        self._put(lambda: self._detach(peer, f"peer {peer} was detached"))
+
+    def read(self, peer: str, indices: Indices, num_bytes: int, deadline_s: float) -> Read:
+        """Begin to read; `deadline_s` seconds from now it is given up."""
+        start_s = time.monotonic()
+        with self._gate:
+            self._numbers += 1
+            read = Read(self._numbers)
+            if self._fault is None:
+                self._reads[read.id] = read
+                end_s = start_s + deadline_s
+                self._inbox.put(lambda: self._begin(read, peer, indices, num_bytes, start_s, end_s))
+                return read
+        _fail(read, f"{CLOSED}: {self._fault}")
+        read.over.set_result(None)
+        return read
+
+    def give_up(self, read: Read) -> None:
+        """End the wait for a read: `done` raises, `over` takes the time it takes."""
+
+        def end() -> None:
+            if going := self._going.get(read.id):
+                self._lose(going, "it was given up")
+                self._settle(going)
+
+        self._put(end)
+
+    def close(self) -> None:
+        """Give up all reads and delete the agent, in bounded time."""
+        atexit.unregister(self.close)
+        self._stop("it was closed")
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            logger.error(
+                "the carrier %s did not end within %.0f s; memory that it reads into is not given back",
+                self.name,
+                self._close_s,
+            )
+            for read in tuple(self._reads.values()):
+                _fail(read, CLOSED)
+
+    def _put(self, work: Callable[[], None]) -> bool:
+        with self._gate:
+            if self._fault is None:
+                self._inbox.put(work)
+            return self._fault is None
+
+    def _stop(self, fault: str) -> None:
+        with self._gate:
+            self._fault = self._fault or fault
+            self._inbox.put(_wake)
+
+    def _work(self, opened: "Future[None]") -> None:
+        try:
+            self._open()
+        except BaseException as error:
+            self._stop(str(error))
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        try:
+            self._run()
+        except Exception as failure:
+            logger.critical("the carrier %s has stopped", self.name, exc_info=failure)
+            self._stop(f"it has stopped: {failure!r}")
+        finally:
+            self._end()
+
+    def _open(self) -> None:
+        self._wire = self._open_wire()
+        self._metadata = self._wire.metadata
+
+    def _run(self) -> None:
+        pause_s: float | None = None
+        while self._fault is None:
+            self._receive(pause_s)
+            moved = self._advance()
+            self._end_quarantine()
+            if not self._going:
+                pause_s = None
+            else:
+                pause_s = 0.0 if moved else min(max(2 * (pause_s or 0.0), FIRST_PAUSE_S), LAST_PAUSE_S)
+
+    def _receive(self, pause_s: float | None) -> None:
+        """Do what callers want; wait so long for the first one of them, for ever if None."""
+        with contextlib.suppress(queue.Empty):
+            self._inbox.get(timeout=pause_s)()
+            while True:
+                self._inbox.get_nowait()()
+
+    def _end(self) -> None:
+        """End every read; where the wire cannot tell that it writes no more, `over` stays open."""
+        self._receive(0.0)
+        for read in tuple(self._reads.values()):
+            _fail(read, f"{CLOSED}: {self._fault}")
+        try:
+            self._wire.close()
+        except WireError as error:
+            logger.error("memory that %s reads into is not given back: %s", self.name, error)
+            return
+        self._all_over()
+
+    def _attach(self, name: str, metadata: bytes, plan: Rows) -> str | None:
+        """Attach a peer; return what is wrong, if anything is."""
+        if self._fault:
+            return f"{CLOSED}: {self._fault}"
+        self._detach(name, f"peer {name} was attached anew")
+        local = Descriptors(plan.local, self._piece_bytes)
+        remote = Descriptors(plan.remote, self._piece_bytes)
+        try:
+            link = self._wire.attach(metadata, local.rows, remote.rows)
+        except WireError as error:
+            return str(error)
+        self._peers[name] = _Peer(metadata, plan, local, remote, link)
+        return None
+
+    def _detach(self, name: str, why: str) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is None:
+            return
+        peer.is_attached = False
+        for going in self._going_from(peer):
+            self._lose(going, why)
+            self._settle(going)
+        self._close_link(peer)
+
+    def _going_from(self, peer: _Peer) -> list[_Going]:
+        return [going for going in self._going.values() if going.peer is peer]
+
+    def _close_link(self, peer: _Peer) -> None:
+        """Forget a peer that is not attached any more, unless bytes of it are on their way."""
+        if not peer.is_attached and not self._going_from(peer):
+            peer.link.close()
+
+    def _begin(
+        self, read: Read, name: str, indices: Indices, num_bytes: int, start_s: float, end_s: float
+    ) -> None:
+        if self._fault:
+            return  # `_end` tells its caller
+        peer = self._peers.get(name)
+        why = f"peer {name} is not attached" if peer is None else _misfit(peer, indices, num_bytes)
+        if peer is None or why:
+            self._figures = replace(self._figures, lost=self._figures.lost + 1)
+            _fail(read, why or "")
+            self._over(read)
+            return
+        rest = deque(pieces(peer.local, peer.remote, indices))
+        self._going[read.id] = _Going(read, peer, rest, num_bytes, start_s, end_s)
+
+    def _advance(self) -> bool:
+        """Poll every read and post a piece of each, so that none waits for another; tell if any moved."""
+        moved = False
+        for going in tuple(self._going.values()):
+            self._receive(0.0)
+            if self._fault or going.read.id not in self._going:
+                continue
+            try:
+                moved |= self._post(going)
+                moved |= self._poll(going)
+            except PeerLost as gone:
+                self._lose_peer(going.peer, str(gone))
+            except Uncertain as failure:
+                going.is_uncertain = True
+                self._lose(going, str(failure))
+            except WireError as error:
+                self._lose(going, str(error))
+            self._settle(going)
+        return moved
+
+    def _poll(self, going: _Going) -> bool:
+        moved = False
+        while going.posted and not going.is_uncertain:
+            if not going.posted[0].has_landed():
+                return moved
+            going.posted.popleft().release()
+            moved = True
+        if moved and going.rest:
+            going.peer.ahead = min(going.peer.ahead + 1, MOST_AHEAD)  # the network ran dry
+        return moved
+
+    def _post(self, going: _Going) -> bool:
+        """Post the next piece of a read, unless enough of it is on its way."""
+        if not going.rest or len(going.posted) >= going.peer.ahead:
+            return False
+        going.posted.append(going.peer.link.post(*going.rest.popleft()))
+        return True
+
+    def _lose(self, going: _Going, why: str) -> None:
+        """End the wait for a read; what is on its way stays so."""
+        going.rest.clear()
+        if going.lost_s is None:
+            going.lost_s = time.monotonic()
+            self._count_quarantine(lost=1)
+            _fail(going.read, why)
+
+    def _lose_peer(self, peer: _Peer, why: str) -> None:
+        """End all reads from a peer that is gone."""
+        for name in [name for name, known in self._peers.items() if known is peer]:
+            logger.warning("peer %s is lost: %s", name, why)
+            del self._peers[name]
+        peer.is_attached = False
+        for going in self._going_from(peer):
+            for piece in going.posted:
+                piece.release()
+            going.posted.clear()
+            going.is_uncertain = False
+            self._lose(going, why)
+            self._settle(going)
+
+    def _settle(self, going: _Going) -> None:
+        """Let go of a read if it is over; at its deadline it is given up."""
+        if going.read.id not in self._going:
+            return
+        now_s = time.monotonic()
+        if (going.rest or going.posted) and going.lost_s is None and now_s >= going.end_s:
+            self._lose(going, f"it took longer than {going.end_s - going.start_s:.1f} s")
+        if going.rest or going.posted or going.is_uncertain:
+            return
+        del self._going[going.read.id]
+        if going.lost_s is None:
+            figures, took_s = self._figures, now_s - going.start_s
+            self._figures = replace(
+                figures,
+                reads=figures.reads + 1,
+                bytes=figures.bytes + going.num_bytes,
+                seconds=figures.seconds + took_s,
+            )
+            going.read.done.set_result(took_s)
+        self._count_quarantine()
+        self._over(going.read)
+        self._close_link(going.peer)
+
+    def _count_quarantine(self, *, lost: int = 0) -> None:
+        kept = self._kept
+        self._figures = replace(
+            self._figures,
+            lost=self._figures.lost + lost,
+            quarantined=len(kept),
+            quarantined_bytes=sum(going.num_bytes for going in kept),
+        )
+
+    @property
+    def _kept(self) -> list[_Going]:
+        return [going for going in self._going.values() if going.lost_s is not None]
+
+    def _end_quarantine(self) -> None:
+        """Make the agent anew if too much memory waits for reads that were given up, or some for too long."""
+        kept, limits = self._kept, self._quarantine
+        if not kept:
+            return
+        age_s = time.monotonic() - min(going.lost_s or 0.0 for going in kept)
+        is_large = self._figures.quarantined_bytes > limits.part * self._arena_bytes
+        if age_s > limits.age_s or (is_large and age_s > limits.part_s):
+            logger.warning(
+                "%d reads that were given up, one %.1f s ago, may still write to %d bytes: "
+                "the agent of %s is made anew, and reads under way are lost",
+                len(kept),
+                age_s,
+                self._figures.quarantined_bytes,
+                self.name,
+            )
+            self._renew()
+
+    def _renew(self) -> None:
+        """Delete the agent, which ends every read, make it anew, and attach its peers again."""
+        for going in tuple(self._going.values()):
+            self._lose(going, "the agent was made anew, to end reads that were given up")
+        self._wire.close()
+        self._figures = replace(self._figures, agents=self._figures.agents + 1)
+        peers, self._peers = self._peers, {}
+        self._open()
+        for name, peer in peers.items():
+            if why := self._attach(name, peer.metadata, peer.plan):
+                logger.warning("peer %s is lost: %s", name, why)
+        self._all_over()
+
+    def _all_over(self) -> None:
+        """Let go of all reads once the wire is closed."""
+        going = {*self._going}
+        self._going.clear()
+        self._count_quarantine()
+        for read in tuple(self._reads.values()):
+            if read.id in going or self._fault:
+                self._over(read)
+
+    def _over(self, read: Read) -> None:
+        del self._reads[read.id]
+        read.over.set_result(None)
+
+
+def _misfit(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
+    """Say why these cannot be read, before a byte moves."""
+    local, remote = indices
+    if len(local) != len(remote):
+        return f"{len(local)} descriptors cannot be read from {len(remote)}"
+    if not peer.local.holds(local) or not peer.remote.holds(remote):
+        return f"an index is out of range: {len(peer.local)} descriptors here, {len(peer.remote)} there"
+    lengths = peer.local.lengths(local)
+    if not np.array_equal(lengths, peer.remote.lengths(remote)):
+        return "the descriptors of a pair differ in length"
+    if (total := int(lengths.sum())) != num_bytes:
+        return f"the descriptors hold {total} bytes, not {num_bytes}"
+    return None
+
+
+def _fail(read: Read, why: str) -> None:
+    """End the wait for a read; who closes a carrier whose thread is stuck may do so at the same time."""
+    with contextlib.suppress(InvalidStateError):
+        read.done.set_exception(ReadLost(why))
+
+
+def _wake() -> None:
+    """Do nothing: that something came is enough."""

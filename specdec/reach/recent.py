@@ -1,0 +1,40 @@
+"""What is remembered for a while of what is over, within a bound."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+REMEMBERED_S = 60.0
+MOST = 4096
+
+
+class Recent(Generic[K, V]):
+    """Forgets what is older than a minute, and the oldest of too many."""
+
+    def __init__(self, clock: Callable[[], float], most: int = MOST) -> None:
+        self._clock, self._most = clock, most
+        self._entries: OrderedDict[K, tuple[float, V]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        self._forget()
+        found = self._entries.get(key)
+        return None if found is None else found[1]
+
+    def put(self, key: K, value: V) -> None:
+        self._entries.pop(key, None)
+        self._entries[key] = (self._clock() + REMEMBERED_S, value)
+        self._forget()
+
+    def _forget(self) -> None:
+        now = self._clock()
+        while self._entries:
+            key, (until, _) = next(iter(self._entries.items()))
+            if now < until and len(self._entries) <= self._most:
+                return
+            del self._entries[key]

@@ -1,0 +1,87 @@
+"""The rooms in which SGLang's routers let two servers meet that get the same request at the same time."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from specdec.reach.recent import Recent
+from specdec.reach.terms import Reason, Refusal
+
+T = TypeVar("T")
+
+MOST_WAITING = 1024
+"""Requests for rooms that are not there yet."""
+
+
+class Rooms(Generic[T]):
+    """Owned by the event loop's thread. Only a request that this server reads makes a room."""
+
+    def __init__(self, clock: Callable[[], float], wait_s: float, most_waiting: int = MOST_WAITING) -> None:
+        self._wait_s, self._most_waiting = wait_s, most_waiting
+        self._rooms: dict[int, T] = {}
+        self._past: Recent[int, Reason] = Recent(clock)
+        self._waiting: dict[int, set[asyncio.Future[None]]] = {}
+        self._num_waiting = 0
+
+    def check_free(self, room: int) -> None:
+        """Refuse a room that a request has or had."""
+        if room in self._rooms or self._past.get(room) is not None:
+            raise Refusal(
+                "room_used",
+                "bootstrap_room: another request has or had this one; draw a new one of 63 random bits.",
+                field="bootstrap_room",
+            )
+
+    def add(self, room: int, held: T) -> None:
+        self._rooms[room] = held
+        self._wake(room)
+
+    def fail(self, room: int) -> None:
+        """Let a room's reader know at once, or when it comes, that its prompt is not read here.
+
+        It is for a request that was refused before it was lent.
+        """
+        if room not in self._rooms and self._past.get(room) is None:
+            self._past.put(room, "prefill_failed")
+            self._wake(room)
+
+    def end(self, room: int, reason: Reason) -> None:
+        """Remember for a while why a room is no longer there."""
+        del self._rooms[room]
+        self._past.put(room, reason)
+
+    async def find(self, room: int) -> T:
+        """Wait until a room is there. Nothing is kept of one that is not."""
+        if room not in self._rooms and self._past.get(room) is None:
+            await self._wait(room)
+        held, reason = self._rooms.get(room), self._past.get(room)
+        if held is not None:
+            return held
+        match reason:
+            case None:
+                raise Refusal("unknown_room", "No request has brought this room yet; ask again.")
+            case "prefill_failed":
+                raise Refusal("prefill_failed", "The prompt could not be read; read it on the other server.")
+            case "room_used":
+                raise Refusal("room_used", "This room has been used; a room serves one request.")
+            case _:
+                raise Refusal("lease_over", "This room's lease is over; have the prompt read again.")
+
+    async def _wait(self, room: int) -> None:
+        if self._num_waiting >= self._most_waiting:
+            raise Refusal("busy", "Too many requests wait for rooms; ask again a little later.")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(room, set()).add(waiter)
+        self._num_waiting += 1
+        try:
+            await asyncio.wait([waiter], timeout=self._wait_s)
+        finally:
+            self._num_waiting -= 1
+            self._waiting[room].discard(waiter)
+            if not self._waiting[room]:
+                del self._waiting[room]
+
+    def _wake(self, room: int) -> None:
+        for waiter in self._waiting.get(room, ()):
+            if not waiter.done():
+                waiter.set_result(None)

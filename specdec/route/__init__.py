@@ -1,0 +1,1 @@
+"""`specdec route`: one address before many replicas of `specdec serve`."""

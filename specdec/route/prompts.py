@@ -1,0 +1,98 @@
+"""What the router knows of a request: its prompt's size, and a hash of each of its beginnings."""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specdec.route.spans import Span, fields_of, value_of
+
+PIECE = 512
+"""Bytes of a prompt from one hashed beginning to the next."""
+MOST_PIECES = 2048
+"""Beginnings of a prompt that are told apart; what lies behind counts as unread."""
+MOST_KNOWN = 1 << 16
+"""Beginnings remembered of each replica: 32 MiB of prompts."""
+IN_ORDER = ("tools", "system", "instructions", "messages", "prompt", "input")
+"""Fields that make a prompt, as chat templates put them."""
+LOOKED_AT = ("model", "cache_salt", "stream", "previous_response_id")
+OWNERS = ("Authorization", "x-api-key")
+"""Headers that name a tenant: replicas share no prefix between two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's body, looked at. `fields` is None where it is no JSON object."""
+
+    body: bytes = b""
+    fields: Mapping[str, Span] | None = None
+    model: str | None = None
+    is_streamed: bool = False
+    size: int = 0
+    """Bytes of what is to be read."""
+    beginnings: Sequence[bytes] = field(default=(), repr=False)
+    """A hash of the first PIECE bytes, of the first two times as many, and so on."""
+    follows: str | None = None
+    """The stored response that it goes on from."""
+    key: bytes = b""
+    """A hash of the first bytes, however few: equal prompts have equal ones."""
+
+
+def look_at(body: bytes, headers: Mapping[str, str]) -> Prompt:
+    """Look at a body; nothing in it is changed, and nothing of it is refused."""
+    try:
+        fields = fields_of(body)
+        names = {name: value_of(body, fields, name) for name in LOOKED_AT}
+    except (ValueError, RecursionError):
+        return Prompt(body)
+    text = b"\0".join(body[slice(*fields[name])] for name in IN_ORDER if name in fields)
+    owner = json.dumps([names["model"], names["cache_salt"], *(headers.get(name) for name in OWNERS)])
+    chain = hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=8)
+    first = chain.copy()
+    first.update(text[:PIECE])
+    beginnings = []
+    for at in range(0, min(len(text), PIECE * MOST_PIECES) - PIECE + 1, PIECE):
+        chain.update(text[at : at + PIECE])
+        beginnings.append(chain.digest())
+    model, follows = names["model"], names["previous_response_id"]
+    return Prompt(
+        body,
+        fields,
+        model=model if isinstance(model, str) else None,
+        is_streamed=names["stream"] is True,
+        size=len(text),
+        beginnings=beginnings,
+        follows=follows if isinstance(follows, str) else None,
+        key=first.digest(),
+    )
+
+
+class Known:
+    """The beginnings of prompts that a replica was sent: those used last.
+
+    A beginning is forgotten only after all longer ones that begin with it.
+    """
+
+    def __init__(self, most: int = MOST_KNOWN) -> None:
+        self.most = most
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def hit(self, prompt: Prompt) -> int:
+        """Return how many bytes of a prompt the replica was sent before."""
+        for count, own in enumerate(prompt.beginnings):
+            if own not in self._hashes:
+                return count * PIECE
+        return len(prompt.beginnings) * PIECE
+
+    def note(self, prompt: Prompt) -> None:
+        """Remember a prompt that was sent."""
+        for own in reversed(prompt.beginnings):  # the shortest are used last
+            self._hashes[own] = None
+            self._hashes.move_to_end(own)
+        while len(self._hashes) > self.most:
+            self._hashes.popitem(last=False)
+
+    def forget(self) -> None:
+        """Forget all: the replica may have started anew."""
+        self._hashes.clear()

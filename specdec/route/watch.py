@@ -1,0 +1,147 @@
+"""Watch the replicas: whether they are ready, what they say of themselves, and which there are."""
+
+import asyncio
+import logging
+import random
+import re
+from typing import NamedTuple
+
+import aiohttp
+
+from specdec.errors import ConfigError
+from specdec.route.addresses import Address, read_file
+from specdec.route.replicas import Replica
+from specdec.route.settings import RouteConfig
+from specdec.route.state import State
+
+logger = logging.getLogger(__name__)
+
+MOST_FIGURES = 8 << 20
+"""Bytes of a replica's figures that are read."""
+LINE = re.compile(
+    rb"^(vllm:num_requests_waiting|vllm:kv_cache_usage_perc|specdec:model_state)"
+    rb"(?:\{([^}\n]*)\})? ([0-9.eE+\-]+)",
+    re.MULTILINE,
+)
+NAME = re.compile(rb'model_name="([^"\\]*)"')
+SOONEST_S = 0.05
+"""Seconds between two checks at least, however many requests find a replica gone."""
+JITTER = 0.1
+"""Part of a period by which checks are spread, so that not all replicas are asked at once."""
+
+
+class Figures(NamedTuple):
+    """What a replica says of itself."""
+
+    waiting: float
+    arena: float
+    models: frozenset[str]
+
+
+def read_figures(text: bytes) -> Figures:
+    """Read what is wanted of a replica's /metrics; of several models the sums, and the fullest arena."""
+    waiting, arena, models = 0.0, 0.0, set()
+    for name, labels, value in LINE.findall(text):
+        if found := NAME.search(labels):
+            models.add(found[1].decode(errors="replace"))
+        if name == b"vllm:num_requests_waiting":
+            waiting += float(value)
+        elif name == b"vllm:kv_cache_usage_perc":
+            arena = max(arena, float(value))
+    return Figures(waiting, arena, frozenset(models))
+
+
+class Watch:
+    """Checks each replica once a period, and the file of them, until it is cancelled."""
+
+    def __init__(self, state: State, session: aiohttp.ClientSession) -> None:
+        self.state, self.config, self.session = state, state.config, session
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._wrong = ""
+        """What was wrong with the file when it was read last: it is said once."""
+        self._read: list[Address] = []
+        """What was in it when it was read last."""
+
+    async def run(self) -> None:
+        """Watch."""
+        async with asyncio.TaskGroup() as group:
+            for replica in self.state.fleet.replicas:
+                self._start(group, replica)
+            while True:
+                await asyncio.sleep(self.config.check_period)
+                if self.config.replicas_file:
+                    await self._follow(group, self.config.replicas_file)
+
+    def _start(self, group: asyncio.TaskGroup, replica: Replica) -> None:
+        self._tasks[replica] = group.create_task(self._check_on(replica))
+
+    async def _follow(self, group: asyncio.TaskGroup, path: str) -> None:
+        """Read the file of replicas again; one that cannot be read changes nothing."""
+        try:
+            addresses = await asyncio.to_thread(read_file, path, self.config.bootstrap_port)
+        except ConfigError as error:
+            if str(error) != self._wrong:
+                logger.error("the replicas stay as they were: %s", error)
+            self._wrong = str(error)
+            return
+        self._wrong = ""
+        self._read, before = addresses, self._read
+        if addresses != before:
+            return  # it may be written just now: what is in it twice is meant
+        added, removed = self.state.fleet.replace(addresses)
+        for replica in added:
+            logger.info("%s is new", replica.url)
+            self._start(group, replica)
+        for replica in removed:
+            logger.info("%s is gone from the list; what it has begun goes on", replica.url)
+            replica.is_up = False
+            self._tasks.pop(replica).cancel()
+
+    async def _check_on(self, replica: Replica) -> None:
+        """Check one replica again and again."""
+        config = self.config
+        while True:
+            replica.wake.clear()
+            why = await self._check(replica)
+            replica.note_check(why, failures=config.failures, successes=config.successes)
+            pause_s = config.check_period * random.uniform(1 - JITTER, 1 + JITTER)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await replica.wake.wait()
+                    await asyncio.sleep(SOONEST_S)
+            except TimeoutError:
+                pass
+
+    async def _check(self, replica: Replica) -> str | None:
+        """Ask whether a replica is ready, and for its figures; return what is wrong."""
+        try:
+            async with asyncio.timeout(self.config.check_timeout):
+                async with self.session.get(f"{replica.url}/ready") as answer:
+                    if answer.status != 200:
+                        return f"/ready answers {answer.status}"
+                async with self.session.get(f"{replica.url}/metrics") as answer:
+                    if answer.status == 200:
+                        told = read_figures(await _read(answer))
+                        replica.waiting, replica.arena, replica.models = told
+        except TimeoutError:
+            return f"/ready has not answered within {self.config.check_timeout:g} s"
+        except aiohttp.ClientError as error:
+            return str(error) or type(error).__name__
+        return None
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """Read the beginning of an answer, which is all of it where it comes from a replica."""
+    text = b""
+    while len(text) < MOST_FIGURES and (piece := await answer.content.readany()):
+        text += piece
+    return text
+
+
+def open_session(config: RouteConfig) -> aiohttp.ClientSession:
+    """Return the connections for checks: they are not those of requests, which may all be taken."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4 * config.check_period),
+        timeout=aiohttp.ClientTimeout(total=config.check_timeout),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )

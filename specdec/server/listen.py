@@ -1,0 +1,79 @@
+"""Listen at an address, and print it: what every server of ours does."""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import ssl
+import sys
+from collections.abc import Callable
+
+from specdec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+"""The backlog of the listening socket."""
+UNSENT_BYTES = 1 << 18
+"""The send buffer of a connection; the system's default grows to megabytes."""
+HANDSHAKE_S = 10.0
+"""Seconds that a client's TLS handshake may take."""
+SWITCH_S = 1e-3
+"""Seconds for which a thread that runs Python, as one that reads a large body, holds the others up."""
+
+
+async def listen(
+    factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[asyncio.Server, str]:
+    """Accept connections at a socket that is bound; return its address too."""
+    # One at a time: where no descriptor is left, asyncio logs an error for each of a whole backlog.
+    listener = await asyncio.get_running_loop().create_server(
+        factory, sock=sock, backlog=1, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S if tls else None
+    )
+    sock.listen(BACKLOG)
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if tls else "http"
+    return listener, f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def say(line: str) -> None:
+    """Print a line; if it cannot be written, on a full disk perhaps, carry on."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        logger.warning("standard output cannot be written: %s", error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python holds back of it too
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind the address; connections are accepted later, by `listen`."""
+    sock = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted ones inherit it
+        sock.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"host: {host!r} is neither an address nor a known name ({error.strerror}); give "
+            "127.0.0.1, or 0.0.0.0 for all of its addresses.",
+            field="host",
+        ) from error
+    except OSError as error:
+        if sock:
+            sock.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"host: {host} is no address of this machine; give 127.0.0.1, or 0.0.0.0 for all of "
+                "its addresses.",
+                field="host",
+            ) from error
+        raise ConfigError(
+            f"port: {host}:{port} cannot be listened at ({error.strerror or error}); choose "
+            "another one, or 0 for any that is free.",
+            field="port",
+        ) from error
+    return sock

@@ -1,0 +1,156 @@
+"""What a request says of another server: vLLM's `kv_transfer_params`, and SGLang's `bootstrap_*`."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+
+from specdec.server.failures import Failure
+from specdec.server.settings import Role
+
+VERSION: Literal[1] = 1
+"""Of what stands in `kv_transfer_params.specdec`."""
+MOST_ROOM = (1 << 63) - 1
+Name = Annotated[str, Field(max_length=256)]
+Port = Annotated[StrictInt, Field(ge=1, le=65535)]
+Room = Annotated[StrictInt, Field(ge=0, le=MOST_ROOM)]
+
+
+class LeaseTerms(BaseModel):
+    """One prompt's lease, as the server that read it has signed it."""
+
+    lease: Name
+    mac: Name
+
+
+class SignedLeases(BaseModel):
+    """specdec's own part of `kv_transfer_params`."""
+
+    v: StrictInt
+    leases: list[LeaseTerms | None] = Field(description="one for each prompt; null where nothing was lent")
+    expires_in: float | None = None
+
+
+class TransferParams(BaseModel):
+    """vLLM's `kv_transfer_params`; what its connectors add beside these fields is left alone."""
+
+    model_config = ConfigDict(extra="allow")
+
+    do_remote_decode: StrictBool | None = Field(
+        None, description="read the prompt, keep it, and answer with what another server fetches it by"
+    )
+    do_remote_prefill: StrictBool | None = Field(
+        None, description="fetch the prompt, by what the server that read it has answered"
+    )
+    remote_engine_id: Name | None = None
+    remote_request_id: Name | None = None
+    remote_host: Name | None = None
+    remote_port: Port | None = None
+    remote_block_ids: list[Any] | None = Field(None, description="specdec's servers ask each other for them")
+    tp_size: StrictInt | None = None
+    remote_num_tokens: StrictInt | None = None
+    transfer_mode: Name | None = None
+    specdec: SignedLeases | None = None
+
+
+class Bootstrap(NamedTuple):
+    """SGLang's fields of one prompt, which the server that reads it and the one that writes get alike."""
+
+    host: str | None
+    port: int | None
+    room: int
+
+
+class Lend(NamedTuple):
+    """Read the prompts for another server."""
+
+    rooms: tuple[int, ...] | None
+    """Where that server asks for them, one for each prompt; None: by what this one answers."""
+
+
+class Fetch(NamedTuple):
+    """Fetch the prompts from another server, and write."""
+
+    params: TransferParams | None
+    rooms: tuple[Bootstrap, ...]
+    """One for each prompt, where there are no `params`."""
+
+
+Asked = Lend | Fetch
+
+
+def asked_of(
+    params: TransferParams | None, rooms: Sequence[Bootstrap] | None, role: Role | None
+) -> Asked | None:
+    """Settle what this server is to do by its role; None: answer as ever. What cannot be is refused."""
+    if params is None and rooms is None:
+        return None
+    field = "bootstrap_room" if params is None else "kv_transfer_params"
+    if role is None:
+        raise Failure(
+            400,
+            f"{field}: this server does not support it here; start it with SPECDEC_REACH_SECRET in its "
+            "environment, or leave it out.",
+            param=field,
+        )
+    if params is None:
+        return _by_rooms(rooms or (), role)
+    if rooms is not None:
+        raise Failure(
+            400, "bootstrap_room: kv_transfer_params is given too; leave one out.", param="bootstrap_room"
+        )
+    return _by_params(params, role)
+
+
+def _by_rooms(rooms: Sequence[Bootstrap], role: Role) -> Asked:
+    if role == "both":
+        raise Failure(
+            400,
+            "bootstrap_room: the server that reads the prompt and the one that writes get it alike, and this "
+            "one's role is both; start it with --role prefill or --role decode.",
+            param="bootstrap_room",
+        )
+    if role == "prefill":
+        return Lend(tuple(own.room for own in rooms))
+    for name, values in (
+        ("bootstrap_host", [own.host for own in rooms]),
+        ("bootstrap_port", [own.port for own in rooms]),
+    ):
+        if None in values:
+            raise Failure(
+                400, f"{name}: it is missing beside bootstrap_room; give the side channel's.", param=name
+            )
+    return Fetch(None, tuple(rooms))
+
+
+def _by_params(params: TransferParams, role: Role) -> Asked | None:
+    lends, fetches = bool(params.do_remote_decode), bool(params.do_remote_prefill)
+    if lends and fetches:
+        raise Failure(
+            400,
+            "kv_transfer_params.do_remote_prefill: do_remote_decode is true too; set one of them to false.",
+            param="kv_transfer_params",
+        )
+    if (lends and role == "decode") or (fetches and role == "prefill"):
+        name, does = ("do_remote_decode", "lends") if lends else ("do_remote_prefill", "fetches")
+        raise Failure(
+            400,
+            f"kv_transfer_params.{name}: this server's role is {role}, so it {does} no prompts; send the "
+            "request to another one, or start this one with --role both.",
+            param="kv_transfer_params",
+        )
+    if lends:
+        return Lend(None)
+    return Fetch(params, ()) if fetches else None
+
+
+def each_of(field: str, given: Any, prompts: int, n: int) -> list[Any]:
+    """Return a field's value for each prompt: several have a list; `n` choices of one may have one too."""
+    values = given if isinstance(given, list) else [given]
+    if prompts == 1 and len(values) == n:
+        return values[:1]  # sglang-router counts choices as SGLang does; they share what is read
+    if len(values) != prompts:
+        raise Failure(
+            400, f"{field}: {len(values)} for {prompts} prompts; give a list with one for each.", param=field
+        )
+    return values

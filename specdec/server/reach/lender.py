@@ -1,0 +1,155 @@
+"""Prompts that a server reads for others: how they are begun, and by what the others fetch them."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from specdec.core.lending import Lent
+from specdec.core.outputs import RequestStats
+from specdec.core.terms import Prepared
+from specdec.engine.transfers import Loan, Transfers
+from specdec.reach.lease import Lease
+from specdec.reach.leases import Book
+from specdec.reach.terms import Prompt, Refusal, Secret
+from specdec.server.failures import Failure
+from specdec.server.reach.bodies import VERSION, Asked, Lend
+
+BUSY = {"Retry-After": "1"}
+POLL_S = 0.02
+"""Between two looks whether others have let go of what is held for them."""
+
+
+class Loaned:
+    """One prompt that is read for another server; one of a single token leaves nothing to be read."""
+
+    def __init__(
+        self, book: Book, prepared: Prepared, lease: Lease | None = None, loan: Loan | None = None
+    ) -> None:
+        self._book, self._prepared, self._loan = book, prepared, loan
+        self.lease = lease
+
+    async def read(self) -> RequestStats:
+        """Wait until the prompt has been read; raise why it is not."""
+        if self.lease:
+            with refusing():
+                await self._book.finish(self.lease)
+        stats = self._loan.stats if self._loan else None
+        return stats or RequestStats(prompt_tokens=len(self._prepared.ids), output_tokens=0)
+
+    def give_up(self) -> None:
+        """Read no further, and hold nothing."""
+        if self.lease:
+            self._book.cancel(self.lease)
+
+
+class Lender:
+    """Owned by the event loop's thread: has prompts read, and says by what others fetch them."""
+
+    def __init__(
+        self, secret: Secret, transfers: Transfers, book: Book, host: str, port: int, *, most_bytes: int
+    ) -> None:
+        self._secret, self._transfers = secret, transfers
+        self._host, self._port, self._most_bytes = host, port, most_bytes
+        self._turn = asyncio.Lock()
+        """Held by the request that waits for memory: those behind it come after it."""
+        self.book = book
+
+    async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[Loaned]:
+        """Have prompts read for another server, which finds them by their rooms or by what `told` says.
+
+        They begin together, once what is held for others leaves room: none waits while it holds another.
+        """
+        prompts = [Prompt.of(own.ids[:-1], own.params.cache_salt or "") for own in prepared]
+        needed = [self._transfers.arena.layout.sequence_bytes(own.length) for own in prompts]
+        if sum(needed) > self._most_bytes:
+            raise Failure(
+                503,
+                f"prompt: to hold it for another server takes {sum(needed):,} bytes, of at most "
+                f"{self._most_bytes:,}; send fewer or shorter ones, or raise memory_bytes.",
+                param="prompt",
+                code="capacity",
+            )
+        async with self._turn:
+            while self.book.figures.held_bytes + sum(needed) > self._most_bytes:
+                await asyncio.sleep(POLL_S)
+        places: Sequence[int | None] = rooms or [None] * len(prompts)
+        loaned: list[Loaned] = []
+        try:
+            for own, prompt, num_bytes, room in zip(prepared, prompts, needed, places, strict=True):
+                loaned.append(self._lend(own, prompt, num_bytes, room))
+        except BaseException:
+            for begun in loaned:
+                begun.give_up()
+            raise
+        return loaned
+
+    def _lend(self, prepared: Prepared, prompt: Prompt, num_bytes: int, room: int | None) -> Loaned:
+        if not prompt.length:
+            self.refuse([room])
+            return Loaned(self.book, prepared)
+        loans: list[Loan] = []
+
+        def submit(changed: Callable[[Lent], None]) -> Loan:
+            loans.append(self._transfers.lend(prepared, changed))
+            return loans[0]
+
+        with refusing():
+            lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room)
+        return Loaned(self.book, prepared, lease, loans[0])
+
+    def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
+        """Return what a router hands on as `kv_transfer_params`, signed: nobody else could have said it."""
+        held = [own.lease for own in loaned if own.lease]
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.book.engine,
+            "remote_request_id": held[0].id if held else None,
+            "remote_host": self._host,
+            "remote_port": self._port,
+            "remote_block_ids": [],
+            "tp_size": 1,
+            "remote_num_tokens": held[0].prompt.length if held else 0,
+            "transfer_mode": "pull",
+            "specdec": {
+                "v": VERSION,
+                "leases": [own.lease and self._signed(own.lease) for own in loaned],
+                "expires_in": min(map(self.book.expires_in, held), default=0.0),
+            },
+        }
+
+    def _signed(self, lease: Lease) -> dict[str, str]:
+        mac = self._secret.sign(self.book.engine, lease.id, lease.prompt)
+        return {"lease": lease.id, "mac": mac}
+
+    def refuse(self, rooms: Sequence[int | None]) -> None:
+        """Let whoever waits in a room know at once that nothing will be in it."""
+        for room in rooms:
+            if room is not None:
+                self.book.rooms.fail(room)
+
+    @contextlib.contextmanager
+    def heard(self, asked: Asked | None) -> Iterator[None]:
+        """Let whoever waits in a request's rooms know at once if it fails in here."""
+        try:
+            yield
+        except BaseException:
+            if isinstance(asked, Lend):
+                self.refuse(asked.rooms or ())
+            raise
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Raise what the book refuses as an answer to the client."""
+    try:
+        yield
+    except Refusal as refusal:
+        match refusal.reason:
+            case "busy":
+                raise Failure(503, str(refusal), code="too_many_requests", headers=BUSY) from None
+            case "room_used":
+                raise Failure(409, str(refusal), param=refusal.field, code="room_used") from None
+            case _:
+                raise Failure(503, str(refusal), code=refusal.reason) from None

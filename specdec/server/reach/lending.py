@@ -1,0 +1,62 @@
+"""Prompts that are read for another server: the other side of `Answers`, with nothing to say but that."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Self
+
+from specdec.config.sampling import SamplingParams
+from specdec.core.outputs import Delta
+from specdec.core.terms import Prepared
+from specdec.server.answers import Deadline, Said
+from specdec.server.bodies import Body
+from specdec.server.chunks import Chunks
+from specdec.server.failures import Failure
+from specdec.server.reach.lender import Lender, Loaned
+
+
+def lending_params(body: Body) -> SamplingParams:
+    """Return what of a body bears upon reading alone: all that says how to choose tokens is another's."""
+    return SamplingParams(max_tokens=1, cache_salt=body.cache_salt)
+
+
+class Lending:
+    """The prompts of one request, each read once and held for who asks. Leaving it early gives them up."""
+
+    def __init__(
+        self,
+        lender: Lender,
+        prepared: Sequence[Prepared],
+        rooms: Sequence[int] | None,
+        until: Deadline,
+        writer: Chunks,
+    ) -> None:
+        self._lender, self._prepared, self._rooms = lender, prepared, rooms
+        self._until, self._writer = until, writer
+        self._loaned: list[Loaned] = []
+        self.is_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_over:
+            for loaned in self._loaned:
+                loaned.give_up()
+
+    def fail(self, failure: Failure) -> None:
+        """End it with an error, unless it is over."""
+        if not self.is_over:
+            self._until.end(failure)
+
+    async def __aiter__(self) -> AsyncIterator[Said]:
+        """Say of each prompt, once it has been read, that it has; at the end, by what it is fetched."""
+        async with self._until.held():
+            self._loaned = await self._lender.lend(self._prepared, self._rooms)
+        for choice, loaned in enumerate(self._loaned):
+            async with self._until.held():
+                stats = await loaned.read()
+            delta = Delta("", (), finish_reason="length", stats=stats)
+            yield Said(choice, delta, ((time.perf_counter(), 0),))
+        self.is_over = True
+        if self._rooms is None:
+            self._writer.tell({"kv_transfer_params": self._lender.told(self._loaned)})

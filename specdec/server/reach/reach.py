@@ -1,0 +1,148 @@
+"""What a server lends to others and fetches from them. State holds one of these, or none."""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from specdec.core.terms import Prepared
+from specdec.engine.engine import SpecEngine
+from specdec.reach.carrier import Carrier
+from specdec.reach.channel import Channel, channel_app
+from specdec.reach.facts import facts_of
+from specdec.reach.fetch import Fetcher, FetchFigures
+from specdec.reach.leases import Book
+from specdec.reach.meeting import Meeting
+from specdec.reach.nixl import Nixl
+from specdec.reach.peers import Peers
+from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
+from specdec.server.failures import Failure
+from specdec.server.reach.bodies import Fetch
+from specdec.server.reach.lender import Lender
+from specdec.server.reach.role import Part
+from specdec.server.settings import Role, ServerConfig
+from specdec.server.threads import apart
+from specdec.state_slots.transfer.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+"""Between two looks whether others have read what is held for them."""
+RETRY = {"Retry-After": "1"}
+LENT_SHARE: Mapping[Role, float] = {"prefill": 0.9, "decode": 0.0, "both": 0.5}
+"""Part of the memory that may be held for others: two servers that do both would else wait for each other."""
+UNLOST = {"fetched", "not_needed", "scored"}
+"""Outcomes of prompts that were to be had."""
+
+
+class Reach:
+    """Owned by the event loop's thread, from before the server says that it serves until it has drained."""
+
+    def __init__(
+        self,
+        role: Role,
+        engine: SpecEngine,
+        lender: Lender,
+        peers: Peers[Plan],
+        fetcher: Fetcher,
+        carrier: Carrier,
+        config: ServerConfig,
+        port: int,
+    ) -> None:
+        self.role, self.lender, self.peers, self.carrier, self.port = role, lender, peers, carrier, port
+        self._engine, self._fetcher, self._config = engine, fetcher, config
+        self.unasked: Counter[str] = Counter()
+        """Prompts that were not asked for, by why: each token was to be read here, or no lease was named."""
+
+    @property
+    def book(self) -> Book:
+        """The leases of what is lent."""
+        return self.lender.book
+
+    @property
+    def fetched(self) -> FetchFigures:
+        return self._fetcher.figures
+
+    async def fetch(self, prepared: Sequence[Prepared], asked: Fetch) -> None:
+        """Fetch what another server has read; what cannot be had is read here as ever, unless that fails."""
+        references = references_of(asked, len(prepared))
+        found = await asyncio.gather(*map(self._fetch, prepared, references))
+        lost = [why for why in found if why not in UNLOST]
+        if lost and self._config.reach_on_failure == "fail":
+            raise Failure(
+                503,
+                f"The prompt could not be fetched from the server that has read it ({lost[0]}).",
+                code="prefill_lost",
+                headers=RETRY,
+            )
+
+    async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
+        """Fetch one prompt, and tell what became of it."""
+        is_scored = prepared.params.prompt_logprobs is not None
+        if reference and not is_scored:
+            return (await self._fetcher.fetch(prepared.ids, prepared.terms.tenant, reference)).outcome
+        if len(prepared.ids) == 1:
+            return "not_needed"
+        why = "scored" if is_scored else "no_lease"
+        self.unasked[why] += 1
+        return why
+
+    async def idle(self) -> None:
+        """Wait until others have read, or given up, what is held for them."""
+        while self.book.figures.held and not self._engine.fault:
+            await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerConfig) -> AsyncIterator[Reach]:
+    """Make the arena readable, and listen at the side channel, until this is left."""
+    transfers, settings = engine.transfers, engine.model.settings
+    facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
+    name = new_id()
+    most_bytes = int(settings.memory_bytes * LENT_SHARE[part.role])
+    book = Book(
+        name,
+        block_tokens=settings.layout.block_tokens,
+        most_bytes=most_bytes,
+        lease_max_s=config.reach_lease_max,
+        sums=transfers.sums,
+    )
+    carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
+    meeting = Meeting(name, facts, transfers.arena, carrier)
+    peers = Peers(
+        part.secret,
+        part.allowed,
+        fingerprint=meeting.fingerprint,
+        facts=meeting.facts,
+        attach=meeting.attach,
+        detach=carrier.detach,
+    )
+    channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents))
+    try:
+        await channel.start(config.reach_host, config.reach_port)
+        host, port = config.reach_host, channel.port
+        logger.info("role %s: other servers reach this one at %s port %d", part.role, host, port)
+        lender = Lender(part.secret, transfers, book, host, port, most_bytes=most_bytes)
+        limit_s, check = config.request_timeout, config.reach_check
+        fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
+        yield Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
+    finally:
+        await channel.stop()
+        await peers.stop()
+        await apart(carrier.close, "carrier")
+
+
+def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
+    """Return by what each prompt is fetched; None: what the request says of it is not enough."""
+    if asked.params is None:
+        return [
+            RoomReference(own.host, own.port, own.room) if own.host and own.port else None
+            for own in asked.rooms
+        ]
+    params, signed = asked.params, asked.params.specdec
+    host, port, engine = params.remote_host, params.remote_port, params.remote_engine_id
+    if signed is None or len(signed.leases) != prompts or not (host and port and engine):
+        return [None] * prompts
+    return [LeaseReference(host, port, engine, own.lease, own.mac) if own else None for own in signed.leases]

@@ -1,0 +1,81 @@
+"""What part a server takes in prefill apart from decode: settled at its start, or refused by name."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from specdec.config.engine import EngineConfig
+from specdec.errors import ConfigError
+from specdec.reach.allowed import Allowed
+from specdec.reach.terms import SHORTEST_SECRET, VARIABLE, Secret
+from specdec.server.settings import Role, ServerConfig
+
+CARRIERS = {"nixl": ("nixl_cu12", "nixl_cu13")}
+"""The packages of which a carrier wants one."""
+
+
+USUAL_PORT = ServerConfig.model_fields["reach_port"].default
+LOOPBACK = ("127.0.0.0/8", "[::1]", "localhost")
+
+
+class Part(NamedTuple):
+    """What a server does for others, the key by which they know each other, and whom it fetches from."""
+
+    role: Role
+    secret: Secret
+    allowed: Allowed
+
+
+def settle_part(
+    config: ServerConfig, engine: EngineConfig, models: int, environment: Mapping[str, str] = os.environ
+) -> Part | None:
+    """Return a server's part, if it has one; refuse, before anything is loaded, what it cannot go with."""
+    secret = Secret.read(environment)
+    if secret is None:
+        if config.role is None:
+            return None
+        raise ConfigError(
+            f"role: {config.role} needs a secret that all servers share which lend and fetch prompts; set "
+            f"{VARIABLE} in the environment to one of at least {SHORTEST_SECRET} characters, or leave role "
+            "out.",
+            field="role",
+        )
+    _check_one_model(config, models)
+    if not engine.prefix_cache:
+        raise ConfigError(
+            f"prefix_cache: what is lent and fetched are cached prefixes; leave it on, or unset {VARIABLE}.",
+            field="prefix_cache",
+        )
+    if not any(importlib.util.find_spec(name) for name in CARRIERS[config.reach_carrier]):
+        raise ConfigError(
+            f"reach_carrier: {config.reach_carrier} is not installed; pip install 'specdec[reach]', or unset "
+            f"{VARIABLE}.",
+            field="reach_carrier",
+        )
+    return Part(config.role or "both", secret, allowed_peers(config))
+
+
+def allowed_peers(config: ServerConfig) -> Allowed:
+    """Read from whom prompts may be fetched: at first from this machine, at the usual port or this one's."""
+    peers = config.reach_peers
+    if peers is None:
+        peers = [*LOOPBACK, *(f"{host}:{USUAL_PORT}" for host in LOOPBACK)]
+    return Allowed(peers, config.reach_port)
+
+
+def _check_one_model(config: ServerConfig, models: int) -> None:
+    """Refuse what would move or free the memory that other servers read."""
+    for field, is_set in (
+        ("model", models > 1),
+        ("arenas", config.arenas is not None),
+        ("weights_bytes", config.weights_bytes is not None),
+        ("keep_alive", config.keep_alive >= 0),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{field}: other servers read the memory of a server that has a role, so it has one model, "
+                f"loaded for good; {'give one' if field == 'model' else 'leave it out'}, or unset "
+                f"{VARIABLE}.",
+                field=field,
+            )

@@ -1,0 +1,106 @@
+"""Find where a rank keeps its units of each tensor, and what two ranks have in common.
+
+A unit is what ranks share out: a KV head, a head of a state, a key head's channels of a convolution.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from specdec.state_slots.transfer.cut import Cut, rank_units
+
+
+class Run(NamedTuple):
+    """Name bytes of a peer's slot, and where they land in our own."""
+
+    theirs: int
+    ours: int
+    length: int
+
+
+class Part(NamedTuple):
+    """Say where a rank keeps its units of one tensor: `length` bytes of each unit in every row."""
+
+    units: range
+    offset: int
+    step: int
+    """From a unit to the next one, in bytes."""
+    length: int
+    rows: int = 1
+    row_step: int = 0
+    holders: int = 1
+    """Ranks that hold each of these units; this one is number `copy` of them."""
+    copy: int = 0
+
+    def at(self, unit: int, row: int) -> int:
+        return self.offset + row * self.row_step + (unit - self.units.start) * self.step
+
+
+def block_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
+    """List a rank's KV heads of each attention layer within a block."""
+    parts = {}
+    for region in cut.layout(tp).page_parts.regions:
+        length = region.head_bytes // len(region.layers)
+        for place, layer in enumerate(region.layers):
+            heads = cut.kv[layer].heads
+            parts[layer] = Part(
+                rank_units(heads, tp, rank),
+                region.offset + place * length,
+                step=region.head_bytes,
+                length=length,
+                holders=max(1, tp // heads),
+                copy=rank % max(1, tp // heads),
+            )
+    return [parts[layer] for layer in range(len(cut.kv))]
+
+
+def state_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
+    """List a rank's heads of each state and its channels of each projection, within a slot."""
+    layout, parts = cut.layout(tp), []
+    wide, item = layout.state_dtype.itemsize, layout.dtype.itemsize
+    for whole, own, at in zip(cut.states, layout.states, layout.state_parts.layers, strict=True):
+        if whole.heads == 1:
+            columns, row = rank_units(whole.value_dim, tp, rank), own.value_dim * wide
+            parts.append(Part(columns, at.state, wide, wide, rows=own.key_dim, row_step=row))
+        elif whole.heads:
+            head = own.key_dim * own.value_dim * wide
+            parts.append(Part(rank_units(whole.heads, tp, rank), at.state, head, head))
+        offset = at.window
+        for units, width in whole.runs:
+            channels, length = rank_units(units, tp, rank), width * own.conv_inputs * item
+            parts.append(Part(channels, offset, length, length))
+            offset += len(channels) * length
+    return parts
+
+
+def common_runs(ours: Sequence[Part], theirs: Sequence[Part], rank: int) -> list[Run]:
+    """List what our rank reads from one of theirs; of a unit's holders our ranks take one in turn."""
+    runs = [
+        run
+        for own, other in zip(ours, theirs, strict=True)
+        if other.copy == rank % other.holders
+        for run in _overlap(own, other)
+    ]
+    return _joined(sorted(runs, key=lambda run: run.ours))
+
+
+def _overlap(ours: Part, theirs: Part) -> Iterator[Run]:
+    first, last = max(ours.units.start, theirs.units.start), min(ours.units.stop, theirs.units.stop)
+    if first >= last or not ours.length:
+        return
+    is_dense = ours.step == theirs.step == ours.length
+    count = last - first if is_dense else 1
+    for row in range(ours.rows):
+        for unit in range(first, last, count):
+            yield Run(theirs.at(unit, row), ours.at(unit, row), count * ours.length)
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Join runs that follow on one another on both sides."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last and (run.theirs, run.ours) == (last.theirs + last.length, last.ours + last.length):
+            joined[-1] = last._replace(length=last.length + run.length)
+        else:
+            joined.append(run)
+    return joined

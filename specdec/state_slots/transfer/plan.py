@@ -1,0 +1,196 @@
+"""Plan which bytes of a peer's arenas a rank reads, and where in its own arena they land."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from specdec.errors import ConfigError
+from specdec.state_slots.layout import Layout
+from specdec.state_slots.transfer.cut import Cut
+from specdec.state_slots.transfer.parts import Part, Run, block_parts, common_runs, state_parts
+
+MAX_ADDRESS = (1 << 63) - 1
+MAX_DESCRIPTORS = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaView:
+    """Say where one rank's arena lies and how it is laid out, for a peer that reads from it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    base: int
+    """The address of its first byte."""
+    num_bytes: int
+    cut: Cut
+    tp: int
+    rank: int
+    device: int
+
+    def numbers(self) -> dict[str, object]:
+        """Return what travels as JSON."""
+        return asdict(self)
+
+    def layout(self) -> Layout:
+        """Lay out this rank's slots; refuse an arena that cannot be one of them."""
+        if not 0 <= self.rank < self.tp:
+            raise ConfigError(f"rank is {self.rank} of tp {self.tp}: give one from 0 to tp - 1", field="rank")
+        if self.device < 0:
+            raise ConfigError(f"device is {self.device}: give a device's number", field="device")
+        layout = self.cut.layout(self.tp)
+        slabs, rest = divmod(self.num_bytes, layout.slab_bytes)
+        if slabs < 2 or rest:
+            raise ConfigError(
+                f"num_bytes is {self.num_bytes}, which is no whole number of slabs of {layout.slab_bytes} "
+                "bytes, two at least: start both engines from the same build",
+                field="num_bytes",
+            )
+        if not 0 < self.base <= MAX_ADDRESS - self.num_bytes:
+            raise ConfigError(
+                f"base is {self.base}, which is no address of {self.num_bytes} bytes", field="base"
+            )
+        return layout
+
+
+_VIEW = TypeAdapter(ArenaView)
+
+
+def read_view(value: object) -> ArenaView:
+    """Read what a peer sent as JSON; refuse by name what is missing, unknown or of another type."""
+    try:
+        return _VIEW.validate_json(json.dumps(value))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise ConfigError(
+            f"{field or 'the arena'} as the peer tells it cannot be read ({problem['msg']}): "
+            "start both engines from the same build",
+            field=field or None,
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Name everything that a rank may read from one rank of a peer.
+
+    A row (address, length, device, stride, count) stands for `count` descriptors, one for each block or state
+    slot of an arena. Rows of both sides pair up, those of blocks first; only their counts differ.
+    """
+
+    local: NDArray[np.int64]
+    remote: NDArray[np.int64]
+    block_rows: int
+
+    def pick(
+        self, blocks: Sequence[tuple[int, int]], state: tuple[int, int] | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """List the descriptors, local and remote, of blocks and of a state, each given as (local, remote)."""
+        states = [] if state is None else [state]
+        local, remote = (
+            self._descriptors(rows, [pair[side] for pair in blocks], [pair[side] for pair in states])
+            for side, rows in enumerate((self.local, self.remote))
+        )
+        return local, remote
+
+    def num_bytes(self, blocks: int, states: int) -> int:
+        """Count the bytes that so many blocks and states take on the wire."""
+        lengths = self.local[:, 1]
+        return blocks * int(lengths[: self.block_rows].sum()) + states * int(lengths[self.block_rows :].sum())
+
+    def _descriptors(
+        self, rows: NDArray[np.int64], blocks: Sequence[int], states: Sequence[int]
+    ) -> NDArray[np.int32]:
+        counts = rows[:, 4]
+        first = np.cumsum(counts) - counts
+        own = slice(self.block_rows), slice(self.block_rows, None)
+        picked = []
+        for name, ids, of in (("blocks", blocks, own[0]), ("state", states, own[1])):
+            if counts[of].size:
+                _check_ids(name, ids, int(counts[of][0]))
+                picked.append((first[of, None] + np.array(ids, np.int64)).ravel())
+        return np.concatenate(picked).astype(np.int32)
+
+
+def make_plans(local: ArenaView, remotes: Sequence[ArenaView]) -> dict[int, Plan]:
+    """Plan what the local rank reads from each rank of a peer that has something for it, by that rank.
+
+    `remotes` are all ranks of the peer. Every byte of a slot is read from one of them, padding aside.
+    """
+    _check_peer(local, remotes)
+    plans = {}
+    for remote in remotes:
+        blocks, states = _runs(local, remote)
+        if blocks or states:
+            plans[remote.rank] = Plan(
+                _rows(local, blocks, states, lambda run: run.ours),
+                _rows(remote, blocks, states, lambda run: run.theirs),
+                len(blocks),
+            )
+    return plans
+
+
+def _check_ids(name: str, ids: Sequence[int], count: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < count:
+        raise ConfigError(
+            f"{name} has ids from {min(ids)} to {max(ids)}, of {count} in the arena", field=name
+        )
+
+
+def _check_peer(local: ArenaView, remotes: Sequence[ArenaView]) -> None:
+    """Refuse a peer of another layout, and one whose ranks are not all there."""
+    local.layout()
+    for remote in remotes:
+        local.cut.check_equal(remote.cut)
+        remote.layout()
+    ranks, sizes = sorted(remote.rank for remote in remotes), {remote.tp for remote in remotes}
+    if sizes != {len(remotes)}:
+        raise ConfigError(f"tp of the peer is {sorted(sizes)}, but it shows {len(remotes)} ranks", field="tp")
+    if ranks != list(range(len(remotes))):
+        raise ConfigError(f"rank of the peer's arenas is {ranks}: each must be there once", field="rank")
+
+
+def _runs(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
+    """List what the local rank reads of a block, and of a state slot, of the remote one."""
+    if local.tp == remote.tp:
+        return _whole(local, remote)
+
+    def read(parts: Callable[[Cut, int, int], list[Part]]) -> list[Run]:
+        ours, theirs = (parts(view.cut, view.tp, view.rank) for view in (local, remote))
+        return common_runs(ours, theirs, local.rank)
+
+    return read(block_parts), read(state_parts)
+
+
+def _whole(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
+    """Read slots in one run, of the same rank of as many."""
+    if local.rank != remote.rank:
+        return [], []
+    layout = local.cut.layout(local.tp)
+    blocks, states = ([Run(0, 0, size)] if size else [] for size in (layout.block_bytes, layout.state_bytes))
+    return blocks, states
+
+
+def _rows(
+    view: ArenaView, blocks: Sequence[Run], states: Sequence[Run], offset: Callable[[Run], int]
+) -> NDArray[np.int64]:
+    """Name the bytes of these runs in every block, and in every state slot, of an arena."""
+    layout = view.layout()
+    slabs = view.num_bytes // layout.slab_bytes
+    classes = (
+        (blocks, layout.block_bytes, layout.block_bytes, slabs * layout.blocks_per_slab),
+        (states, layout.state_bytes, layout.slab_bytes, slabs * layout.states_per_slab),
+    )
+    rows = []
+    for runs, size, stride, count in classes:
+        for run in runs:
+            assert 0 <= offset(run) <= size - run.length, "a run lies within its slot"
+            rows.append((view.base + offset(run), run.length, view.device, stride, count))
+    if sum(row[-1] for row in rows) > MAX_DESCRIPTORS:
+        raise ConfigError(
+            f"num_bytes is {view.num_bytes}, too many slots to name: give less memory", field="num_bytes"
+        )
+    return np.array(rows, np.int64)

@@ -1,0 +1,356 @@
+"""A prompt that another engine has read gives the text and the drafts of one engine."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Completion, SamplingParams, SpecEngine
+from specdec.config.tenant import SOLE
+from specdec.core.landing import Landing
+from specdec.core.lending import Lent
+from specdec.core.scheduler import StepPlan
+from specdec.errors import ConfigError, EngineError
+from specdec.setup.capabilities import AXES, RULES
+from specdec.setup.drafters import DRAFTERS, NO_HEAD
+from specdec.state_slots.arena import Arena
+from tests.lossless.cases import SHAPES, memory_for
+from tests.lossless.handover import Copy, hand_over
+from tests.lossless.test_prefix_texts import grove
+from tests.models.representatives import REPRESENTATIVES
+
+SETTINGS: Mapping[str, Any] = {"dtype": "float64", "max_model_len": 224, "chunk_tokens": 24, "max_running": 4}
+WAYS: Sequence[Mapping[str, Any]] = (
+    {"temperature": 0.0, "ignore_eos": True},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.2},
+    {"temperature": 1.2, "seed": 3, "n": 2, "presence_penalty": 0.7},
+)
+PROMPTS = [prompt for prompt in grove(5, 30) if len(prompt) > 70][:8]
+PARAMS = [SamplingParams(max_tokens=32, trees=True, **own) for own in WAYS * 2]
+FAMILIES = ("qwen3_5", "qwen3", "nemotron_h")
+CELLS = [
+    (family, drafter, shape, backing, steps)
+    for family, drafter, shape, backing, steps in itertools.product(
+        FAMILIES, AXES["drafter"], SHAPES, AXES["backing"], AXES["steps"]
+    )
+    if ({"drafter": drafter, "family": family}, NO_HEAD) not in RULES
+    and not (steps == "device" and drafter in DRAFTERS and DRAFTERS[drafter].host_only)
+    and not (drafter in ("self-int4", "block") and shape == "tree")
+    and not (drafter == "none" and shape == "tree")
+    and (drafter == "mtp" or (backing, steps) in (("record", "host"), ("snapshot", "device")))
+]
+OTHERS = [
+    (family, "suffix", "tree", "record", "host") for family in REPRESENTATIVES if family not in FAMILIES
+]
+
+
+def fields_of(drafter: str, shape: str, backing: str, steps: str) -> dict[str, Any]:
+    own = {"adaptive": False, **SHAPES[shape]} if drafter != "none" else {}
+    return {"draft": drafter, "slots": backing, "graphs": steps == "device", **own, **SETTINGS}
+
+
+@contextmanager
+def engines(folder: Path, count: int, fields: Mapping[str, Any]) -> Iterator[list[SpecEngine]]:
+    opened: list[SpecEngine] = []
+    try:
+        for _ in range(count):
+            opened.append(SpecEngine(folder, **fields))
+        yield opened
+    finally:
+        for engine in opened:
+            engine.close()
+
+
+def by_one(engine: SpecEngine) -> list[list[Completion]]:
+    """Ask one engine for everything, and let nothing serve what comes later."""
+    said = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        said.append(engine.generate([prompt], [params]))
+        engine.flush()
+    return said
+
+
+def by_two(reader: SpecEngine, writer: SpecEngine, **spoilt: Any) -> list[list[Completion]]:
+    said = []
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        assert hand_over(reader, writer, prompt, overlapped=bool(i % 2), **spoilt)
+        said.append(writer.generate([prompt], [params]))
+        # A head reads the last token again where there is no state.
+        assert said[-1][0].stats.cached_tokens >= len(prompt) - 2
+        writer.flush()
+        if i % 3 == 0:
+            reader.flush()
+    return said
+
+
+def texts(said: Sequence[Sequence[Completion]]) -> list[list[tuple[Any, ...]]]:
+    return [[(own.token_ids, own.text, own.finish_reason) for own in choices] for choices in said]
+
+
+def drafts(said: Sequence[Sequence[Completion]]) -> list[list[Any]]:
+    return [[own.drafts for own in choices] for choices in said]
+
+
+def lengths(said: Sequence[Sequence[Completion]]) -> float:
+    return sum(own.stats.acceptance_length for choices in said for own in choices)
+
+
+@pytest.mark.parametrize(("family", "drafter", "shape", "backing", "steps"), CELLS + OTHERS)
+def test_texts_and_drafts_are_those_of_one_engine(
+    family_folder: Callable[..., Path], family: str, drafter: str, shape: str, backing: str, steps: str
+) -> None:
+    fields = fields_of(drafter, shape, backing, steps)
+    with engines(family_folder(family), 3, fields) as (reader, writer, one):
+        alone, found = by_one(one), by_two(reader, writer)
+        assert texts(found) == texts(alone)
+        if drafter != "auto":  # which asks the clock who drafts
+            assert drafts(found) == drafts(alone)
+            assert lengths(found) == lengths(alone)
+        for engine in (reader, writer):
+            engine.flush()
+            engine.generate([1], SamplingParams(max_tokens=1))
+            engine.flush()
+            usage = engine.transfers.arena.usage()
+            assert engine.stats().failed_steps == 0 and usage.free_slabs == usage.slabs
+
+
+def without_the_heads_keys(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+    """Leave out what the head has read: zeros in its layer, the last one."""
+    arena = writer.transfers.arena
+    blocks = torch.tensor(landing.blocks)
+    arena.pages(len(arena.layout.kv) - 1)[blocks] = 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_a_head_whose_keys_stay_behind_is_cold(family_folder: Callable[..., Path], family: str) -> None:
+    """A mutant of drafts, not of texts: those are the target's own."""
+    with engines(family_folder(family), 3, fields_of("mtp", "chain", "record", "host")) as (
+        reader,
+        writer,
+        one,
+    ):
+        alone = by_one(one)
+        cold = by_two(reader, writer, copied=without_the_heads_keys)
+        assert texts(cold) == texts(alone)
+        assert drafts(cold) != drafts(alone)
+
+
+def without_the_state(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+    assert landing.state is not None
+    writer.transfers.arena.state_bytes_X(landing.state).zero_()
+
+
+def without_the_blocks(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+    for block in landing.blocks:
+        writer.transfers.arena.block_bytes_X(block).zero_()
+
+
+@pytest.mark.parametrize("spoil", [without_the_state, without_the_blocks])
+def test_other_bytes_give_another_text(family_folder: Callable[..., Path], spoil: Copy) -> None:
+    with engines(family_folder("qwen3_5"), 3, fields_of("mtp", "tree", "record", "host")) as (
+        reader,
+        writer,
+        one,
+    ):
+        assert texts(by_two(reader, writer, copied=spoil)) != texts(by_one(one))
+
+
+def test_a_prompt_that_is_there_is_not_fetched(folder: Path) -> None:
+    with engines(folder, 2, fields_of("mtp", "tree", "record", "host")) as (reader, writer):
+        assert hand_over(reader, writer, PROMPTS[0])
+        assert not hand_over(reader, writer, PROMPTS[0])
+        assert not hand_over(reader, writer, PROMPTS[0][:40])  # too short
+
+
+def test_what_is_there_in_part_is_not_copied_again(folder: Path) -> None:
+    long = [*PROMPTS[0][:48], *PROMPTS[1][:70]]
+    with engines(folder, 3, fields_of("mtp", "tree", "record", "host")) as (reader, writer, one):
+        want = one.generate([long], PARAMS[1])
+        writer.generate([PROMPTS[0][:56]], SamplingParams(max_tokens=1))
+        came: list[tuple[int, int]] = []
+
+        def note(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+            came.append((landing.have, len(landing.blocks)))
+
+        assert hand_over(reader, writer, long, copied=note)
+        assert came == [(48, 5)]
+        assert texts([writer.generate([long], PARAMS[1])]) == texts([want])
+
+
+def test_a_reader_that_preempts_lends_the_same(folder: Path) -> None:
+    """Its memory holds one prompt and a half; the rest is preempted, and read again."""
+    fields = fields_of("mtp", "tree", "record", "host")
+    with engines(folder, 1, fields) as (one,):
+        alone, layout = by_one(one), one.model.settings.layout
+    memory = memory_for(layout, sequences=3, blocks=24)
+    with (
+        engines(folder, 1, fields) as (writer,),
+        engines(folder, 1, {**fields, "memory_bytes": memory}) as (reader,),
+    ):
+        preempt_readers(reader)
+        assert texts(by_two(reader, writer)) == texts(alone)
+        assert reader.stats().preemptions >= len(PROMPTS) - 1
+
+
+def preempt_readers(engine: SpecEngine) -> None:
+    """Take the memory of whatever lends once, after its first chunk."""
+    scheduler = engine.model.loop.scheduler
+    schedule = scheduler.schedule
+
+    def preempt_and_schedule() -> StepPlan:
+        for request in reversed(scheduler.running):
+            if request.preemptions == 0 and request.num_computed_tokens > 0:
+                scheduler.preempt(request)
+        return schedule()
+
+    scheduler.schedule = preempt_and_schedule  # type: ignore[method-assign]
+
+
+def test_what_is_lent_outlives_every_eviction(folder: Path) -> None:
+    """Compaction and eviction leave it alone; only a failure takes it back, and says so."""
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (one,):
+        layout = one.model.settings.layout
+    memory = memory_for(layout, sequences=4, blocks=40)
+    with engines(folder, 1, {**fields, "memory_bytes": memory}) as (engine,):
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
+        lent = loan.done.result(60)
+        assert lent.state is not None
+        arena = engine.transfers.arena
+        views = [arena.state_bytes_X(lent.state), *map(arena.block_bytes_X, lent.blocks)]
+        before = [view.clone() for view in views]
+        for _ in range(2):
+            engine.generate([*PROMPTS], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
+            engine.flush()
+        assert all(torch.equal(view, kept) for view, kept in zip(views, before, strict=True))
+        assert lent.intact
+        for _ in range(2):
+            loan.give_back()
+        engine.generate([PROMPTS[1]], SamplingParams(max_tokens=1))
+        assert not lent.intact
+        engine.flush()
+        assert arena.usage().free_slabs == arena.usage().slabs
+
+
+def test_a_step_that_fails_takes_back_what_is_lent_and_leaves_what_lands(folder: Path) -> None:
+    """Another process may still write into what is landing: no request gets that memory."""
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (engine,):
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
+        lent = loan.done.result(60)
+        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE).result(60)
+        assert landing and lent.intact
+        want = engine.generate([PROMPTS[2]], PARAMS[0])
+        fail_once(engine)
+        with pytest.raises(EngineError, match="on purpose"):
+            engine.generate([PROMPTS[2]], PARAMS[0])
+        assert not lent.intact
+        arena = engine.transfers.arena
+        own = [arena.state_bytes_X(landing.state or 0), *map(arena.block_bytes_X, landing.blocks)]
+        for view in own:
+            view.fill_(0xFF)
+        assert texts([engine.generate([PROMPTS[2]], PARAMS[0])]) == texts([want])
+        assert all(bool((view == 0xFF).all()) for view in own), "nothing else was given that memory"
+        assert not engine.transfers.land(landing, None).result(60)
+        loan.give_back()
+        engine.flush()
+        assert arena.usage().free_slabs == arena.usage().slabs
+
+
+def fail_once(engine: SpecEngine) -> None:
+    loop = engine.model.loop
+    choose = loop._choose
+
+    def fail(*_: Any) -> Any:
+        loop._choose = choose  # type: ignore[method-assign]
+        raise RuntimeError("on purpose")
+
+    loop._choose = fail  # type: ignore[method-assign]
+
+
+def test_a_prompt_that_gives_no_numbers_is_not_lent(folder: Path) -> None:
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (engine,):
+        norm_D = engine.model.network.norm_D
+        kept = norm_D.clone()
+        norm_D.fill_(float("nan"))
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
+        with pytest.raises(EngineError, match="NaN"):
+            loan.done.result(60)
+        norm_D.copy_(kept)
+        engine.generate([PROMPTS[0]], PARAMS[0])
+        assert engine.stats().prefixes and engine.stats().prefixes.hit == 0
+
+
+def test_a_loan_that_is_given_back_early_is_not_read_on(folder: Path) -> None:
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (engine,):
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
+        loan.give_back()
+        with pytest.raises(EngineError):
+            loan.done.result(60)
+        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE)
+        assert landing.result(60)
+        engine.transfers.drop(landing.result()).result(60)
+        engine.flush()
+        assert engine.transfers.arena.usage().free_slabs == engine.transfers.arena.usage().slabs
+
+
+def test_memory_that_lands_is_left_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros may be written after what comes from outside: a mutant that takes a state of zeros is noticed."""
+    fields = fields_of("none", "chain", "record", "host")
+
+    def is_untouched() -> bool:
+        with engines(folder, 1, fields) as (engine,):
+            arena = engine.transfers.arena
+            arena.data.fill_(0xFF)
+            landing = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60)
+            assert landing and landing.state is not None
+            views = [arena.state_bytes_X(landing.state), *map(arena.block_bytes_X, landing.blocks)]
+            untouched = all(bool((view == 0xFF).all()) for view in views)
+            engine.transfers.drop(landing).result(60)
+        return untouched
+
+    assert is_untouched()
+
+    def zeroed(arena: Arena, owner: Any, n: int) -> list[int]:
+        state = arena.take_state(owner)
+        assert state is not None and n == 1
+        return [state]
+
+    monkeypatch.setattr(Arena, "take_snapshots", zeroed)
+    assert not is_untouched()
+
+
+def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (one,):
+        layout = one.model.settings.layout
+    memory = memory_for(layout, sequences=2, blocks=12)
+    with engines(folder, 1, {**fields, "memory_bytes": memory}) as (engine,):
+        first = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60)
+        assert first
+        second = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE)
+        third = engine.transfers.begin_landing(PROMPTS[2][:-1], SOLE)
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        assert second.cancel()
+        engine.transfers.drop(first).result(60)
+        took = third.result(60)
+        assert took
+        engine.transfers.drop(took).result(60)
+
+
+def test_without_a_cache_nothing_is_lent(folder: Path) -> None:
+    with (
+        engines(folder, 1, {**fields_of("none", "chain", "record", "host"), "prefix_cache": False}) as (
+            engine,
+        ),
+        pytest.raises(ConfigError, match="prefix_cache"),
+    ):
+        engine.transfers.lend(engine.prepare([1, 2], SamplingParams(max_tokens=1)))

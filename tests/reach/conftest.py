@@ -1,0 +1,50 @@
+"""Carriers that tests make are closed, and reach each other over loopback alone."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from specdec.reach.copies import Copies
+from specdec.reach.nixl import Nixl
+from specdec.reach.reader import Reader
+from specdec.state_slots.arena import Arena
+
+HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: the extra `reach` brings it")
+
+Make = Callable[..., Reader]
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+
+@pytest.fixture
+def carrier_class(request: pytest.FixtureRequest) -> type[Copies] | type[Nixl]:
+    """Which carrier `make` makes; tests choose by `indirect`."""
+    return getattr(request, "param", Nixl)
+
+
+@pytest.fixture
+def make(carrier_class: type[Copies] | type[Nixl]) -> Iterator[Make]:
+    """Return a function that makes a carrier of an arena."""
+    made: list[Reader] = []
+
+    def of(arena: Arena, **options: Any) -> Reader:
+        made.append(carrier_class(arena, **options))
+        return made[-1]
+
+    yield of
+    for carrier in made:
+        carrier.close()
+        assert not carrier._thread.is_alive()
+
+
+each_carrier = pytest.mark.parametrize(
+    "carrier_class",
+    [pytest.param(Copies, id="copies"), pytest.param(Nixl, id="nixl", marks=needs_nixl)],
+    indirect=True,
+)

@@ -1,0 +1,114 @@
+"""Two engines of one process that fetch from each other: real HTTP between them, and copies as the wire."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specdec import SamplingParams, SpecEngine
+from specdec.reach.allowed import Allowed
+from specdec.reach.carrier import Carrier
+from specdec.reach.channel import Channel, channel_app
+from specdec.reach.copies import Copies
+from specdec.reach.fetch import Fetcher
+from specdec.reach.leases import Book
+from specdec.reach.meeting import Meeting
+from specdec.reach.peers import Peers
+from specdec.reach.terms import LeaseReference, Prompt, RoomReference, Secret, new_id
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.transfer.plan import Plan
+
+SECRET = Secret("a-secret-of-the-tests")
+FACTS = {"model": "small"}
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Side:
+    """One engine, what it lends and what it fetches."""
+
+    engine: SpecEngine
+    carrier: Any
+    book: Book
+    channel: Channel
+    peers: Peers[Plan]
+    fetcher: Fetcher
+
+    async def lend(
+        self, prompt: Sequence[int], *, room: int | None = None, salt: str = ""
+    ) -> LeaseReference | RoomReference:
+        """Have a prompt read for the other side; with a room without waiting for it."""
+        prepared = self.engine.prepare(list(prompt), SamplingParams(max_tokens=1, cache_salt=salt or None))
+        own = Prompt.of(prompt[:-1], salt)
+        num_bytes = self.engine.transfers.arena.layout.sequence_bytes(own.length)
+        lease = self.book.lend(
+            partial(self.engine.transfers.lend, prepared), own, num_bytes=num_bytes, room=room
+        )
+        if room is not None:
+            return RoomReference(HOST, self.channel.port, room)
+        await self.book.finish(lease)
+        mac = SECRET.sign(self.book.engine, lease.id, own)
+        return LeaseReference(HOST, self.channel.port, self.book.engine, lease.id, mac)
+
+    def take_back(self) -> None:
+        """End every lease, whoever reads it."""
+        for lease in list(self.book._leases.values()):
+            self.book.cancel(lease)
+
+    async def say(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        done = await asyncio.to_thread(self.engine.generate, [list(prompt)], params)
+        return done[0].token_ids
+
+    async def settle(self) -> None:
+        """Prove, once nothing is under way, that memory is whole and all of it can be had back."""
+        for _ in range(1500):
+            landings = self.engine.model.loop.scheduler.landings
+            if not (
+                self.book.figures.held or self.carrier.figures.quarantined or (landings and landings.live)
+            ):
+                break
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(self.engine.generate, [[1]], SamplingParams(max_tokens=1))
+        await asyncio.to_thread(self.engine.flush)
+        arena = self.engine.transfers.arena
+        arena.check_integrity()
+        assert arena.usage().free_slabs == arena.usage().slabs, "all has gone back"
+        assert self.engine.stats().failed_steps == 0
+
+
+@asynccontextmanager
+async def side(
+    folder: Path,
+    *,
+    peer: Side | None = None,
+    carry: Callable[[Arena], Carrier] = Copies,
+    facts: dict[str, str] | None = None,
+    limit_s: float = 20.0,
+    check: Any = "first",
+    **fields: Any,
+) -> AsyncIterator[Side]:
+    engine = await asyncio.to_thread(partial(SpecEngine, folder, **fields))
+    carrier, name, layout = carry(engine.transfers.arena), new_id(), engine.transfers.arena.layout
+    transfers = engine.transfers
+    book = Book(name, block_tokens=layout.block_tokens, most_bytes=1 << 40, sums=transfers.sums)
+    meeting = Meeting(name, facts or FACTS, transfers.arena, carrier)
+    channel = await Channel(book, channel_app(book, SECRET, agents=meeting.agents)).start(HOST, 0)
+    peers = Peers(
+        SECRET,
+        Allowed([HOST], peer.channel.port if peer else channel.port),
+        fingerprint=meeting.fingerprint,
+        facts=meeting.facts,
+        attach=meeting.attach,
+        detach=carrier.detach,
+    )
+    fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
+    try:
+        yield Side(engine, carrier, book, channel, peers, fetcher)
+    finally:
+        await peers.stop()
+        await channel.stop()
+        await asyncio.to_thread(carrier.close)
+        await asyncio.to_thread(engine.close)

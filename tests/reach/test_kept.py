@@ -1,0 +1,100 @@
+"""What routers learn of the states that an engine keeps: hashes of beginnings, and a bounded log."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from specdec.reach.kept import REFRESH_S, Changes, KeptLog, hash_beginnings
+from specdec.reach.terms import Refusal
+from tests.reach.peers import Clock
+
+WORD = (1 << 64) - 1
+
+
+def plain_hash(ids: list[int]) -> int:
+    """Say the same with Python's numbers, one token at a time."""
+    total = 0
+    for place, token in enumerate(ids, 1):
+        mixed = (token * 0x9E3779B97F4A7C15 & WORD) ^ (place * 0xD1B54A32D192ED03 & WORD)
+        mixed ^= mixed >> 31
+        mixed = mixed * 0xBF58476D1CE4E5B9 & WORD
+        mixed ^= mixed >> 29
+        mixed = mixed * 0x94D049BB133111EB & WORD
+        total += mixed ^ mixed >> 32
+    return total & WORD
+
+
+def test_every_beginning_has_its_hash_at_once() -> None:
+    ids = np.random.default_rng(0).integers(0, 150_000, 257).tolist()
+    hashes = hash_beginnings(ids)
+    assert hashes.dtype == np.uint64
+    assert [int(own) for own in hashes[[0, 1, 63, 256]]] == [plain_hash(ids[:n]) for n in (1, 2, 64, 257)]
+    assert np.array_equal(hash_beginnings(ids[:64]), hashes[:64])
+    assert len(hash_beginnings([])) == 0
+    assert (
+        len({int(own) for own in [*hashes, *hash_beginnings(ids[::-1])[:-1], *hash_beginnings(ids, "s")]})
+        == 3 * 257 - 1
+    )
+
+
+def test_a_router_that_follows_knows_what_is_kept() -> None:
+    """At random, with routers that ask at different times and fall behind."""
+    draw, clock, kept = random.Random(0), Clock(), set()
+    log = KeptLog(lambda: frozenset(kept), most=40, clock=clock)
+    routers = [(set(), 0)] * 4
+    for _ in range(400):
+        for _ in range(draw.randrange(4)):
+            kept ^= {(draw.randrange(30), draw.randrange(1, 3))}
+        clock.now_s += 2 * REFRESH_S
+        which = draw.choices(range(4), (8, 4, 2, 1))[0]
+        known, seq = routers[which]
+        told = Changes.from_json(log.since(seq).write())
+        assert told.epoch == log.epoch
+        known = set() if told.whole else set(known)
+        added, gone = (
+            {(int(prefix, 16), length) for prefix, length in own} for own in (told.added, told.gone)
+        )
+        known = (known - gone) | added
+        assert known == kept
+        routers[which] = known, told.seq
+    assert len(log._changes) == 40
+
+
+def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
+    clock, kept = Clock(), {(5, 7)}
+    log = KeptLog(lambda: kept, most=2, clock=clock)
+    first = log.since(0)
+    for strange in ([["0" * 16, "7"]], [["0" * 16]], [["0" * 16, 0]], [["x" * 16, 1]], ["0" * 16], {"a": 1}):
+        with pytest.raises(Refusal, match="added"):
+            Changes.from_json(json.dumps(first.model_dump() | {"added": strange}).encode())
+    assert first.whole and first.added == [("0000000000000005", 7)] and first.gone == []
+    same = log.since(first.seq)
+    assert not same.whole and same.added == same.gone == []
+    assert log.since(first.seq + 1).whole and log.since(10**18).whole
+    kept |= {(6, 7), (7, 7), (8, 7)}
+    assert not log.since(first.seq).added, "it does not look at the cache each time"
+    clock.now_s += 2 * REFRESH_S
+    assert log.since(first.seq).whole
+    kept.clear()
+    clock.now_s += 2 * REFRESH_S
+    assert log.since(0).whole and log.since(0).added == []
+
+
+def test_the_epoch_is_another_one_for_each_log() -> None:
+    assert KeptLog(lambda: set()).epoch != KeptLog(lambda: set()).epoch
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_what_came_and_went_between_two_questions_is_told_as_gone(most: int) -> None:
+    clock, kept = Clock(), set()
+    log = KeptLog(lambda: kept, most=most, clock=clock)
+    seq = log.since(0).seq
+    assert seq == 0
+    for own in ({(1, 1)}, set(), {(1, 1)}):
+        clock.now_s += 2 * REFRESH_S
+        kept = own
+        log.since(0)
+    told = log.since(2)
+    assert not told.whole and told.added == [("0000000000000001", 1)] and not told.gone

@@ -1,0 +1,24 @@
+"""`specdec route` in a process of its own."""
+
+import sys
+import time
+
+from tests.server.live import Live
+
+
+class LiveRouter(Live):
+    """`specdec route` until it is left."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__()
+        command = ("route", "--port", "0", "--check-period", "0.1", *options)
+        self.command = [sys.executable, "-m", "specdec.cli", *command]
+
+    def wait(self, replicas: int) -> None:
+        """Wait until so many replicas are up."""
+        for _ in range(600):
+            answer = self.ask("/ready")
+            if answer.status == (200 if replicas else 503) and answer.json.get("replicas", 0) == replicas:
+                return
+            time.sleep(0.05)
+        raise AssertionError("".join(self.said))

@@ -1,0 +1,154 @@
+"""Who is asked: the fastest by what was measured, then the emptiest, and never one for all."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from specdec.route.addresses import Address, Role
+from specdec.route.choose import choose, expected_s
+from specdec.route.prompts import PIECE, Prompt, look_at
+from specdec.route.rates import NONE, START, Line, Measured, added, fitted
+from specdec.route.replicas import Fleet, Replica
+
+LINE = Line(0.1, 1e-5)
+
+
+def prompt_of(text: str) -> Prompt:
+    return look_at(json.dumps({"prompt": text, "stream": True}).encode(), {})
+
+
+LONG = prompt_of("a word and another " * 500)
+
+
+def fleet_of(count: int) -> Fleet:
+    fleet = Fleet([Address(f"http://10.0.0.{i}:8000", Role.BOTH, f"10.0.0.{i}", 5600) for i in range(count)])
+    for own in fleet.replicas:
+        own.is_up = True
+    return fleet
+
+
+def chosen(fleet: Fleet, prompt: Prompt, load_factor: float = 1.25) -> Replica:
+    choice = choose(fleet, fleet.replicas, prompt, load_factor)
+    assert choice
+    return choice.replica
+
+
+def test_none_of_none() -> None:
+    assert choose(fleet_of(0), [], LONG, 1.25) is None
+
+
+def test_who_was_sent_the_beginning_is_asked_again() -> None:
+    fleet = fleet_of(8)
+    fleet.replicas[5].known.note(LONG)
+    longer = prompt_of("a word and another " * 700)
+    assert chosen(fleet, longer) is fleet.replicas[5]
+    own = fleet.replicas[5]
+    assert expected_s(own, LINE, longer) == pytest.approx(LINE.at(longer.size - LONG.size // PIECE * PIECE))
+
+
+def test_a_queue_that_is_longer_than_what_is_saved_is_avoided() -> None:
+    fleet = fleet_of(2)
+    first, second = fleet.replicas
+    first.known.note(LONG)
+    first.reading = LONG.size // 2
+    assert chosen(fleet, LONG) is first
+    first.reading = 2 * LONG.size
+    assert chosen(fleet, LONG) is second
+
+
+def test_one_prefix_does_not_drown_one_replica() -> None:
+    fleet = fleet_of(4)
+    for _ in range(40):
+        own = chosen(fleet, LONG)
+        own.in_flight += 1
+        own.known.note(LONG)
+    counts = [own.in_flight for own in fleet.replicas]
+    assert max(counts) <= 13 and min(counts) >= 1  # 1.25 x the mean of 10, rounded up
+    fleet = fleet_of(4)
+    fleet.replicas[2].known.note(LONG)
+    for _ in range(40):
+        chosen(fleet, LONG, load_factor=1000).in_flight += 1
+    assert fleet.replicas[2].in_flight == 40, "without a bound the prefix goes to one"
+
+
+def test_of_equally_fast_ones_the_emptiest_is_asked() -> None:
+    fleet = fleet_of(3)
+    for own, arena in zip(fleet.replicas, (0.8, 0.3, 0.5), strict=True):
+        own.arena = arena
+    assert chosen(fleet, prompt_of("short")) is fleet.replicas[1]
+
+
+def test_equal_prompts_go_to_one_replica_and_others_are_spread() -> None:
+    fleets, counts = [fleet_of(4), fleet_of(4)], Counter[str]()
+    for i in range(400):
+        prompt = prompt_of(f"{i} is another beginning")
+        one, other = (chosen(fleet, prompt) for fleet in fleets)
+        assert one.url == other.url, "two routers without shared state agree"
+        counts[one.url] += 1
+    assert len(counts) == 4 and min(counts.values()) > 60
+
+
+def test_a_replica_that_is_faster_is_asked_more() -> None:
+    fleet = fleet_of(2)
+    fast, slow = fleet.replicas
+    for size in (0, 4000, 16000, 64000):
+        fast.measured.add(size, 0.01 + 1e-6 * size, 0.0)
+        slow.measured.add(size, 0.01 + 1e-4 * size, 0.0)
+    lines = [fitted(own.measured.sums(0.0), START) for own in (fast, slow)]
+    assert lines[0].per_byte_s < lines[1].per_byte_s / 5
+
+
+def test_a_line_is_fitted_to_what_was_measured() -> None:
+    measured, true = Measured(), Line(0.05, 2e-5)
+    for i in range(200):
+        measured.add(100.0 * (i % 50), true.at(100.0 * (i % 50)), i * 0.1)
+    line = fitted(measured.sums(20.0), START)
+    assert line.fixed_s == pytest.approx(true.fixed_s, rel=0.2)
+    assert line.per_byte_s == pytest.approx(true.per_byte_s, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "points", [[(1000.0, 0.5)] * 20, [(0.0, 9.0), (8000.0, 0.1)], [(1e9, 1e-9)], [(0.0, 0.0)]]
+)
+def test_a_line_never_falls_and_never_begins_below_zero(points: list[tuple[float, float]]) -> None:
+    measured = Measured()
+    for size, seconds in points:
+        measured.add(size, seconds, 0.0)
+    line = fitted(measured.sums(0.0), START)
+    assert line.fixed_s >= 0 and line.per_byte_s >= 0
+
+
+def test_old_measurements_give_way_to_those_of_all() -> None:
+    measured = Measured()
+    for _ in range(50):
+        measured.add(1000.0, 30.0, 0.0)
+    assert fitted(measured.sums(0.0), LINE).at(1000) > 20
+    assert fitted(measured.sums(3600.0), LINE).at(1000) == pytest.approx(LINE.at(1000), rel=0.01)
+    assert added([]) == NONE
+
+
+def in_loop(work: Callable[[], None]) -> None:
+    async def run() -> None:
+        work()
+
+    asyncio.run(run())
+
+
+def test_what_is_under_way_is_counted_until_its_end() -> None:
+    def work() -> None:
+        own = fleet_of(1).replicas[0]
+        with own.under_way(LONG, LINE) as flight:
+            assert own.in_flight == 1 and own.reading == LONG.size
+            with own.under_way(LONG, LINE) as second:
+                assert own.in_flight == 2 and own.reading == LONG.size + LONG.size % PIECE, "most is known"
+                second.begun()
+            flight.begun()
+            assert own.in_flight == 1 and own.reading == 0
+            flight.end_reading()
+            assert own.reading == 0
+        assert own.in_flight == 0 and own.measured.sums(0.0)[0] > 1
+
+    in_loop(work)

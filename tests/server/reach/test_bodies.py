@@ -1,0 +1,169 @@
+"""What requests may say of another server, which of the two they make this one, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.failures import Failure
+from specdec.server.reach.bodies import MOST_ROOM, Bootstrap, Fetch, Lend
+from specdec.server.reach.lending import lending_params
+from tests.server.reach.proxies import PROXIES, Proxy, sglang
+
+PROMPT: dict[str, Any] = {"prompt": "x"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+KINDS: tuple[tuple[type[Body], dict[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
+SAMPLING: dict[str, Any] = {
+    "n": 2,
+    "min_tokens": 3,
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "seed": 1,
+    "stop": ".",
+}
+TOLD = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "0" * 32,
+    "remote_request_id": "1" * 32,
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_block_ids": [],
+    "tp_size": 1,
+    "remote_num_tokens": 4,
+    "transfer_mode": "pull",
+    "specdec": {"v": 1, "leases": [{"lease": "1" * 32, "mac": "2" * 64}], "expires_in": 30.0},
+}
+
+
+def read(kind: type[Body], fields: dict[str, Any]) -> Any:
+    return kind.read(json.dumps(fields).encode())
+
+
+def refusal(fields: dict[str, Any], role: Any = "both", prompts: int = 1) -> Failure:
+    with pytest.raises(Failure) as caught:
+        read(CompletionBody, PROMPT | fields).asked(role, prompts)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(("kind", "least"), KINDS)
+@pytest.mark.parametrize("proxy", PROXIES, ids=lambda own: own.name)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_proxies_make_of_a_body_is_read(
+    kind: type[Body], least: dict[str, Any], proxy: Proxy, stream: bool
+) -> None:
+    """min_tokens of 3 beside max_tokens of 1, n of 2 and stream_options without stream come of it."""
+    client = (
+        least | SAMPLING | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+    )
+    first = read(kind, proxy.to_prefill(client))
+    assert first.asked("both") == first.asked("prefill") == Lend(None)
+    params = lending_params(first)
+    assert (params.n, params.max_tokens, params.min_tokens, params.stop) == (1, 1, 0, None)
+    second = read(kind, proxy.to_decode(client, {"kv_transfer_params": TOLD}))
+    asked = second.asked("both")
+    assert isinstance(asked, Fetch) and asked == second.asked("decode")
+    assert asked.params and asked.params.specdec and asked.params.specdec.leases[0]
+    assert asked.params.specdec.leases[0].mac == "2" * 64
+    assert second.params().n == 2
+
+
+@pytest.mark.parametrize(("kind", "least"), KINDS)
+def test_sglangs_body_makes_a_server_what_its_role_is(kind: type[Body], least: dict[str, Any]) -> None:
+    fields = sglang(least | SAMPLING, "127.0.0.1", 5600, MOST_ROOM)
+    assert read(kind, fields).asked("prefill") == Lend((MOST_ROOM,))
+    assert read(kind, fields).asked("decode") == Fetch(None, (Bootstrap("127.0.0.1", 5600, MOST_ROOM),))
+
+
+def test_several_prompts_have_a_room_each() -> None:
+    fields = {
+        "prompt": ["x", "y"],
+        "bootstrap_host": ["a", "b"],
+        "bootstrap_port": [1, 2],
+        "bootstrap_room": [3, 4],
+    }
+    asked = read(CompletionBody, fields).asked("decode", 2)
+    assert asked == Fetch(None, (Bootstrap("a", 1, 3), Bootstrap("b", 2, 4)))
+    one = refusal({**fields, "bootstrap_room": 3}, "decode", 2)
+    assert one.param == "bootstrap_room" and "one for each" in str(one)
+    few = refusal({**fields, "bootstrap_port": [1]}, "decode", 2)
+    assert few.param == "bootstrap_port"
+
+
+def test_choices_of_a_prompt_may_have_rooms_too() -> None:
+    """sglang-router draws one for each; both servers take the first."""
+    fields = {"n": 2, "bootstrap_host": ["a", "a"], "bootstrap_port": [1, 1], "bootstrap_room": [3, 4]}
+    assert read(ChatBody, CHAT | fields).asked("prefill") == Lend((3,))
+    assert read(ChatBody, CHAT | fields).asked("decode") == Fetch(None, (Bootstrap("a", 1, 3),))
+
+
+@pytest.mark.parametrize(
+    ("fields", "role", "field"),
+    [
+        ({"kv_transfer_params": TOLD}, None, "kv_transfer_params"),
+        ({"kv_transfer_params": {}}, None, "kv_transfer_params"),
+        ({"bootstrap_room": 1}, None, "bootstrap_room"),
+        ({"kv_transfer_params": TOLD}, "prefill", "kv_transfer_params.do_remote_prefill"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "decode", "kv_transfer_params.do_remote_decode"),
+        (
+            {"kv_transfer_params": TOLD | {"do_remote_decode": True}},
+            "both",
+            "kv_transfer_params.do_remote_prefill",
+        ),
+        ({"kv_transfer_params": TOLD, "bootstrap_room": 1}, "decode", "bootstrap_room"),
+        ({"bootstrap_room": 1, "bootstrap_host": "a", "bootstrap_port": 1}, "both", "bootstrap_room"),
+        ({"bootstrap_room": 1, "bootstrap_port": 1}, "decode", "bootstrap_host"),
+        ({"bootstrap_room": 1, "bootstrap_host": "a"}, "decode", "bootstrap_port"),
+        ({"bootstrap_host": "a"}, "decode", "bootstrap_room"),
+        ({"bootstrap_port": 1}, "decode", "bootstrap_room"),
+        ({"bootstrap_room": [1, 2]}, "decode", "bootstrap_room"),
+        ({"bootstrap_room": MOST_ROOM + 1}, "decode", "bootstrap_room"),
+        ({"bootstrap_room": -1}, "decode", "bootstrap_room"),
+        ({"bootstrap_room": "1"}, "decode", "bootstrap_room"),
+        ({"bootstrap_room": True}, "decode", "bootstrap_room"),
+        ({"bootstrap_port": 0}, "decode", "bootstrap_port"),
+        ({"bootstrap_host": "a" * 300}, "decode", "bootstrap_host"),
+        ({"kv_transfer_params": 7}, "both", "kv_transfer_params"),
+        ({"kv_transfer_params": []}, "both", "kv_transfer_params"),
+        ({"kv_transfer_params": {"do_remote_decode": "yes"}}, "both", "kv_transfer_params.do_remote_decode"),
+        ({"kv_transfer_params": {"do_remote_prefill": 1}}, "both", "kv_transfer_params.do_remote_prefill"),
+        ({"kv_transfer_params": TOLD | {"remote_port": "5600"}}, "both", "kv_transfer_params.remote_port"),
+        ({"kv_transfer_params": TOLD | {"remote_port": 65536}}, "both", "kv_transfer_params.remote_port"),
+        ({"kv_transfer_params": TOLD | {"remote_host": 7}}, "both", "kv_transfer_params.remote_host"),
+        (
+            {"kv_transfer_params": TOLD | {"remote_engine_id": ["x"]}},
+            "both",
+            "kv_transfer_params.remote_engine_id",
+        ),
+        ({"kv_transfer_params": TOLD | {"specdec": "x"}}, "both", "kv_transfer_params.specdec"),
+        ({"kv_transfer_params": TOLD | {"specdec": {"v": 1}}}, "both", "kv_transfer_params.specdec.leases"),
+        (
+            {"kv_transfer_params": TOLD | {"specdec": {"v": 1, "leases": [{"lease": 1, "mac": "x"}]}}},
+            "both",
+            "kv_transfer_params.specdec.leases.0.lease",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], role: Any, field: str) -> None:
+    failure = refusal(fields, role)
+    assert str(failure).startswith(f"{field}: ") and failure.param == field.partition(".")[0]
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": False, "do_remote_prefill": False}, {"x": 1}])
+def test_params_that_ask_for_nothing_change_nothing(params: dict[str, Any]) -> None:
+    for role in ("prefill", "decode", "both"):
+        assert read(CompletionBody, PROMPT | {"kv_transfer_params": params}).asked(role) is None
+    assert read(CompletionBody, PROMPT).asked(None) is None
+    assert (
+        read(CompletionBody, PROMPT | {"kv_transfer_params": None, "bootstrap_room": None}).asked(None)
+        is None
+    )
+
+
+def test_a_salt_goes_with_the_prompt_that_is_lent() -> None:
+    body = read(
+        CompletionBody, PROMPT | {"cache_salt": "s", "kv_transfer_params": {"do_remote_decode": True}}
+    )
+    assert lending_params(body).cache_salt == "s"

@@ -1,0 +1,77 @@
+"""Which settings make a server lend and fetch, and with which they cannot be."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from specdec.config.engine import EngineConfig
+from specdec.errors import ConfigError
+from specdec.reach.terms import VARIABLE
+from specdec.server.reach.role import settle_part
+from specdec.server.settings import ServerConfig
+
+SECRET = {VARIABLE: "0123456789abcdef"}
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "nixl_cu12")
+
+
+def role(environment: dict[str, str] = SECRET, models: int = 1, **settings: Any) -> str | None:
+    engine = {name: settings.pop(name) for name in ("prefix_cache",) if name in settings}
+    part = settle_part(ServerConfig(**settings), EngineConfig(**engine), models, environment)
+    return part.role if part else None
+
+
+def test_the_secret_makes_a_server_do_both_unless_it_is_told_its_role() -> None:
+    assert role({}) is None
+    assert role() == "both"
+    assert role(role="prefill") == "prefill" and role(role="decode") == "decode"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"environment": {}, "role": "prefill"}, "role"),
+        ({"environment": {VARIABLE: "short"}}, VARIABLE),
+        ({"environment": {VARIABLE: ""}}, VARIABLE),
+        ({"models": 2}, "model"),
+        ({"keep_alive": 60.0}, "keep_alive"),
+        ({"weights_bytes": "1GiB"}, "weights_bytes"),
+        ({"arenas": 1}, "arenas"),
+        ({"prefix_cache": False}, "prefix_cache"),
+        ({"reach_peers": ["10.0.0.1/8"]}, "reach_peers"),
+        ({"reach_peers": ["x:70000"]}, "reach_peers"),
+        ({"reach_host": "0.0.0.0"}, "reach_host"),
+        ({"reach_host": "::"}, "reach_host"),
+        ({"reach_host": "http://x"}, "reach_host"),
+        ({"reach_carrier": "copies"}, "reach_carrier"),
+        ({"role": "writer"}, "role"),
+        ({"reach_lease_max": 0.0}, "reach_lease_max"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_at_the_start(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        role(**given)
+    assert caught.value.field == field and field in str(caught.value)
+
+
+def test_a_carrier_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"specdec\[reach\]") as caught:
+        role()
+    assert caught.value.field == "reach_carrier"
+    assert role({}) is None
+
+
+def test_no_message_repeats_the_secret() -> None:
+    with pytest.raises(ConfigError) as caught:
+        role({VARIABLE: "a secret with spaces"})
+    assert "a secret with spaces" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{"max_queued": 3}, {"served_model_name": ["x"]}])
+def test_other_settings_go_with_a_role(settings: dict[str, Any]) -> None:
+    assert role(**settings) == "both"
