@@ -77,16 +77,22 @@ class Watch:
         """Watch."""
         async with asyncio.TaskGroup() as group:
             for replica in self.state.fleet.replicas:
-                self._start(group, replica)
+                self.start(group, replica)
             while True:
                 await asyncio.sleep(self.config.check_period)
                 if self.config.replicas_file:
-                    await self._follow(group, self.config.replicas_file)
+                    await self.follow(group, self.config.replicas_file)
 
-    def _start(self, group: asyncio.TaskGroup, replica: Replica) -> None:
+    def start(self, group: asyncio.TaskGroup, replica: Replica) -> None:
+        """Check a replica from now on."""
         self._tasks[replica] = group.create_task(self._check_on(replica))
 
-    async def _follow(self, group: asyncio.TaskGroup, path: str) -> None:
+    def stop(self) -> None:
+        """Check none any more."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def follow(self, group: asyncio.TaskGroup, path: str) -> None:
         """Read the file of replicas again; one that cannot be read changes nothing."""
         try:
             addresses = await asyncio.to_thread(read_file, path, self.config.bootstrap_port)
@@ -102,7 +108,7 @@ class Watch:
         added, removed = self.state.fleet.replace(addresses)
         for replica in added:
             logger.info("%s is new", replica.url)
-            self._start(group, replica)
+            self.start(group, replica)
         for replica in removed:
             logger.info("%s is gone from the list; what it has begun goes on", replica.url)
             replica.is_up = False

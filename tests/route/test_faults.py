@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from specdec.route.run import drain
-from specdec.route.watch import read_figures
+from specdec.route.watch import Watch, read_figures
 from tests.route.rig import Answering, Fake, Rig, Seen, never, ok, refusing, reset, rig, streaming, until
 
 STREAM = {"prompt": "x", "stream": True}
@@ -245,6 +245,28 @@ def test_the_file_of_replicas_is_followed(tmp_path: Path) -> None:
                     path.write_text(f"{fakes[1].url}\n{fakes[0].url}\n")
                     await until(lambda: len(own.replicas) == 2 and all(each.is_up for each in own.replicas))
                 assert slow not in own.replicas
+
+    asyncio.run(run())
+
+
+def test_a_file_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "replicas"
+    path.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n")
+
+    async def run() -> None:
+        async with rig(replicas_file=str(path), check_period=1000.0) as own, asyncio.TaskGroup() as group:
+            watch = Watch(own.router.state, own.client)
+            for replica in own.replicas:
+                watch.start(group, replica)
+            path.write_text("http://127.0.0.1:1\n")
+            await watch.follow(group, str(path))
+            assert len(own.replicas) == 2, "perhaps half of it is there"
+            path.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:3\n")
+            await watch.follow(group, str(path))
+            assert [each.url[-1] for each in own.replicas] == ["1", "2"]
+            await watch.follow(group, str(path))
+            assert [each.url[-1] for each in own.replicas] == ["1", "3"]
+            watch.stop()
 
     asyncio.run(run())
 
