@@ -26,6 +26,12 @@ def outer_strides(x: Tensor, inner: int) -> tuple[int, ...]:
     return _outer_strides(x.shape, x.stride(), inner)
 
 
+def window_stride(window_SIC: Tensor) -> int:
+    """Return how far the slots of a convolution's windows lie apart; a window's channels lie outermost."""
+    (slots, inputs, channels), (by_slot, by_input, by_channel) = window_SIC.shape, window_SIC.stride()
+    return _outer_strides((slots, channels, inputs), (by_slot, by_channel, by_input), 2)[0]
+
+
 @functools.lru_cache(1024)
 def _outer_strides(shape: tuple[int, ...], strides: tuple[int, ...], inner: int) -> tuple[int, ...]:
     apart, outer = 1, len(shape) - inner

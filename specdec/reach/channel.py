@@ -12,7 +12,7 @@ from typing import Self
 from aiohttp import web
 
 from specdec.errors import ConfigError, SpecdecError
-from specdec.reach.connections import bounded
+from specdec.reach.connections import SERVER, bounded
 from specdec.reach.kept import KeptLog
 from specdec.reach.leases import Book
 from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal
@@ -66,7 +66,7 @@ class Routes:
         since = request.query.get("since", "0")
         if not NUMBER.fullmatch(since) or set(request.query) > {"since"}:
             raise Refusal("malformed", "since: give the seq of the last answer, or 0.", field="since")
-        return self._kept.since(int(since)).write()
+        return (await self._kept.since(int(since))).write()
 
 
 def channel_app(
@@ -74,6 +74,7 @@ def channel_app(
 ) -> web.Application:
     """Assemble the routes. Nothing is read of a request before it has shown the secret."""
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[_guard(book, secret)])
+    app.on_response_prepare.append(_name_server)
     routes = Routes(book, agents, kept)
     for method, path, handler in (
         ("GET", "/reach/agents", routes.agents),
@@ -213,8 +214,18 @@ async def _send(request: web.Request, response: web.StreamResponse) -> None:
         raise ConnectionResetError("an answer was not taken") from None
 
 
-async def _no_expectation(request: web.Request) -> None:
-    raise web.HTTPExpectationFailed
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell no versions."""
+    response.headers["Server"] = SERVER
+
+
+async def _no_expectation(request: web.Request) -> web.Response:
+    """Refuse what comes before any middleware: bodies here are small enough to be sent at once."""
+    response = web.Response(
+        status=417, body=write_refusal(Refusal(*_ROUTING[417])), content_type="application/json"
+    )
+    response.force_close()
+    return response
 
 
 def _lease_id(request: web.Request) -> str:

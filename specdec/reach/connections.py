@@ -14,11 +14,10 @@ from specdec.reach.terms import Refusal
 
 logger = logging.getLogger(__name__)
 
+SERVER = "specdec"
 MOST_CONNECTIONS = 2048
 IDLE_S = 60.0
 """For which a connection may be without a request, or without the end of one's headers."""
-LINGER_S = 1.0
-"""For reading the rest of a refused body, so that its sender still reads the answer."""
 
 
 class Connection(RequestHandler):
@@ -45,6 +44,7 @@ class Connection(RequestHandler):
         refusal = Refusal("malformed", "This is no HTTP request that can be read.")
         body = write_refusal(refusal)
         response = web.Response(status=refusal.status, body=body, content_type="application/json")
+        response.headers["Server"] = SERVER
         response.force_close()
         return response
 
@@ -70,7 +70,7 @@ def bounded(server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
             loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]  # as its own runner has it
             keepalive_timeout=IDLE_S,
-            lingering_time=LINGER_S,
+            lingering_time=0,  # the rest of a body that was refused is not read
             auto_decompress=False,
         )
 

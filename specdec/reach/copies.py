@@ -95,13 +95,15 @@ class CopyingLink:
     ) -> None:
         self.here, self.there = here, there
         self._local, self._remote = local, remote
+        self.is_open = True
 
     def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> "CopyingPiece":
         pairs = [(self._local[to], self._remote[source]) for to, source in zip(local, remote, strict=True)]
         self.there.memory.asked += 1
         return CopyingPiece(self, pairs)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_open = False
 
 
 class CopyingPiece:
@@ -112,6 +114,7 @@ class CopyingPiece:
 
     def has_landed(self) -> bool:
         """Copy, unless the peer is stopped. Raises PeerLost."""
+        assert self._link.is_open, "a link was closed while pieces of it were on their way"
         here, there = self._link.here.memory, self._link.there
         if not there.is_reachable:
             raise PeerLost("its arena is gone")

@@ -55,15 +55,15 @@ class Descriptors:
         return np.searchsorted(self._ends, indices, side="right")
 
 
-def pieces(local: Descriptors, remote: Descriptors, indices: Indices) -> Iterator[tuple[Indices, int]]:
-    """Yield the parts of a read in order, each with its bytes. The two of a pair are equally long."""
+def pieces(local: Descriptors, remote: Descriptors, indices: Indices) -> Iterator[Indices]:
+    """Yield the parts of a read in order. The two of a pair are equally long."""
     (here, sizes), (there, _) = local.cut(indices[0]), remote.cut(indices[1])
     costs = sizes + DESCRIPTOR_BYTES
     bounds = np.flatnonzero(np.diff((np.cumsum(costs) - costs) // local.piece_bytes)) + 1
     starts, ends = (0, *bounds), (*bounds, len(sizes))
     for start, end in zip(starts, ends, strict=True):
         if start < end:
-            yield (here[start:end], there[start:end]), int(sizes[start:end].sum())
+            yield here[start:end], there[start:end]
 
 
 def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:

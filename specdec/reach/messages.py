@@ -111,7 +111,9 @@ class Live(Body):
 class Hidden(Body):
     """A vector, bit for bit."""
 
-    dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(description="a type of numbers")
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(
+        description="float64, float32, float16 or bfloat16"
+    )
     data: str = Field(max_length=MOST_HIDDEN, description=BASE_64)
 
     @classmethod

@@ -1,4 +1,9 @@
-"""The carrier over NIXL: an agent that reads other agents' memory by whatever way UCX finds to it."""
+"""The carrier over NIXL: an agent that reads other agents' memory by whatever way UCX finds to it.
+
+Over TCP the peer's own process sends the bytes.
+If it does not run for a while, and its reader dies or deletes its agent meanwhile, UCX (as of NIXL 1.5.1)
+aborts it when it goes on: "Endpoint timeout". A supervisor starts it anew.
+"""
 
 import contextlib
 import gc
@@ -117,9 +122,9 @@ class AgentWire:
         memory, metadata = metadata[:4].decode("latin-1"), metadata[4:]
         if memory not in ("DRAM", "VRAM"):
             raise WireError("this is not the metadata of a NIXL carrier")
-        link = AgentLink(self, metadata)
+        link = AgentLink(self)
         try:
-            link.name = self._name_of(metadata) or self.agent.add_remote_agent(metadata)
+            link.name = self.agent.add_remote_agent(metadata)
             self.disconnected.discard(link.name)
             link.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self.memory)
             link.remote = self.agent.prep_xfer_dlist(link.name, remote, memory)
@@ -129,11 +134,6 @@ class AgentWire:
             return link
         link.close()
         raise WireError(why)
-
-    def _name_of(self, metadata: bytes) -> bytes | None:
-        """Find an agent that is known: to add it again would spoil the lists that others have prepared."""
-        known = (link.name for link in self.links if link.name and link.metadata == metadata)
-        return next((name for name in known if name not in self.disconnected), None)
 
     def is_gone(self, name: bytes | None, error: Exception) -> bool:
         """Tell whether an error says that an agent is gone, and with it all that was begun with it."""
@@ -162,8 +162,8 @@ class AgentWire:
 class AgentLink:
     """A peer's agent, and both lists of descriptors."""
 
-    def __init__(self, wire: AgentWire, metadata: bytes) -> None:
-        self.wire, self.metadata = wire, metadata
+    def __init__(self, wire: AgentWire) -> None:
+        self.wire = wire
         self.name: bytes | None = None
         self.local: Any = None
         self.remote: Any = None

@@ -1,5 +1,6 @@
 """A carrier's thread: it posts reads by turns, polls them, and keeps those given up until they end."""
 
+import atexit
 import contextlib
 import contextvars
 import logging
@@ -19,8 +20,10 @@ from specdec.reach.wire import Link, PeerLost, Piece, Uncertain, Wire, WireError
 
 logger = logging.getLogger(__name__)
 
-AHEAD_BYTES = 64 << 20
-"""Of a read that are on their way at once: where posting returns early the network is never idle."""
+AHEAD, MOST_AHEAD = 2, 8
+"""Pieces of a read that are on their way at once, where posting returns early; more where they land too soon
+for the next poll. Others from the same peer wait behind them.
+"""
 FIRST_PAUSE_S, LAST_PAUSE_S = 100e-6, 1e-3
 """Between two polls; it doubles while nothing lands."""
 ATTACH_S = 30.0
@@ -48,6 +51,7 @@ class _Peer:
     local: Descriptors
     remote: Descriptors
     link: Link
+    ahead: int = AHEAD
     is_attached: bool = True
 
 
@@ -57,12 +61,11 @@ class _Going:
 
     read: Read
     peer: _Peer
-    rest: deque[tuple[Indices, int]]
+    rest: deque[Indices]
     num_bytes: int
     start_s: float
     end_s: float
-    posted: deque[tuple[Piece, int]] = field(default_factory=deque)
-    ahead_bytes: int = 0
+    posted: deque[Piece] = field(default_factory=deque)
     lost_s: float | None = None
     """When its wait ended: since then it is in quarantine."""
     is_uncertain: bool = False
@@ -103,7 +106,10 @@ class Reader:
             target=context.run, args=(self._work, opened), name=f"specdec-reach-{name}", daemon=True
         )
         self._thread.start()
+        if opened.exception():
+            self._thread.join()
         opened.result()
+        atexit.register(self.close)  # a thread that is in C++ when the interpreter ends aborts the process
 
     @property
     def metadata(self) -> bytes:
@@ -149,7 +155,8 @@ class Reader:
         """End the wait for a read: `done` raises, `over` takes the time it takes."""
 
         def end() -> None:
-            if going := self._going.get(read.id):
+            going = self._going.get(read.id)
+            if going and going.read is read:
                 self._lose(going, "it was given up")
                 self._settle(going)
 
@@ -157,6 +164,7 @@ class Reader:
 
     def close(self) -> None:
         """Give up all reads and delete the agent, in bounded time."""
+        atexit.unregister(self.close)
         self._stop("it was closed")
         self._thread.join(self._close_s)
         if self._thread.is_alive():
@@ -284,8 +292,8 @@ class Reader:
             if self._fault or going.read.id not in self._going:
                 continue
             try:
-                moved |= self._poll(going)
                 moved |= self._post(going)
+                moved |= self._poll(going)
             except PeerLost as gone:
                 self._lose_peer(going.peer, str(gone))
             except Uncertain as failure:
@@ -299,24 +307,19 @@ class Reader:
     def _poll(self, going: _Going) -> bool:
         moved = False
         while going.posted and not going.is_uncertain:
-            piece, size = going.posted[0]
-            if not piece.has_landed():
-                break
-            piece.release()
-            going.posted.popleft()
-            going.ahead_bytes -= size
+            if not going.posted[0].has_landed():
+                return moved
+            going.posted.popleft().release()
             moved = True
+        if moved and going.rest:
+            going.peer.ahead = min(going.peer.ahead + 1, MOST_AHEAD)  # the network ran dry
         return moved
 
     def _post(self, going: _Going) -> bool:
-        """Post the next piece of a read, unless enough of it is on its way or its time is over."""
-        if not going.rest:
+        """Post the next piece of a read, unless enough of it is on its way."""
+        if not going.rest or len(going.posted) >= going.peer.ahead:
             return False
-        if going.ahead_bytes and going.ahead_bytes + self._piece_bytes > AHEAD_BYTES:
-            return False
-        indices, size = going.rest.popleft()
-        going.posted.append((going.peer.link.post(*indices), size))
-        going.ahead_bytes += size
+        going.posted.append(going.peer.link.post(*going.rest.popleft()))
         return True
 
     def _lose(self, going: _Going, why: str) -> None:
@@ -334,7 +337,7 @@ class Reader:
             del self._peers[name]
         peer.is_attached = False
         for going in self._going_from(peer):
-            for piece, _ in going.posted:
+            for piece in going.posted:
                 piece.release()
             going.posted.clear()
             going.is_uncertain = False

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -195,13 +195,11 @@ class Body(BaseModel):
                         param="bootstrap_room",
                     )
             return None
-        rooms = each_of("bootstrap_room", self.bootstrap_room, prompts)
-        hosts = each_of("bootstrap_host", self.bootstrap_host, prompts) if self.bootstrap_host else []
-        ports = each_of("bootstrap_port", self.bootstrap_port, prompts) if self.bootstrap_port else []
-        return [
-            Bootstrap(hosts[i] if hosts else None, ports[i] if ports else None, room)
-            for i, room in enumerate(rooms)
-        ]
+        each = partial(each_of, prompts=prompts, n=self.n or 1)
+        rooms = each("bootstrap_room", self.bootstrap_room)
+        hosts = each("bootstrap_host", self.bootstrap_host) if self.bootstrap_host else [None] * prompts
+        ports = each("bootstrap_port", self.bootstrap_port) if self.bootstrap_port else [None] * prompts
+        return [Bootstrap(*own) for own in zip(hosts, ports, rooms, strict=True)]
 
     @property
     def ignored(self) -> list[str]:

@@ -205,6 +205,8 @@ def test_a_client_that_leaves_before_the_end_ends_the_lease() -> None:
         assert loan.given_back == 1 and lease.over == "prefill_failed"
         loan.read(10)  # the engine was at it
         await asyncio.sleep(0.01)
+        lender.book.cancel(lease)
+        lender.book.end_all()
         assert loan.given_back == 1 and lender.book.figures.held == 0
 
     run(test())
@@ -333,3 +335,17 @@ def test_a_room_is_of_one_prompt_and_serves_once() -> None:
         assert await refused(lender.book.open_room(7, ask(lender))) == "prefill_failed"
 
     run(test())
+
+
+def test_a_reader_that_waits_for_a_room_hears_at_once_that_its_request_was_refused() -> None:
+    async def test() -> None:
+        lender = Lender(wait_s=25)
+        waiting = asyncio.create_task(lender.book.open_room(5, ask(lender)))
+        await until(lambda: lender.book.figures.rooms_waiting)
+        lender.book.rooms.fail(6)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        lender.book.rooms.fail(5)
+        assert await refused(waiting) == "prefill_failed"
+
+    run(test(), 10)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.slots import Kind, Owner
+from specdec.state_slots.integrity import IntegrityError
+from specdec.state_slots.slots import Fixed, Kind, Owner, SlotPool
 from tests.state_slots.test_arena_properties import LAYOUT, PER_SLAB
 
 SLABS = 8
@@ -109,3 +110,68 @@ def test_bytes_that_stay_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert tables.arena.can_take(states=tables.arena.usage().free_slabs + 1)
     with pytest.raises(AssertionError):
         tables.check()
+
+
+def fix_some(tables: Tables) -> dict[Fixed, int]:
+    """Let owners that another process reads share a block in each second slab."""
+    blocks = sorted({block for table in tables.tables.values() for block in table})
+    by_slab = {block // PER_SLAB[Kind.BLOCK]: block for block in blocks}
+    fixed = {Fixed(): block for slab, block in by_slab.items() if slab % 2}
+    for owner, block in fixed.items():
+        tables.arena.share_block(owner, block)
+    return fixed
+
+
+def check_fixed(tables: Tables, fixed: Mapping[Fixed, int]) -> None:
+    for owner, block in fixed.items():
+        tables.arena.check_held(owner, [block], [])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_others_read_by_its_address_stays_there(seed: int) -> None:
+    tables = Tables(seed)
+    tables.scatter()
+    fixed = fix_some(tables)
+    before = {block: tables.bytes_of(block).clone() for block in fixed.values()}
+    states = 0
+    while tables.arena.take_state(("state", states)) is not None:
+        states += 1
+    check_fixed(tables, fixed)
+    assert all(torch.equal(tables.bytes_of(block), before[block]) for block in fixed.values())
+    tables.check()
+
+
+def test_a_mutant_that_moves_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotPool, "_may_move", lambda pool, slab: True)
+    tables = Tables(3)
+    tables.scatter()
+    fixed = fix_some(tables)
+    while tables.arena.take_state("states of one owner") is not None:
+        pass
+    with pytest.raises(IntegrityError):
+        check_fixed(tables, fixed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_after_a_failure_those_that_are_kept_hold_what_was_theirs_alone(seed: int) -> None:
+    draw, arena = Random(seed), Arena(LAYOUT, (SLABS + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
+    kept, other = [Fixed(), Fixed()], "a request"
+    for owner in (*kept, other):
+        assert arena.take_blocks(owner, draw.randrange(1, PER_SLAB[Kind.BLOCK] + 2))
+        assert arena.take_snapshots(owner, draw.randrange(2)) is not None
+    shared = arena.take_blocks(other, 1)
+    assert shared
+    arena.share_block(kept[0], shared[0])
+    blocks, states = arena._blocks.held, arena._states.held
+    theirs = {own: (list(blocks[own]), list(states.get(own, ()))) for own in kept}
+    arena.forget(keeping=kept)
+    theirs[kept[0]][0].remove(shared[0])
+    arena.check_owners(kept)
+    for owner, (own_blocks, own_states) in theirs.items():
+        arena.check_held(owner, own_blocks, own_states)
+    while (taken := arena.take_blocks(other, 1)) is not None:
+        assert not any(taken[0] in own for own, _ in theirs.values())
+    arena.check_integrity()
+    for owner in (*kept, other):
+        arena.release_owner(owner)
+    assert arena.usage().free_slabs == arena.usage().slabs

@@ -11,9 +11,9 @@ from specdec.kernels.group import RecurrentMemory
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.views import page_views, recurrent_views
 
-STATE = StateShape(heads=8, key_dim=4, value_dim=6, conv_inputs=3, channels=2 * 4 * 4 + 8 * 6)
-"""A delta net of 4 key heads and 8 value heads: its channels are queries, keys and values."""
-PARTS = (16, 16, 48)
+STATE = StateShape(heads=8, key_dim=4, value_dim=6, conv_inputs=3, channels=2 * 8 * 4 + 8 * 6)
+"""A delta net of 8 heads: its channels are queries, keys and values."""
+PARTS = (32, 32, 48)
 LAYOUTS = {
     "one shape": Layout((KVShape(8, 16),) * 3, (), torch.bfloat16),
     "an odd dim": Layout((KVShape(4, 5),) * 2, (STATE,) * 2, torch.float32),
@@ -109,7 +109,7 @@ def test_the_channels_of_a_rank_are_one_run_of_each_part(layout: Layout, ranks: 
     data, own_data = make_data(layout), make_data(own_layout)
     memories, own_memories = recurrent_views(data, layout), recurrent_views(own_data, own_layout)
     for memory in memories:
-        memory.window_SIC.copy_(torch.arange(memory.window_SIC[0].numel()).view(memory.window_SIC.shape[1:]))
+        number((memory.window_SIC,))
     item, inputs = layout.dtype.itemsize, STATE.conv_inputs
     for rank in range(ranks):
         for layer, (memory, own) in enumerate(zip(memories, own_memories, strict=True)):

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.strides import dense, outer_strides
+from specdec.kernels.strides import dense, outer_strides, window_stride
 
 CHANNELS, TOKENS = 128, 8
 """Of a tile."""
@@ -132,8 +132,8 @@ def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | Non
 def inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[Tensor, int, Tensor, Tensor, int, int]:
     """Say where windows, which lie [C, I], and the records' inputs are, and which windows are meant."""
     window, record = memory.window_SIC, memory.input_SRC
-    (by_slot,), (by_slab, by_place) = outer_strides(window.mT, 2), outer_strides(record, 1)
-    return window, by_slot, dense(slot_B), record, by_slab, by_place
+    by_slab, by_place = outer_strides(record, 1)
+    return window, window_stride(window), dense(slot_B), record, by_slab, by_place
 
 
 def record_ids(records: RecordIds | None) -> tuple[Tensor | None, Tensor | None]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import cpu as attention
 from specdec.kernels.group import Group
-from specdec.kernels.native.call import function, pointer, serves
+from specdec.kernels.native.call import function, pointer, serves, strided
 from specdec.kernels.native.pointwise import rms_norm, rotate, sigmoid
 from specdec.kernels.self_attention.composed import ComposedAttention
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
@@ -18,16 +18,17 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
     if not serves(k_TJD) or pages_NPXJD.dtype != k_TJD.dtype or not all(map(_dense_heads, given)):
         return attention.append(k_TJD, v_TJD, pages_NPXJD, group)
+    k_at, k_by_token = strided(k_TJD, 2)
+    v_at, v_by_token = (None, 0) if v_TJD is None else strided(v_TJD, 2)
     function("append", k_TJD.dtype)(
-        pointer(k_TJD, 2),
-        pointer(v_TJD, 2),
+        k_at,
+        v_at,
         group.rows,
         group.width,
         *k_TJD.shape[1:],
-        k_TJD.stride(0),
-        0 if v_TJD is None else v_TJD.stride(0),
-        pointer(pages_NPXJD, 1),
-        *pages_NPXJD.stride()[:4],
+        k_by_token,
+        v_by_token,
+        *strided(pages_NPXJD, 1),
         pages_NPXJD.shape[2],
         pointer(group.table_BN),
         group.table_BN.shape[1],
@@ -40,11 +41,11 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
     if not pages_NPXJD.is_cpu:
         return attention.move(pages_NPXJD, table_BN, from_BP, to_BP)
     _, parts, block, heads, dim = pages_NPXJD.shape
-    size = pages_NPXJD.element_size()
+    size, (at, *strides) = pages_NPXJD.element_size(), strided(pages_NPXJD, 1)
     table_BN, from_BP, to_BP = (ids_BX.contiguous() for ids_BX in (table_BN, from_BP, to_BP))
     function("move")(
-        pointer(pages_NPXJD, 1),
-        *(stride * size for stride in pages_NPXJD.stride()[:4]),
+        at,
+        *(stride * size for stride in strides),
         parts,
         heads,
         block,
@@ -123,7 +124,7 @@ def self_attention(
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype:
         return COMPOSED.self_attention(projected_TN, layer, rotation, pages, group)
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-    value_dim, (by_block, by_part, by_place, by_head, _) = layer.value_dim or dim, pages.stride()
+    value_dim, (at, by_block, by_part, *by_place_and_head) = layer.value_dim or dim, strided(pages, 1)
     out_TN = projected_TN.new_empty((tokens, heads * value_dim))
     cos_TR, sin_TR = rotation or (None, None)
     function("self_attention", projected_TN.dtype)(
@@ -142,11 +143,10 @@ def self_attention(
         pointer(sin_TR),
         0 if cos_TR is None else cos_TR.shape[1],
         layer.wide_rotation,
-        pointer(pages, 1),
+        at,
         by_block,
         by_part if layer.value_dim is None else 0,
-        by_place,
-        by_head,
+        *by_place_and_head,
         pages.shape[2],
         pointer(group.table_BN),
         group.table_BN.shape[1],

@@ -76,18 +76,14 @@ def room(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def pointer(x: Tensor | None, inner: int | None = None) -> int | None:
-    """Return the address of a tensor that is dense, or whose last `inner` dimensions are.
+def pointer(x: Tensor | None) -> int | None:
+    """Return the address of a tensor that must be dense: a C form reads it without strides."""
+    return None if x is None else dense(x).data_ptr()
 
-    What a C form reads is found by this address and the strides that it is given: of the other dimensions.
-    """
-    if x is None:
-        return None
-    if inner is None:
-        dense(x)
-    else:
-        outer_strides(x, inner)
-    return x.data_ptr()
+
+def strided(x: Tensor, inner: int) -> tuple[int, ...]:
+    """Return a tensor's address and outer strides, which a C form takes; `inner` dimensions must be dense."""
+    return x.data_ptr(), *outer_strides(x, inner)
 
 
 def path_width(group: Group) -> int:
@@ -109,9 +105,9 @@ def ids(group: Group) -> tuple[int | None, ...]:
 
 def records_of(memory: RecurrentMemory) -> int:
     """Return the address of the struct that describes the layer's records."""
-    parts = (memory.update_SRHW, memory.decay_SRH)
-    strides = (stride for part in parts for stride in outer_strides(part, part.ndim - 2))
-    return ctypes.addressof(_records(*(part.data_ptr() for part in parts), *strides))
+    update, *update_strides = strided(memory.update_SRHW, 2)
+    decay, *decay_strides = strided(memory.decay_SRH, memory.decay_SRH.ndim - 2)
+    return ctypes.addressof(_records(update, decay, *update_strides, *decay_strides))
 
 
 @functools.cache

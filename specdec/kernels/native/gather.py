@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.gather import cpu
-from specdec.kernels.native.call import TOKENS, function, pointer, serves
+from specdec.kernels.native.call import TOKENS, function, pointer, serves, strided
 
 
 def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
@@ -12,10 +12,10 @@ def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
     if len(id_T) > TOKENS or not table_VD.is_cpu or table_VD.stride(1) != 1 or not id_T.is_contiguous():
         return cpu.embedding(table_VD, id_T)
     out_TD = table_VD.new_empty((len(id_T), table_VD.shape[1]))
-    size = table_VD.element_size()
+    size, (at, by_row) = table_VD.element_size(), strided(table_VD, 1)
     row = out_TD.shape[1] * size
     function("gather")(
-        *(pointer(table_VD, 1), table_VD.stride(0) * size, pointer(id_T)),
+        *(at, by_row * size, pointer(id_T)),
         *(len(id_T), row, pointer(out_TD), row),
     )
     return out_TD
@@ -31,8 +31,9 @@ def concat(*parts_TD: Tensor) -> Tensor:
     out_TD = parts_TD[0].new_empty((len(parts_TD[0]), sum(widths)))
     to, by_to = out_TD.data_ptr(), sum(widths) * size
     for part, width in zip(parts_TD, widths, strict=True):
+        at, by_row = strided(part, 1)
         function("gather")(
-            *(pointer(part, 1), part.stride(0) * size, None, len(part), width * size),
+            *(at, by_row * size, None, len(part), width * size),
             *(to, by_to),
         )
         to += width * size

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.linear import cpu
 from specdec.kernels.linear.integers import GROUP, Integers, sixteen_bits
 from specdec.kernels.linear.matrix import Matrix, join, widen
-from specdec.kernels.native.call import function, pointer
+from specdec.kernels.native.call import function, pointer, strided
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import SUFFIX
 
@@ -158,9 +158,10 @@ def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
         return cpu.linear_by_head(x_THK, packed)
     assert x_THK.dtype == packed.dtype
     x_THK = x_THK if x_THK.stride(2) == 1 else x_THK.contiguous()
+    at, *strides = strided(x_THK, 1)
     y_THN = x_THK.new_empty((*x_THK.shape[:2], packed.outputs))
     function("linear_by_head", packed.dtype)(
-        *(pointer(x_THK, 1), *x_THK.shape, *x_THK.stride()[:2]),
+        *(at, *x_THK.shape, *strides),
         *(pointer(packed.weight), pointer(y_THN), packed.outputs),
     )
     return y_THN
@@ -168,17 +169,17 @@ def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
 
 def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
     """Write the outputs to an address, rows so many entries apart."""
-    tokens, inputs = x_TD.shape
+    (tokens, inputs), (at, by_token) = x_TD.shape, strided(x_TD, 1)
     function("linear", packed.dtype)(
-        *(pointer(x_TD, 1), tokens, x_TD.stride(0), inputs),
+        *(at, tokens, by_token, inputs),
         *(pointer(packed.weight), pointer(packed.bias_N), to, by_row, packed.outputs),
     )
 
 
 def _multiply_whole(x_TD: Tensor, packed: WholePanels, to: int, by_row: int) -> None:
-    tokens, inputs = x_TD.shape
+    (tokens, inputs), (at, by_token) = x_TD.shape, strided(x_TD, 1)
     function("linear_integer", packed.dtype)(
-        *(pointer(x_TD, 1), tokens, x_TD.stride(0), inputs, packed.bits, packed.zeros),
+        *(at, tokens, by_token, inputs, packed.bits, packed.zeros),
         *(pointer(packed.weight), pointer(packed.scale), pointer(packed.bias_N)),
         *(to, by_row, packed.outputs),
     )

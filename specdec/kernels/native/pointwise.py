@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.ffn import cpu as ffn
-from specdec.kernels.native.call import function, pointer, serves
+from specdec.kernels.native.call import function, pointer, serves, strided
 from specdec.kernels.norm import cpu as norm
 from specdec.kernels.rope import cpu as rope
 
@@ -16,14 +16,14 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if not serves(x_D) or x_D.stride(-1) != 1 or weight_D.dtype not in (torch.float32, x_D.dtype):
         return norm.rms_norm(x_D, weight_D, eps)
     out_D = torch.empty(x_D.shape, dtype=x_D.dtype)
-    heads, by_head = (x_D.shape[1], x_D.stride(1)) if x_D.ndim == 3 else (1, 0)
+    at, by_token, *by_head = strided(x_D, 1)
     function("rms_norm", x_D.dtype)(
-        pointer(x_D, 1),
+        at,
         x_D.shape[0],
-        heads,
+        x_D.shape[1] if by_head else 1,
         x_D.shape[-1],
-        x_D.stride(0),
-        by_head,
+        by_token,
+        *(by_head or (0,)),
         pointer(weight_D),
         weight_D.dtype == x_D.dtype,
         eps,
@@ -69,14 +69,14 @@ def gated_norm(
             x_TD, gate_TD, weight_D, eps, group_size, gate_first=gate_first, sigmoid=sigmoid
         )
     x_TD = x_TD.float().contiguous()
-    out_TD = torch.empty(gate_TD.shape, dtype=gate_TD.dtype)
+    out_TD, (gate_at, by_token) = torch.empty(gate_TD.shape, dtype=gate_TD.dtype), strided(gate_TD, 1)
     function("gated_norm", gate_TD.dtype)(
         pointer(x_TD),
-        pointer(gate_TD, 1),
+        gate_at,
         x_TD.shape[0],
         gate_TD.shape[1] // group_size,
         group_size,
-        gate_TD.stride(0),
+        by_token,
         pointer(weight_D),
         group_size if weight_D is not None and weight_D.numel() > group_size else 0,
         eps,
@@ -103,11 +103,9 @@ def _gates(gate_up_TI: Tensor) -> bool:
 
 
 def _gate(name: str, gate_up_TI: Tensor, *limit: float) -> Tensor:
-    tokens, double = gate_up_TI.shape
+    (tokens, double), (at, by_token) = gate_up_TI.shape, strided(gate_up_TI, 1)
     out_TI = torch.empty((tokens, double // 2), dtype=gate_up_TI.dtype)
-    function(name, out_TI.dtype)(
-        pointer(gate_up_TI, 1), tokens, double // 2, gate_up_TI.stride(0), *limit, pointer(out_TI)
-    )
+    function(name, out_TI.dtype)(at, tokens, double // 2, by_token, *limit, pointer(out_TI))
     return out_TI
 
 
@@ -124,8 +122,8 @@ def sigmoid(x_TN: Tensor) -> Tensor:
     """Compute each entry alike: torch's vectors and what is left beside them round differently."""
     if not serves(x_TN) or x_TN.stride(1) != 1:
         return torch.sigmoid(x_TN)
-    out_TN = x_TN.new_empty(x_TN.shape)
-    function("sigmoid", x_TN.dtype)(pointer(x_TN, 1), *x_TN.shape, x_TN.stride(0), pointer(out_TN))
+    out_TN, (at, by_token) = x_TN.new_empty(x_TN.shape), strided(x_TN, 1)
+    function("sigmoid", x_TN.dtype)(at, *x_TN.shape, by_token, pointer(out_TN))
     return out_TN
 
 
@@ -138,13 +136,12 @@ def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate the first 2R entries of each head."""
     if not serves(x_THD) or x_THD.stride(2) != 1:
         return rope.rotate(x_THD, cos_TR, sin_TR)
-    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+    out_THD, (at, *strides) = torch.empty(x_THD.shape, dtype=x_THD.dtype), strided(x_THD, 1)
     function("rotate", x_THD.dtype)(
-        pointer(x_THD, 1),
+        at,
         *x_THD.shape,
         cos_TR.shape[1],
-        x_THD.stride(0),
-        x_THD.stride(1),
+        *strides,
         pointer(cos_TR),
         pointer(sin_TR),
         pointer(out_THD),

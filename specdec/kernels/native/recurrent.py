@@ -10,11 +10,21 @@ from specdec.kernels.gates import cpu as gates
 from specdec.kernels.gates.cpu import delta_gates
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.composed import ComposedMamba
-from specdec.kernels.native.call import TOKENS, function, has_room, ids, pointer, records_of, serves
+from specdec.kernels.native.call import (
+    TOKENS,
+    function,
+    has_room,
+    ids,
+    pointer,
+    records_of,
+    serves,
+    strided,
+)
 from specdec.kernels.native.compiled import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.recurrence import cpu as recurrence
+from specdec.kernels.strides import window_stride
 
 
 def causal_conv(
@@ -33,14 +43,14 @@ def causal_conv(
         return conv.causal_conv(x_TC, weight_CK, bias_C, memory, group, silu=silu)
     bias_C = None if bias_C is None else bias_C.float()
     taps, channels = weight_KC.shape
-    out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+    out_TC, (at, by_token) = torch.empty(x_TC.shape, dtype=x_TC.dtype), strided(x_TC, 1)
     function("causal_conv", x_TC.dtype)(
-        pointer(x_TC, 1),
+        at,
         group.rows,
         group.width,
         channels,
         taps,
-        x_TC.stride(0),
+        by_token,
         pointer(weight_KC),
         pointer(bias_C),
         silu,
@@ -137,10 +147,8 @@ def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
     dense = x_TGK.stride()[1:] == (x_TGK.shape[2], 1)
     if isinstance(scale, Tensor) or not serves(x_TGK) or not dense:
         return gates.l2_normalise(x_TGK, scale)
-    out_TGK = torch.empty(x_TGK.shape, dtype=torch.float32)
-    function("l2_normalise", x_TGK.dtype)(
-        pointer(x_TGK, 2), *x_TGK.shape, x_TGK.stride(0), scale, pointer(out_TGK)
-    )
+    out_TGK, (at, by_token) = torch.empty(x_TGK.shape, dtype=torch.float32), strided(x_TGK, 2)
+    function("l2_normalise", x_TGK.dtype)(at, *x_TGK.shape, by_token, scale, pointer(out_TGK))
     return out_TGK
 
 
@@ -148,10 +156,10 @@ def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> 
     """Return Mamba-2's step size, in float32."""
     if not serves(dt_TH) or dt_bias_H.dtype != torch.float32 or dt_TH.stride(1) != 1:
         return gates.mamba_step(dt_TH, dt_bias_H, limit)
-    step_TH = torch.empty(dt_TH.shape, dtype=torch.float32)
+    step_TH, (at, by_token) = torch.empty(dt_TH.shape, dtype=torch.float32), strided(dt_TH, 1)
     low, high = (min(bound, torch.finfo(torch.float32).max) for bound in limit)
     function("mamba_step", dt_TH.dtype)(
-        *(pointer(dt_TH, 1), *dt_TH.shape, dt_TH.stride(0), pointer(dt_bias_H), low, high),
+        *(at, *dt_TH.shape, by_token, pointer(dt_bias_H), low, high),
         pointer(step_TH),
     )
     return step_TH
@@ -184,8 +192,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
         layer.beta_scale,
         *(layer.dt_bias_H.dim() == 2, layer.bound or 0.0, layer.sigmoid),
         *_conv_memory(memory, group),
-        pointer(memory.state_SHKW, 3),
-        memory.state_SHKW.stride(0),
+        *strided(memory.state_SHKW, 3),
         records,
         pointer(group.ancestors_BMM),
         pointer(layer.norm_W),
@@ -206,14 +213,11 @@ def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...
 
 def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int | None, ...]:
     """Say where the windows and the records' inputs lie."""
-    window, record = memory.window_SIC, memory.input_SRC
-    return (
-        *(pointer(window.mT, 2), window.stride(0), pointer(slot_B)),
-        *(pointer(record, 1), record.stride(0), record.stride(1)),
-    )
+    window = memory.window_SIC
+    return window.data_ptr(), window_stride(window), pointer(slot_B), *strided(memory.input_SRC, 1)
 
 
 def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
     """Return the sizes of a layer's states and what decays it has; say where states and records lie."""
     state, by_key = memory.state_SHKW, memory.decay_SRH.dim() == 4
-    return *state.shape[1:], by_key, pointer(state, 3), state.stride(0), pointer(slot_B), records_of(memory)
+    return *state.shape[1:], by_key, *strided(state, 3), pointer(slot_B), records_of(memory)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdec.kernels.conv import cpu as conv
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
-from specdec.kernels.native.call import function, has_room, ids, pointer, records_of, serves
+from specdec.kernels.native.call import function, has_room, ids, pointer, records_of, serves, strided
 from specdec.kernels.native.compiled import MOST
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.selective_scan import cpu
@@ -35,10 +35,10 @@ def selective_scan(
         assert x_path_BPHW.dtype == dtype
         x_path_BPHW = x_path_BPHW.contiguous()
     function("selective_scan", dtype)(
-        *(field for x in inputs for field in (pointer(x, 2), x.stride(0))),
+        *(field for x in inputs for field in strided(x, 2)),
         *map(pointer, (k_THK, q_THK, layer.A_HKW, layer.D_HW, layer.dt_bias_HW, out_THW)),
         *(group.rows, group.width, heads, k_THK.shape[2], width),
-        *(pointer(state, 3), state.stride(0), pointer(group.state_B), records_of(memory)),
+        *(*strided(state, 3), pointer(group.state_B), records_of(memory)),
         pointer(x_path_BPHW),
         *ids(group),
         pointer(group.ancestors_BMM),
@@ -65,7 +65,7 @@ def fold_selective(
         *(None, 0) * 3,
         *(None, None, *map(pointer, (layer.A_HKW, layer.D_HW, layer.dt_bias_HW)), None),
         *(rows, 0, *state.shape[1:]),
-        *(pointer(state, 3), state.stride(0), pointer(slot_B), records_of(memory)),
+        *(*strided(state, 3), pointer(slot_B), records_of(memory)),
         pointer(x_path_BPHW),
         *map(pointer, (*path, length_B)),
         longest,

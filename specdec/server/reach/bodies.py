@@ -144,9 +144,11 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
     return Fetch(params, ()) if fetches else None
 
 
-def each_of(field: str, given: Any, prompts: int) -> list[Any]:
-    """Return a field's value for each prompt: several have a list."""
+def each_of(field: str, given: Any, prompts: int, n: int) -> list[Any]:
+    """Return a field's value for each prompt: several have a list; `n` choices of one may have one too."""
     values = given if isinstance(given, list) else [given]
+    if prompts == 1 and len(values) == n:
+        return values[:1]  # sglang-router counts choices as SGLang does; they share what is read
     if len(values) != prompts:
         raise Failure(
             400, f"{field}: {len(values)} for {prompts} prompts; give a list with one for each.", param=field

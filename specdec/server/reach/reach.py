@@ -13,6 +13,7 @@ from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
 from specdec.reach.facts import facts_of
 from specdec.reach.fetch import Fetcher, FetchFigures
+from specdec.reach.kept import KeptLog, KeptStates
 from specdec.reach.leases import Book
 from specdec.reach.meeting import Meeting
 from specdec.reach.nixl import Nixl
@@ -119,7 +120,8 @@ async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerCon
         attach=meeting.attach,
         detach=carrier.detach,
     )
-    channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents))
+    kept = KeptLog(KeptStates(transfers).now, epoch=name)
+    channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents, kept=kept))
     try:
         await channel.start(config.reach_host, config.reach_port)
         host, port = config.reach_host, channel.port

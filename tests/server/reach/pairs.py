@@ -47,7 +47,7 @@ DRAWN = {"temperature": 0.8, "seed": 7}
 def texts(answer: Answer) -> list[str]:
     """Return what each choice says, whole or streamed."""
     assert answer.status == 200, answer.data
-    streamed = answer.headers["Content-Type"].startswith("text/event-stream")
+    streamed = answer.data.startswith(b"data: ")
     said: dict[int, str] = {}
     for part in answer.events if streamed else [answer.json]:
         for choice in part["choices"]:
@@ -110,3 +110,9 @@ def comes(live: Live, name: str) -> None:
     while not total(live.metrics(), name):
         assert time.monotonic() < until_s
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

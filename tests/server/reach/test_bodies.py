@@ -92,6 +92,13 @@ def test_several_prompts_have_a_room_each() -> None:
     assert few.param == "bootstrap_port"
 
 
+def test_choices_of_a_prompt_may_have_rooms_too() -> None:
+    """sglang-router draws one for each; both servers take the first."""
+    fields = {"n": 2, "bootstrap_host": ["a", "a"], "bootstrap_port": [1, 1], "bootstrap_room": [3, 4]}
+    assert read(ChatBody, CHAT | fields).asked("prefill") == Lend((3,))
+    assert read(ChatBody, CHAT | fields).asked("decode") == Fetch(None, (Bootstrap("a", 1, 3),))
+
+
 @pytest.mark.parametrize(
     ("fields", "role", "field"),
     [
