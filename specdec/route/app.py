@@ -174,6 +174,7 @@ async def _sent(asked: Asked) -> Sent:
     await read_body(request, asked.state.config.body_timeout)
     headers = of_request(request.headers, is_unpacked="Content-Encoding" in request.headers)
     headers.setdefault("X-Request-ID", asked.number)
+    # It begins with a slash, as all routes do: behind a replica's address nothing else would be a path.
     return Sent(request.method, request.rel_url.raw_path_qs, headers, await request.read())
 
 
