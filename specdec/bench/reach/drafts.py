@@ -28,8 +28,8 @@ def measure_drafts(
 ) -> dict[str, Any] | None:
     """Return the tokens a step gains after each way to begin; None for a model without a head of its own.
 
-    The ways must give one text. The head drafts alone, always, and chains: the shape of a tree would depend on
-    what earlier requests accepted.
+    The ways must give one text. The head drafts alone, always, and chains: a tree's shape depends on what
+    earlier requests accepted.
     """
     spec = network(Checkpoint(options.model).config)
     if not spec.mtp:
