@@ -386,6 +386,21 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
                 engine.transfers.drop(landing).result(60)
 
 
+def test_an_engine_that_others_write_into_does_not_rest(folder: Path) -> None:
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
+        lent = loan.done.result(60)
+        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE).result(60)
+        assert landing
+        with pytest.raises(EngineError, match="fetched"):
+            engine.rest()
+        engine.transfers.drop(landing).result(60)
+        assert lent.intact
+        engine.rest()
+        assert not lent.intact
+        engine.wake()
+
+
 def test_without_a_cache_nothing_is_lent(folder: Path) -> None:
     with (
         engines(folder, 1, {**fields_of("none", "chain", "record", "host"), "prefix_cache": False}) as (

@@ -20,7 +20,7 @@ from specdec.reach.nixl import Nixl
 from specdec.reach.peers import Peers
 from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import Fetch
+from specdec.server.reach.bodies import VERSION, Fetch
 from specdec.server.reach.lender import Lender
 from specdec.server.reach.role import Part
 from specdec.server.settings import Role, ServerConfig
@@ -54,6 +54,8 @@ class Reach:
     ) -> None:
         self.role, self.lender, self.peers, self.carrier, self.port = role, lender, peers, carrier, port
         self._engine, self._fetcher, self._config = engine, fetcher, config
+        self._declining: set[asyncio.Task[None]] = set()
+        """Words to others that a prompt is read here."""
         self.unasked: Counter[str] = Counter()
         """Prompts that were not asked for, by why: each token was to be read here, or no lease was named."""
 
@@ -81,14 +83,25 @@ class Reach:
 
     async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
         """Fetch one prompt, and tell what became of it."""
+        ids, tenant = prepared.ids, prepared.terms.tenant
+        if len(ids) == 1:
+            return "not_needed"
         is_scored = prepared.params.prompt_logprobs is not None
         if reference and not is_scored:
-            return (await self._fetcher.fetch(prepared.ids, prepared.terms.tenant, reference)).outcome
-        if len(prepared.ids) == 1:
-            return "not_needed"
+            return (await self._fetcher.fetch(ids, tenant, reference)).outcome
+        if reference:
+            declining = asyncio.create_task(self._fetcher.decline(ids, tenant, reference))
+            self._declining.add(declining)
+            declining.add_done_callback(self._declining.discard)
         why = "scored" if is_scored else "no_lease"
         self.unasked[why] += 1
         return why
+
+    async def stop(self) -> None:
+        """Decline nothing any more; what is held for this server ends by its silence."""
+        for declining in self._declining:
+            declining.cancel()
+        await asyncio.gather(*self._declining, return_exceptions=True)
 
     async def idle(self) -> None:
         """Wait until others have read, or given up, what is held for them."""
@@ -110,30 +123,30 @@ async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerCon
         lease_max_s=config.reach_lease_max,
         sums=transfers.sums,
     )
-    carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
-    meeting = Meeting(name, facts, transfers.arena, carrier)
-    peers = Peers(
-        part.secret,
-        part.allowed,
-        fingerprint=meeting.fingerprint,
-        facts=meeting.facts,
-        attach=meeting.attach,
-        detach=carrier.detach,
-    )
-    kept = KeptLog(KeptStates(transfers).now, epoch=name)
-    channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents, kept=kept))
-    try:
-        await channel.start(config.reach_host, config.reach_port)
-        host, port = config.reach_host, channel.port
+    async with contextlib.AsyncExitStack() as stack:
+        carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
+        stack.push_async_callback(apart, carrier.close, "carrier")
+        meeting = Meeting(name, facts, transfers.arena, carrier)
+        peers = Peers(
+            part.secret,
+            part.allowed,
+            fingerprint=meeting.fingerprint,
+            facts=meeting.facts,
+            attach=meeting.attach,
+            detach=carrier.detach,
+        )
+        stack.push_async_callback(peers.stop)
+        kept = KeptLog(KeptStates(transfers).now, epoch=name)
+        channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents, kept=kept))
+        stack.push_async_callback(channel.stop)
+        host, port = config.reach_host, (await channel.start(config.reach_host, config.reach_port)).port
         logger.info("role %s: other servers reach this one at %s port %d", part.role, host, port)
         lender = Lender(part.secret, transfers, book, host, port, most_bytes=most_bytes)
         limit_s, check = config.request_timeout, config.reach_check
         fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
-        yield Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
-    finally:
-        await channel.stop()
-        await peers.stop()
-        await apart(carrier.close, "carrier")
+        reach = Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
+        stack.push_async_callback(reach.stop)
+        yield reach
 
 
 def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
@@ -145,6 +158,11 @@ def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
         ]
     params, signed = asked.params, asked.params.specdec
     host, port, engine = params.remote_host, params.remote_port, params.remote_engine_id
-    if signed is None or len(signed.leases) != prompts or not (host and port and engine):
+    if (
+        signed is None
+        or signed.v != VERSION
+        or len(signed.leases) != prompts
+        or not (host and port and engine)
+    ):
         return [None] * prompts
     return [LeaseReference(host, port, engine, own.lease, own.mac) if own else None for own in signed.leases]
