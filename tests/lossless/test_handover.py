@@ -21,6 +21,7 @@ from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from specdec.state_slots.arena import Arena
 from tests.lossless.cases import SHAPES, memory_for
+from tests.lossless.covering import covering
 from tests.lossless.handover import Copy, hand_over
 from tests.lossless.test_prefix_texts import grove
 from tests.models.representatives import REPRESENTATIVES
@@ -35,7 +36,7 @@ WAYS: Sequence[Mapping[str, Any]] = (
 PROMPTS = [prompt for prompt in grove(5, 30) if len(prompt) > 70][:8]
 PARAMS = [SamplingParams(max_tokens=32, trees=True, **own) for own in WAYS * 2]
 FAMILIES = ("qwen3_5", "qwen3", "nemotron_h")
-CELLS = [
+ALL = [
     (family, drafter, shape, backing, steps)
     for family, drafter, shape, backing, steps in itertools.product(
         FAMILIES, AXES["drafter"], SHAPES, AXES["backing"], AXES["steps"]
@@ -44,8 +45,9 @@ CELLS = [
     and not (steps == "device" and drafter in DRAFTERS and DRAFTERS[drafter].host_only)
     and not (drafter in ("self-int4", "block") and shape == "tree")
     and not (drafter == "none" and shape == "tree")
-    and (drafter == "mtp" or (backing, steps) in (("record", "host"), ("snapshot", "device")))
 ]
+CELLS = covering(ALL)
+"""Every pair of values."""
 OTHERS = [
     (family, "suffix", "tree", "record", "host") for family in REPRESENTATIVES if family not in FAMILIES
 ]
