@@ -19,7 +19,7 @@ from specdec.reach.nixl import Nixl
 from specdec.reach.peers import Peers
 from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import Fetch
+from specdec.server.reach.bodies import Asked, Fetch, Lend
 from specdec.server.reach.lender import Lender
 from specdec.server.reach.role import Part
 from specdec.server.settings import Role, ServerConfig
@@ -65,12 +65,18 @@ class Reach:
     def fetched(self) -> FetchFigures:
         return self._fetcher.figures
 
-    async def fetch(self, prepared: Sequence[Prepared], asked: Fetch) -> None:
-        """Fetch what another server has read; what cannot be had is read here as ever, unless that fails."""
-        references = references_of(asked, len(prepared))
+    async def fetch(self, prepared: Sequence[Prepared], asked: Asked) -> None:
+        """Fetch what another server has; what cannot be had is read here as ever, unless that fails.
+
+        A server that is to lend reads it in any case: that is what it is asked for.
+        """
+        fetch = asked.fetch if isinstance(asked, Lend) else asked
+        if fetch is None:
+            return
+        references = references_of(fetch, len(prepared))
         found = await asyncio.gather(*map(self._fetch, prepared, references))
         lost = [why for why in found if why not in UNLOST]
-        if lost and self._config.reach_on_failure == "fail":
+        if lost and fetch is asked and self._config.reach_on_failure == "fail":
             raise Failure(
                 503,
                 f"The prompt could not be fetched from the server that has read it ({lost[0]}).",
@@ -81,11 +87,13 @@ class Reach:
     async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
         """Fetch one prompt, and tell what became of it."""
         is_scored = prepared.params.prompt_logprobs is not None
-        if reference and not is_scored:
-            return (await self._fetcher.fetch(prepared.ids, prepared.terms.tenant, reference)).outcome
+        tokens = length_of(reference, prepared)
+        if reference and not is_scored and tokens < len(prepared.ids):
+            ids = prepared.ids[: tokens + 1]
+            return (await self._fetcher.fetch(ids, prepared.terms.tenant, reference)).outcome
         if len(prepared.ids) == 1:
             return "not_needed"
-        why = "scored" if is_scored else "no_lease"
+        why = "scored" if is_scored else "beyond_prompt" if reference else "no_lease"
         self.unasked[why] += 1
         return why
 
@@ -143,6 +151,15 @@ def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
         ]
     params, signed = asked.params, asked.params.specdec
     host, port, engine = params.remote_host, params.remote_port, params.remote_engine_id
-    if signed is None or len(signed.leases) != prompts or not (host and port and engine):
+    leases = signed.leases if signed else None
+    if leases is None or len(leases) != prompts or not (host and port and engine):
         return [None] * prompts
-    return [LeaseReference(host, port, engine, own.lease, own.mac) if own else None for own in signed.leases]
+    return [
+        LeaseReference(host, port, engine, own.lease, own.mac, own.tokens) if own else None for own in leases
+    ]
+
+
+def length_of(reference: Reference | None, prepared: Prepared) -> int:
+    """Return how many tokens at a prompt's beginning a reference is to be for: all but the last, or fewer."""
+    tokens = reference.tokens if isinstance(reference, LeaseReference) else None
+    return len(prepared.ids) - 1 if tokens is None else tokens
