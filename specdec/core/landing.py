@@ -1,8 +1,9 @@
 """What an engine fetches from others: memory for a prompt's beginning, which ends as a cached prefix."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence, Sized
 from concurrent.futures import Future
+from typing import Protocol
 
 from torch import Tensor
 
@@ -51,11 +52,24 @@ class Landing(Fixed):
         return self._clear.passed()
 
 
+class Requests(Protocol):
+    """What a scheduler has to do already."""
+
+    @property
+    def max_running(self) -> int: ...
+
+    @property
+    def running(self) -> Sized: ...
+
+    @property
+    def waiting(self) -> Sized: ...
+
+
 class Landings:
     """Owned by the thread that owns the arena: what is landing, and what waits for memory to land in."""
 
-    def __init__(self, arena: Arena, cache: PrefixCache, running: Callable[[], int]) -> None:
-        self.arena, self.cache, self.running = arena, cache, running
+    def __init__(self, arena: Arena, cache: PrefixCache, requests: Requests) -> None:
+        self.arena, self.cache, self.requests = arena, cache, requests
         self.live: set[Landing] = set()
         self.rates = Rates()
         """How fast prompts are fetched; how fast they are read is the cache's to know."""
@@ -75,8 +89,8 @@ class Landings:
             tenant, ids, found = self.waiting[0]
             landing = None
             if not found.cancelled() and self._is_worth(tenant, ids):
-                landing = self._equipped(tenant, ids)
-                if landing is None and (self.running() or self.live):
+                landing = self._equipped(tenant, ids) if self._is_next() else None
+                if landing is None and (self.requests.running or self.requests.waiting or self.live):
                     return
             self.waiting.popleft()
             if found.set_running_or_notify_cancel():
@@ -115,6 +129,12 @@ class Landings:
             if found.set_running_or_notify_cancel():
                 found.set_result(None)
 
+    def _is_next(self) -> bool:
+        """Tell whether its request would be admitted: what waited for that might be evicted meanwhile."""
+        requests = self.requests
+        under_way = len(requests.running) + len(requests.waiting) + len(self.live)
+        return under_way < requests.max_running
+
     def _is_worth(self, tenant: Tenant, ids: Ids) -> bool:
         """Tell whether to fetch takes less time than to read what is missing."""
         length, known = len(ids), self.cache.longest(tenant, ids)
@@ -136,9 +156,10 @@ class Landings:
         landing = Landing(tenant, ids, shared, len(shared) * layout.block_tokens)
         for block in shared:
             self.arena.share_block(landing, block)
-        # One spare block for each running request lets those grow.
-        blocks = layout.blocks_for(len(ids)) - len(shared) + (self.running() if layout.kv else 0)
-        if self.arena.can_take(blocks=blocks, states=layout.states_per_slab):
+        # The request will copy what it writes; one spare block for each running one lets those grow.
+        spare = 2 + len(self.requests.running) if layout.kv else 0
+        blocks = layout.blocks_for(len(ids)) - len(shared) + spare
+        if self.arena.can_take(blocks=blocks, states=2 * layout.states_per_slab):
             landing.equip(self.arena)
             self.live.add(landing)
             return landing

@@ -49,12 +49,15 @@ class DecodeLoop:
         self.runner: Runner | None = None
         """Takes over the steps that the device can decide, if any may."""
         self.prefixes: Prefixes | None = None
-        self.lending: Lending | None = None
-        """What is lent to other engines, if prefixes are kept; what is fetched is the scheduler's."""
         self.observers: list[Callable[[StepReport], None]] = []
         """Called with each step's report, before finished requests give their memory back."""
         self._shares = True
         arena.attach_tables(self)
+
+    @property
+    def lending(self) -> Lending | None:
+        """What is lent to other engines."""
+        return self.scheduler.lending
 
     @property
     def outlook(self) -> Outlook | None:
@@ -399,7 +402,8 @@ class DecodeLoop:
         """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
         self.close()
         self.flush()
-        self._shares, self.prefixes, self.lending, self.scheduler.landings = False, None, None, None
+        self._shares, self.prefixes = False, None
+        self.scheduler.lending = self.scheduler.landings = None
         self.scheduler.keep_prefixes(None)
 
     def flush(self, caller: str | None = None) -> None:
@@ -434,8 +438,8 @@ class DecodeLoop:
         """Let what a request has read serve later ones."""
         self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
         self.scheduler.keep_prefixes(cache)
-        self.lending = Lending(self.arena, has_head=cache.has_head)
-        self.scheduler.landings = Landings(self.arena, cache, lambda: len(self.scheduler.running))
+        self.scheduler.lending = Lending(self.arena, has_head=cache.has_head)
+        self.scheduler.landings = Landings(self.arena, cache, self.scheduler)
         if tuner:
             tuner.start()
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from specdec.core.batch import ScheduledRequest
 from specdec.core.landing import Landings
+from specdec.core.lending import Lending
 from specdec.core.request import Request
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
@@ -77,8 +78,11 @@ class Scheduler:
         """Whether what the last pause took back is still to be computed anew; any thread may ask."""
         self._paused: list[Request] = []
         """Those that it took back."""
+        self.lending: Lending | None = None
         self.landings: Landings | None = None
-        """What is fetched from other engines, if prefixes are kept."""
+        """What is lent to other engines, and what is fetched from them, if prefixes are kept."""
+        self._waits_for_others = False
+        """Whether nothing can run before another engine has read, or written, what it is to."""
         self._last_limit = ""
         self._events = Events()
 
@@ -90,13 +94,19 @@ class Scheduler:
         self.waiting.append(request)
 
     @property
+    def _is_held_for_others(self) -> bool:
+        """Tell whether other engines have yet to read from memory, or to write into it."""
+        return bool((self.lending and self.lending.lent) or (self.landings and self.landings.live))
+
+    @property
     def is_short(self) -> bool:
         """Tell whether anything waits, perhaps for memory."""
         return bool(self.waiting or (self.landings and self.landings.waiting))
 
     @property
     def has_work(self) -> bool:
-        return not self.is_paused and bool(self.waiting or self.running)
+        can_wait = self.waiting and not self._waits_for_others
+        return not self.is_paused and bool(can_wait or self.running)
 
     def pause(self) -> None:
         """Preempt all that run, and admit none until `resume`; the order of requests stays."""
@@ -126,6 +136,7 @@ class Scheduler:
         budget of `chunk_tokens` in order.
         """
         self._drop_cancelled()
+        self._waits_for_others = False
         at = 0
         while at < len(self.running):
             at += self._grow(self.running[at])
@@ -256,7 +267,8 @@ class Scheduler:
             return False
         lease, limit = self._room_for(self.waiting[0], budget)
         if limit:
-            if self.running:
+            self._waits_for_others = not self.running and self._is_held_for_others
+            if self.running or self._waits_for_others:
                 self._note_limit(limit)
             else:
                 self._refuse(limit)

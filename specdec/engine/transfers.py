@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from specdec.engine.thread import Worker
 from specdec.errors import ConfigError, EngineError, SpecdecError
 from specdec.setup.build import Model
 from specdec.state_slots.arena import Arena
+from specdec.state_slots.prefix.cache import PrefixCache
+
+T = TypeVar("T")
 
 
 class Loan:
@@ -112,6 +116,10 @@ class Transfers:
         arena = self.arena
         states = [] if state is None else [arena.state_bytes_X(state)]
         return [_sum(bytes_X) for bytes_X in (*map(arena.block_bytes_X, blocks), *states)]
+
+    def look(self, work: Callable[[PrefixCache], T]) -> "Future[T]":
+        """Look at what is cached, between two steps."""
+        return self._worker.between_steps(lambda: work(self._landings().cache))
 
     def drop(self, landing: Landing) -> "Future[None]":
         """Give a landing's memory back, into which nothing writes any more."""

@@ -66,7 +66,7 @@ class Routes:
         since = request.query.get("since", "0")
         if not NUMBER.fullmatch(since) or set(request.query) > {"since"}:
             raise Refusal("malformed", "since: give the seq of the last answer, or 0.", field="since")
-        return self._kept.since(int(since)).write()
+        return (await self._kept.since(int(since))).write()
 
 
 def channel_app(

@@ -113,6 +113,16 @@ class Fetcher:
         own.seconds += fetched.seconds
         return fetched
 
+    async def decline(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> None:
+        """Let the other engine have its memory back: the prompt is read here whatever it holds."""
+        prompt = Prompt.of(ids[:-1], tenant.salt)
+        with suppress(Refusal, TimeoutError):
+            async with asyncio.timeout(self._limit_s):
+                pair = await self._peers.meet(reference, prompt)
+                async with self._peers.hold(pair, reference, prompt) as hold:
+                    if isinstance(reference, RoomReference):
+                        await self._entered(hold)
+
     async def _tried(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
         prompt = Prompt.of(ids[:-1], tenant.salt)
         pair = None

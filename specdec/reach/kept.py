@@ -1,17 +1,21 @@
 """What a router may know of an engine's cached prefixes: a hash and a length for each state that is kept."""
 
+import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, Strict
 
+from specdec.engine.transfers import Transfers
 from specdec.reach.messages import MOST_TOKENS, TOKENS, Body, Id
 from specdec.reach.terms import new_id
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.tree import Ids, Node
 
 Kept = tuple[int, int]
 """The hash of a prefix, as `hash_beginnings` has it, and the prefix's length."""
@@ -58,12 +62,41 @@ class Changes(Body):
     gone: list[Entry] = Field(description=f"pairs of {HEX_16}, and {TOKENS}")
 
 
+class KeptStates:
+    """Knows by their hashes the cached prefixes that a request can continue."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._hashes: dict[int, tuple[Node, Ids, int]] = {}
+        """By identity: a node, the edge that it had then, and its hash. A node that changes has another edge.
+
+        The engine's thread alone uses it.
+        """
+
+    async def now(self) -> Set[Kept]:
+        """Return what is kept, as a set that nothing changes."""
+        return await asyncio.wrap_future(self._transfers.look(self._look))
+
+    def _look(self, cache: PrefixCache) -> Set[Kept]:
+        tiers = [cache, cache.lower] if cache.lower else [cache]
+        known, self._hashes = self._hashes, {}
+        for tree in (tier.tree for tier in tiers):
+            for node in tree.nodes():
+                if node.state is None and tree.arena.layout.states:
+                    continue
+                before = known.get(id(node))
+                is_same = before is not None and before[0] is node and before[1] is node.edge
+                prefix = before[2] if before and is_same else _hash(tree.spelled(node), node.tenant.salt)
+                self._hashes[id(node)] = (node, node.edge, prefix)
+        return frozenset((prefix, node.end) for node, _, prefix in self._hashes.values())
+
+
 class KeptLog:
     """Owned by the event loop's thread. `source` returns what is kept now, as a set that nothing changes."""
 
     def __init__(
         self,
-        source: Callable[[], Set[Kept]],
+        source: Callable[[], Awaitable[Set[Kept]]],
         *,
         epoch: str | None = None,
         most: int = MOST_CHANGES,
@@ -76,10 +109,11 @@ class KeptLog:
         """What was added (True) or went, the latest last; the last one's number is `_seq`."""
         self._seq = 0
         self._looked_s: float | None = None
+        self._looking = asyncio.Lock()
 
-    def since(self, seq: int) -> Changes:
+    async def since(self, seq: int) -> Changes:
         """Return what has changed since a number that an earlier answer gave; 0 asks for everything."""
-        self._look()
+        await self._look()
         behind = self._seq - seq
         if seq == 0 or not 0 <= behind <= len(self._changes):
             return self._told(whole=True, added=self._known, gone=())
@@ -90,12 +124,15 @@ class KeptLog:
         added = [kept for kept, is_added in last.items() if is_added]
         return self._told(whole=False, added=added, gone=last.keys() - set(added))
 
-    def _look(self) -> None:
-        now = self._clock()
-        if self._looked_s is not None and now - self._looked_s < REFRESH_S:
-            return
-        self._looked_s = now
-        kept = frozenset(self._source())
+    async def _look(self) -> None:
+        async with self._looking:
+            now = self._clock()
+            if self._looked_s is None or now - self._looked_s >= REFRESH_S:
+                self._note(await self._source())
+                self._looked_s = now
+
+    def _note(self, kept: Set[Kept]) -> None:
+        """Log what is new and what is gone."""
         for changed, is_added in ((self._known - kept, False), (kept - self._known, True)):
             self._changes.extend((own, is_added) for own in changed)
             self._seq += len(changed)
@@ -107,6 +144,10 @@ class KeptLog:
         return Changes(
             epoch=self.epoch, seq=self._seq, whole=whole, added=_entries(added), gone=_entries(gone)
         )
+
+
+def _hash(ids: Ids, salt: str) -> int:
+    return int(hash_beginnings(ids, salt)[-1])
 
 
 def _entries(kept: Sequence[Kept] | Set[Kept] | tuple[()]) -> list[tuple[str, int]]:

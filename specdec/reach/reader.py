@@ -106,6 +106,8 @@ class Reader:
             target=context.run, args=(self._work, opened), name=f"specdec-reach-{name}", daemon=True
         )
         self._thread.start()
+        if opened.exception():
+            self._thread.join()
         opened.result()
         atexit.register(self.close)  # a thread that is in C++ when the interpreter ends aborts the process
 
@@ -153,7 +155,8 @@ class Reader:
         """End the wait for a read: `done` raises, `over` takes the time it takes."""
 
         def end() -> None:
-            if going := self._going.get(read.id):
+            going = self._going.get(read.id)
+            if going and going.read is read:
                 self._lose(going, "it was given up")
                 self._settle(going)
 

@@ -7,6 +7,7 @@ what was read. By SGLang's both are asked at once, and meet in a room at the fir
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ WANTED = {
 }
 """What vLLM's proxies ask of the one that reads."""
 ROOM_BITS = 63
+SEVERAL = re.compile(rb'\[\s*["\[]')
+"""How a list of prompts begins: of texts, or of lists of token ids."""
 T = TypeVar("T")
 
 
@@ -195,9 +198,13 @@ def _with_room(prompt: Prompt, reader: Address) -> bytes:
 
 def _prompts(prompt: Prompt) -> int | None:
     """Count the prompts of a list of them; None: there is one, and no list."""
-    given = value_of(prompt.body, prompt.fields or {}, "prompt")
-    is_list = isinstance(given, list) and given and isinstance(given[0], str | list)
-    return len(given) if is_list else None
+    fields = prompt.fields or {}
+    if "prompt" not in fields or not SEVERAL.match(prompt.body, fields["prompt"][0]):
+        return None  # a text, or token ids, which may be many
+    try:
+        return len(value_of(prompt.body, fields, "prompt"))
+    except (ValueError, RecursionError):
+        return None  # whoever reads it says what is wrong
 
 
 @contextlib.asynccontextmanager

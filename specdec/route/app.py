@@ -174,7 +174,10 @@ async def _sent(asked: Asked) -> Sent:
     await read_body(request, asked.state.config.body_timeout)
     headers = of_request(request.headers, is_unpacked="Content-Encoding" in request.headers)
     headers.setdefault("X-Request-ID", asked.number)
-    return Sent(request.method, request.rel_url.raw_path_qs, headers, await request.read())
+    path = request.rel_url.raw_path_qs
+    if not path.startswith("/"):  # behind a replica's address it would be part of its name
+        raise Failure(400, "The address in the first line cannot be read.")
+    return Sent(request.method, path, headers, await request.read())
 
 
 async def _look_at(sent: Sent, request: web.Request) -> Prompt:

@@ -30,6 +30,12 @@ class Broken(ConnectionResetError):
     """An answer has begun and cannot be ended: its client's connection is closed."""
 
 
+class Relayed(web.StreamResponse):
+    """An answer whose head is sent with its first piece, which is there already."""
+
+    _send_headers_immediately = False
+
+
 @dataclass(slots=True)
 class Call:
     """A client's request on its way to replicas."""
@@ -48,7 +54,7 @@ class Call:
         request, stall_s = self.request, self.state.config.stall_timeout
         headers = answer.headers
         headers.setdefault("X-Request-ID", self.number)
-        response = web.StreamResponse(status=answer.status, reason=answer.response.reason, headers=headers)
+        response = Relayed(status=answer.status, reason=answer.response.reason, headers=headers)
         if found := STORED.search(answer.first) if request.path == "/v1/responses" else None:
             self.state.own(found[1].decode(), replica)
         async with read_within(request, stall_s):

@@ -146,7 +146,7 @@ class RouteConfig(Settings):
         None,
         ge=1,
         title="connections of clients at most; beyond, the oldest that asks for nothing is closed for a new "
-        "one. None: half of what the process's limit of open files leaves",
+        "one. None: a third of what the process's limit of open files leaves",
         description="a whole number of at least 1, or None",
     )
     drain_seconds: float = Field(

@@ -27,7 +27,7 @@ class State:
     def __init__(self, config: RouteConfig, addresses: Sequence[Address], upstream: Upstream) -> None:
         self.config, self.fleet = config, Fleet(addresses)
         self.metrics, self.upstream = RouteMetrics(self.fleet), upstream
-        self.connections = Connections(config.max_connections, config.idle_timeout, files=2)
+        self.connections = Connections(config.max_connections, config.idle_timeout, files=3)
         self.draining = False
         self.tasks: set[asyncio.Task[object]] = set()
         """Requests under way."""

@@ -20,6 +20,8 @@ KEPT_S = 30.0
 """Seconds that a connection to a replica is kept unused: less than the replica's idle_timeout."""
 READ_BYTES = 1 << 16
 """Bytes of an answer that are read ahead of a slow client; twice as many are never held."""
+AT_ONCE = 1 << 16
+"""Bytes of a body that are sent together with its head; a larger one goes on in parts."""
 MOST_SMALL = 4 << 20
 """Bytes of an answer that the router reads itself."""
 
@@ -114,7 +116,7 @@ class Upstream:
                 sent.method,
                 URL(replica.url + sent.path, encoded=True),
                 headers=sent.headers,
-                data=io.BytesIO(sent.body) if sent.body else None,
+                data=(sent.body if len(sent.body) <= AT_ONCE else io.BytesIO(sent.body)) or None,
                 allow_redirects=False,
             )
         try:

@@ -24,6 +24,8 @@ LINE = re.compile(
     re.MULTILINE,
 )
 NAME = re.compile(rb'model_name="([^"\\]*)"')
+MOST_WAITING = 1e9
+"""A figure above it is none."""
 SOONEST_S = 0.05
 """Seconds between two checks at least, however many requests find a replica gone."""
 JITTER = 0.1
@@ -45,10 +47,19 @@ def read_figures(text: bytes) -> Figures:
         if found := NAME.search(labels):
             models.add(found[1].decode(errors="replace"))
         if name == b"vllm:num_requests_waiting":
-            waiting += float(value)
+            waiting += _number(value)
         elif name == b"vllm:kv_cache_usage_perc":
-            arena = max(arena, float(value))
+            arena = max(arena, min(_number(value), 1.0))
     return Figures(waiting, arena, frozenset(models))
+
+
+def _number(text: bytes) -> float:
+    """Read a figure; what is none says nothing."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 <= value < MOST_WAITING else 0.0
 
 
 class Watch:

@@ -221,6 +221,8 @@ class Watch:
                 self.metrics.between_s.observe(gap_s)
             self._last_s[choice] = at_s
         if delta.finish_reason and delta.stats:
+            if choice not in self._last_s:  # its prompt was read, and nothing more was asked for
+                self.metrics.read_total.inc(len(self.prepared[prompt].ids))
             self.metrics.ended[delta.finish_reason].inc()
             self.metrics.whole_s.observe(steps[-1][0] - self.start_s)
             self._end(prompt, delta.stats)

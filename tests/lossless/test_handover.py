@@ -2,8 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -331,7 +333,7 @@ def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (one,):
         layout = one.model.settings.layout
-    memory = memory_for(layout, sequences=2, blocks=12)
+    memory = memory_for(layout, sequences=2, blocks=14)
     with engines(folder, 1, {**fields, "memory_bytes": memory}) as (engine,):
         first = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60)
         assert first
@@ -344,6 +346,44 @@ def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:
         took = third.result(60)
         assert took
         engine.transfers.drop(took).result(60)
+
+
+def test_requests_wait_for_what_is_lent_and_are_not_refused(folder: Path) -> None:
+    """Nothing runs meanwhile, and nothing turns: a message wakes the engine when memory comes back."""
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (one,):
+        layout = one.model.settings.layout
+        want = one.generate([PROMPTS[1]], PARAMS[0])
+    length = max(map(len, PROMPTS[:2])) + 34
+    memory = memory_for(layout, sequences=1, blocks=layout.blocks_for(length))
+    with engines(folder, 1, {**fields, "memory_bytes": memory, "max_model_len": length}) as (engine,):
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
+        loan.done.result(60)
+        said: Future[list[Completion]] = Future()
+        asking = Thread(target=lambda: said.set_result(engine.generate([PROMPTS[1]], PARAMS[0])))
+        asking.start()
+        with pytest.raises(TimeoutError):
+            said.result(0.5)
+        assert not engine.model.core.has_work and engine.stats().waiting == 1
+        loan.give_back()
+        assert texts([said.result(60)]) == texts([want])
+        asking.join()
+
+
+def test_no_more_land_than_can_run(folder: Path) -> None:
+    """What waited for its request might be evicted, and would have been fetched for nothing."""
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        begun = [engine.transfers.begin_landing(own[:-1], SOLE) for own in PROMPTS[:6]]
+        landed = [own.result(60) for own in begun[:4]]
+        with pytest.raises(TimeoutError):
+            begun[4].result(0.2)
+        for own, wait in zip(landed, [*begun[4:], None, None], strict=True):
+            assert own
+            engine.transfers.drop(own).result(60)
+            if wait:
+                landing = wait.result(60)
+                assert landing
+                engine.transfers.drop(landing).result(60)
 
 
 def test_without_a_cache_nothing_is_lent(folder: Path) -> None:

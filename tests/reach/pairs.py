@@ -1,5 +1,7 @@
 """Small arenas with every byte known, and the rows between two of equal layouts."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,3 +59,11 @@ def pick(arena: Arena, here: list[int], there: list[int], states: tuple[int, int
 
 def num_bytes(arena: Arena, blocks: int, states: int = 0) -> int:
     return blocks * arena.layout.block_bytes + states * arena.layout.state_bytes
+
+
+def until(happens: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    limit_s = time.monotonic() + 60.0
+    while not happens():
+        assert time.monotonic() < limit_s
+        time.sleep(0.001)

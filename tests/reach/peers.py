@@ -109,6 +109,9 @@ class Lender:
         await self.book.finish(lease)
         return lease, loan
 
+    async def now(self) -> set[tuple[int, int]]:
+        return self.kept
+
     def agents(self) -> Agents:
         agent = Agent(rank=0, metadata=pack(b"agent"), arena={"base": 1})
         return Agents(
@@ -120,10 +123,10 @@ class Lender:
         )
 
     @contextlib.asynccontextmanager
-    async def listening(self, port: int = 0) -> AsyncIterator["Lender"]:
-        kept = KeptLog(lambda: self.kept, epoch=self.engine, clock=self.clock)
+    async def listening(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator["Lender"]:
+        kept = KeptLog(self.now, epoch=self.engine, clock=self.clock)
         app = channel_app(self.book, self.secret, agents=self.agents, kept=kept)
-        self.channel = await Channel(self.book, app).start("127.0.0.1", port)
+        self.channel = await Channel(self.book, app).start(host, port)
         self.port = self.channel.port
         try:
             yield self

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from specdec.errors import ConfigError, SpecdecError
-from specdec.reach.terms import Prompt, Refusal, RoomReference
+from specdec.reach.allowed import Allowed
+from specdec.reach.channel import Channel, channel_app
+from specdec.reach.peers import Peers
+from specdec.reach.terms import Prompt, Refusal, RoomReference, hash_facts
 from tests.reach.peers import FACTS, IDS, PROMPT, Clock, Lender, reading, run, until
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -154,10 +157,12 @@ def test_a_peer_that_died_is_noticed_by_those_who_wait_and_fails_fast() -> None:
             assert peers.figures.up == 0
             for pause_s in (0.5, 1, 2, 4, 8, 16, 30, 30):
                 handshakes = peers.figures.handshakes
+                assert await refused(peers.meet(reference, PROMPT)) == "peer_down"
+                clock.now_s += pause_s - 0.01
                 for _ in range(20):
                     assert await refused(peers.meet(reference, PROMPT)) == "peer_down"
                 assert peers.figures.handshakes == handshakes + 1, "the others were not tried"
-                clock.now_s += pause_s
+                clock.now_s += 0.02
             async with Lender().listening(lender.port) as again:
                 lease, _ = await again.read()
                 pair = await peers.meet(again.reference(lease), PROMPT)
@@ -369,5 +374,56 @@ def test_an_answer_without_an_end_is_not_read_to_it() -> None:
         async with raw(serve) as port, reading(port) as (peers, _):
             assert await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT)) == "garbled"
         assert sent < 1 << 26
+
+    run(test())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_an_address_that_cannot_be_listened_at_is_named(host: str) -> None:
+    async def test() -> None:
+        async with Lender().listening() as lender:
+            other = Lender()
+            side = Channel(other.book, channel_app(other.book, other.secret, agents=other.agents))
+            with pytest.raises(ConfigError, match=f"reach_port: {host}:{lender.port} cannot be") as caught:
+                await side.start(host, lender.port)
+            assert caught.value.field == "reach_port"
+            await side.stop()
+
+    run(test())
+
+
+def test_both_sides_speak_over_ipv6_too() -> None:
+    async def test() -> None:
+        lender = Lender()
+        async with lender.listening(host="::1"):
+            peers = Peers(
+                lender.secret,
+                Allowed([f"[::1]:{lender.port}"], 5600),
+                fingerprint=hash_facts(FACTS),
+                facts=FACTS,
+                attach=lambda agents: agents.engine,
+                detach=lambda engine: None,
+            )
+            lease, _ = await lender.read()
+            pair = await peers.meet(lender.reference(lease, host="0:0::1"), PROMPT)
+            assert pair.plan == lender.engine
+            await peers.stop()
+
+    run(test())
+
+
+def test_a_server_that_stops_lets_nobody_wait() -> None:
+    async def test() -> None:
+        lender = Lender(wait_s=30)
+        async with lender.listening(), reading(lender.port) as (peers, _):
+            lease, loan = lender.lend()
+            reference = lender.reference(lease)
+            pair = await peers.meet(reference, PROMPT)
+            async with peers.hold(pair, reference, PROMPT) as hold:
+                opening = asyncio.create_task(peers.open(hold, 0))
+                await until(lambda: lease.reader is not None)
+                await lender.channel.stop()
+                assert await refused(opening) in ("lease_over", "peer_down")
+                assert loan.given_back == 1
 
     run(test())

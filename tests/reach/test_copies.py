@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -10,22 +9,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from specdec.errors import ConfigError
 from specdec.reach.carrier import Read, ReadLost
 from specdec.reach.copies import Copies, CopyingLink, CopyingPiece, CopyingWire, Memory
 from specdec.reach.descriptors import PIECE_BYTES
 from specdec.reach.reader import AHEAD, Quarantine, Reader
 from specdec.reach.wire import Uncertain, WireError
-from tests.reach.pairs import WholeSlots, arena, num_bytes, pick
+from tests.reach.pairs import WholeSlots, arena, num_bytes, pick, until
 
 LONG_S = 60.0
 NEVER = Quarantine(part=2.0, age_s=1e9)
-
-
-def until(happens: Callable[[], bool]) -> None:
-    limit_s = time.monotonic() + LONG_S
-    while not happens():
-        assert time.monotonic() < limit_s
-        time.sleep(0.001)
 
 
 class Pair:
@@ -219,6 +212,27 @@ def test_reads_are_posted_by_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     small.done.result(LONG_S)
     assert order[:3] == [[64, 65], [7], [66, 67]]
     assert [block for piece in order for block in piece] == [64, 65, 7, *blocks[2:]]
+
+
+def test_an_agent_that_cannot_be_made_anew_ends_the_carrier_and_gives_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair(Quarantine(part=2.0, age_s=0.05))
+    given_up, bystander = pair.stalled([7], [9]), pair.stalled([8], [9])
+
+    def fail(self: CopyingWire, memory: Memory) -> None:
+        raise ConfigError("no network any more", field="reach")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CopyingWire, "__init__", fail)
+        pair.reader.give_up(given_up)
+        given_up.over.result(LONG_S)
+        bystander.over.result(LONG_S)
+    pair.peer.go_on()
+    with pytest.raises(ReadLost, match="no network any more"):
+        pair.read([8], [9]).done.result(LONG_S)
+    assert pair.is_untouched(7) and pair.is_untouched(8)
+    pair.close()
 
 
 def test_few_pieces_of_a_read_are_ahead(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

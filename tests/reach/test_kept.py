@@ -1,16 +1,31 @@
 """What routers learn of the states that an engine keeps: hashes of beginnings, and a bounded log."""
 
+import asyncio
 import json
 import random
+from collections.abc import Awaitable, Callable, Iterable
 
 import numpy as np
 import pytest
 
-from specdec.reach.kept import REFRESH_S, Changes, KeptLog, hash_beginnings
+from specdec import SamplingParams, SpecEngine
+from specdec.config.tenant import Tenant
+from specdec.reach.kept import REFRESH_S, Changes, Kept, KeptLog, KeptStates, hash_beginnings
 from specdec.reach.terms import Refusal
 from tests.reach.peers import Clock
 
 WORD = (1 << 64) - 1
+
+
+def of(source: Callable[[], Iterable[Kept]]) -> Callable[[], Awaitable[frozenset[Kept]]]:
+    async def now() -> frozenset[Kept]:
+        return frozenset(source())
+
+    return now
+
+
+def since(log: KeptLog, seq: int) -> Changes:
+    return asyncio.run(log.since(seq))
 
 
 def plain_hash(ids: list[int]) -> int:
@@ -42,7 +57,7 @@ def test_every_beginning_has_its_hash_at_once() -> None:
 def test_a_router_that_follows_knows_what_is_kept() -> None:
     """At random, with routers that ask at different times and fall behind."""
     draw, clock, kept = random.Random(0), Clock(), set()
-    log = KeptLog(lambda: frozenset(kept), most=40, clock=clock)
+    log = KeptLog(of(lambda: kept), most=40, clock=clock)
     routers = [(set(), 0)] * 4
     for _ in range(400):
         for _ in range(draw.randrange(4)):
@@ -50,7 +65,7 @@ def test_a_router_that_follows_knows_what_is_kept() -> None:
         clock.now_s += 2 * REFRESH_S
         which = draw.choices(range(4), (8, 4, 2, 1))[0]
         known, seq = routers[which]
-        told = Changes.from_json(log.since(seq).write())
+        told = Changes.from_json(since(log, seq).write())
         assert told.epoch == log.epoch
         known = set() if told.whole else set(known)
         added, gone = (
@@ -64,37 +79,60 @@ def test_a_router_that_follows_knows_what_is_kept() -> None:
 
 def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
     clock, kept = Clock(), {(5, 7)}
-    log = KeptLog(lambda: kept, most=2, clock=clock)
-    first = log.since(0)
+    log = KeptLog(of(lambda: kept), most=2, clock=clock)
+    first = since(log, 0)
     for strange in ([["0" * 16, "7"]], [["0" * 16]], [["0" * 16, 0]], [["x" * 16, 1]], ["0" * 16], {"a": 1}):
         with pytest.raises(Refusal, match="added"):
             Changes.from_json(json.dumps(first.model_dump() | {"added": strange}).encode())
     assert first.whole and first.added == [("0000000000000005", 7)] and first.gone == []
-    same = log.since(first.seq)
+    same = since(log, first.seq)
     assert not same.whole and same.added == same.gone == []
-    assert log.since(first.seq + 1).whole and log.since(10**18).whole
+    assert since(log, first.seq + 1).whole and since(log, 10**18).whole
     kept |= {(6, 7), (7, 7), (8, 7)}
-    assert not log.since(first.seq).added, "it does not look at the cache each time"
+    assert not since(log, first.seq).added, "it does not look at the cache each time"
     clock.now_s += 2 * REFRESH_S
-    assert log.since(first.seq).whole
+    assert since(log, first.seq).whole
     kept.clear()
     clock.now_s += 2 * REFRESH_S
-    assert log.since(0).whole and log.since(0).added == []
+    assert since(log, 0).whole and since(log, 0).added == []
 
 
 def test_the_epoch_is_another_one_for_each_log() -> None:
-    assert KeptLog(lambda: set()).epoch != KeptLog(lambda: set()).epoch
+    assert KeptLog(of(set)).epoch != KeptLog(of(set)).epoch
 
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_what_came_and_went_between_two_questions_is_told_as_gone(most: int) -> None:
     clock, kept = Clock(), set()
-    log = KeptLog(lambda: kept, most=most, clock=clock)
-    seq = log.since(0).seq
+    log = KeptLog(of(lambda: kept), most=most, clock=clock)
+    seq = since(log, 0).seq
     assert seq == 0
     for own in ({(1, 1)}, set(), {(1, 1)}):
         clock.now_s += 2 * REFRESH_S
         kept = own
-        log.since(0)
-    told = log.since(2)
+        since(log, 0)
+    told = since(log, 2)
     assert not told.whole and told.added == [("0000000000000001", 1)] and not told.gone
+
+
+def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:
+    """Prompts that share beginnings, so that nodes are split, under two salts."""
+    draw = np.random.default_rng(1)
+    trunk = draw.integers(5, 300, 90).tolist()
+    prompts = [trunk[:length] + draw.integers(5, 300, 40).tolist() for length in (0, 30, 60, 90, 90, 60)]
+    with SpecEngine("tiny", memory_bytes=128 << 20, draft="none", dtype="float32") as engine:
+        states = KeptStates(engine.transfers)
+        turns = []
+        for place, prompt in enumerate(prompts):
+            salt = "salt" if place == 5 else None
+            params = SamplingParams(max_tokens=2, temperature=0.0, cache_salt=salt)
+            turns.append([*prompt, *engine.generate([prompt], params)[0].token_ids, 9])
+            kept = asyncio.run(states.now())
+            assert kept == asyncio.run(KeptStates(engine.transfers).now()), "as if hashed anew"
+        cache = engine.transfers.look(lambda cache: cache).result()
+        for turn, salt in zip([*prompts, *turns], 2 * ([""] * 5 + ["salt"]), strict=True):
+            known = [n for n, own in enumerate(hash_beginnings(turn, salt), 1) if (int(own), n) in kept]
+            assert max(known, default=0) == cache.longest(Tenant(salt=salt), turn)
+        assert cache.longest(Tenant(), turns[4]) > cache.longest(Tenant(), prompts[4]) == 90
+        engine.flush()
+        assert not asyncio.run(states.now()) and not states._hashes

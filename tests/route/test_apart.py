@@ -102,7 +102,7 @@ def test_sglang_names_a_room_for_each_prompt_of_a_list() -> None:
             ([1, 2, 3] * 300, False),
             ([[1] * 900, [2]], True),
         ):
-            await ask(own, json.dumps({"prompt": prompt}).encode())
+            await ask(own, json.dumps({"prompt": prompt}, indent=2).encode())
             told = json.loads(d[0].seen[-1].body)
             if is_list:
                 assert told["bootstrap_port"] == [5600, 5600] and told["bootstrap_host"] == ["127.0.0.1"] * 2

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from specdec.route.run import drain
+from specdec.route.watch import read_figures
 from tests.route.rig import Answering, Fake, Rig, Seen, never, ok, refusing, reset, rig, streaming, until
 
 STREAM = {"prompt": "x", "stream": True}
@@ -316,6 +317,19 @@ def test_figures_of_replicas_are_read() -> None:
         assert await own.figure("specdec:route_prompt_bytes_total", known="yes") > 1000
 
     play(scenario, *fakes)
+
+
+def test_figures_that_are_none_change_nothing() -> None:
+    def line(name: str, value: str) -> bytes:
+        return f'{name}{{model_name="m",engine="0"}} {value}\n'.encode()
+
+    usage, waiting = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
+    for value in ("1.2.3", "e", "1e999", "-1", "NaN", "+Inf", "", "1e300"):
+        told = read_figures(line(usage, value) + line(waiting, value))
+        assert told.waiting == 0 and 0 <= told.arena <= 1, value
+    told = read_figures(line(waiting, "2.0") + line(waiting, "3") + line(usage, "0.5") + line(usage, "0.25"))
+    assert told == (5.0, 0.5, {"m"})
+    assert read_figures(b"\xff\x00 nothing of ours\n") == (0.0, 0.0, frozenset())
 
 
 def test_eight_streams_of_two_hundred_events_come_whole_and_in_order() -> None:

@@ -120,6 +120,33 @@ def test_head_and_options_have_their_answers() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        (b"GET http://127.0.0.1:1/v1/x?y=1 HTTP/1.1", "/v1/x?y=1"),
+        (b"GET //127.0.0.1:1/x HTTP/1.1", "//127.0.0.1:1/x"),
+        (b"GET /%2e%2e/../x#y HTTP/1.1", None),
+        (b"GET @127.0.0.1:1/ HTTP/1.1", None),
+        (b"GET .example:1/ HTTP/1.1", None),
+        (b"GET ?x HTTP/1.1", None),
+        (b"OPTIONS * HTTP/1.1", None),
+        (b"CONNECT 127.0.0.1:1 HTTP/1.1", None),
+        (b"TRACE / HTTP/1.1", None),
+    ],
+)
+def test_no_first_line_leads_elsewhere(line: bytes, path: str | None) -> None:
+    async def scenario(own: Rig, fake: Fake) -> None:
+        got = await raw(own, line + b"\r\nHost: h\r\nConnection: close\r\n\r\n")
+        status = int(got.split()[1])
+        if path:
+            assert status == 200 and fake.seen[-1].path == path
+        else:
+            assert status in (200, 400, 404, 405) and len(fake.seen) == (status == 200)
+            assert all(seen.path.startswith("/") for seen in fake.seen)
+
+    run(scenario)
+
+
 def test_a_client_that_waits_for_100_continue_gets_it_here() -> None:
     async def scenario(own: Rig, fake: Fake) -> None:
         head = b"POST /v1/x HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(

@@ -13,13 +13,14 @@ from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
 from specdec.reach.facts import facts_of
 from specdec.reach.fetch import Fetcher, FetchFigures
+from specdec.reach.kept import KeptLog, KeptStates
 from specdec.reach.leases import Book
 from specdec.reach.meeting import Meeting
 from specdec.reach.nixl import Nixl
 from specdec.reach.peers import Peers
 from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import Asked, Fetch, Lend
+from specdec.server.reach.bodies import VERSION, Asked, Fetch, Lend
 from specdec.server.reach.lender import Lender
 from specdec.server.reach.role import Part
 from specdec.server.settings import Role, ServerConfig
@@ -53,6 +54,8 @@ class Reach:
     ) -> None:
         self.role, self.lender, self.peers, self.carrier, self.port = role, lender, peers, carrier, port
         self._engine, self._fetcher, self._config = engine, fetcher, config
+        self._declining: set[asyncio.Task[None]] = set()
+        """Words to others that a prompt is read here."""
         self.unasked: Counter[str] = Counter()
         """Prompts that were not asked for, by why: each token was to be read here, or no lease was named."""
 
@@ -86,16 +89,25 @@ class Reach:
 
     async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
         """Fetch one prompt, and tell what became of it."""
-        is_scored = prepared.params.prompt_logprobs is not None
-        tokens = length_of(reference, prepared)
-        if reference and not is_scored and tokens < len(prepared.ids):
-            ids = prepared.ids[: tokens + 1]
-            return (await self._fetcher.fetch(ids, prepared.terms.tenant, reference)).outcome
-        if len(prepared.ids) == 1:
+        ids, tenant = covered(prepared.ids, reference), prepared.terms.tenant
+        if len(ids) == 1:
             return "not_needed"
-        why = "scored" if is_scored else "beyond_prompt" if reference else "no_lease"
+        is_scored = prepared.params.prompt_logprobs is not None
+        if reference and not is_scored:
+            return (await self._fetcher.fetch(ids, tenant, reference)).outcome
+        if reference:
+            declining = asyncio.create_task(self._fetcher.decline(ids, tenant, reference))
+            self._declining.add(declining)
+            declining.add_done_callback(self._declining.discard)
+        why = "scored" if is_scored else "no_lease"
         self.unasked[why] += 1
         return why
+
+    async def stop(self) -> None:
+        """Decline nothing any more; what is held for this server ends by its silence."""
+        for declining in self._declining:
+            declining.cancel()
+        await asyncio.gather(*self._declining, return_exceptions=True)
 
     async def idle(self) -> None:
         """Wait until others have read, or given up, what is held for them."""
@@ -117,29 +129,30 @@ async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerCon
         lease_max_s=config.reach_lease_max,
         sums=transfers.sums,
     )
-    carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
-    meeting = Meeting(name, facts, transfers.arena, carrier)
-    peers = Peers(
-        part.secret,
-        part.allowed,
-        fingerprint=meeting.fingerprint,
-        facts=meeting.facts,
-        attach=meeting.attach,
-        detach=carrier.detach,
-    )
-    channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents))
-    try:
-        await channel.start(config.reach_host, config.reach_port)
-        host, port = config.reach_host, channel.port
+    async with contextlib.AsyncExitStack() as stack:
+        carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
+        stack.push_async_callback(apart, carrier.close, "carrier")
+        meeting = Meeting(name, facts, transfers.arena, carrier)
+        peers = Peers(
+            part.secret,
+            part.allowed,
+            fingerprint=meeting.fingerprint,
+            facts=meeting.facts,
+            attach=meeting.attach,
+            detach=carrier.detach,
+        )
+        stack.push_async_callback(peers.stop)
+        kept = KeptLog(KeptStates(transfers).now, epoch=name)
+        channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents, kept=kept))
+        stack.push_async_callback(channel.stop)
+        host, port = config.reach_host, (await channel.start(config.reach_host, config.reach_port)).port
         logger.info("role %s: other servers reach this one at %s port %d", part.role, host, port)
         lender = Lender(part.secret, transfers, book, host, port, most_bytes=most_bytes)
         limit_s, check = config.request_timeout, config.reach_check
         fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
-        yield Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
-    finally:
-        await channel.stop()
-        await peers.stop()
-        await apart(carrier.close, "carrier")
+        reach = Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
+        stack.push_async_callback(reach.stop)
+        yield reach
 
 
 def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
@@ -151,7 +164,7 @@ def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
         ]
     params, signed = asked.params, asked.params.specdec
     host, port, engine = params.remote_host, params.remote_port, params.remote_engine_id
-    leases = signed.leases if signed else None
+    leases = signed.leases if signed and signed.v == VERSION else None
     if leases is None or len(leases) != prompts or not (host and port and engine):
         return [None] * prompts
     return [
@@ -159,7 +172,7 @@ def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
     ]
 
 
-def length_of(reference: Reference | None, prepared: Prepared) -> int:
-    """Return how many tokens at a prompt's beginning a reference is to be for: all but the last, or fewer."""
+def covered(ids: Sequence[int], reference: Reference | None) -> Sequence[int]:
+    """Return the prompt of which a reference is said to cover all tokens but the last one."""
     tokens = reference.tokens if isinstance(reference, LeaseReference) else None
-    return len(prepared.ids) - 1 if tokens is None else tokens
+    return ids if tokens is None else ids[: tokens + 1]

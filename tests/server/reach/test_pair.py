@@ -110,6 +110,7 @@ def test_what_is_scored_is_read_where_it_is_answered(alone: Live, reads: Live, w
         found = relay(PROXIES[0], reads, writes, path, body).json["choices"]
         assert found == alone.ask(path, body).json["choices"]
         assert fetched(writes) == before
+        assert settles(reads, "specdec:reach_leases"), "it is told that nobody comes"
 
 
 def forged(params: dict[str, Any], case: str) -> dict[str, Any]:
@@ -224,5 +225,6 @@ def test_nothing_failed_and_memory_is_whole(reads: Live, writes: Live) -> None:
     for live in (reads, writes):
         figures = live.metrics()
         assert not total(figures, "specdec:failed_steps_total")
+        assert total(figures, "vllm:prompt_tokens_total")
         assert not total(figures, "specdec:reach_quarantined")
         assert total(figures, "specdec:clean_checks_total")
