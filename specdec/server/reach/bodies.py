@@ -154,7 +154,7 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
             param="kv_transfer_params",
         )
     if (lends and role == "decode") or (fetches and role == "prefill"):
-        name, does = ("do_remote_decode", "lends") if lends else ("do_remote_prefill", "fetches")
+        name, does = ("do_remote_decode", "lends") if role == "decode" else ("do_remote_prefill", "fetches")
         raise Failure(
             400,
             f"kv_transfer_params.{name}: this server's role is {role}, so it {does} no prompts; send the "
