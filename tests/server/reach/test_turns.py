@@ -109,6 +109,16 @@ def test_chats_go_back_and_forth(trio: Trio) -> None:
         ]
 
 
+def test_a_conversation_moves_to_another_server(trio: Trio) -> None:
+    ids = ids_of(trio.alone, f"# moved\n{TEXT}")
+    said = trio.writes.ask(COMPLETIONS, completion(ids, temperature=0)).json["choices"][0]["token_ids"]
+    body = completion([*ids, *said, *ids[:9]], **DRAWN)
+    params = asked(trio.writes, COMPLETIONS, body, CACHED)["kv_transfer_params"]
+    answer = trio.reads.ask(COMPLETIONS, body | {"kv_transfer_params": params})
+    assert texts(answer) == texts(trio.alone.ask(COMPLETIONS, body))
+    assert settles(trio.writes, "specdec:reach_leases")
+
+
 def changed(params: dict[str, Any], case: str) -> dict[str, Any]:
     lease = params["specdec"]["leases"][0]
     told = {
