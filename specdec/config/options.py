@@ -26,7 +26,7 @@ COMMON = frozenset(
         *("memory_bytes", "max_running", "max_model_len", "prefix_cache"),
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", "seed", "n"),
         *("host", "port", "served_model_name", "api_key", "allowed_origins"),
-        *("replicas", "replicas_file", "prefill", "decode", "pd_protocol"),
+        *("replicas", "replicas_file", "replicas_dns", "prefill", "decode", "pd_protocol"),
     }
 )
 """The settings that --help shows, in a line or two each; --help-all shows all, at length."""

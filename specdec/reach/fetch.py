@@ -17,6 +17,7 @@ from specdec.config.tenant import Tenant
 from specdec.core.landing import Landing
 from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, EngineError
+from specdec.reach.allowed import Endpoint
 from specdec.reach.carrier import Carrier, Read, ReadLost
 from specdec.reach.messages import Opened
 from specdec.reach.peers import Hold, Pair, Peers
@@ -95,7 +96,7 @@ class Fetcher:
         self._transfers, self._carrier, self._peers = transfers, carrier, peers
         self._limit_s, self._check = limit_s, check
         self._byte_s = AGAIN_S
-        self._checked: set[Pair[Plan]] = set()
+        self._checked: dict[Endpoint, Pair[Plan]] = {}
         self.figures = FetchFigures()
 
     async def fetch(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
@@ -220,7 +221,7 @@ class Fetcher:
 
     def _wants_check(self, pair: Pair[Plan]) -> bool:
         """Tell whether what came is to be compared: a path that alters bytes does so from the start."""
-        return self._check == "always" or (self._check == "first" and pair not in self._checked)
+        return self._check == "always" or (self._check == "first" and self._checked.get(pair.at) is not pair)
 
     async def _is_same(self, hold: Hold[Plan], landing: Landing) -> bool:
         """Compare the sums of some blocks and of the state with those at the peer."""
@@ -229,7 +230,7 @@ class Fetcher:
         blocks = [landing.blocks[place] for place in places]
         theirs = await self._peers.sums(hold, [len(landing.shared) + place for place in places])
         own = await asyncio.to_thread(self._transfers.sums, blocks, landing.state)
-        self._checked = {pair for pair in self._checked if pair is not hold.pair} | {hold.pair}
+        self._checked[hold.pair.at] = hold.pair
         return own == theirs
 
     def _let_go(self, arrival: Arrival) -> None:

@@ -1,8 +1,8 @@
 """The carrier over NIXL: an agent that reads other agents' memory by whatever way UCX finds to it.
 
 Over TCP the peer's own process sends the bytes.
-If it does not run for a while, and its reader dies or deletes its agent meanwhile, UCX (as of NIXL 1.5.1)
-aborts it when it goes on: "Endpoint timeout". A supervisor starts it anew.
+Where the reader dies or deletes its agent meanwhile, UCX (as of NIXL 1.5.1) may abort that process,
+"unexpected error: Endpoint timeout", most of all if it was stopped or starved. A supervisor starts it anew.
 """
 
 import contextlib

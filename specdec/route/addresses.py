@@ -1,5 +1,7 @@
 """Where replicas are, as they are written in settings and files."""
 
+import asyncio
+import socket
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -31,9 +33,12 @@ class Address(NamedTuple):
 
 
 def given_addresses(config: RouteConfig) -> list[Address]:
-    """Return the replicas of the settings, or of the file that they name."""
+    """Return the replicas of the settings, or of the file that they name; those of a name come later."""
     if config.replicas_file:
         return read_file(config.replicas_file, config.bootstrap_port)
+    if config.replicas_dns:
+        _named(config.replicas_dns)
+        return []
     lists = {Role.BOTH: config.replicas, Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     fields = {Role.BOTH: "replicas", Role.PREFILL: "prefill", Role.DECODE: "decode"}
     found = [
@@ -73,6 +78,32 @@ def read_file(path: str, bootstrap_port: int) -> list[Address]:
             f"replicas_file: {path} names no replica; give one on a line.", field="replicas_file"
         )
     return _distinct(found, "replicas_file")
+
+
+async def look_up(url: str, bootstrap_port: int) -> list[Address]:
+    """Look up the addresses of a name; where it has none, now, that is a `ConfigError`."""
+    host, port = _named(url)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"replicas_dns: {host} has no address ({error.strerror}).", field="replicas_dns"
+        ) from None
+    hosts = sorted({str(address[0]) for *_, address in found})
+    urls = [f"http://[{own}]:{port}" if ":" in own else f"http://{own}:{port}" for own in hosts]
+    return [parse_address(own, Role.BOTH, "replicas_dns", bootstrap_port) for own in urls[:MOST]]
+
+
+def _named(url: str) -> tuple[str, int]:
+    """Read the name and the port of what is looked up."""
+    own = urlsplit(parse_address(url, Role.BOTH, "replicas_dns", 1).url)
+    if own.port is None or own.scheme != "http":
+        raise ConfigError(
+            f"replicas_dns: {url!r:.80}: give http and a port such as http://replicas.example:8000; "
+            "certificates are those of names, not of the addresses that are found.",
+            field="replicas_dns",
+        )
+    return str(own.hostname), own.port
 
 
 def parse_address(text: str, role: Role, field: str, bootstrap_port: int) -> Address:

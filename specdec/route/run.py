@@ -56,7 +56,8 @@ async def serve(
         loop.add_signal_handler(number, stop)
     async with routing(config, addresses, sock, tls) as router:
         router.watching.add_done_callback(fail)
-        replicas = "1 replica" if len(addresses) == 1 else f"{len(addresses)} replicas"
+        count = "1 replica" if len(addresses) == 1 else f"{len(addresses)} replicas"
+        replicas = f"the replicas of {config.replicas_dns}" if config.replicas_dns else count
         say(
             f"routing at {router.url}/v1 to {replicas} (health: {router.url}/health, "
             f"figures: {router.url}/metrics); Ctrl-C stops it"

@@ -22,6 +22,12 @@ class RouteConfig(Settings):
         "address is its role, # begins a comment",
         description="a path, or None",
     )
+    replicas_dns: str | None = Field(
+        None,
+        title="a host name whose addresses are replicas, such as that of a headless service; it is looked up "
+        "again and again",
+        description="an address with a port such as http://replicas.example:8000, or None",
+    )
     prefill: list[str] | None = Field(
         None,
         title="replicas that only read prompts, for those of decode; ?bootstrap=PORT behind an address is "
@@ -163,12 +169,16 @@ class RouteConfig(Settings):
 
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
-        if not (self.replicas or self.replicas_file or self.prefill or self.decode):
+        listed = self.replicas or self.prefill or self.decode
+        if not (listed or self.replicas_file or self.replicas_dns):
             raise contradiction(
-                "replicas", "there are none; give --replicas URL,URL or --replicas-file FILE."
+                "replicas",
+                "there are none; give --replicas URL,URL, --replicas-file FILE or --replicas-dns URL.",
             )
-        if self.replicas_file and (self.replicas or self.prefill or self.decode):
+        if self.replicas_file and (listed or self.replicas_dns):
             raise contradiction("replicas_file", "the file names all replicas; give no others beside it.")
+        if self.replicas_dns and listed:
+            raise contradiction("replicas_dns", "the name stands for all replicas; give no others beside it.")
         if bool(self.prefill) != bool(self.decode):
             missing, other = ("decode", "prefill") if self.prefill else ("prefill", "decode")
             raise contradiction(missing, f"{other} alone answers nothing; give --{missing} too.")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import aiohttp
 
 from specdec.errors import ConfigError
-from specdec.route.addresses import Address, read_file
+from specdec.route.addresses import Address, look_up, read_file
 from specdec.route.replicas import Replica
 from specdec.route.settings import RouteConfig
 from specdec.route.state import State
@@ -69,7 +69,7 @@ class Watch:
         self.state, self.config, self.session = state, state.config, session
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._wrong = ""
-        """What was wrong with the file when it was read last: it is said once."""
+        """What was wrong with the file or name when it was read last: it is said once."""
         self._read: list[Address] = []
         """What was in it when it was read last."""
 
@@ -77,19 +77,30 @@ class Watch:
         """Watch."""
         async with asyncio.TaskGroup() as group:
             for replica in self.state.fleet.replicas:
-                self._start(group, replica)
+                self.start(group, replica)
             while True:
                 await asyncio.sleep(self.config.check_period)
-                if self.config.replicas_file:
-                    await self._follow(group, self.config.replicas_file)
+                await self.follow(group)
 
-    def _start(self, group: asyncio.TaskGroup, replica: Replica) -> None:
+    def start(self, group: asyncio.TaskGroup, replica: Replica) -> None:
+        """Check a replica from now on."""
         self._tasks[replica] = group.create_task(self._check_on(replica))
 
-    async def _follow(self, group: asyncio.TaskGroup, path: str) -> None:
-        """Read the file of replicas again; one that cannot be read changes nothing."""
+    def stop(self) -> None:
+        """Check none any more."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def follow(self, group: asyncio.TaskGroup) -> None:
+        """Read the file of replicas again, or look their name up; what cannot be read changes nothing."""
+        config = self.config
         try:
-            addresses = await asyncio.to_thread(read_file, path, self.config.bootstrap_port)
+            if config.replicas_file:
+                addresses = await asyncio.to_thread(read_file, config.replicas_file, config.bootstrap_port)
+            elif config.replicas_dns:
+                addresses = await look_up(config.replicas_dns, config.bootstrap_port)
+            else:
+                return
         except ConfigError as error:
             if str(error) != self._wrong:
                 logger.error("the replicas stay as they were: %s", error)
@@ -102,7 +113,7 @@ class Watch:
         added, removed = self.state.fleet.replace(addresses)
         for replica in added:
             logger.info("%s is new", replica.url)
-            self._start(group, replica)
+            self.start(group, replica)
         for replica in removed:
             logger.info("%s is gone from the list; what it has begun goes on", replica.url)
             replica.is_up = False

@@ -21,6 +21,7 @@ from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from specdec.state_slots.arena import Arena
 from tests.lossless.cases import SHAPES, memory_for
+from tests.lossless.covering import covering
 from tests.lossless.handover import Copy, hand_over
 from tests.lossless.test_prefix_texts import grove
 from tests.models.representatives import REPRESENTATIVES
@@ -35,7 +36,7 @@ WAYS: Sequence[Mapping[str, Any]] = (
 PROMPTS = [prompt for prompt in grove(5, 30) if len(prompt) > 70][:8]
 PARAMS = [SamplingParams(max_tokens=32, trees=True, **own) for own in WAYS * 2]
 FAMILIES = ("qwen3_5", "qwen3", "nemotron_h")
-CELLS = [
+ALL = [
     (family, drafter, shape, backing, steps)
     for family, drafter, shape, backing, steps in itertools.product(
         FAMILIES, AXES["drafter"], SHAPES, AXES["backing"], AXES["steps"]
@@ -44,8 +45,9 @@ CELLS = [
     and not (steps == "device" and drafter in DRAFTERS and DRAFTERS[drafter].host_only)
     and not (drafter in ("self-int4", "block") and shape == "tree")
     and not (drafter == "none" and shape == "tree")
-    and (drafter == "mtp" or (backing, steps) in (("record", "host"), ("snapshot", "device")))
 ]
+CELLS = covering(ALL)
+"""Every pair of values."""
 OTHERS = [
     (family, "suffix", "tree", "record", "host") for family in REPRESENTATIVES if family not in FAMILIES
 ]
@@ -384,6 +386,21 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
                 landing = wait.result(60)
                 assert landing
                 engine.transfers.drop(landing).result(60)
+
+
+def test_an_engine_that_others_write_into_does_not_rest(folder: Path) -> None:
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
+        lent = loan.done.result(60)
+        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE).result(60)
+        assert landing
+        with pytest.raises(EngineError, match="fetched"):
+            engine.rest()
+        engine.transfers.drop(landing).result(60)
+        assert lent.intact
+        engine.rest()
+        assert not lent.intact
+        engine.wake()
 
 
 def test_without_a_cache_nothing_is_lent(folder: Path) -> None:

@@ -20,7 +20,7 @@ from specdec.state_slots.arena import Arena
 from tests.imports import ROOT
 from tests.reach.conftest import Make, needs_nixl
 from tests.reach.pairs import WholeSlots, arena, num_bytes, pick, until
-from tests.reach.processes import Peer, Puller
+from tests.reach.processes import Peer
 
 pytestmark = needs_nixl
 LONG_S = 120.0
@@ -216,17 +216,6 @@ def test_a_peer_that_is_stopped_when_it_is_attached(make: Make, start: Start) ->
 
 
 @sockets
-def test_a_peer_outlives_readers_that_are_killed(make: Make, start: Start) -> None:
-    peer = start()
-    Puller(peer, slabs=SLABS).kill()
-    here = arena(slabs=SLABS)
-    reader = make(here)
-    attach(reader, here, peer)
-    read(reader, here, ALL).done.result(LONG_S)
-    assert landed(here)
-
-
-@sockets
 def test_an_agent_made_anew_is_reached_by_its_new_metadata(make: Make, start: Start) -> None:
     """What others read from an engine ends when that engine has to end reads of its own."""
     here, peer, third = arena(slabs=SLABS), start(), arena(slabs=SLABS)
@@ -269,7 +258,7 @@ def test_carriers_leave_no_thread_and_no_file_behind() -> None:
     most = [once() for _ in range(4)]
     # A thread may take its time to end, now as well as before.
     until(lambda: all(now <= then for now, then in zip(_threads_and_files(), before, strict=True)))
-    assert max(most)[0] - before[0] <= 4  # two of each: that of the carrier and that of NIXL
+    assert max(most)[0] - before[0] <= 6  # two of each carrier, and those of UCX that come and go
 
 
 LEAVES = """

@@ -79,6 +79,11 @@ def test_what_is_no_address_is_refused_by_name(text: str) -> None:
         ({"replicas": ["http://a:1"], "pd_protocol": "dynamo"}, "pd_protocol", "vllm"),
         ({"replicas": ["http://a:1"], "attempts": 0}, "attempts", "at least 1"),
         ({"replicas": ["http://a:1", "http://a:1/"]}, "replicas", "given twice"),
+        ({"replicas_dns": "http://a"}, "replicas_dns", "a port"),
+        ({"replicas_dns": "https://a:1"}, "replicas_dns", "http and a port"),
+        ({"replicas_dns": "a"}, "replicas_dns", "no replica's address"),
+        ({"replicas_dns": "http://a:1", "replicas": ["http://b:1"]}, "replicas_dns", "no others"),
+        ({"replicas_dns": "http://a:1", "replicas_file": "x"}, "replicas_file", "no others"),
         ({"replicas_file": "/nowhere/at/all"}, "replicas_file", "cannot be read"),
     ],
 )

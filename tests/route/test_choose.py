@@ -76,9 +76,10 @@ def test_one_prefix_does_not_drown_one_replica() -> None:
 
 def test_of_equally_fast_ones_the_emptiest_is_asked() -> None:
     fleet = fleet_of(3)
-    for own, arena in zip(fleet.replicas, (0.8, 0.3, 0.5), strict=True):
-        own.arena = arena
-    assert chosen(fleet, prompt_of("short")) is fleet.replicas[1]
+    for emptiest in fleet.replicas:
+        for own in fleet.replicas:
+            own.arena = 0.3 if own is emptiest else 0.5
+        assert chosen(fleet, prompt_of("short")) is emptiest
 
 
 def test_equal_prompts_go_to_one_replica_and_others_are_spread() -> None:

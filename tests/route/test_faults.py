@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from specdec.route.run import drain
-from specdec.route.watch import read_figures
+from specdec.route.watch import Watch, read_figures
 from tests.route.rig import Answering, Fake, Rig, Seen, never, ok, refusing, reset, rig, streaming, until
 
 STREAM = {"prompt": "x", "stream": True}
@@ -245,6 +246,61 @@ def test_the_file_of_replicas_is_followed(tmp_path: Path) -> None:
                     path.write_text(f"{fakes[1].url}\n{fakes[0].url}\n")
                     await until(lambda: len(own.replicas) == 2 and all(each.is_up for each in own.replicas))
                 assert slow not in own.replicas
+
+    asyncio.run(run())
+
+
+def test_a_file_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "replicas"
+    path.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n")
+
+    async def run() -> None:
+        async with rig(replicas_file=str(path), check_period=1000.0) as own, asyncio.TaskGroup() as group:
+            watch = Watch(own.router.state, own.client)
+            for replica in own.replicas:
+                watch.start(group, replica)
+            path.write_text("http://127.0.0.1:1\n")
+            await watch.follow(group)
+            assert len(own.replicas) == 2, "perhaps half of it is there"
+            path.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:3\n")
+            await watch.follow(group)
+            assert [each.url[-1] for each in own.replicas] == ["1", "2"]
+            await watch.follow(group)
+            assert [each.url[-1] for each in own.replicas] == ["1", "3"]
+            watch.stop()
+
+    asyncio.run(run())
+
+
+def test_the_addresses_of_a_name_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: list[str] = []
+    fake = Fake(ok)
+
+    async def run() -> None:
+        async with fake:
+            port = int(fake.url.rsplit(":", 1)[1])
+
+            async def getaddrinfo(host: str, *rest: Any, **named: Any) -> list[Any]:
+                if host != "replicas.example":
+                    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, rest[0]))]
+                assert rest[0] == port
+                if not hosts:
+                    raise socket.gaierror(socket.EAI_NONAME, "unknown")
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, port)) for own in (*hosts, *hosts)]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+            async with rig(replicas_dns=f"http://replicas.example:{port}") as own:
+                assert not own.replicas and (await own.post({}))[0] == 503
+                hosts.append("127.0.0.1")
+                await until(lambda: own.router.state.fleet.is_ready)
+                assert (await own.post({}))[0] == 200
+                hosts.append("127.0.0.9")
+                await until(lambda: len(own.replicas) == 2)
+                hosts.clear()
+                await asyncio.sleep(0.1)
+                assert len(own.replicas) == 2, "a name that is not found changes nothing"
+                hosts.append("127.0.0.1")
+                await until(lambda: len(own.replicas) == 1)
 
     asyncio.run(run())
 

@@ -362,6 +362,7 @@ def test_a_stored_response_is_asked_of_the_replica_that_has_it() -> None:
         async with rig(*fakes.values()) as own:
             _, made = await own.post({"input": "x"}, "/v1/responses")
             owner = fakes[made["id"].removeprefix("resp_")]
+            own.prefer(next(fake for fake in fakes.values() if fake is not owner))
             for _ in range(6):
                 async with own.client.get(f"/v1/responses/{made['id']}") as answer:
                     assert (await answer.json())["id"] == made["id"]
