@@ -37,7 +37,8 @@ class Allowed:
         self._networks: list[tuple[IPNetwork, int]] = []
         self._names: set[Endpoint] = set()
         for entry in entries:
-            self._add(entry, port)
+            for own in entry.split(","):
+                self._add(own, port)
 
     def endpoint(self, host: str, port: int) -> Endpoint:
         """Return where a request's host and port are, if that is allowed; nothing is looked up."""

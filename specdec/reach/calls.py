@@ -8,7 +8,7 @@ from yarl import URL
 
 from specdec.reach.allowed import Endpoint
 from specdec.reach.messages import Body, read_refusal
-from specdec.reach.terms import STATUSES, WAIT_S, Refusal, Secret
+from specdec.reach.terms import STATUSES, VARIABLE, WAIT_S, Refusal, Secret
 
 CONNECT_S = 2.0
 CALL_S = 3.0
@@ -72,7 +72,12 @@ class Calls:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Refusal("peer_down", f"{at} cannot be asked: {type(error).__name__}.") from None
         if status != 200:
-            raise read_refusal(data, STATUSES)
+            refusal = read_refusal(data, STATUSES)
+            if refusal.reason == "unauthorized":
+                raise Refusal(
+                    "unauthorized", f"{at} has another {VARIABLE}; start both servers with the same one."
+                )
+            raise refusal
         try:
             return answer.from_json(data)
         except Refusal as refusal:

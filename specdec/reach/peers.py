@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,6 +29,7 @@ from specdec.reach.messages import (
 from specdec.reach.recent import REMEMBERED_S
 from specdec.reach.terms import (
     BEAT_S,
+    VARIABLE,
     LeaseReference,
     Prompt,
     Reason,
@@ -49,6 +51,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MOST_LINKS = 1024
 MOST_SILENT = 2
 """Beats in turn without an answer, after which a peer counts as lost."""
+SAID_S = 60.0
+"""Between two lines of the log that say for one reason why a request's reference was not followed."""
 DOWN: frozenset[Reason] = frozenset({"peer_down", "peer_slow", "garbled"})
 
 P = TypeVar("P")
@@ -139,6 +143,7 @@ class Peers(Generic[P]):
         self._attach, self._detach = attach, detach
         self._clock, self._beat_s = clock, beat_s
         self._calls = Calls(secret)
+        self._said_s: dict[Reason, float] = {}
         self._links: dict[Endpoint, _Link[P]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, "specdec-peers")
@@ -147,21 +152,35 @@ class Peers(Generic[P]):
     async def meet(self, reference: Reference, prompt: Prompt) -> Pair[P]:
         """Return the pair of a reference. A `Refusal` says why not."""
         try:
-            at = self._allowed.endpoint(reference.host, reference.port)
-            engine = None
-            if isinstance(reference, LeaseReference):
-                if not self._secret.verifies(reference, prompt):
-                    raise Refusal(
-                        "bad_mac",
-                        "kv_transfer_params: it is not signed for this prompt; send the same request to "
-                        "both servers, and give them one secret, model and template.",
-                        field="kv_transfer_params",
-                    )
-                engine = reference.engine
+            at = self._named(reference, prompt)
+            engine = reference.engine if isinstance(reference, LeaseReference) else None
             return await self._meet(self._link(at), engine)
         except Refusal as refusal:
             self.figures.failures[refusal.reason] += 1
             raise
+
+    def _named(self, reference: Reference, prompt: Prompt) -> Endpoint:
+        """Return where a reference leads, if that is allowed and it was signed for this prompt.
+
+        A request that names another address or has another signature may be forged, but with a wrong secret
+        or wrong `reach_peers` all are refused so: the log says why, once a minute.
+        """
+        try:
+            at = self._allowed.endpoint(reference.host, reference.port)
+            if isinstance(reference, LeaseReference) and not self._secret.verifies(reference, prompt):
+                raise Refusal(
+                    "bad_mac",
+                    f"kv_transfer_params: it is not signed for this prompt by {at}; send the same request to "
+                    f"both servers, and give them one {VARIABLE}, model and template.",
+                    field="kv_transfer_params",
+                )
+        except Refusal as refusal:
+            now_s = self._clock()
+            if now_s >= self._said_s.get(refusal.reason, -math.inf) + SAID_S:
+                self._said_s[refusal.reason] = now_s
+                logger.warning("a prompt is read here and not fetched: %s", refusal)
+            raise
+        return at
 
     @contextlib.asynccontextmanager
     async def hold(self, pair: Pair[P], reference: Reference, prompt: Prompt) -> AsyncIterator[Hold[P]]:

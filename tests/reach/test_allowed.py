@@ -92,6 +92,12 @@ def test_an_entry_that_is_no_peer_is_refused(entry: str) -> None:
         Allowed([entry], 5600)
 
 
+def test_entries_may_stand_between_commas() -> None:
+    allowed = Allowed(["10.1.0.0/16, p2:81,[fd00::/8]:5601"], 5600)
+    assert str(allowed.endpoint("p2", 81)) == "p2:81" and allowed.endpoint("fd00::1", 5601)
+    assert str(allowed.endpoint("10.1.2.3", 5600)) == "10.1.2.3:5600"
+
+
 def test_without_entries_nothing_is_allowed() -> None:
     with pytest.raises(Refusal):
         Allowed([], 5600).endpoint("127.0.0.1", 5600)

@@ -255,7 +255,7 @@ def test_many_requests_that_meet_a_peer_at_once_shake_hands_once() -> None:
     run(test())
 
 
-def test_another_secret_opens_nothing() -> None:
+def test_another_secret_opens_nothing_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with (
             Lender().listening() as lender,
@@ -264,6 +264,10 @@ def test_another_secret_opens_nothing() -> None:
             lease, _ = await lender.read()
             assert await refused(peers.meet(lender.reference(lease), PROMPT)) == "bad_mac"
             assert await refused(peers.meet(lender.room(5), PROMPT)) == "unauthorized"
+            told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+            assert len(told) == 2 and all("SPECDEC_REACH_SECRET" in line for line in told)
+            assert await refused(peers.meet(lender.reference(lease), PROMPT)) == "bad_mac"
+            assert len([own for own in caplog.records if own.levelname == "WARNING"]) == 2, "once a minute"
 
     run(test())
 
