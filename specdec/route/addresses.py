@@ -15,6 +15,9 @@ MOST = 1024
 """Replicas at most: each is checked once a period."""
 
 
+SIDE_CHANNEL = ", and behind it ?bootstrap=PORT if its side channel has another port than bootstrap_port"
+
+
 class Role(StrEnum):
     """What a replica is asked to do."""
 
@@ -119,7 +122,7 @@ def parse_address(text: str, role: Role, field: str, bootstrap_port: int) -> Add
     if not fits or not host or url.scheme not in ("http", "https") or url.username is not None:
         raise ConfigError(
             f"{field}: {text!r:.80} is no replica's address; give scheme, host and port such as "
-            "http://10.0.0.7:8000, without a path.",
+            f"http://10.0.0.7:8000, without a path{SIDE_CHANNEL if role is Role.PREFILL else ''}.",
             field=field.partition(":")[0],
         )
     shown = f"[{host}]" if ":" in host else host

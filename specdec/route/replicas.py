@@ -31,6 +31,8 @@ class Replica:
     """The part of its memory for sequences that is in use, as it says itself."""
     models: frozenset[str] = frozenset()
     """Names of its models, as it says itself; none if it says nothing."""
+    told_role: str | None = None
+    """What it lends and fetches, as it says itself; None: it was not asked yet."""
     known: Known = field(default_factory=Known)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it checked at once."""
@@ -47,10 +49,28 @@ class Replica:
         if not self.is_up and self._succeeded >= successes:
             self.is_up = True
             logger.info("%s is up", self.url)
-        elif self.is_up and self._failed >= failures:
-            self.is_up = False
+        elif self._failed == failures or (self.is_up and self._failed > failures):
+            self.is_up = False  # of one that was not up yet that is told too
             self.known.forget()
             logger.warning("%s is down: %s", self.url, why)
+
+    def note_role(self, told: str, *, suits_both: bool) -> None:
+        """Say in the log, once, that a replica does not do what it was given for.
+
+        `told` is the role that it says it has, if any; `suits_both`: one of role both does either.
+        """
+        if told == self.told_role:
+            return
+        self.told_role, wanted = told, self.address.role
+        if wanted is not Role.BOTH and told != wanted and not (told == Role.BOTH and suits_both):
+            logger.warning(
+                "%s is given as %s, but its role is %s: start it with SPECDEC_REACH_SECRET in its "
+                "environment and --role %s",
+                self.url,
+                wanted,
+                told or "none",
+                wanted,
+            )
 
     @contextlib.contextmanager
     def under_way(self, prompt: Prompt, line: Line) -> Iterator["Flight"]:

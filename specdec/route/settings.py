@@ -173,7 +173,8 @@ class RouteConfig(Settings):
         if not (listed or self.replicas_file or self.replicas_dns):
             raise contradiction(
                 "replicas",
-                "there are none; give --replicas URL,URL, --replicas-file FILE or --replicas-dns URL.",
+                "there are none; give --replicas URL,URL, or --prefill URL,URL and --decode URL,URL, or "
+                "--replicas-file FILE, or --replicas-dns URL.",
             )
         if self.replicas_file and (listed or self.replicas_dns):
             raise contradiction("replicas_file", "the file names all replicas; give no others beside it.")

@@ -19,11 +19,12 @@ logger = logging.getLogger(__name__)
 MOST_FIGURES = 8 << 20
 """Bytes of a replica's figures that are read."""
 LINE = re.compile(
-    rb"^(vllm:num_requests_waiting|vllm:kv_cache_usage_perc|specdec:model_state)"
+    rb"^(vllm:num_requests_waiting|vllm:kv_cache_usage_perc|specdec:model_state|specdec:reach_role)"
     rb"(?:\{([^}\n]*)\})? ([0-9.eE+\-]+)",
     re.MULTILINE,
 )
 NAME = re.compile(rb'model_name="([^"\\]*)"')
+ROLE = re.compile(rb'[{,]role="([^"\\]*)"')
 MOST_WAITING = 1e9
 """A figure above it is none."""
 SOONEST_S = 0.05
@@ -38,11 +39,12 @@ class Figures(NamedTuple):
     waiting: float
     arena: float
     models: frozenset[str]
+    role: str = ""
 
 
 def read_figures(text: bytes) -> Figures:
     """Read what is wanted of a replica's /metrics; of several models the sums, and the fullest arena."""
-    waiting, arena, models = 0.0, 0.0, set()
+    waiting, arena, models, role = 0.0, 0.0, set(), ""
     for name, labels, value in LINE.findall(text):
         if found := NAME.search(labels):
             models.add(found[1].decode(errors="replace"))
@@ -50,7 +52,9 @@ def read_figures(text: bytes) -> Figures:
             waiting += _number(value)
         elif name == b"vllm:kv_cache_usage_perc":
             arena = max(arena, min(_number(value), 1.0))
-    return Figures(waiting, arena, frozenset(models))
+        elif name == b"specdec:reach_role" and (found := ROLE.search(b"{" + labels)):
+            role = found[1].decode(errors="replace")
+    return Figures(waiting, arena, frozenset(models), role)
 
 
 def _number(text: bytes) -> float:
@@ -144,7 +148,8 @@ class Watch:
                 async with self.session.get(f"{replica.url}/metrics") as answer:
                     if answer.status == 200:
                         told = read_figures(await _read(answer))
-                        replica.waiting, replica.arena, replica.models = told
+                        replica.waiting, replica.arena, replica.models = told[:3]
+                        replica.note_role(told.role, suits_both=self.config.pd_protocol == "vllm")
         except TimeoutError:
             return f"/ready has not answered within {self.config.check_timeout:g} s"
         except aiohttp.ClientError as error:

@@ -88,7 +88,7 @@ class Fake:
 
     def __init__(self, answer: Answering = ok, *, models: Sequence[str] = ("tiny",)) -> None:
         self.answer, self.is_ready = answer, True
-        self.arena, self.waiting, self.models = 0.0, 0, models
+        self.arena, self.waiting, self.models, self.role = 0.0, 0, models, ""
         self.seen: list[Seen] = []
         self.checks = 0
 
@@ -119,6 +119,8 @@ class Fake:
         lines += [
             f'vllm:kv_cache_usage_perc{{model_name="{name}",engine="0"}} {self.arena}' for name in self.models
         ]
+        if self.role:
+            lines.append(f'specdec:reach_role{{engine="0",model_name="tiny",role="{self.role}"}} 1.0')
         return web.Response(text="\n".join(["# HELP x", *lines, ""]))
 
     async def _any(self, request: web.Request) -> web.StreamResponse:

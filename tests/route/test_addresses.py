@@ -63,6 +63,11 @@ def test_what_is_no_address_is_refused_by_name(text: str) -> None:
     assert caught.value.field == "prefill"
 
 
+def test_a_port_behind_an_address_as_sglang_has_it_is_answered_with_how_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"\?bootstrap=PORT"):
+        urls(prefill=["http://a:1", "5601"], decode=["http://d:1"])
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "says"),
     [

@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from specdec.route.addresses import Address, Role
+from specdec.route.replicas import Replica
 from specdec.route.run import drain
 from specdec.route.watch import Watch, read_figures
 from tests.route.rig import Answering, Fake, Rig, Seen, never, ok, refusing, reset, rig, streaming, until
@@ -216,6 +218,40 @@ def test_checks_take_a_replica_out_and_in_again() -> None:
     play(scenario, *fakes, failures=3, successes=2)
 
 
+def test_a_replica_that_has_never_been_up_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fakes = [Fake(ok), Fake(ok)]
+    fakes[0].is_ready = False
+
+    async def scenario(own: Rig) -> None:
+        await until(lambda: fakes[0].checks > 6)
+        told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert told == [f"{fakes[0].url} is down: /ready answers 503"]
+
+    play(scenario, *fakes, failures=3)
+
+
+def test_a_replica_of_another_role_than_it_is_given_for_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def told(wanted: Role, role: str, *, suits_both: bool) -> bool:
+        caplog.clear()
+        replica = Replica(Address("http://a:1", wanted, "a", 5600))
+        for _ in range(2):
+            replica.note_role(role, suits_both=suits_both)
+        return len(caplog.records) == 1 and f"--role {wanted}" in caplog.text
+
+    for wanted, other in ((Role.PREFILL, "decode"), (Role.DECODE, "prefill")):
+        assert told(wanted, other, suits_both=True) and told(wanted, "", suits_both=True)
+        assert told(wanted, "both", suits_both=False) and not told(wanted, "both", suits_both=True)
+        assert not told(wanted, str(wanted), suits_both=False)
+        assert not told(Role.BOTH, other, suits_both=False) and not told(Role.BOTH, "", suits_both=True)
+    fake = Fake(ok)
+    fake.role = "prefill"
+
+    async def scenario(own: Rig) -> None:
+        await until(lambda: own.replicas[0].told_role == "prefill")
+
+    play(scenario, fake)
+
+
 def test_the_file_of_replicas_is_followed(tmp_path: Path) -> None:
     fakes, path = [Fake(ok), Fake(streaming(b"1", then=never))], tmp_path / "replicas"
 
@@ -384,8 +420,8 @@ def test_figures_that_are_none_change_nothing() -> None:
         told = read_figures(line(usage, value) + line(waiting, value))
         assert told.waiting == 0 and 0 <= told.arena <= 1, value
     told = read_figures(line(waiting, "2.0") + line(waiting, "3") + line(usage, "0.5") + line(usage, "0.25"))
-    assert told == (5.0, 0.5, {"m"})
-    assert read_figures(b"\xff\x00 nothing of ours\n") == (0.0, 0.0, frozenset())
+    assert told == (5.0, 0.5, {"m"}, "")
+    assert read_figures(b"\xff\x00 nothing of ours\n") == (0.0, 0.0, frozenset(), "")
 
 
 def test_eight_streams_of_two_hundred_events_come_whole_and_in_order() -> None:
