@@ -34,6 +34,7 @@ def settle_part(
     secret = Secret.read(environment)
     if secret is None:
         if config.role is None:
+            _check_nothing_given(config)
             return None
         raise ConfigError(
             f"role: {config.role} needs a secret that all servers share which lend and fetch prompts; set "
@@ -44,13 +45,14 @@ def settle_part(
     _check_one_model(config, models)
     if not engine.prefix_cache:
         raise ConfigError(
-            f"prefix_cache: what is lent and fetched are cached prefixes; leave it on, or unset {VARIABLE}.",
+            "prefix_cache: what is lent and fetched are cached prefixes; leave prefix caching on, or "
+            f"{_without(config)}.",
             field="prefix_cache",
         )
     if not any(importlib.util.find_spec(name) for name in CARRIERS[config.reach_carrier]):
         raise ConfigError(
-            f"reach_carrier: {config.reach_carrier} is not installed; pip install 'specdec[reach]', or unset "
-            f"{VARIABLE}.",
+            f"reach_carrier: {config.reach_carrier} is not installed; pip install 'specdec[reach]', or "
+            f"{_without(config)}.",
             field="reach_carrier",
         )
     return Part(config.role or "both", secret, allowed_peers(config))
@@ -75,7 +77,23 @@ def _check_one_model(config: ServerConfig, models: int) -> None:
         if is_set:
             raise ConfigError(
                 f"{field}: other servers read the memory of a server that has a role, so it has one model, "
-                f"loaded for good; {'give one' if field == 'model' else 'leave it out'}, or unset "
-                f"{VARIABLE}.",
+                f"loaded for good; {'give one' if field == 'model' else 'leave it out'}, or "
+                f"{_without(config)}.",
                 field=field,
             )
+
+
+def _check_nothing_given(config: ServerConfig) -> None:
+    """Refuse settings of the side channel where there is none: who gives them has forgotten the secret."""
+    for field in sorted(config.model_fields_set):
+        if field.startswith("reach_") and getattr(config, field) is not None:
+            raise ConfigError(
+                f"{field}: without a secret nothing is lent or fetched; set {VARIABLE} in the environment to "
+                f"one of at least {SHORTEST_SECRET} characters, or leave {field} out.",
+                field=field,
+            )
+
+
+def _without(config: ServerConfig) -> str:
+    """Say how a server is started without a part."""
+    return f"unset {VARIABLE}" if config.role is None else f"leave role out and unset {VARIABLE}"

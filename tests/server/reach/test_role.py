@@ -37,6 +37,8 @@ def test_the_secret_makes_a_server_do_both_unless_it_is_told_its_role() -> None:
         ({"environment": {}, "role": "prefill"}, "role"),
         ({"environment": {VARIABLE: "short"}}, VARIABLE),
         ({"environment": {VARIABLE: ""}}, VARIABLE),
+        ({"environment": {}, "reach_peers": ["10.0.0.0/8"]}, "reach_peers"),
+        ({"environment": {}, "reach_port": 5601}, "reach_port"),
         ({"models": 2}, "model"),
         ({"keep_alive": 60.0}, "keep_alive"),
         ({"weights_bytes": "1GiB"}, "weights_bytes"),
@@ -64,6 +66,20 @@ def test_a_carrier_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         role()
     assert caught.value.field == "reach_carrier"
     assert role({}) is None
+
+
+@pytest.mark.parametrize(
+    "refused", [{"prefix_cache": False}, {"models": 2}, {"keep_alive": 1.0}, {"reach_carrier": "nixl"}]
+)
+def test_the_way_out_leads_to_no_other_refusal(
+    refused: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "reach_carrier" in refused:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="leave role out and unset"):
+        role(role="prefill", **refused)
+    with pytest.raises(ConfigError, match=f", or unset {VARIABLE}"):
+        role(**refused)
 
 
 def test_no_message_repeats_the_secret() -> None:
