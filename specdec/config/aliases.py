@@ -129,6 +129,8 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "speculative_num_draft_tokens": _value("SGLang", "num_draft_tokens"),
         "random_seed": _value("SGLang", "seed"),
         "watchdog_timeout": _value("SGLang", "step_timeout"),
+        "disaggregation_mode": _value("SGLang", "role"),
+        "disaggregation_bootstrap_port": _value("SGLang", "reach_port"),
     }
 )
 
@@ -174,6 +176,17 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "root_path": "have the proxy strip the prefix, so that paths begin with /v1; leave it out",
                 "ssl_ca_certs": "leave clients' certificates to a proxy, as in docs/deployment.md",
                 "ssl_cert_reqs": "leave clients' certificates to a proxy, as in docs/deployment.md",
+                "kv_transfer_config": "give --role, as in docs/disaggregation.md",
+                "disaggregation_transfer_backend": "NIXL moves the bytes; leave it out",
+                "disaggregation_ib_device": "set UCX_NET_DEVICES to the device",
+            }
+        ),
+        "RouteConfig": MappingProxyType(
+            {
+                "worker_urls": "give --replicas",
+                "pd_disaggregation": "give --prefill and --decode, and --pd-protocol for how they meet",
+                "policy": "the replica with the least expected time to the first byte is asked; leave it out",
+                "api_key": "replicas ask for keys, and get what clients send; leave it out",
             }
         ),
     }

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from specdec.config.aliases import ALIASES, INSTEAD, SHORT, alias_table
+from specdec.config.base import Settings
 from specdec.config.engine import EngineConfig
 from specdec.config.options import add_settings, settings_from
 from specdec.config.parser import Parser
+from specdec.route.settings import RouteConfig
 from specdec.server.settings import ServerConfig
 
 SETTINGS = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -37,13 +39,15 @@ SAMPLES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "speculative_num_draft_tokens": (["8"], {"num_draft_tokens": 8}),
     "random_seed": (["5"], {"seed": 5}),
     "watchdog_timeout": (["60"], {"step_timeout": 60}),
+    "disaggregation_mode": (["decode"], {"role": "decode"}),
+    "disaggregation_bootstrap_port": (["5601"], {"reach_port": 5601}),
 }
 """What each says, and the settings that mean it."""
 
 
-def parser() -> Parser:
+def parser(given: tuple[type[Settings], ...] = (ServerConfig, EngineConfig)) -> Parser:
     made = Parser(prog="specdec serve")
-    for settings in (ServerConfig, EngineConfig):
+    for settings in given:
         add_settings(made, settings, title="settings")
     return made
 
@@ -54,9 +58,13 @@ def read(*argv: str) -> dict[str, Any]:
     return engine.model_dump(exclude_unset=True) | server.model_dump(exclude_unset=True)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str],
+    *argv: str,
+    settings: tuple[type[Settings], ...] = (ServerConfig, EngineConfig),
+) -> str:
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args(argv)
+        parser(settings).parse_args(argv)
     assert ended.value.code == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -73,7 +81,9 @@ def test_every_alias_sets_what_it_means() -> None:
 def test_no_alias_has_the_name_of_a_setting() -> None:
     own = EngineConfig.model_fields.keys() | ServerConfig.model_fields.keys()
     others = [*ALIASES, *(name for names in INSTEAD.values() for name in names)]
-    assert not own & {*others} and len(others) == len({*others})
+    assert not own & {*others} - INSTEAD[RouteConfig.__name__].keys()
+    assert not RouteConfig.model_fields.keys() & INSTEAD[RouteConfig.__name__].keys()
+    assert len(others) == len({*others})
 
 
 def test_a_list_takes_several_values_and_other_words_for_numbers_are_known() -> None:
@@ -123,13 +133,17 @@ def test_a_speculative_config_that_means_nothing_here_is_refused(
 
 
 def test_options_that_are_none_are_answered_with_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
-    for names in INSTEAD.values():
+    for settings, names in INSTEAD.items():
         for name, advice in names.items():
+            if settings == RouteConfig.__name__:
+                assert advice in refused(capsys, f"--{name.replace('_', '-')}", "1", settings=(RouteConfig,))
+                continue
             for option in (f"--{name.replace('_', '-')}", *SHORT.get(name, ())):
                 assert f"{option} is no option here: {advice}" in refused(capsys, option, "1")
     text = " ".join(advice for names in INSTEAD.values() for advice in names.values())
     options = {word.strip(",.;")[2:].replace("-", "_") for word in text.split() if word.startswith("--")}
-    assert options <= EngineConfig.model_fields.keys() | ServerConfig.model_fields.keys()
+    known = (EngineConfig, ServerConfig, RouteConfig)
+    assert options <= {name for settings in known for name in settings.model_fields}
 
 
 def test_short_help_leaves_them_out_and_long_help_names_them() -> None:
