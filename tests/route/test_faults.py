@@ -420,7 +420,7 @@ def test_figures_that_are_none_change_nothing() -> None:
         told = read_figures(line(usage, value) + line(waiting, value))
         assert told.waiting == 0 and 0 <= told.arena <= 1, value
     told = read_figures(line(waiting, "2.0") + line(waiting, "3") + line(usage, "0.5") + line(usage, "0.25"))
-    assert told == (5.0, 0.5, {"m"}, "")
+    assert told == (5.0, 0.5, frozenset({"m"}), "")
     assert read_figures(b"\xff\x00 nothing of ours\n") == (0.0, 0.0, frozenset(), "")
 
 
