@@ -19,6 +19,8 @@ from specdec.errors import ConfigError, EngineError
 STARTING_S, STOPPING_S, POLL_S = 180.0, 60.0, 0.05
 LOG_TAIL = 600
 """Characters of what a server said that an error repeats."""
+SERVERS_OWN = frozenset({"SPECDEC_REACH_SECRET", "SPECDEC_API_KEY"})
+"""Variables that are a server's settings: who measures may have those of other servers set."""
 ADDRESS = re.compile(r"(https?://\S+?)/v1")
 
 
@@ -39,19 +41,28 @@ def running(
     model: str, settings: Mapping[str, Any], *, core: int | None, environment: Mapping[str, str]
 ) -> Iterator[Server]:
     """Start a server on one core, wait until it listens, and stop it in the end."""
-    surroundings = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **environment}
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "settings.yaml", Path(folder) / "log"
         file.write_text(json.dumps({"port": 0, **settings}), "utf-8")  # JSON is YAML
         command = [sys.executable, "-m", "specdec", "serve", model, "--config", str(file)]
         with log.open("wb") as out, on_core(core):
             process = subprocess.Popen(
-                command, env=surroundings, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                command,
+                env=surroundings(environment, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
         try:
             yield Server(_address(process, log), process, log)
         finally:
             _stop(process)
+
+
+def surroundings(environment: Mapping[str, str], around: Mapping[str, str]) -> dict[str, str]:
+    """Return a server's environment: this process's, without what would give it a role or ask for a key."""
+    kept = {name: value for name, value in around.items() if name not in SERVERS_OWN}
+    return {**kept, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **environment}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from specdec.bench.reach.reply import Reply
 from specdec.bench.reach.requests import Requests, salted
 from specdec.bench.reach.run import render
 from specdec.bench.reach.serve import measure_serving, serving_report
-from specdec.bench.reach.servers import two_cores
+from specdec.bench.reach.servers import surroundings, two_cores
 from specdec.bench.reach.steady import Case, measure_steadiness
 from specdec.bench.reach.ways import Plain, Proxied, Rooms, Way
 from specdec.bench.reach.wire import Slots, measure_wire
@@ -204,6 +204,13 @@ def test_cores_that_are_not_there_are_refused() -> None:
     with pytest.raises(ConfigError, match="cores: this process may not use 999999") as error:
         two_cores([0, 999_999])
     assert error.value.field == "cores"
+
+
+def test_secrets_of_other_servers_reach_no_engine_of_the_benchmark() -> None:
+    around = {"SPECDEC_REACH_SECRET": "of others", "SPECDEC_API_KEY": "of others", "PATH": "/bin"}
+    plain, lent = surroundings({}, around), surroundings({"SPECDEC_REACH_SECRET": "own"}, around)
+    assert "of others" not in {*plain.values(), *lent.values()}
+    assert lent["SPECDEC_REACH_SECRET"] == "own" and plain["PATH"] == "/bin"
 
 
 def test_a_prompt_lies_behind_the_slab_that_is_set_aside() -> None:
