@@ -25,7 +25,7 @@ COMMON = frozenset(
         *("device", "dtype", "draft", "num_steps", "topk", "num_draft_tokens"),
         *("memory_bytes", "max_running", "max_model_len", "prefix_cache"),
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", "seed", "n"),
-        *("host", "port", "served_model_name", "api_key", "allowed_origins"),
+        *("host", "port", "served_model_name", "api_key", "allowed_origins", "role"),
         *("replicas", "replicas_file", "replicas_dns", "prefill", "decode", "pd_protocol"),
     }
 )
