@@ -194,9 +194,9 @@ class Peers(Generic[P]):
         ask = Ask(
             engine=hold.pair.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
         )
-        path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
+        path, kind = (f"{hold.path}/open", "lease") if room is None else (f"/reach/rooms/{room}", "room")
         try:
-            opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S)
+            opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
                 raise Refusal("garbled", f"{hold.pair.at} has answered for another prompt.")
         except Refusal as refusal:
@@ -382,7 +382,7 @@ class Peers(Generic[P]):
             part = holds[start : start + MOST_BEATS]
             leases = [hold.lease for hold in part if hold.lease]
             beat = Beat(engine=part[0].pair.engine, leases=leases)
-            live = set((await self._calls.post(link.at, "/reach/beat", beat, Live, beat=True)).leases)
+            live = set((await self._calls.post(link.at, "/reach/beat", beat, Live, kind="beat")).leases)
             self.figures.beats += 1
             for hold in part:
                 if hold.lease in leases and hold.lease not in live:
