@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from specdec.errors import SpecdecError
 from specdec.reach.allowed import Allowed, Endpoint
-from specdec.reach.calls import CALL_S, WAITING_S, Calls
+from specdec.reach.calls import CALL_S, WAITING_S, Calls, Kind
 from specdec.reach.messages import (
     MOST_BEATS,
     Agents,
@@ -194,7 +194,8 @@ class Peers(Generic[P]):
         ask = Ask(
             engine=hold.pair.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
         )
-        path, kind = (f"{hold.path}/open", "lease") if room is None else (f"/reach/rooms/{room}", "room")
+        path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
+        kind: Kind = "lease" if room is None else "room"
         try:
             opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
