@@ -201,14 +201,33 @@ def test_a_reader_that_preempts_lends_the_same(folder: Path) -> None:
         assert reader.stats().preemptions >= len(PROMPTS) - 1
 
 
-def preempt_readers(engine: SpecEngine) -> None:
-    """Take the memory of whatever lends once, after its first chunk."""
+def test_a_prompt_that_is_preempted_does_not_wait_for_what_it_lends_itself(folder: Path) -> None:
+    """Its memory holds one prompt: what was lent of it before is in the way of reading it anew."""
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (one,):
+        layout = one.model.settings.layout
+    length = len(PROMPTS[0]) + 1
+    memory = memory_for(layout, sequences=1, blocks=layout.blocks_for(length))
+    with engines(folder, 1, {**fields, "memory_bytes": memory, "max_model_len": length}) as (engine,):
+        preempt_readers(engine, after=64)
+        ready: list[int] = []
+        prepared = engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1))
+        loan = engine.transfers.lend(prepared, lambda lent: ready.append(lent.ready))
+        lent = loan.done.result(60)
+        assert engine.stats().preemptions == 1
+        assert ready[-1] == len(PROMPTS[0]) - 1 and sorted(ready) != ready
+        assert lent.intact and len(lent.blocks) == layout.blocks_for(lent.length)
+        loan.give_back()
+
+
+def preempt_readers(engine: SpecEngine, after: int = 1) -> None:
+    """Take the memory of whatever lends once, when it has read so much."""
     scheduler = engine.model.loop.scheduler
     schedule = scheduler.schedule
 
     def preempt_and_schedule() -> StepPlan:
         for request in reversed(scheduler.running):
-            if request.preemptions == 0 and request.num_computed_tokens > 0:
+            if request.preemptions == 0 and request.num_computed_tokens >= after:
                 scheduler.preempt(request)
         return schedule()
 
