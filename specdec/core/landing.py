@@ -74,6 +74,7 @@ class Landings:
         self.rates = Rates()
         """How fast prompts are fetched; how fast they are read is the cache's to know."""
         self.waiting: deque[tuple[Tenant, Ids, Future[Landing | None]]] = deque()
+        self.is_closed = False
 
     def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[Landing | None]") -> None:
         """Take memory for a prompt's beginning as soon as it is there; None: it is not worth fetching.
@@ -81,7 +82,10 @@ class Landings:
         Until then the future can be cancelled.
         """
         self.waiting.append((tenant, as_ids(ids), found))
-        self.advance()
+        if self.is_closed:
+            self.close()
+        else:
+            self.advance()
 
     def advance(self) -> None:
         """Give memory to those that wait for it, in order."""
@@ -123,7 +127,8 @@ class Landings:
         return self.live
 
     def close(self) -> None:
-        """Let nothing wait any more."""
+        """Let nothing wait any more, of what is begun later too."""
+        self.is_closed = True
         while self.waiting:
             *_, found = self.waiting.popleft()
             if found.set_running_or_notify_cancel():

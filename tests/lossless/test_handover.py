@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from specdec.errors import ConfigError, EngineError
 from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from specdec.state_slots.arena import Arena
+from specdec.state_slots.prefix.cache import PrefixCache
 from tests.lossless.cases import SHAPES, memory_for
 from tests.lossless.covering import covering
 from tests.lossless.handover import Copy, hand_over
@@ -367,6 +368,35 @@ def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:
         took = third.result(60)
         assert took
         engine.transfers.drop(took).result(60)
+
+
+def test_no_landing_waits_for_an_engine_that_ends(folder: Path) -> None:
+    """One that begins while the thread ends has missed what tells the others."""
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        engine.model.loop.close()
+        assert engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60) is None
+
+
+def test_no_landing_waits_for_an_engine_that_hangs(folder: Path) -> None:
+    hangs, go_on = Event(), Event()
+
+    def hang(_: PrefixCache) -> bool:
+        hangs.set()
+        return go_on.wait(60)
+
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        hanging = engine.transfers.look(hang)
+        assert hangs.wait(60)
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[1], SamplingParams(max_tokens=1)))
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        engine.abandon("it hangs")
+        with pytest.raises(EngineError, match="hangs"):
+            found.result(60)
+        with pytest.raises(EngineError, match="hangs"):
+            loan.done.result(60)
+        loan.give_back()
+        go_on.set()
+        assert hanging.result(60)
 
 
 def test_requests_wait_for_what_is_lent_and_are_not_refused(folder: Path) -> None:
