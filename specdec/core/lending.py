@@ -89,7 +89,7 @@ class Lending:
             self.arena.release_owner(lent)
 
     def withdraw(self, lent: Lent) -> None:
-        """Let go of what a request lends that is preempted: its memory is wanted, and it reads all of it anew."""
+        """Let go of what a request lends that is preempted: its memory is wanted, and read anew."""
         if lent in self.lent:
             self.lent.remove(lent)
             self.arena.release_owner(lent)

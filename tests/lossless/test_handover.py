@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -435,6 +436,29 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
                 landing = wait.result(60)
                 assert landing
                 engine.transfers.drop(landing).result(60)
+
+
+@pytest.mark.parametrize(("arrived_s", "count", "begins"), [(-1.0, 1, False), (float("inf"), 8, True)])
+def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
+    folder: Path, arrived_s: float, count: int, begins: bool
+) -> None:
+    """Else either might wait for as long as others of the other kind come."""
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        landings = engine.model.loop.scheduler.landings
+        assert landings
+        others = [SimpleNamespace(arrived_s=arrived_s) for _ in range(count)]
+        scheduler, landings.requests = (
+            landings.requests,
+            SimpleNamespace(max_running=4, running=[], waiting=others),
+        )
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        engine.transfers.look(lambda _: None).result(60)
+        assert found.done() == begins
+        landings.requests = scheduler
+        engine.transfers.look(lambda _: landings.advance()).result(60)
+        landing = found.result(60)
+        assert landing
+        engine.transfers.drop(landing).result(60)
 
 
 def test_an_engine_that_others_write_into_does_not_rest(folder: Path) -> None:
