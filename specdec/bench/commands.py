@@ -8,7 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from specdec.bench.acceptance.prompts import choose
-from specdec.bench.options import LLAMA_CPP, KernelOptions, ModelOptions, ServeOptions, ThroughputOptions
+from specdec.bench.options import (
+    LLAMA_CPP,
+    KernelOptions,
+    ModelOptions,
+    ReachOptions,
+    ServeOptions,
+    ThroughputOptions,
+)
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_options, add_settings, settings_from
 from specdec.errors import ConfigError
@@ -115,6 +122,24 @@ def _serve(args: argparse.Namespace) -> Run:
 
     prompts = choose(options.prompts, options.category, options.limit)
     return partial(run, options, prompts, secret(options.api_key_env), out)
+
+
+def add_reach(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the benchmark of prefill apart from decode."""
+    parser.set_defaults(command=_reach)
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=GIVEN)
+    add_options(parser, ReachOptions, without={"model", "seed"})
+    add_out(parser)
+    add_settings(parser, EngineConfig, title="engine")
+
+
+def _reach(args: argparse.Namespace) -> Run:
+    options, config = settings_from(args, ReachOptions), settings_from(args, EngineConfig)
+    out = out_file(args)
+    find_models(options.model, config)  # or refuse them
+    from specdec.bench.reach.run import run
+
+    return partial(run, options, config, out)
 
 
 def secret(name: str | None) -> str | None:

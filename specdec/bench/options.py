@@ -133,6 +133,40 @@ class ServeOptions(PromptOptions):
     timeout: float = seconds(600.0, "of a request")
 
 
+ReachPart = Literal["wire", "serve", "steady", "drafts"]
+
+
+class ReachOptions(Settings):
+    """What `specdec bench reach` measures; engines have one core and one thread each."""
+
+    model: str = "tiny"
+    only: list[ReachPart] = Field(
+        ["wire", "serve", "steady", "drafts"],
+        min_length=1,
+        title="measure these alone, with commas",
+        description="wire, serve, steady or drafts, with commas",
+    )
+    shape: str | None = text(None, "wire: the layout of a named size (default: MODEL's)")
+    prompt_tokens: int = number(1024, "tokens of a prompt", least=65)
+    max_tokens: int = number(64, "of an answer", least=2)
+    requests: int = number(24, "of each way in each round")
+    rate: float = Field(
+        1.5, gt=0, title="arrivals per second by chance, the same of each way", description="a number above 0"
+    )
+    rounds: int = number(3, "counted rounds, the ways in turn")
+    writers: int = number(2, "steady: answers under way while prompts come")
+    long_tokens: int = number(4000, "steady: tokens of those prompts", least=65)
+    cores: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        title="of two engines that work at a time, as in 0,1 (default: the first two that there are)",
+        description="two numbers of cores",
+    )
+    seed: int | None = None
+    """The engine's own, of prompts, arrivals and sampling too."""
+
+
 class TopOptions(Settings):
     """What `specdec top` watches."""
 

@@ -56,6 +56,7 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "kernels": ("each operation: checked, then timed beside its bytes", "bench.commands:add_kernels"),
         "model": ("the bytes of a step and the speed they allow, computed", "bench.commands:add_model"),
         "prefix": ("what prefixes that are kept save, simulated or timed", "bench.prefix.command:add_prefix"),
+        "reach": ("prefill apart from decode: the wire, latencies, steadiness", "bench.commands:add_reach"),
         "serve": ("a running server: latencies, speed, what its drafts earn", "bench.commands:add_serve"),
     }
 )

@@ -89,6 +89,10 @@ class Transfers:
             self._worker.submit([request])
         return loan
 
+    def cached(self, prepared: Prepared) -> "Future[int]":
+        """Count the tokens at a prompt's beginning that `lend` would find cached now."""
+        return self._worker.between_steps(lambda: self._cached(prepared))
+
     def begin_landing(self, ids: Sequence[int], tenant: Tenant) -> "Future[Landing | None]":
         """Take memory for a prompt's beginning that another engine has read; None: it is not worth fetching.
 
@@ -125,6 +129,12 @@ class Transfers:
     def drop(self, landing: Landing) -> "Future[None]":
         """Give a landing's memory back, into which nothing writes any more."""
         return self._worker.between_steps(lambda: self._landings().drop(landing))
+
+    def _cached(self, prepared: Prepared) -> int:
+        cache = self._landings().cache
+        lease = cache.lease(prepared.ids, prepared.terms.tenant)
+        cache.leave(lease)
+        return lease.length
 
     def _lending(self) -> Lending:
         if self._model.loop.lending is None:

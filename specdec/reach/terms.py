@@ -109,6 +109,8 @@ class LeaseReference:
     engine: str
     lease: str
     mac: str
+    tokens: int | None = None
+    """At the prompt's beginning, which it covers; None: all but the last one."""
 
 
 @dataclass(frozen=True, slots=True)

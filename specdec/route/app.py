@@ -158,7 +158,7 @@ async def _others(asked: Asked) -> web.StreamResponse:
     with state.under_way():
         sent = await _sent(asked)
         read_s = time.perf_counter()
-        prompt = await _look_at(sent, request)
+        prompt = await _look_at(sent, asked)
         call = Call(state, request, asked.number, prompt, sent, read_s)
         if is_worth_it(call):
             return await pass_on_apart(call)
@@ -178,9 +178,10 @@ async def _sent(asked: Asked) -> Sent:
     return Sent(request.method, request.rel_url.raw_path_qs, headers, await request.read())
 
 
-async def _look_at(sent: Sent, request: web.Request) -> Prompt:
+async def _look_at(sent: Sent, asked: Asked) -> Prompt:
     if not sent.body:
         return Prompt()
+    headers = asked.request.headers
     if len(sent.body) <= LARGE:
-        return look_at(sent.body, request.headers)
-    return await asyncio.to_thread(look_at, sent.body, request.headers)
+        return look_at(sent.body, headers)
+    return await asked.state.large.do(partial(look_at, sent.body, headers), asked.request.remote or "")

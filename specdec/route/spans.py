@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 SPACE = re.compile(rb"[ \t\r\n]*")
-STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 SCALAR = re.compile(rb"[^\s,\]}\[{\":]+")
-MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
-"""What ends or begins something within a value; what a string holds is none of it."""
+MARK = re.compile(rb'"[^"\\]{0,256}"|["{}\[\]]')
+"""What ends or begins something within a value, or a short string."""
+TEXT = re.compile(rb'(?:[^"\\]+|\\.)*', re.DOTALL)
+"""What may stand in a string."""
+PART = 1 << 16
+"""Bytes of a string that are looked at in one go: a pattern lets nothing else run until it is done."""
 
 Span = tuple[int, int]
 
@@ -24,12 +27,12 @@ def fields_of(body: bytes) -> dict[str, Span]:
     if body[at:].strip() == b"}":
         return found
     while True:
-        name = STRING.match(body, at)
-        if name is None:
+        if body[at : at + 1] != b'"':
             raise ValueError("a field's name is missing")
-        start = _after(body, name.end(), b":")
+        name_end = _end_of_string(body, at)
+        start = _after(body, name_end, b":")
         end = _end_of_value(body, start)
-        found[json.loads(name[0])] = start, end
+        found[json.loads(body[at:name_end])] = start, end
         at = _skip(body, end)
         if body[at : at + 1] == b"}":
             if _skip(body, at + 1) != len(body):
@@ -77,18 +80,39 @@ def _after(body: bytes, at: int, sign: bytes) -> int:
 
 
 def _end_of_value(body: bytes, at: int) -> int:
-    if body[at : at + 1] not in (b"{", b"["):
-        found = STRING.match(body, at) or SCALAR.match(body, at)
+    sign = body[at : at + 1]
+    if sign == b'"':
+        return _end_of_string(body, at)
+    if sign not in (b"{", b"["):
+        found = SCALAR.match(body, at)
         if found is None:
             raise ValueError("a value is missing")
         return found.end()
     depth = 0
-    for mark in MARK.finditer(body, at):
-        sign = body[mark.start()]
-        if sign in b"{[":
-            depth += 1
-        elif sign in b"}]":
-            depth -= 1
-            if not depth:
-                return mark.end()
-    raise ValueError("a value does not end")
+    while True:
+        for mark in MARK.finditer(body, at):
+            sign = mark[0]
+            if sign == b'"':
+                at = _end_of_string(body, mark.start())
+                break
+            if sign[0] in b"{[":
+                depth += 1
+            elif sign[0] in b"}]":
+                depth -= 1
+                if not depth:
+                    return mark.end()
+        else:
+            raise ValueError("a value does not end")
+
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """Return what follows a string that begins here; a long one is looked through in parts."""
+    at += 1
+    while True:
+        found = TEXT.match(body, at, at + PART)
+        assert found, "the pattern takes nothing too"
+        if body[found.end() : found.end() + 1] == b'"':
+            return found.end() + 1
+        if found.end() == at:
+            raise ValueError("a string does not end")
+        at = found.end()

@@ -14,6 +14,7 @@ from specdec.route.settings import RouteConfig
 from specdec.route.upstream import Upstream
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure
+from specdec.server.threads import Pool
 
 SOON = {"Retry-After": "1"}
 STOPPING = {"Retry-After": "10"}
@@ -28,6 +29,8 @@ class State:
         self.config, self.fleet = config, Fleet(addresses)
         self.metrics, self.upstream = RouteMetrics(self.fleet), upstream
         self.connections = Connections(config.max_connections, config.idle_timeout, files=3)
+        self.large = Pool("looking", config.max_requests)
+        """Threads that look at large bodies, by turns of their clients."""
         self.draining = False
         self.tasks: set[asyncio.Task[object]] = set()
         """Requests under way."""

@@ -19,7 +19,7 @@ from specdec.server.failures import SAME, Failure, Names, chained, naming, renam
 from specdec.server.fields import MAX_TOKENS
 from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.metrics import Watch
-from specdec.server.reach.bodies import Asked, Fetch, Lend
+from specdec.server.reach.bodies import Asked, Lend
 from specdec.server.reach.lending import Lending, lending_params
 from specdec.server.state import Served, State, worked
 from specdec.server.streams import EventStream, send_whole
@@ -171,8 +171,8 @@ def _heard(state: State, asked: Asked | None) -> AbstractContextManager[None]:
 
 
 async def _fetch(state: State, prepared: Sequence[Prepared], asked: Asked | None) -> None:
-    """Fetch prompts that another server has read, if it is asked: they are then cached prefixes here."""
-    if isinstance(asked, Fetch):
+    """Fetch what another server has of prompts, if it is asked: that is then a cached prefix here."""
+    if asked is not None:
         assert state.reach
         await state.reach.fetch(prepared, asked)
 
@@ -196,7 +196,7 @@ async def _answer(
     if isinstance(asked, Lend):
         assert state.reach
         assert isinstance(writer, Chunks), "other APIs say nothing of this"
-        answers = Lending(state.reach.lender, prepared, asked.rooms, until, writer)
+        answers = Lending(state.reach.lender, prepared, asked, until, writer)
     else:
         answers = Answers(
             served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -90,6 +91,15 @@ def test_equal_prompts_go_to_one_replica_and_others_are_spread() -> None:
         assert one.url == other.url, "two routers without shared state agree"
         counts[one.url] += 1
     assert len(counts) == 4 and min(counts.values()) > 60
+
+
+@pytest.mark.parametrize("seconds", [0.002, 5.0])
+def test_a_replica_that_was_never_measured_is_as_fast_as_the_others(seconds: float) -> None:
+    fleet = fleet_of(2)
+    for _ in range(3):
+        fleet.replicas[0].measured.add(30.0, seconds, time.monotonic())
+    lines = fleet.lines(fleet.replicas)
+    assert lines[1].at(30) == pytest.approx(lines[0].at(30), rel=0.04), "else it might never be measured"
 
 
 def test_a_replica_that_is_faster_is_asked_more() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.route.spans import fields_of, value_of, with_fields
+from specdec.route.spans import PART, fields_of, value_of, with_fields
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -76,3 +76,21 @@ def test_of_equal_fields_the_last_counts() -> None:
 def test_what_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"missing|does not end|follows|Invalid"):
         fields_of(body)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 257, *range(PART - 4, PART + 4), 3 * PART])
+def test_long_strings_end_where_they_end(length: int, nested: bool) -> None:
+    for text in (
+        "a" * length + '"',
+        "a" * length + "\\",
+        "a" * length + '\\"]}',
+        '"' * (length // 2),
+        "\\" * length,
+    ):
+        found = {"p": [{"q": text, "r": "}"}] if nested else text, "model": "m"}
+        body = json.dumps(found).encode()
+        fields = fields_of(body)
+        assert {name: value_of(body, fields, name) for name in fields} == found
+        with pytest.raises(ValueError, match=r"does not end|missing"):
+            fields_of(body[: body.index(b"model") - 4])

@@ -117,9 +117,9 @@ class Live:
         except urllib.error.HTTPError as error:
             return Answer(error.code, dict(error.headers), error.read())
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, **headers: str) -> dict[str, float]:
         """Read the figures: each with its labels as its name."""
-        lines = self.ask("/metrics").data.decode().splitlines()
+        lines = self.ask("/metrics", **headers).data.decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 

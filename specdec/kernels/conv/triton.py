@@ -151,7 +151,8 @@ def known(
     A pointer is None where there is no path, or no token.
     """
     # Masked sums rather than a chosen address: the three kinds of load wait for nothing but their own.
-    there = window + n[:, None] + c[None, :] * INPUTS
+    # In 32 bits, where a sum of 64 would outgrow the registers.
+    there = window + (n.to(tl.int32)[:, None] + c[None, :] * INPUTS)
     own = tl.load(there, mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
     if path_slab is not None:
         on = (n >= INPUTS) & (n < INPUTS + length)

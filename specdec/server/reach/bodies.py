@@ -21,14 +21,22 @@ class LeaseTerms(BaseModel):
 
     lease: Name
     mac: Name
+    tokens: Annotated[StrictInt, Field(ge=1)] | None = Field(
+        None, description="at the prompt's beginning that were lent; null: all but the last one"
+    )
 
 
 class SignedLeases(BaseModel):
     """specdec's own part of `kv_transfer_params`."""
 
     v: StrictInt
-    leases: list[LeaseTerms | None] = Field(description="one for each prompt; null where nothing was lent")
+    leases: list[LeaseTerms | None] | None = Field(
+        None, description="one for each prompt; null where nothing was lent"
+    )
     expires_in: float | None = None
+    cached_only: StrictBool | None = Field(
+        None, description="of what is to be lent, lend what is cached, and read nothing"
+    )
 
 
 class TransferParams(BaseModel):
@@ -61,19 +69,23 @@ class Bootstrap(NamedTuple):
     room: int
 
 
-class Lend(NamedTuple):
-    """Read the prompts for another server."""
-
-    rooms: tuple[int, ...] | None
-    """Where that server asks for them, one for each prompt; None: by what this one answers."""
-
-
 class Fetch(NamedTuple):
     """Fetch the prompts from another server, and write."""
 
     params: TransferParams | None
     rooms: tuple[Bootstrap, ...]
     """One for each prompt, where there are no `params`."""
+
+
+class Lend(NamedTuple):
+    """Read the prompts for another server."""
+
+    rooms: tuple[int, ...] | None
+    """Where that server asks for them, one for each prompt; None: by what this one answers."""
+    fetch: Fetch | None = None
+    """How to come by their beginnings, which that server has."""
+    cached_only: bool = False
+    """Read nothing: lend what is cached of them."""
 
 
 Asked = Lend | Fetch
@@ -125,23 +137,32 @@ def _by_rooms(rooms: Sequence[Bootstrap], role: Role) -> Asked:
 
 def _by_params(params: TransferParams, role: Role) -> Asked | None:
     lends, fetches = bool(params.do_remote_decode), bool(params.do_remote_prefill)
-    if lends and fetches:
+    own = params.specdec
+    cached_only = bool(own and own.cached_only)
+    if cached_only and (fetches or not lends):
         raise Failure(
             400,
-            "kv_transfer_params.do_remote_prefill: do_remote_decode is true too; set one of them to false.",
+            "kv_transfer_params.specdec.cached_only: it says what is lent where nothing is read; set "
+            "do_remote_decode to true and do_remote_prefill to false, or leave it out.",
+            param="kv_transfer_params",
+        )
+    if fetches and own and own.leases is None:
+        raise Failure(
+            400,
+            "kv_transfer_params.specdec.leases: it is missing; hand on what the server that lends has "
+            "answered.",
             param="kv_transfer_params",
         )
     if (lends and role == "decode") or (fetches and role == "prefill"):
-        name, does = ("do_remote_decode", "lends") if lends else ("do_remote_prefill", "fetches")
+        name, does = ("do_remote_decode", "lends") if role == "decode" else ("do_remote_prefill", "fetches")
         raise Failure(
             400,
             f"kv_transfer_params.{name}: this server's role is {role}, so it {does} no prompts; send the "
             "request to another one, or start this one with --role both.",
             param="kv_transfer_params",
         )
-    if lends:
-        return Lend(None)
-    return Fetch(params, ()) if fetches else None
+    fetch = Fetch(params, ()) if fetches else None
+    return Lend(None, fetch, cached_only) if lends else fetch
 
 
 def each_of(field: str, given: Any, prompts: int, n: int) -> list[Any]:

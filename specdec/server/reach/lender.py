@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from specdec.core.landing import WORTH_FETCHING
 from specdec.core.lending import Lent
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
@@ -60,31 +61,49 @@ class Lender:
 
         They begin together, once what is held for others leaves room: none waits while it holds another.
         """
-        prompts = [Prompt.of(own.ids[:-1], own.params.cache_salt or "") for own in prepared]
-        needed = [self._transfers.arena.layout.sequence_bytes(own.length) for own in prompts]
-        if sum(needed) > self._most_bytes:
+        needed = sum(map(self._bytes_of, prepared))
+        if needed > self._most_bytes:
             raise Failure(
                 503,
-                f"prompt: to hold it for another server takes {sum(needed):,} bytes, of at most "
+                f"prompt: to hold it for another server takes {needed:,} bytes, of at most "
                 f"{self._most_bytes:,}; send fewer or shorter ones, or raise memory_bytes.",
                 param="prompt",
                 code="capacity",
             )
         async with self._turn:
-            while self.book.figures.held_bytes + sum(needed) > self._most_bytes:
+            while not self._has_room(needed):
                 await asyncio.sleep(POLL_S)
-        places: Sequence[int | None] = rooms or [None] * len(prompts)
+        return self._begin(prepared, rooms)
+
+    async def lend_cached(self, prepared: Sequence[Prepared]) -> list[Loaned]:
+        """Lend what is cached of prompts, where that is worth fetching: nothing is read or waited for."""
+        cached = [asyncio.wrap_future(self._transfers.cached(own)) for own in prepared]
+        lengths = [length if length >= WORTH_FETCHING else 0 for length in await asyncio.gather(*cached)]
+        known = [_begun(own, length) for own, length in zip(prepared, lengths, strict=True)]
+        if self._turn.locked() or not self._has_room(sum(map(self._bytes_of, known))):
+            known = [_begun(own, 0) for own in prepared]
+        return self._begin(known)
+
+    def _bytes_of(self, prepared: Prepared) -> int:
+        return self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.book.figures.held_bytes + num_bytes <= self._most_bytes
+
+    def _begin(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None = None) -> list[Loaned]:
+        places: Sequence[int | None] = rooms or [None] * len(prepared)
         loaned: list[Loaned] = []
         try:
-            for own, prompt, num_bytes, room in zip(prepared, prompts, needed, places, strict=True):
-                loaned.append(self._lend(own, prompt, num_bytes, room))
+            for own, room in zip(prepared, places, strict=True):
+                loaned.append(self._lend(own, room))
         except BaseException:
             for begun in loaned:
                 begun.give_up()
             raise
         return loaned
 
-    def _lend(self, prepared: Prepared, prompt: Prompt, num_bytes: int, room: int | None) -> Loaned:
+    def _lend(self, prepared: Prepared, room: int | None) -> Loaned:
+        prompt = Prompt.of(prepared.ids[:-1], prepared.params.cache_salt or "")
         if not prompt.length:
             self.refuse([room])
             return Loaned(self.book, prepared)
@@ -95,7 +114,7 @@ class Lender:
             return loans[0]
 
         with refusing():
-            lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room)
+            lease = self.book.lend(submit, prompt, num_bytes=self._bytes_of(prepared), room=room)
         return Loaned(self.book, prepared, lease, loans[0])
 
     def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
@@ -119,9 +138,9 @@ class Lender:
             },
         }
 
-    def _signed(self, lease: Lease) -> dict[str, str]:
+    def _signed(self, lease: Lease) -> dict[str, Any]:
         mac = self._secret.sign(self.book.engine, lease.id, lease.prompt)
-        return {"lease": lease.id, "mac": mac}
+        return {"lease": lease.id, "mac": mac, "tokens": lease.prompt.length}
 
     def refuse(self, rooms: Sequence[int | None]) -> None:
         """Let whoever waits in a room know at once that nothing will be in it."""
@@ -138,6 +157,11 @@ class Lender:
             if isinstance(asked, Lend):
                 self.refuse(asked.rooms or ())
             raise
+
+
+def _begun(prepared: Prepared, length: int) -> Prepared:
+    """Return a prompt of which so many tokens are lent: all but the last one."""
+    return prepared._replace(ids=prepared.ids[: length + 1])
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from specdec.server.answers import Deadline, Said
 from specdec.server.bodies import Body
 from specdec.server.chunks import Chunks
 from specdec.server.failures import Failure
+from specdec.server.reach.bodies import Lend
 from specdec.server.reach.lender import Lender, Loaned
 
 
@@ -26,11 +27,11 @@ class Lending:
         self,
         lender: Lender,
         prepared: Sequence[Prepared],
-        rooms: Sequence[int] | None,
+        asked: Lend,
         until: Deadline,
         writer: Chunks,
     ) -> None:
-        self._lender, self._prepared, self._rooms = lender, prepared, rooms
+        self._lender, self._prepared, self._asked = lender, prepared, asked
         self._until, self._writer = until, writer
         self._loaned: list[Loaned] = []
         self.is_over = False
@@ -51,12 +52,17 @@ class Lending:
     async def __aiter__(self) -> AsyncIterator[Said]:
         """Say of each prompt, once it has been read, that it has; at the end, by what it is fetched."""
         async with self._until.held():
-            self._loaned = await self._lender.lend(self._prepared, self._rooms)
+            self._loaned = await self._lend()
         for choice, loaned in enumerate(self._loaned):
             async with self._until.held():
                 stats = await loaned.read()
             delta = Delta("", (), finish_reason="length", stats=stats)
             yield Said(choice, delta, ((time.perf_counter(), 0),))
         self.is_over = True
-        if self._rooms is None:
+        if self._asked.rooms is None:
             self._writer.tell({"kv_transfer_params": self._lender.told(self._loaned)})
+
+    async def _lend(self) -> list[Loaned]:
+        if self._asked.cached_only:
+            return await self._lender.lend_cached(self._prepared)
+        return await self._lender.lend(self._prepared, self._asked.rooms)

@@ -20,7 +20,7 @@ from specdec.reach.nixl import Nixl
 from specdec.reach.peers import Peers
 from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import VERSION, Fetch
+from specdec.server.reach.bodies import VERSION, Asked, Fetch, Lend
 from specdec.server.reach.lender import Lender
 from specdec.server.reach.role import Part
 from specdec.server.settings import Role, ServerConfig
@@ -68,12 +68,18 @@ class Reach:
     def fetched(self) -> FetchFigures:
         return self._fetcher.figures
 
-    async def fetch(self, prepared: Sequence[Prepared], asked: Fetch) -> None:
-        """Fetch what another server has read; what cannot be had is read here as ever, unless that fails."""
-        references = references_of(asked, len(prepared))
+    async def fetch(self, prepared: Sequence[Prepared], asked: Asked) -> None:
+        """Fetch what another server has; what cannot be had is read here as ever, unless that fails.
+
+        A server that is to lend reads it in any case: that is what it is asked for.
+        """
+        fetch = asked.fetch if isinstance(asked, Lend) else asked
+        if fetch is None:
+            return
+        references = references_of(fetch, len(prepared))
         found = await asyncio.gather(*map(self._fetch, prepared, references))
         lost = [why for why in found if why not in UNLOST]
-        if lost and self._config.reach_on_failure == "fail":
+        if lost and fetch is asked and self._config.reach_on_failure == "fail":
             raise Failure(
                 503,
                 f"The prompt could not be fetched from the server that has read it ({lost[0]}).",
@@ -83,7 +89,7 @@ class Reach:
 
     async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
         """Fetch one prompt, and tell what became of it."""
-        ids, tenant = prepared.ids, prepared.terms.tenant
+        ids, tenant = covered(prepared.ids, reference), prepared.terms.tenant
         if len(ids) == 1:
             return "not_needed"
         is_scored = prepared.params.prompt_logprobs is not None
@@ -158,11 +164,15 @@ def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
         ]
     params, signed = asked.params, asked.params.specdec
     host, port, engine = params.remote_host, params.remote_port, params.remote_engine_id
-    if (
-        signed is None
-        or signed.v != VERSION
-        or len(signed.leases) != prompts
-        or not (host and port and engine)
-    ):
+    leases = signed.leases if signed and signed.v == VERSION else None
+    if leases is None or len(leases) != prompts or not (host and port and engine):
         return [None] * prompts
-    return [LeaseReference(host, port, engine, own.lease, own.mac) if own else None for own in signed.leases]
+    return [
+        LeaseReference(host, port, engine, own.lease, own.mac, own.tokens) if own else None for own in leases
+    ]
+
+
+def covered(ids: Sequence[int], reference: Reference | None) -> Sequence[int]:
+    """Return the prompt of which a reference is said to cover all tokens but the last one."""
+    tokens = reference.tokens if isinstance(reference, LeaseReference) else None
+    return ids if tokens is None else ids[: tokens + 1]

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from specdec.reach.terms import LeaseReference
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import MOST_ROOM, Bootstrap, Fetch, Lend
 from specdec.server.reach.lending import lending_params
+from specdec.server.reach.reach import covered, references_of
 from tests.server.reach.proxies import PROXIES, Proxy, sglang
 
 PROMPT: dict[str, Any] = {"prompt": "x"}
@@ -22,7 +24,9 @@ SAMPLING: dict[str, Any] = {
     "seed": 1,
     "stop": ".",
 }
-TOLD = {
+LEASE = {"lease": "1" * 32, "mac": "2" * 64}
+CACHED: dict[str, Any] = {"do_remote_decode": True, "specdec": {"v": 1, "cached_only": True}}
+TOLD: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_engine_id": "0" * 32,
@@ -33,7 +37,7 @@ TOLD = {
     "tp_size": 1,
     "remote_num_tokens": 4,
     "transfer_mode": "pull",
-    "specdec": {"v": 1, "leases": [{"lease": "1" * 32, "mac": "2" * 64}], "expires_in": 30.0},
+    "specdec": {"v": 1, "leases": [LEASE], "expires_in": 30.0},
 }
 
 
@@ -77,6 +81,24 @@ def test_sglangs_body_makes_a_server_what_its_role_is(kind: type[Body], least: d
     assert read(kind, fields).asked("decode") == Fetch(None, (Bootstrap("127.0.0.1", 5600, MOST_ROOM),))
 
 
+@pytest.mark.parametrize("role", ["prefill", "both"])
+def test_what_is_cached_may_be_lent_alone(role: Any) -> None:
+    assert read(CompletionBody, PROMPT | {"kv_transfer_params": CACHED}).asked(role) == Lend(
+        None, cached_only=True
+    )
+
+
+def test_what_another_server_has_may_be_fetched_before_the_rest_is_lent() -> None:
+    fields = TOLD | {"do_remote_decode": True, "specdec": {"v": 1, "leases": [LEASE | {"tokens": 9}, None]}}
+    asked = read(CompletionBody, PROMPT | {"kv_transfer_params": fields}).asked("both")
+    assert isinstance(asked, Lend) and asked.fetch and not asked.cached_only
+    (reference, nothing) = references_of(asked.fetch, 2)
+    assert nothing is None
+    assert reference == LeaseReference("127.0.0.1", 5600, "0" * 32, "1" * 32, "2" * 64, 9)
+    assert list(covered(range(20), reference)) == list(range(10)), "and the one behind them, which is read"
+    assert list(covered(range(5), reference)) == list(range(5)), "which has another hash"
+
+
 def test_several_prompts_have_a_room_each() -> None:
     fields = {
         "prompt": ["x", "y"],
@@ -109,8 +131,40 @@ def test_choices_of_a_prompt_may_have_rooms_too() -> None:
         ({"kv_transfer_params": {"do_remote_decode": True}}, "decode", "kv_transfer_params.do_remote_decode"),
         (
             {"kv_transfer_params": TOLD | {"do_remote_decode": True}},
-            "both",
+            "prefill",
             "kv_transfer_params.do_remote_prefill",
+        ),
+        (
+            {"kv_transfer_params": TOLD | {"do_remote_decode": True}},
+            "decode",
+            "kv_transfer_params.do_remote_decode",
+        ),
+        ({"kv_transfer_params": CACHED}, "decode", "kv_transfer_params.do_remote_decode"),
+        ({"kv_transfer_params": CACHED}, None, "kv_transfer_params"),
+        (
+            {"kv_transfer_params": TOLD | {"specdec": TOLD["specdec"] | {"cached_only": True}}},
+            "both",
+            "kv_transfer_params.specdec.cached_only",
+        ),
+        (
+            {"kv_transfer_params": CACHED | {"do_remote_prefill": True}},
+            "both",
+            "kv_transfer_params.specdec.cached_only",
+        ),
+        (
+            {"kv_transfer_params": CACHED | {"do_remote_decode": False}},
+            "both",
+            "kv_transfer_params.specdec.cached_only",
+        ),
+        (
+            {"kv_transfer_params": CACHED | {"specdec": {"v": 1, "cached_only": 1}}},
+            "both",
+            "kv_transfer_params.specdec.cached_only",
+        ),
+        (
+            {"kv_transfer_params": CACHED | {"specdec": {"cached_only": True}}},
+            "both",
+            "kv_transfer_params.specdec.v",
         ),
         ({"kv_transfer_params": TOLD, "bootstrap_room": 1}, "decode", "bootstrap_room"),
         ({"bootstrap_room": 1, "bootstrap_host": "a", "bootstrap_port": 1}, "both", "bootstrap_room"),
@@ -143,6 +197,14 @@ def test_choices_of_a_prompt_may_have_rooms_too() -> None:
             {"kv_transfer_params": TOLD | {"specdec": {"v": 1, "leases": [{"lease": 1, "mac": "x"}]}}},
             "both",
             "kv_transfer_params.specdec.leases.0.lease",
+        ),
+        *(
+            (
+                {"kv_transfer_params": TOLD | {"specdec": {"v": 1, "leases": [LEASE | {"tokens": tokens}]}}},
+                "both",
+                "kv_transfer_params.specdec.leases.0.tokens",
+            )
+            for tokens in (0, -1, True, 1.5, "7")
         ),
     ],
 )

@@ -108,6 +108,17 @@ def test_a_server_may_fail_where_a_prompt_cannot_be_fetched(servers: Servers) ->
         assert answer.status == 200, "nothing of it is to be fetched"
 
 
+def test_a_server_that_is_to_lend_reads_what_it_cannot_fetch(servers: Servers) -> None:
+    path, body = prompt("lends")
+    params = {"do_remote_prefill": True, "do_remote_decode": True}
+    told = servers.strict.ask(path, body | {"kv_transfer_params": params}, **KEY)
+    assert told.status == 200 and told.json["kv_transfer_params"]["specdec"]["leases"][0]
+    before = fetched(servers.writes)
+    sent = body | {"kv_transfer_params": told.json["kv_transfer_params"]}
+    assert texts(servers.writes.ask(path, sent)) == texts(servers.strict.ask(path, body, **KEY))
+    assert fetched(servers.writes) == before + 1
+
+
 def test_a_server_that_is_killed_costs_no_text(servers: Servers) -> None:
     """It held two prompts; one that starts anew at its address holds none of them."""
     asked = [prompt(f"killed {index}") for index in range(4)]

@@ -1,114 +1,152 @@
-"""sglang-router itself in front of two servers."""
+"""The `openai` client through routers that are published: the texts of one server, fetched by the other."""
 
-import os
-import subprocess
-import sys
+import importlib.util
+import itertools
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import openai
 import pytest
 
-from tests.server.live import Live
-from tests.server.reach.pairs import (
-    DRAWN,
-    EXACT,
-    SECRET,
-    TEXT,
-    WAIT_S,
-    chat,
-    completion,
-    fetched,
-    free_port,
-    has_nixl,
-    settles,
-    texts,
-)
+from tests.server.live import Live, total
+from tests.server.reach.pairs import EXACT, WAIT_S, has_nixl
+from tests.server.reach.routers import Pair, authorized, paired, sglang_router, toy_proxy
+
+KEY = "a-key-of-the-tests"
+SALTS = map("salt-{}".format, itertools.count())
+TEXT = "".join(f"class Parser{number}:\n    def parse(self, text):\n" for number in range(12))
 
 pytestmark = has_nixl
-pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
-
-class Router(Live):
-    """sglang-router, asked as a server is."""
-
-    def __init__(self, reads: Live, writes: Live, port: int, log: Path) -> None:
-        own = free_port()
-        self.url, self.log = f"http://127.0.0.1:{own}", log
-        self.tls = None
-        ends = ("--prefill", reads.url, str(port), "--decode", writes.url)
-        self.command = [
-            *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *ends),
-            *("--host", "127.0.0.1", "--port", str(own), "--disable-retries"),
-        ]
-
-    def __enter__(self) -> "Router":
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                self.command, env=os.environ, stdout=log, stderr=subprocess.STDOUT, text=True
-            )
-        until_s = time.monotonic() + WAIT_S
-        while not self.is_ready():
-            assert self.process.poll() is None and time.monotonic() < until_s, self.log.read_text()
-            time.sleep(0.2)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(WAIT_S)
-
-    def is_ready(self) -> bool:
-        """Tell whether it knows both servers."""
-        try:
-            return self.ask("/readiness").status == 200
-        except OSError:
-            return False
+needs_sglang_router = pytest.mark.skipif(
+    not importlib.util.find_spec("sglang_router"), reason="sglang-router is not installed"
+)
+ROUTERS = [
+    pytest.param(sglang_router, marks=needs_sglang_router, id="sglang-router"),
+    pytest.param(toy_proxy, id="toy-proxy"),
+]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Live, Live]]:
-    with ExitStack() as stack:
-        lends = ("--role", "prefill", "--reach-port", "0", "--drain-seconds", "1")
-        reads = stack.enter_context(Live(*EXACT, *lends, env=SECRET))
-        port = reads.ask("/server_info").json["disaggregation_bootstrap_port"]
-        peers = ("--reach-port", "0", "--reach-peers", f"127.0.0.1:{port}")
-        writes = stack.enter_context(Live(*EXACT, "--role", "decode", *peers, env=SECRET))
-        log = tmp_path_factory.mktemp("router") / "log"
-        yield reads, writes, stack.enter_context(Router(reads, writes, port, log))
+def pair() -> Iterator[Pair]:
+    with paired(key=KEY) as pair:
+        yield pair
 
 
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [
-        (completion, {"temperature": 0}),
-        (completion, {**DRAWN, "stream": True}),
-        (completion, {"temperature": 0, "logprobs": 1}),
-        (chat, {"temperature": 0, "logprobs": True, "top_logprobs": 2}),
-        (chat, {**DRAWN, "stream": True}),
-        (chat, {**DRAWN, "n": 2}),
-    ],
-)
-def test_sglang_router_gives_one_servers_texts(
-    servers: tuple[Live, Live, Live], kind: Any, own: dict[str, Any]
-) -> None:
-    reads, writes, router = servers
-    path, body = kind(f"# {kind.__name__} {own}\n{TEXT}", model="tiny", **own)
-    before = fetched(writes)
-    found = texts(router.ask(path, body))
-    assert fetched(writes) == before + 1
-    assert found == texts(reads.ask(path, body)), "who says nothing of rooms is answered as ever"
+@pytest.fixture(scope="module")
+def alone() -> Iterator[openai.OpenAI]:
+    with Live(*EXACT) as live, client(live.url) as own:
+        yield own
 
 
-def test_sglang_router_hands_on_several_prompts_and_mistakes(servers: tuple[Live, Live, Live]) -> None:
-    reads, writes, router = servers
-    path, body = completion("", model="tiny", temperature=0)
-    body["prompt"] = [f"# several {index}\n{TEXT}" for index in range(2)]
-    before = fetched(writes)
-    found = texts(router.ask(path, body))
-    assert fetched(writes) == before + 2 and found == texts(reads.ask(path, body))
-    refused = router.ask(path, body | {"temperature": -1})
-    assert refused.status == 400 and b"temperature" in refused.data
-    assert router.ask("/v1/models").json["data"][0]["id"] == "tiny"
-    assert settles(reads, "specdec:reach_leases")
+@pytest.fixture(scope="module", params=ROUTERS)
+def routed(request: pytest.FixtureRequest, pair: Pair) -> Iterator[openai.OpenAI]:
+    start: Callable[[Pair], AbstractContextManager[str]] = request.param
+    with start(pair) as url, client(url) as own:
+        yield own
+
+
+def client(url: str, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60.0)
+
+
+def asked(prompt: str | list[str], **own: Any) -> dict[str, Any]:
+    """Return a completion that no cache knows."""
+    extra = {"ignore_eos": True, "cache_salt": next(SALTS)}
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "extra_body": extra, **own}
+
+
+def texts(answer: Any) -> list[str]:
+    return [choice.text for choice in answer.choices]
+
+
+def is_fetched(usage: Any, prompts: int = 1) -> bool:
+    """Tell whether all but the last token of each prompt came from the server that reads."""
+    cached: int = usage.prompt_tokens_details.cached_tokens
+    return cached == usage.prompt_tokens - prompts
+
+
+def test_whole(alone: openai.OpenAI, routed: openai.OpenAI) -> None:
+    drawn = {"temperature": 0.8, "seed": 7}
+    for own in ({}, drawn, {**drawn, "n": 2}):
+        body = asked(TEXT, **own)
+        answer, expected = routed.completions.create(**body), alone.completions.create(**body)
+        assert texts(answer) == texts(expected)
+        assert is_fetched(answer.usage)
+
+
+def test_logprobs(alone: openai.OpenAI, routed: openai.OpenAI) -> None:
+    body = asked(TEXT, logprobs=2)
+    answer, expected = (own.completions.create(**body).choices[0].logprobs for own in (routed, alone))
+    assert answer and expected and answer.tokens == expected.tokens
+    assert answer.token_logprobs == pytest.approx(expected.token_logprobs)
+
+
+def test_streamed(alone: openai.OpenAI, routed: openai.OpenAI) -> None:
+    body = asked(TEXT)
+    events = [*routed.completions.create(**body, stream=True, stream_options={"include_usage": True})]
+    said = "".join(choice.text for event in events for choice in event.choices)
+    assert [said] == texts(alone.completions.create(**body))
+    assert len(events) > 3 and is_fetched(events[-1].usage)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_chat(alone: openai.OpenAI, routed: openai.OpenAI, n: int) -> None:
+    messages: Any = [{"role": "user", "content": f"{next(SALTS)} {TEXT}"}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0.8, "seed": 3, "n": n}
+    answer = routed.chat.completions.create(**body)
+    expected = alone.chat.completions.create(**body)
+    assert [own.message.content for own in answer.choices] == [
+        own.message.content for own in expected.choices
+    ]
+    assert is_fetched(answer.usage)
+
+
+def test_a_list_of_prompts(alone: openai.OpenAI, routed: openai.OpenAI) -> None:
+    body = asked([TEXT, f"import os\n{TEXT}", f"import sys\n{TEXT}"])
+    answer = routed.completions.create(**body)
+    assert texts(answer) == texts(alone.completions.create(**body))
+    assert is_fetched(answer.usage, prompts=3)
+
+
+def test_a_client_that_hangs_up_leaves_nothing(pair: Pair, routed: openai.OpenAI) -> None:
+    for _ in range(3):
+        stream = routed.completions.create(**asked(TEXT, max_tokens=3000), stream=True)
+        assert next(iter(stream)).choices
+        stream.close()
+    until_s = time.monotonic() + WAIT_S
+    while any(held(live) for live in (pair.prefill, pair.decode)):
+        assert time.monotonic() < until_s, (held(pair.prefill), held(pair.decode))
+        time.sleep(0.1)
+
+
+def held(live: Live) -> dict[str, float]:
+    """Return what a server still has of requests, by the names of figures."""
+    figures = live.metrics(**authorized(KEY))
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    names += ("specdec:reach_leases", "specdec:reach_fetching", "specdec:reach_quarantined")
+    return {name: value for name in names if (value := total(figures, name))}
+
+
+def test_keys_pass_and_are_asked_for(routed: openai.OpenAI) -> None:
+    with (
+        client(str(routed.base_url).removesuffix("/v1/"), "another-key") as other,
+        pytest.raises(openai.APIStatusError) as error,
+    ):
+        other.completions.create(**asked(TEXT))
+    assert error.value.status_code in (401, 500)  # sglang-router wraps what it does not know
+    assert "key" in str(error.value).lower()
+
+
+def test_bad_input_is_told_to_the_client(routed: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_p"):
+        routed.completions.create(**asked(TEXT, top_p=7.0))
+
+
+@needs_sglang_router
+def test_sglang_router_learns_the_models_name(pair: Pair) -> None:
+    """It asks for the name with a key of its own."""
+    with sglang_router(pair, "--api-key", KEY) as url, client(url) as own:
+        assert [model.id for model in own.models.list()] == ["tiny"]

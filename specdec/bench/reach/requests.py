@@ -1,0 +1,34 @@
+"""What is asked: parts of the texts that ship, each time with another salt, so that no cache helps."""
+
+import random
+import secrets
+from typing import Any
+
+from specdec.bench.acceptance.prompts import bundled
+from specdec.text.tokenizer import Tokenizer
+
+
+class Requests:
+    """Draws bodies of completions."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._random = random.Random(seed)
+        texts = (prompt.text for prompt in bundled() if prompt.text)
+        self._ids = [token for text in texts for token in tokenizer.encode(text, special=False)]
+
+    def draw(self, prompt_tokens: int, max_tokens: int, *, temperature: float = 0.0) -> dict[str, Any]:
+        """Return a body whose prompt begins at a place that is drawn, and goes on where the texts begin."""
+        start = self._random.randrange(len(self._ids))
+        whole = self._ids * (2 + prompt_tokens // len(self._ids))
+        return {
+            "prompt": whole[start : start + prompt_tokens],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": self._random.getrandbits(31),
+            "ignore_eos": True,
+        }
+
+
+def salted(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body that shares no cached prefix with any that was sent."""
+    return {**body, "cache_salt": secrets.token_hex(8)}

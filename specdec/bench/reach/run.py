@@ -1,0 +1,137 @@
+"""`specdec bench reach`: check the texts, then measure each part and print what came of it."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from specdec.bench.options import ReachOptions
+from specdec.bench.reach.check import check_texts
+from specdec.bench.reach.drafts import PROMPTS as PAIRS
+from specdec.bench.reach.drafts import STEPS, draft_rows, measure_drafts
+from specdec.bench.reach.fleet import Fleet, started
+from specdec.bench.reach.requests import Requests
+from specdec.bench.reach.serve import measure_serving, serving_report, serving_rows
+from specdec.bench.reach.steady import PROMPTS, measure_steadiness, steady_rows
+from specdec.bench.reach.wire import measure_wire, wire_rows
+from specdec.bench.report import environment, publish, table
+from specdec.config.engine import EngineConfig
+from specdec.errors import ConfigError
+from specdec.models.folder import find_folder
+from specdec.text.tokenizer import load_tokenizer
+
+LIMIT_S = 600.0
+"""Of one request."""
+
+
+def run(options: ReachOptions, config: EngineConfig, out: Path | None) -> None:
+    """Measure, then print the tables and, as the last line, the report as JSON; nothing if a check fails."""
+    report: dict[str, Any] = {
+        "benchmark": "reach",
+        **environment(),
+        "model": options.model,
+        "settings": config.model_dump(mode="json", exclude_unset=True),
+        "options": options.model_dump(mode="json", exclude={"model"}),
+        "seed": options.seed or 0,
+    }
+    if "wire" in options.only:
+        report["wire"] = measure_wire(options)
+    if "drafts" in options.only:
+        with tqdm(total=PAIRS, desc="drafts", unit="prompt", leave=False, disable=None) as progress:
+            report["drafts"] = measure_drafts(options, config, _requests(options), progress.update)
+    if {"serve", "steady"} & {*options.only}:
+        with started(options, config) as fleet:
+            report["cores"] = fleet.cores
+            report |= asyncio.run(_measure(fleet, options, _requests(options)))
+    publish(render(report), report, out)
+
+
+def _requests(options: ReachOptions) -> Requests:
+    folder = find_folder(options.model)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ConfigError(
+            f"model: {folder} has no tokenizer.json, by which prompts are drawn; name one that has",
+            field="model",
+        )
+    return Requests(tokenizer, options.seed or 0)
+
+
+async def _measure(fleet: Fleet, options: ReachOptions, requests: Requests) -> dict[str, Any]:
+    """Measure what takes engines in processes of their own."""
+    report: dict[str, Any] = {}
+    limit, connector = aiohttp.ClientTimeout(total=LIMIT_S), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=limit, connector=connector) as session:
+        equal = await check_texts(
+            session, fleet.one, [fleet.two, *fleet.apart], requests, options.prompt_tokens
+        )
+        report["texts_equal"] = equal
+        if "serve" in options.only:
+            ways = [fleet.two, *fleet.apart]
+            total = len(ways) * options.rounds * options.requests
+            with tqdm(total=total, desc="serve", unit="request", leave=False, disable=None) as progress:
+                replies = await measure_serving(session, ways, requests, options, progress.update)
+            report["serve"] = serving_report(replies, options.prompt_tokens)
+        if "steady" in options.only:
+            ways = [fleet.one, fleet.apart[0]]
+            total = len(ways) * options.rounds * PROMPTS
+            with tqdm(total=total, desc="steady", unit="prompt", leave=False, disable=None) as progress:
+                report["steady"] = await measure_steadiness(session, ways, requests, options, progress.update)
+    return report
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Lay the report out for people."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    asked = report["options"]
+    yield f"{report['model']}; {report['cpu']}; commit {report['commit']}; seed {report['seed']}"
+    if wire := report.get("wire"):
+        yield (
+            f"\nThe wire: {wire['shape']}, blocks of {wire['block_bytes']:,} and states of "
+            f"{wire['state_bytes']:,} bytes, by {wire['carrier']} from one process to another, every byte "
+            f"compared; connected, with one read, in {wire['first_contact_s'] * 1e3:.0f} ms; ms: p50 / p95"
+        )
+        yield table([*wire_rows(wire)])
+    if equal := report.get("texts_equal"):
+        cores = report["cores"]
+        placed = f"on cores {cores[0]} and {cores[1]}" if cores else "on no cores of their own"
+        yield f"engines of one thread {placed}; {equal} texts equal to one engine's; times: p50 / p95"
+    if serve := report.get("serve"):
+        yield (
+            f"\n{asked['rate']:g} requests a second of {asked['prompt_tokens']:,} tokens, "
+            f"{asked['max_tokens']} written, {asked['rounds']} rounds of {asked['requests']} in turn:"
+        )
+        yield table([*serving_rows(serve)])
+        yield from _failures(serve)
+    if steady := report.get("steady"):
+        yield (
+            f"\n{asked['writers']} answers under way while prompts of {asked['long_tokens']:,} tokens "
+            "come one after the other; ms of each token:"
+        )
+        yield table([*steady_rows(steady)])
+        yield from _failures(steady)
+    if "drafts" in report:
+        yield from _drafts(report, asked)
+
+
+def _drafts(report: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[str]:
+    if report["drafts"] is None:
+        yield f"\nDrafts: {report['model']} has no head of its own, so nothing of one is handed over."
+        return
+    yield (
+        f"\nTokens gained by each of the first {STEPS} steps after a prompt of {asked['prompt_tokens']:,}, "
+        "the head always drafting, one text from all:"
+    )
+    yield table([*draft_rows(report["drafts"])])
+
+
+def _failures(part: Mapping[str, Any]) -> Iterator[str]:
+    for name, own in part.items():
+        for failure in dict.fromkeys(own["failures"]):
+            yield f"{name}: {own['failures'].count(failure)} failed: {failure}"

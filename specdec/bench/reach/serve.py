@@ -1,0 +1,96 @@
+"""The same arrivals through each way, in turn: first tokens, and the time of those that follow."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from specdec.bench.options import ReachOptions
+from specdec.bench.reach.reply import Reply
+from specdec.bench.reach.requests import Requests, salted
+from specdec.bench.reach.ways import Way
+from specdec.bench.report import percentile
+from specdec.bench.serve.load import arrivals
+
+WARMUP = 4
+"""Requests of each way before any is counted, one after the other."""
+
+
+async def measure_serving(
+    session: aiohttp.ClientSession,
+    ways: Sequence[Way],
+    requests: Requests,
+    options: ReachOptions,
+    on_reply: Callable[[], object],
+) -> dict[str, list[Reply]]:
+    """Return what came of all rounds, by the name of the way; each round draws prompts and arrivals anew."""
+    replies: dict[str, list[Reply]] = {way.name: [] for way in ways}
+    for way in ways:
+        for _ in range(WARMUP):
+            await way.ask(session, salted(requests.draw(options.prompt_tokens, options.max_tokens)))
+    for number in range(options.rounds):
+        bodies = [requests.draw(options.prompt_tokens, options.max_tokens) for _ in range(options.requests)]
+        due_s = arrivals(options.requests, options.rate, (options.seed or 0) + number)
+        # Another way begins each round: none always follows the same one.
+        for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
+            replies[way.name] += await _round(session, way, bodies, due_s, on_reply)
+    return replies
+
+
+async def _round(
+    session: aiohttp.ClientSession,
+    way: Way,
+    bodies: Sequence[dict[str, Any]],
+    due_s: Sequence[float | None],
+    on_reply: Callable[[], object],
+) -> list[Reply]:
+    start_s = time.perf_counter()
+
+    async def ask(body: dict[str, Any], after_s: float) -> Reply:
+        await asyncio.sleep(max(0.0, start_s + after_s - time.perf_counter()))
+        reply = await way.ask(session, salted(body), start_s + after_s)
+        on_reply()
+        return reply
+
+    return await asyncio.gather(*(ask(body, at or 0.0) for body, at in zip(bodies, due_s, strict=True)))
+
+
+def serving_report(replies: Mapping[str, Sequence[Reply]], prompt_tokens: int) -> dict[str, Any]:
+    """Summarise each way: times are of the requests that were answered."""
+    return {name: _figures(own, prompt_tokens) for name, own in replies.items()}
+
+
+def _figures(replies: Sequence[Reply], prompt_tokens: int) -> dict[str, Any]:
+    done = [reply for reply in replies if reply.failure is None]
+    later = [own for reply in done if (own := reply.inter_token_s) is not None]
+    return {
+        "requests": len(replies),
+        "failures": [reply.failure for reply in replies if reply.failure],
+        "ttft_s": spread([reply.first_s for reply in done]),
+        "inter_token_s": spread(later),
+        "fetched": sum(reply.cached_tokens == prompt_tokens - 1 for reply in done) / max(len(done), 1),
+    }
+
+
+def spread(samples: Sequence[float]) -> dict[str, float] | None:
+    """Return the percentiles that are shown; None where nothing was measured."""
+    if not samples:
+        return None
+    return {"p50": percentile(samples, 0.5), "p95": percentile(samples, 0.95)}
+
+
+def serving_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    for name, own in report.items():
+        yield {
+            "way": name,
+            "done": f"{own['requests'] - len(own['failures'])}/{own['requests']}",
+            "first token ms": milliseconds(own["ttft_s"]),
+            "per token ms": milliseconds(own["inter_token_s"]),
+            "fetched": f"{own['fetched']:.0%}",
+        }
+
+
+def milliseconds(spread: Mapping[str, float] | None) -> str:
+    return " / ".join(f"{value * 1e3:.2f}" for value in spread.values()) if spread else "-"

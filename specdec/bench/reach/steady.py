@@ -1,0 +1,112 @@
+"""Answers under way while long prompts come: the time of their tokens, beside that without any."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from specdec.bench.options import ReachOptions
+from specdec.bench.reach.reply import Reply
+from specdec.bench.reach.requests import Requests, salted
+from specdec.bench.reach.serve import milliseconds, spread
+from specdec.bench.reach.ways import Way
+
+WRITER_TOKENS, WRITER_PROMPT = 512, 65
+"""Tokens of an answer under way, and of its prompt."""
+PROMPTS = 4
+"""Long prompts of a round, one after the other."""
+PROMPT_ANSWER = 8
+"""Tokens written after each long prompt."""
+
+
+class Case:
+    """The tokens' times of one way, while nothing else happens and while prompts come."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.idle_s: list[float] = []
+        self.loaded_s: list[float] = []
+        self.failures: list[str] = []
+
+    def counted(self, reply: Reply, until_s: float = math.inf) -> list[float]:
+        """Return the times of a reply's tokens up to then; note one that failed."""
+        self.failures += [reply.failure] if reply.failure else []
+        return [] if reply.failure else reply.token_s(until_s)
+
+    def report(self) -> dict[str, Any]:
+        idle, loaded = spread(self.idle_s), spread(self.loaded_s)
+        return {
+            "idle_token_s": idle,
+            "loaded_token_s": loaded,
+            "times_idle": {name: loaded[name] / idle[name] for name in idle} if idle and loaded else None,
+            "failures": self.failures,
+        }
+
+
+async def measure_steadiness(
+    session: aiohttp.ClientSession,
+    ways: Sequence[Way],
+    requests: Requests,
+    options: ReachOptions,
+    on_prompt: Callable[[], object],
+) -> dict[str, Any]:
+    """Return the report of each way by its name; the ways take turns."""
+    cases = [Case(way) for way in ways]
+    for case in cases:  # the first long prompt touches pages, and measures what widths cost
+        await case.way.ask(session, salted(requests.draw(options.long_tokens, PROMPT_ANSWER)))
+    for _ in range(options.rounds):
+        for case in cases:
+            await _idle(session, case, requests, options.writers)
+            await _loaded(session, case, requests, options, on_prompt)
+    return {case.way.name: case.report() for case in cases}
+
+
+async def _idle(session: aiohttp.ClientSession, case: Case, requests: Requests, writers: int) -> None:
+    """Time answers that are written beside each other alone."""
+
+    async def write() -> None:
+        case.idle_s += case.counted(await case.way.ask(session, _answer(requests)))
+
+    await asyncio.gather(*(write() for _ in range(writers)))
+
+
+async def _loaded(
+    session: aiohttp.ClientSession,
+    case: Case,
+    requests: Requests,
+    options: ReachOptions,
+    on_prompt: Callable[[], object],
+) -> None:
+    """Time answers while long prompts come; each place begins another one until the last prompt was read."""
+    end_s = math.inf
+
+    async def write() -> None:
+        while time.perf_counter() < end_s:
+            reply = await case.way.ask(session, _answer(requests))
+            case.loaded_s += case.counted(reply, end_s)
+
+    writing = asyncio.gather(*(write() for _ in range(options.writers)))
+    for _ in range(PROMPTS):
+        reply = await case.way.ask(session, salted(requests.draw(options.long_tokens, PROMPT_ANSWER)))
+        case.failures += [reply.failure] if reply.failure else []
+        on_prompt()
+    end_s = time.perf_counter()
+    await writing
+
+
+def _answer(requests: Requests) -> dict[str, Any]:
+    return salted(requests.draw(WRITER_PROMPT, WRITER_TOKENS))
+
+
+def steady_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    for name, own in report.items():
+        times = own["times_idle"]
+        yield {
+            "way": name,
+            "idle ms": milliseconds(own["idle_token_s"]),
+            "while prompts come ms": milliseconds(own["loaded_token_s"]),
+            "times idle": " / ".join(f"{value:.2f}" for value in times.values()) if times else "-",
+        }

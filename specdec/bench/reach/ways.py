@@ -1,0 +1,107 @@
+"""The ways that a request may take through two engines; each stands where a router would."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from itertools import cycle
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from specdec.bench.client import reason
+from specdec.bench.reach.reply import EXCERPT, Reply, stream
+
+Body = Mapping[str, Any]
+LENT: Body = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's proxies ask of the engine that reads prompts."""
+
+
+class Way(Protocol):
+    """Sends requests to two engines."""
+
+    name: str
+    fetches: bool
+    """Whether the engine that answers fetches what another one has read."""
+
+    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
+        """Send a completion and read the answer to its end; it was due when it is sent, or before."""
+        ...
+
+
+class Plain:
+    """Engines that read and write, in turn."""
+
+    fetches = False
+
+    def __init__(self, name: str, *urls: str) -> None:
+        self.name, self._urls = name, cycle(urls)
+
+    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
+        reply = Reply(time.perf_counter() if due_s is None else due_s)
+        await stream(session, next(self._urls), body, reply)
+        return reply
+
+
+class Proxied:
+    """vLLM's way: one engine reads, and what it answers is handed to the one that writes."""
+
+    name, fetches = "P/D, vLLM's way", True
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self._prefill, self._decode = prefill, decode
+
+    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
+        reply = Reply(time.perf_counter() if due_s is None else due_s)
+        asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": dict(LENT)}
+        try:
+            async with session.post(f"{self._prefill}/v1/completions", json=asked) as answer:
+                if answer.status != 200:
+                    reply.failure = f"prefill: HTTP {answer.status}: {(await answer.text())[:EXCERPT]}"
+                    return reply
+                params = (await answer.json())["kv_transfer_params"]
+        except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
+            reply.failure = f"prefill: {reason(error)}"
+            return reply
+        await stream(session, self._decode, {**body, "kv_transfer_params": params}, reply)
+        return reply
+
+
+class Rooms:
+    """SGLang's way: both engines get the request at once, and meet in a room."""
+
+    name, fetches = "P/D, SGLang's way", True
+
+    def __init__(self, prefill: str, decode: str, port: int) -> None:
+        self._prefill, self._decode = prefill, decode
+        self._place = {"bootstrap_host": urlsplit(prefill).hostname, "bootstrap_port": port}
+
+    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
+        reply = Reply(time.perf_counter() if due_s is None else due_s)
+        asked = {**body, **self._place, "bootstrap_room": secrets.randbits(63)}
+        read = asyncio.create_task(self._read(session, asked))
+        try:
+            await stream(session, self._decode, asked, reply)
+            reply.failure = await read or reply.failure
+        finally:
+            read.cancel()
+        return reply
+
+    async def _read(self, session: aiohttp.ClientSession, body: Body) -> str | None:
+        """Let the prompt be read; return what went wrong."""
+        try:
+            async with session.post(
+                f"{self._prefill}/v1/completions", json={**body, "stream": False}
+            ) as answer:
+                said = await answer.text()
+                return None if answer.status == 200 else f"prefill: HTTP {answer.status}: {said[:EXCERPT]}"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"prefill: {reason(error)}"

@@ -1,0 +1,165 @@
+"""What a server holds for others: in which order it begins, what it says of it, and how it is given up."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from specdec import SamplingParams, SpecEngine
+from specdec.core.terms import Prepared
+from specdec.reach.leases import Book
+from specdec.reach.messages import Ask, Close
+from specdec.reach.terms import LeaseReference, Prompt, Refusal, Secret, new_id
+from specdec.server.failures import Failure
+from specdec.server.reach.bodies import Lend
+from specdec.server.reach.lender import Lender
+
+SECRET = Secret("a-secret-of-the-tests")
+IDS = list(range(5, 105))
+LIMIT_S = 30.0
+
+
+@asynccontextmanager
+async def lending(folder: Path, prompts: float = 8.0) -> AsyncIterator[tuple[SpecEngine, Lender]]:
+    """Lend from memory for so many prompts of `IDS` at once."""
+    engine = await asyncio.to_thread(SpecEngine, folder, draft="none", memory_bytes=1 << 25)
+    try:
+        layout = engine.transfers.arena.layout
+        most_bytes = int(prompts * layout.sequence_bytes(len(IDS) - 1))
+        book = Book(new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes)
+        yield engine, Lender(SECRET, engine.transfers, book, "10.0.0.1", 5600, most_bytes=most_bytes)
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+def prepared(engine: SpecEngine, count: int = 1, salt: str | None = None) -> list[Prepared]:
+    params = SamplingParams(max_tokens=1, cache_salt=salt)
+    return [engine.prepare([*IDS[:-1], index + 1], params) for index in range(count)]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await test()
+
+    asyncio.run(bounded())
+
+
+def test_what_is_told_is_signed_for_each_prompt_and_its_salt(hybrid: Path) -> None:
+    async def test() -> None:
+        async with lending(hybrid) as (engine, lender):
+            asked = [*prepared(engine, 2, "salt"), engine.prepare([7], SamplingParams(max_tokens=1))]
+            loaned = await lender.lend(asked, None)
+            stats = [await own.read() for own in loaned]
+            assert [(own.prompt_tokens, own.output_tokens) for own in stats] == [(100, 0), (100, 0), (1, 0)]
+            told = lender.told(loaned)
+            first, second, none = told["specdec"]["leases"]
+            assert none is None, "of one token nothing is read"
+            assert told["remote_request_id"] == first["lease"] != second["lease"]
+            assert told["remote_num_tokens"] == len(IDS) - 1
+            reference = LeaseReference("", 0, told["remote_engine_id"], first["lease"], first["mac"])
+            assert SECRET.verifies(reference, Prompt.of(asked[0].ids[:-1], "salt"))
+            assert not SECRET.verifies(reference, Prompt.of(asked[0].ids[:-1]))
+            assert not SECRET.verifies(reference, Prompt.of(asked[0].ids[:-2], "salt"))
+            for own in loaned:
+                own.give_up()
+            assert not lender.book.figures.held
+
+    run(test)
+
+
+def test_those_that_find_no_room_begin_in_order(hybrid: Path) -> None:
+    async def test() -> None:
+        async with lending(hybrid, prompts=2.5) as (engine, lender):
+            held = await lender.lend(prepared(engine, 2), None)
+            begun: list[int] = []
+
+            async def lend(number: int, count: int) -> None:
+                loaned = await lender.lend(prepared(engine, count), None)
+                begun.append(number)
+                for own in loaned:
+                    await own.read()
+                    own.give_up()
+
+            tasks = [asyncio.create_task(lend(0, 2)), asyncio.create_task(lend(1, 1))]
+            await asyncio.sleep(0.1)
+            assert not begun, "the second would fit, once the first is given up, before the one ahead of it"
+            held[0].give_up()
+            await asyncio.sleep(0.1)
+            assert not begun
+            held[1].give_up()
+            await asyncio.gather(*tasks)
+            assert begun == [0, 1] and not lender.book.figures.held
+
+    run(test)
+
+
+def test_what_can_never_be_held_is_refused(hybrid: Path) -> None:
+    async def test() -> None:
+        async with lending(hybrid, prompts=1.5) as (engine, lender):
+            with pytest.raises(Failure) as caught:
+                await lender.lend(prepared(engine, 2), None)
+            assert caught.value.status == 503 and caught.value.code == "capacity"
+            assert not lender.book.figures.held
+
+    run(test)
+
+
+def test_a_room_that_is_taken_gives_the_others_up(hybrid: Path) -> None:
+    async def test() -> None:
+        async with lending(hybrid) as (engine, lender):
+            held = await lender.lend(prepared(engine), [1])
+            with pytest.raises(Failure) as caught:
+                await lender.lend(prepared(engine, 2), [2, 1])
+            assert caught.value.status == 409 and caught.value.param == "bootstrap_room"
+            assert lender.book.figures.held == 1
+            held[0].give_up()
+
+    run(test)
+
+
+def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> None:
+    async def test() -> None:
+        async with lending(hybrid, prompts=1.5) as (engine, lender):
+            held = await lender.lend(prepared(engine), None)
+            prompt = Prompt.of(IDS[:-1])
+            ask = Ask(
+                engine=lender.book.engine, hash=prompt.hash, length=prompt.length, have=0, reader=new_id()
+            )
+            waiting = asyncio.create_task(lender.book.open_room(3, ask))
+
+            async def request() -> None:
+                with lender.heard(Lend((3,))):
+                    await lender.lend(prepared(engine), [3])
+
+            asking = asyncio.create_task(request())
+            await asyncio.sleep(0.05)
+            asking.cancel()  # its client has hung up while it waited for memory
+            with pytest.raises(Refusal) as caught:
+                await waiting
+            assert caught.value.reason == "prefill_failed"
+            held[0].give_up()
+
+    run(test)
+
+
+def test_a_reader_that_is_done_before_the_answer_takes_nothing_from_it(hybrid: Path) -> None:
+    """In a room it may have read, or not have wanted, the prompt before its request is answered here."""
+
+    async def test() -> None:
+        async with lending(hybrid) as (engine, lender):
+            for read in (True, False):
+                room = 10 + read
+                (own,) = await lender.lend(prepared(engine), [room])
+                reader = new_id()
+                assert own.lease
+                close = Close(engine=lender.book.engine, reader=reader, read=False)
+                if read:
+                    await own.read()
+                lender.book.close(own.lease.id, close)
+                assert (await own.read()).prompt_tokens == len(IDS)
+                own.give_up()
+
+    run(test)
