@@ -60,6 +60,8 @@ class Lender:
         """Have prompts read for another server, which finds them by their rooms or by what `told` says.
 
         They begin together, once what is held for others leaves room: none waits while it holds another.
+        Where all who asked for the rooms have given up meanwhile, nothing is read: it would be held in vain,
+        and those behind it would give up in turn.
         """
         needed = sum(map(self._bytes_of, prepared))
         if needed > self._most_bytes:
@@ -70,9 +72,13 @@ class Lender:
                 param="prompt",
                 code="capacity",
             )
-        async with self._turn:
-            while not self._has_room(needed):
-                await asyncio.sleep(POLL_S)
+        with self.book.rooms.expecting(rooms or ()):
+            async with self._turn:
+                while not (self._has_room(needed) or self._are_left(rooms)):
+                    await asyncio.sleep(POLL_S)
+            if rooms and self._are_left(rooms):
+                self.refuse(rooms)
+                return [Loaned(self.book, own) for own in prepared]
         return self._begin(prepared, rooms)
 
     async def lend_cached(self, prepared: Sequence[Prepared]) -> list[Loaned]:
@@ -89,6 +95,9 @@ class Lender:
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.book.figures.held_bytes + num_bytes <= self._most_bytes
+
+    def _are_left(self, rooms: Sequence[int] | None) -> bool:
+        return bool(rooms) and all(map(self.book.rooms.is_left, rooms or ()))
 
     def _begin(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None = None) -> list[Loaned]:
         places: Sequence[int | None] = rooms or [None] * len(prepared)
