@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SamplingParams, SpecEngine
+from specdec.config.tenant import Tenant
 from specdec.core.terms import Prepared
 from specdec.reach.leases import Book
 from specdec.reach.messages import Ask, Close
@@ -101,6 +102,32 @@ def test_those_that_find_no_room_begin_in_order(hybrid: Path) -> None:
             held[1].give_up()
             await asyncio.gather(*tasks)
             assert begun == [0, 1] and not lender.book.figures.held
+
+    run(test)
+
+
+def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path) -> None:
+    """Nothing is fetched of what the first holds, and more of it waits; the second is not kept waiting."""
+
+    async def test() -> None:
+        async with lending(hybrid, prompts=4.5) as (engine, lender):
+
+            def of(caller: str, count: int) -> list[Prepared]:
+                tenant = Tenant(caller)
+                return [
+                    own._replace(terms=own.terms._replace(tenant=tenant)) for own in prepared(engine, count)
+                ]
+
+            held = await lender.lend(of("first", 2), None)
+            greedy = asyncio.create_task(lender.lend(of("first", 1), None))
+            await asyncio.sleep(0.1)
+            assert not greedy.done()
+            others = await lender.lend(of("second", 2), None)
+            for own in [*held, *others]:
+                own.give_up()
+            for own in await greedy:
+                own.give_up()
+            assert not lender.book.figures.held
 
     run(test)
 
