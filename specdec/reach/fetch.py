@@ -235,7 +235,7 @@ class Fetcher:
             raise Refusal("garbled", f"{pair.at} has named memory that it does not have: {error}") from None
         num_bytes = pair.plan.num_bytes(len(theirs), int(state is not None))
         deadline_s = FIRST_S + 4 * num_bytes * self._byte_s
-        arrival.reads.append(self._carrier.read(pair.engine, indices, num_bytes, deadline_s))
+        arrival.reads.append(self._carrier.read(pair.name, indices, num_bytes, deadline_s))
         arrival.num_bytes += num_bytes
         arrival.came = max(arrival.came, last)
 

@@ -78,6 +78,11 @@ class Pair(Generic[P]):
     plan: P
     """What `attach` returned."""
 
+    @property
+    def name(self) -> str:
+        """By which its arena is attached: of this life, and at this address, as one engine may have two."""
+        return _name(self.engine, self.at)
+
 
 @dataclass(slots=True, eq=False)
 class Hold(Generic[P]):
@@ -117,8 +122,8 @@ class _Link(Generic[P]):
 class Peers(Generic[P]):
     """Owned by the event loop's thread.
 
-    `attach` makes a peer's arenas readable and returns what reads are planned with; `detach` undoes it by the
-    engine's id. Both run in a thread beside the event loop's.
+    `attach` makes a peer's arenas readable by a name and returns what reads are planned with; `detach` undoes
+    it. Both run in a thread beside the event loop's.
     """
 
     def __init__(
@@ -128,7 +133,7 @@ class Peers(Generic[P]):
         *,
         fingerprint: str,
         facts: dict[str, str],
-        attach: Callable[[Agents], P],
+        attach: Callable[[str, Agents], P],
         detach: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         beat_s: float = BEAT_S,
@@ -292,7 +297,7 @@ class Peers(Generic[P]):
                 return link.pair
             self._forget(link)
             self._compare(link.at, agents)
-            plan = await self._attached(agents)
+            plan = await self._attached(_name(agents.engine, link.at), agents)
         except Refusal as refusal:
             self._forget(link)
             is_down = refusal.reason in DOWN
@@ -310,14 +315,14 @@ class Peers(Generic[P]):
         logger.info("prompts can be fetched from %s", link.at)
         return link.pair
 
-    async def _attached(self, agents: Agents) -> P:
+    async def _attached(self, name: str, agents: Agents) -> P:
         """Make a peer's arenas readable, in bounded time."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(MEET_S):
-                return await loop.run_in_executor(self._thread, self._attach, agents)
+                return await loop.run_in_executor(self._thread, self._attach, name, agents)
         except TimeoutError:
-            self._thread.submit(self._detach, agents.engine)
+            self._thread.submit(self._detach, name)
             raise Refusal("carrier", f"Its memory could not be reached within {MEET_S:g} s.") from None
 
     def _compare(self, at: Endpoint, agents: Agents) -> None:
@@ -343,7 +348,7 @@ class Peers(Generic[P]):
         for hold in link.holds:
             if hold.pair is pair:
                 hold.lost.set()
-        self._thread.submit(self._detach, pair.engine)
+        self._thread.submit(self._detach, pair.name)
         self._tally()
 
     def _heed(self, pair: Pair[P], refusal: Refusal) -> None:
@@ -397,6 +402,10 @@ class Peers(Generic[P]):
 
     async def _close_unread(self, hold: Hold[P]) -> None:
         await self.close(hold, read=False)
+
+
+def _name(engine: str, at: Endpoint) -> str:
+    return f"{engine} at {at}"
 
 
 def _past(at: Endpoint) -> Refusal:

@@ -14,8 +14,9 @@ from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.landing import Landings
 from specdec.reach import calls, fetch
+from specdec.reach.allowed import Allowed
 from specdec.reach.peers import Hold
-from specdec.reach.terms import RoomReference
+from specdec.reach.terms import LeaseReference, RoomReference
 from tests.models.agreeing import END
 from tests.reach.engines import HOST, Side, side
 from tests.reach.peers import until
@@ -145,6 +146,30 @@ def test_prompts_that_are_declined_do_not_add_up(folder: Path, monkeypatch: pyte
             lease = await reader.lend(prompt(9))
             await writer.fetcher.decline(prompt(9), SOLE, lease)
             await until(lambda: not reader.book.figures.held)
+
+    run(test())
+
+
+def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
+    """To meet it at one does not end what is read from it at the other."""
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            writer.peers._allowed = Allowed([HOST, "localhost"], reader.channel.port)
+            reader.carrier.stall()
+            ids = prompt(1)
+            first = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, await reader.lend(ids)))
+            while not reader.carrier.asked:
+                await asyncio.sleep(0.01)
+            ids = prompt(2)
+            reference = await reader.lend(ids)
+            assert isinstance(reference, LeaseReference)
+            reference = dataclasses.replace(reference, host="localhost")
+            second = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, reference))
+            while writer.peers.figures.up < 2:
+                await asyncio.sleep(0.01)
+            reader.carrier.go_on()
+            assert [(await own).outcome for own in (first, second)] == ["fetched"] * 2
 
     run(test())
 
