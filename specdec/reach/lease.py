@@ -23,6 +23,8 @@ class Lease:
     num_bytes: int
     block_tokens: int
     room: int | None
+    caller: str = ""
+    """Who had it read."""
     is_read: bool = False
     """Whether the engine has begun all work on it: the device may be a little behind."""
     read_s: float = 0.0

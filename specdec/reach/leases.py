@@ -84,7 +84,13 @@ class Book:
         self._leases: dict[str, Lease] = {}
         self._ended: Recent[str, _Ended] = Recent(clock)
 
-    def lend(self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None) -> Lease:
+    def held_by(self, caller: str) -> int:
+        """Add up the bytes of a caller's leases."""
+        return sum(lease.num_bytes for lease in self._leases.values() if lease.caller == caller)
+
+    def lend(
+        self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None, caller: str = ""
+    ) -> Lease:
         """Have a prompt read for a reader elsewhere; `num_bytes` is the memory that it will hold."""
         if self._is_closed:
             raise Refusal("busy", "The server stops; send the request to another one.")
@@ -99,7 +105,7 @@ class Book:
                 loop.call_soon_threadsafe(call)
 
         loan = submit(lambda _: in_loop(lambda: lease.wake()))
-        lease = Lease(new_id(), prompt, loan, num_bytes, self._block_tokens, room)
+        lease = Lease(new_id(), prompt, loan, num_bytes, self._block_tokens, room, caller)
         self._leases[lease.id] = lease
         self.figures.lent += 1
         self.figures.held += 1

@@ -33,8 +33,8 @@ class Meeting:
             agents=[own],
         )
 
-    def attach(self, agents: Agents) -> Plan:
-        """Make a peer's arena readable; return what reads of it are planned with."""
+    def attach(self, name: str, agents: Agents) -> Plan:
+        """Make a peer's arena readable by a name; return what reads of it are planned with."""
         if agents.carrier != self._carrier.name:
             raise ConfigError(
                 f"reach_carrier: it is {agents.carrier} there and {self._carrier.name} here; give both one.",
@@ -47,5 +47,5 @@ class Meeting:
             )
         (other,) = agents.agents
         plan = make_plans(self._view, [read_view(other.arena)])[0]
-        self._carrier.attach(agents.engine, unpack(other.metadata, "metadata"), plan)
+        self._carrier.attach(name, unpack(other.metadata, "metadata"), plan)
         return plan

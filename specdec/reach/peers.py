@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from specdec.errors import SpecdecError
 from specdec.reach.allowed import Allowed, Endpoint
-from specdec.reach.calls import CALL_S, WAITING_S, Calls
+from specdec.reach.calls import CALL_S, WAITING_S, Calls, Kind
 from specdec.reach.messages import (
     MOST_BEATS,
     Agents,
@@ -82,6 +82,11 @@ class Pair(Generic[P]):
     plan: P
     """What `attach` returned."""
 
+    @property
+    def name(self) -> str:
+        """By which its arena is attached: of this life, and at this address, as one engine may have two."""
+        return _name(self.engine, self.at)
+
 
 @dataclass(slots=True, eq=False)
 class Hold(Generic[P]):
@@ -121,8 +126,8 @@ class _Link(Generic[P]):
 class Peers(Generic[P]):
     """Owned by the event loop's thread.
 
-    `attach` makes a peer's arenas readable and returns what reads are planned with; `detach` undoes it by the
-    engine's id. Both run in a thread beside the event loop's.
+    `attach` makes a peer's arenas readable by a name and returns what reads are planned with; `detach` undoes
+    it. Both run in a thread beside the event loop's.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class Peers(Generic[P]):
         *,
         fingerprint: str,
         facts: dict[str, str],
-        attach: Callable[[Agents], P],
+        attach: Callable[[str, Agents], P],
         detach: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         beat_s: float = BEAT_S,
@@ -214,8 +219,9 @@ class Peers(Generic[P]):
             engine=hold.pair.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
         )
         path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
+        kind: Kind = "lease" if room is None else "room"
         try:
-            opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S)
+            opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
                 raise Refusal("garbled", f"{hold.pair.at} has answered for another prompt.")
         except Refusal as refusal:
@@ -310,7 +316,7 @@ class Peers(Generic[P]):
                 return link.pair
             self._forget(link)
             self._compare(link.at, agents)
-            plan = await self._attached(agents)
+            plan = await self._attached(_name(agents.engine, link.at), agents)
         except Refusal as refusal:
             self._forget(link)
             is_down = refusal.reason in DOWN
@@ -328,14 +334,14 @@ class Peers(Generic[P]):
         logger.info("prompts can be fetched from %s", link.at)
         return link.pair
 
-    async def _attached(self, agents: Agents) -> P:
+    async def _attached(self, name: str, agents: Agents) -> P:
         """Make a peer's arenas readable, in bounded time."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(MEET_S):
-                return await loop.run_in_executor(self._thread, self._attach, agents)
+                return await loop.run_in_executor(self._thread, self._attach, name, agents)
         except TimeoutError:
-            self._thread.submit(self._detach, agents.engine)
+            self._thread.submit(self._detach, name)
             raise Refusal("carrier", f"Its memory could not be reached within {MEET_S:g} s.") from None
 
     def _compare(self, at: Endpoint, agents: Agents) -> None:
@@ -361,7 +367,7 @@ class Peers(Generic[P]):
         for hold in link.holds:
             if hold.pair is pair:
                 hold.lost.set()
-        self._thread.submit(self._detach, pair.engine)
+        self._thread.submit(self._detach, pair.name)
         self._tally()
 
     def _heed(self, pair: Pair[P], refusal: Refusal) -> None:
@@ -401,7 +407,7 @@ class Peers(Generic[P]):
             part = holds[start : start + MOST_BEATS]
             leases = [hold.lease for hold in part if hold.lease]
             beat = Beat(engine=part[0].pair.engine, leases=leases)
-            live = set((await self._calls.post(link.at, "/reach/beat", beat, Live, beat=True)).leases)
+            live = set((await self._calls.post(link.at, "/reach/beat", beat, Live, kind="beat")).leases)
             self.figures.beats += 1
             for hold in part:
                 if hold.lease in leases and hold.lease not in live:
@@ -415,6 +421,10 @@ class Peers(Generic[P]):
 
     async def _close_unread(self, hold: Hold[P]) -> None:
         await self.close(hold, read=False)
+
+
+def _name(engine: str, at: Endpoint) -> str:
+    return f"{engine} at {at}"
 
 
 def _past(at: Endpoint) -> Refusal:

@@ -165,17 +165,21 @@ class Attached:
     """What a carrier would know."""
 
     def __init__(self) -> None:
-        self.engines: list[str] = []
+        self._engines: dict[str, str] = {}
         self.error: Exception | None = None
 
-    def attach(self, agents: Agents) -> str:
+    @property
+    def engines(self) -> list[str]:
+        return [*self._engines.values()]
+
+    def attach(self, name: str, agents: Agents) -> str:
         if self.error:
             raise self.error
-        self.engines.append(agents.engine)
+        self._engines[name] = agents.engine
         return f"plan of {agents.engine}"
 
-    def detach(self, engine: str) -> None:
-        self.engines.remove(engine)
+    def detach(self, name: str) -> None:
+        del self._engines[name]
 
 
 @contextlib.asynccontextmanager

@@ -184,6 +184,17 @@ def test_detached_and_attached_again(make: Make) -> None:
     assert torch.equal(pair.here.block_bytes_X(5), pair.there.block_bytes_X(9))
 
 
+def test_a_peer_that_has_two_names_is_read_by_both(make: Make) -> None:
+    pair = Pair(make)
+    pair.attach("Q")
+    pair.read([5], [9]).done.result(LONG_S)
+    pair.read([6], [8], name="Q").done.result(LONG_S)
+    pair.reader.detach("Q")
+    lost(pair.read([7], [8], name="Q"), "not attached")
+    pair.read([7], [10]).done.result(LONG_S)
+    assert torch.equal(pair.here.block_bytes_X(7), pair.there.block_bytes_X(10))
+
+
 def test_a_peer_that_was_made_anew_is_attached_anew(make: Make) -> None:
     pair = Pair(make)
     pair.read([5], [9]).done.result(LONG_S)

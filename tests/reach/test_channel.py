@@ -405,8 +405,8 @@ def test_both_sides_speak_over_ipv6_too() -> None:
                 Allowed([f"[::1]:{lender.port}"], 5600),
                 fingerprint=hash_facts(FACTS),
                 facts=FACTS,
-                attach=lambda agents: agents.engine,
-                detach=lambda engine: None,
+                attach=lambda name, agents: agents.engine,
+                detach=lambda name: None,
             )
             lease, _ = await lender.read()
             pair = await peers.meet(lender.reference(lease, host="0:0::1"), PROMPT)

@@ -13,10 +13,13 @@ import pytest
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.landing import Landings
+from specdec.reach import calls, fetch
+from specdec.reach.allowed import Allowed
 from specdec.reach.peers import Hold
-from specdec.reach.terms import RoomReference
+from specdec.reach.terms import LeaseReference, RoomReference
 from tests.models.agreeing import END
 from tests.reach.engines import HOST, Side, side
+from tests.reach.peers import until
 
 FIELDS: dict[str, Any] = {
     "dtype": "float64",
@@ -103,6 +106,70 @@ def test_a_room_is_fetched_from_while_its_prompt_is_read(folder: Path) -> None:
             assert await said(writer, ids) == await said(reader, ids)
             again = await writer.fetcher.fetch(prompt(2), SOLE, RoomReference(HOST, reader.channel.port, 7))
             assert again.outcome == "room_used"
+
+    run(test())
+
+
+def test_rooms_that_never_come_hold_up_no_leases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_OF_A_PEER", 3)
+    monkeypatch.setattr(fetch, "MOST_ENTERING", 3)
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            rooms = [RoomReference(HOST, reader.channel.port, number) for number in range(4)]
+            waiting = [asyncio.create_task(writer.fetcher.fetch(prompt(8), SOLE, own)) for own in rooms[:3]]
+            await until(lambda: reader.book.figures.rooms_waiting == 3)
+            ids = prompt(9)
+            assert (await writer.fetcher.fetch(ids, SOLE, await reader.lend(ids))).outcome == "fetched"
+            assert (await writer.fetcher.fetch(ids, SOLE, rooms[3])).outcome == "busy", "one caller's share"
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await until(lambda: not reader.book.figures.rooms_waiting)
+            assert not writer.peers.figures.held and not writer.fetcher.entering
+
+    run(test())
+
+
+def test_prompts_that_are_declined_do_not_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "MOST_DECLINING", 2)
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            rooms = [RoomReference(HOST, reader.channel.port, number) for number in range(5)]
+            declining = [asyncio.create_task(writer.fetcher.decline(prompt(8), SOLE, own)) for own in rooms]
+            await asyncio.wait(declining[2:])
+            assert not any(task.done() for task in declining[:2])
+            for task in declining:
+                task.cancel()
+            await asyncio.gather(*declining, return_exceptions=True)
+            lease = await reader.lend(prompt(9))
+            await writer.fetcher.decline(prompt(9), SOLE, lease)
+            await until(lambda: not reader.book.figures.held)
+
+    run(test())
+
+
+def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
+    """To meet it at one does not end what is read from it at the other."""
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            writer.peers._allowed = Allowed([HOST, "localhost"], reader.channel.port)
+            reader.carrier.stall()
+            ids = prompt(1)
+            first = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, await reader.lend(ids)))
+            while not reader.carrier.asked:
+                await asyncio.sleep(0.01)
+            ids = prompt(2)
+            reference = await reader.lend(ids)
+            assert isinstance(reference, LeaseReference)
+            reference = dataclasses.replace(reference, host="localhost")
+            second = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, reference))
+            while writer.peers.figures.up < 2:
+                await asyncio.sleep(0.01)
+            reader.carrier.go_on()
+            assert [(await own).outcome for own in (first, second)] == ["fetched"] * 2
 
     run(test())
 

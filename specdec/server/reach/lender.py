@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from specdec.core.landing import WORTH_FETCHING
 from specdec.core.lending import Lent
@@ -17,6 +18,8 @@ from specdec.server.failures import Failure
 from specdec.server.reach.bodies import VERSION, Asked, Lend
 
 BUSY = {"Retry-After": "1"}
+CALLERS_SHARE = 0.5
+"""Of what may be held, for all prompts of a key together; its first one may take all of it."""
 POLL_S = 0.02
 """Between two looks whether others have let go of what is held for them."""
 
@@ -52,15 +55,20 @@ class Lender:
     ) -> None:
         self._secret, self._transfers = secret, transfers
         self._host, self._port, self._most_bytes = host, port, most_bytes
-        self._turn = asyncio.Lock()
-        """Held by the request that waits for memory: those behind it come after it."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By caller, each held by the request that waits for memory: those behind it come after it."""
         self.book = book
 
     async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[Loaned]:
         """Have prompts read for another server, which finds them by their rooms or by what `told` says.
 
         They begin together, once what is held for others leaves room: none waits while it holds another.
+        Where all who asked for the rooms have given up meanwhile, nothing is read: it would be held in vain,
+        and those behind it would give up in turn. The requests of a caller come after each other, and keep
+        none of another's waiting.
         """
+        caller = prepared[0].terms.tenant.caller
+        turn = self._turns.setdefault(caller, asyncio.Lock())
         needed = sum(map(self._bytes_of, prepared))
         if needed > self._most_bytes:
             raise Failure(
@@ -70,9 +78,13 @@ class Lender:
                 param="prompt",
                 code="capacity",
             )
-        async with self._turn:
-            while not self._has_room(needed):
-                await asyncio.sleep(POLL_S)
+        with self.book.rooms.expecting(rooms or ()):
+            async with turn:
+                while not (self._has_room(needed, caller) or self._are_left(rooms)):
+                    await asyncio.sleep(POLL_S)
+            if rooms and self._are_left(rooms):
+                self.refuse(rooms)
+                return [Loaned(self.book, own) for own in prepared]
         return self._begin(prepared, rooms)
 
     async def lend_cached(self, prepared: Sequence[Prepared]) -> list[Loaned]:
@@ -80,15 +92,24 @@ class Lender:
         cached = [asyncio.wrap_future(self._transfers.cached(own)) for own in prepared]
         lengths = [length if length >= WORTH_FETCHING else 0 for length in await asyncio.gather(*cached)]
         known = [_begun(own, length) for own, length in zip(prepared, lengths, strict=True)]
-        if self._turn.locked() or not self._has_room(sum(map(self._bytes_of, known))):
+        is_awaited = any(turn.locked() for turn in self._turns.values())
+        caller = prepared[0].terms.tenant.caller
+        if is_awaited or not self._has_room(sum(map(self._bytes_of, known)), caller):
             known = [_begun(own, 0) for own in prepared]
         return self._begin(known)
 
     def _bytes_of(self, prepared: Prepared) -> int:
         return self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _has_room(self, num_bytes: int, caller: str) -> bool:
+        """Tell whether so much may be held now: what one key had read leaves room for what others will."""
+        held = self.book.held_by(caller) if caller else 0
+        if held and held + num_bytes > CALLERS_SHARE * self._most_bytes:
+            return False
         return self.book.figures.held_bytes + num_bytes <= self._most_bytes
+
+    def _are_left(self, rooms: Sequence[int] | None) -> bool:
+        return bool(rooms) and all(map(self.book.rooms.is_left, rooms or ()))
 
     def _begin(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None = None) -> list[Loaned]:
         places: Sequence[int | None] = rooms or [None] * len(prepared)
@@ -113,8 +134,9 @@ class Lender:
             loans.append(self._transfers.lend(prepared, changed))
             return loans[0]
 
+        caller, num_bytes = prepared.terms.tenant.caller, self._bytes_of(prepared)
         with refusing():
-            lease = self.book.lend(submit, prompt, num_bytes=self._bytes_of(prepared), room=room)
+            lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room, caller=caller)
         return Loaned(self.book, prepared, lease, loans[0])
 
     def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a server holds for others: in which order it begins, what it says of it, and how it is given up."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from specdec import SamplingParams, SpecEngine
+from specdec.config.tenant import Tenant
 from specdec.core.terms import Prepared
 from specdec.reach.leases import Book
 from specdec.reach.messages import Ask, Close
-from specdec.reach.terms import LeaseReference, Prompt, Refusal, Secret, new_id
+from specdec.reach.terms import BEAT_S, LeaseReference, Prompt, Refusal, Secret, new_id
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import Lend
 from specdec.server.reach.lender import Lender
+from tests.reach.peers import Clock, until
 
 SECRET = Secret("a-secret-of-the-tests")
 IDS = list(range(5, 105))
@@ -22,13 +25,15 @@ LIMIT_S = 30.0
 
 
 @asynccontextmanager
-async def lending(folder: Path, prompts: float = 8.0) -> AsyncIterator[tuple[SpecEngine, Lender]]:
+async def lending(
+    folder: Path, prompts: float = 8.0, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[tuple[SpecEngine, Lender]]:
     """Lend from memory for so many prompts of `IDS` at once."""
     engine = await asyncio.to_thread(SpecEngine, folder, draft="none", memory_bytes=1 << 25)
     try:
         layout = engine.transfers.arena.layout
         most_bytes = int(prompts * layout.sequence_bytes(len(IDS) - 1))
-        book = Book(new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes)
+        book = Book(new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes, clock=clock)
         yield engine, Lender(SECRET, engine.transfers, book, "10.0.0.1", 5600, most_bytes=most_bytes)
     finally:
         await asyncio.to_thread(engine.close)
@@ -37,6 +42,11 @@ async def lending(folder: Path, prompts: float = 8.0) -> AsyncIterator[tuple[Spe
 def prepared(engine: SpecEngine, count: int = 1, salt: str | None = None) -> list[Prepared]:
     params = SamplingParams(max_tokens=1, cache_salt=salt)
     return [engine.prepare([*IDS[:-1], index + 1], params) for index in range(count)]
+
+
+def ask(lender: Lender) -> Ask:
+    prompt = Prompt.of(IDS[:-1])
+    return Ask(engine=lender.book.engine, hash=prompt.hash, length=prompt.length, have=0, reader=new_id())
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -96,6 +106,32 @@ def test_those_that_find_no_room_begin_in_order(hybrid: Path) -> None:
     run(test)
 
 
+def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path) -> None:
+    """Nothing is fetched of what the first holds, and more of it waits; the second is not kept waiting."""
+
+    async def test() -> None:
+        async with lending(hybrid, prompts=4.5) as (engine, lender):
+
+            def of(caller: str, count: int) -> list[Prepared]:
+                tenant = Tenant(caller)
+                return [
+                    own._replace(terms=own.terms._replace(tenant=tenant)) for own in prepared(engine, count)
+                ]
+
+            held = await lender.lend(of("first", 2), None)
+            greedy = asyncio.create_task(lender.lend(of("first", 1), None))
+            await asyncio.sleep(0.1)
+            assert not greedy.done()
+            others = await lender.lend(of("second", 2), None)
+            for own in [*held, *others]:
+                own.give_up()
+            for own in await greedy:
+                own.give_up()
+            assert not lender.book.figures.held
+
+    run(test)
+
+
 def test_what_can_never_be_held_is_refused(hybrid: Path) -> None:
     async def test() -> None:
         async with lending(hybrid, prompts=1.5) as (engine, lender):
@@ -124,11 +160,7 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
     async def test() -> None:
         async with lending(hybrid, prompts=1.5) as (engine, lender):
             held = await lender.lend(prepared(engine), None)
-            prompt = Prompt.of(IDS[:-1])
-            ask = Ask(
-                engine=lender.book.engine, hash=prompt.hash, length=prompt.length, have=0, reader=new_id()
-            )
-            waiting = asyncio.create_task(lender.book.open_room(3, ask))
+            waiting = asyncio.create_task(lender.book.open_room(3, ask(lender)))
 
             async def request() -> None:
                 with lender.heard(Lend((3,))):
@@ -141,6 +173,37 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
                 await waiting
             assert caught.value.reason == "prefill_failed"
             held[0].give_up()
+
+    run(test)
+
+
+def test_nothing_is_read_for_those_who_gave_up_while_it_waited_for_memory(hybrid: Path) -> None:
+    """Else it is held in vain, those behind it give up in turn, and so on for as long as requests come."""
+
+    async def test() -> None:
+        clock = Clock()
+        async with lending(hybrid, prompts=1.5, clock=clock) as (engine, lender):
+            held = await lender.lend(prepared(engine), None)
+            rooms = lender.book.rooms
+            readers = [asyncio.create_task(lender.book.open_room(room, ask(lender))) for room in (3, 4)]
+            lendings = [asyncio.create_task(lender.lend(prepared(engine), [room])) for room in (3, 4, 5)]
+            await until(lambda: len(rooms._expected) == 3)
+            readers[0].cancel()
+            await asyncio.wait([readers[0]])
+            clock.now_s += BEAT_S + 1
+            (left,) = await lendings[0]
+            assert left.lease is None and (await left.read()).prompt_tokens == len(IDS)
+            with pytest.raises(Refusal) as caught:
+                await lender.book.open_room(3, ask(lender))
+            assert caught.value.reason == "prefill_failed", "it may have been late, and hears so at once"
+            held[0].give_up()
+            for lending_one in lendings[1:]:
+                (own,) = await lending_one
+                assert own.lease, "one who waits, and one who has not asked yet, may come"
+                await own.read()
+                own.give_up()
+            await readers[1]
+            assert not rooms._expected and not lender.book.figures.held
 
     run(test)
 
