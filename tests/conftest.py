@@ -1,5 +1,6 @@
 """What many tests share for a session: random checkpoints, and processes that have xgrammar loaded."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,10 @@ from tests.kernels import interpreter
 
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A user's own servers may need these; with them the tests' would ask for a key, or take a role.
+for variable in ("SPECDEC_REACH_SECRET", "SPECDEC_API_KEY"):
+    os.environ.pop(variable, None)
 
 if not torch.cuda.is_available():
     # Before any kernel is defined: they are made for the interpreter, or for a GPU.
