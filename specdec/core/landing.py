@@ -1,9 +1,10 @@
 """What an engine fetches from others: memory for a prompt's beginning, which ends as a cached prefix."""
 
+import time
 from collections import deque
 from collections.abc import Collection, Sequence, Sized
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -52,6 +53,13 @@ class Landing(Fixed):
         return self._clear.passed()
 
 
+class Arrived(Protocol):
+    """A request that waits."""
+
+    @property
+    def arrived_s(self) -> float: ...
+
+
 class Requests(Protocol):
     """What a scheduler has to do already."""
 
@@ -62,7 +70,18 @@ class Requests(Protocol):
     def running(self) -> Sized: ...
 
     @property
-    def waiting(self) -> Sized: ...
+    def waiting(self) -> Sequence[Arrived]:
+        """In order: the first has come before all others."""
+        ...
+
+
+class Waiting(NamedTuple):
+    """One prompt that waits for memory to land in."""
+
+    tenant: Tenant
+    ids: Ids
+    found: "Future[Landing | None]"
+    arrived_s: float
 
 
 class Landings:
@@ -73,23 +92,27 @@ class Landings:
         self.live: set[Landing] = set()
         self.rates = Rates()
         """How fast prompts are fetched; how fast they are read is the cache's to know."""
-        self.waiting: deque[tuple[Tenant, Ids, Future[Landing | None]]] = deque()
+        self.waiting: deque[Waiting] = deque()
+        self.is_closed = False
 
     def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[Landing | None]") -> None:
         """Take memory for a prompt's beginning as soon as it is there; None: it is not worth fetching.
 
         Until then the future can be cancelled.
         """
-        self.waiting.append((tenant, as_ids(ids), found))
-        self.advance()
+        self.waiting.append(Waiting(tenant, as_ids(ids), found, time.perf_counter()))
+        if self.is_closed:
+            self.close()
+        else:
+            self.advance()
 
     def advance(self) -> None:
         """Give memory to those that wait for it, in order."""
         while self.waiting:
-            tenant, ids, found = self.waiting[0]
+            tenant, ids, found, arrived_s = self.waiting[0]
             landing = None
             if not found.cancelled() and self._is_worth(tenant, ids):
-                landing = self._equipped(tenant, ids) if self._is_next() else None
+                landing = self._equipped(tenant, ids) if self._is_next(arrived_s) else None
                 if landing is None and (self.requests.running or self.requests.waiting or self.live):
                     return
             self.waiting.popleft()
@@ -123,17 +146,22 @@ class Landings:
         return self.live
 
     def close(self) -> None:
-        """Let nothing wait any more."""
+        """Let nothing wait any more, of what is begun later too."""
+        self.is_closed = True
         while self.waiting:
-            *_, found = self.waiting.popleft()
+            found = self.waiting.popleft().found
             if found.set_running_or_notify_cancel():
                 found.set_result(None)
 
-    def _is_next(self) -> bool:
-        """Tell whether its request would be admitted: what waited for that might be evicted meanwhile."""
+    def _is_next(self, arrived_s: float) -> bool:
+        """Tell whether its request would be admitted: what waited for that might be evicted meanwhile.
+
+        Requests that came before it have their memory first; those that came later do not keep it waiting.
+        """
         requests = self.requests
-        under_way = len(requests.running) + len(requests.waiting) + len(self.live)
-        return under_way < requests.max_running
+        if requests.waiting and requests.waiting[0].arrived_s < arrived_s:
+            return False
+        return len(requests.running) + len(self.live) < requests.max_running
 
     def _is_worth(self, tenant: Tenant, ids: Ids) -> bool:
         """Tell whether to fetch takes less time than to read what is missing."""

@@ -50,6 +50,11 @@ class Lent(Fixed):
         if self.on_change:
             self.on_change(self)
 
+    def withdraw(self) -> None:
+        """Have nothing ready any more: what is lent will lie elsewhere, which whoever reads it can see."""
+        self._published = self._published[:1]
+        self.blocks, self.generations = (), ()
+
 
 class Lending:
     """Owned by the thread that owns the arena; knows all that is lent."""
@@ -83,6 +88,13 @@ class Lending:
             self.lent.remove(lent)
             self.arena.release_owner(lent)
 
+    def withdraw(self, lent: Lent) -> None:
+        """Let go of what a request lends that is preempted: its memory is wanted, and read anew."""
+        if lent in self.lent:
+            self.lent.remove(lent)
+            self.arena.release_owner(lent)
+            lent.withdraw()
+
     def void(self) -> None:
         """Take back all that is lent, whoever reads it."""
         for lent in list(self.lent):
@@ -95,7 +107,7 @@ class Lending:
         self.lent.clear()
 
     def _share(self, lent: Lent, table: Sequence[int]) -> None:
-        """Hold the blocks behind those that it has; a prompt that was preempted has others by now."""
+        """Hold the blocks behind those that it has."""
         self.lent.add(lent)
         new = table[len(lent.blocks) :]
         for block in new:

@@ -255,6 +255,8 @@ class Scheduler:
         self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
+        if request.lent and self.lending:
+            self.lending.withdraw(request.lent)
         self._take_back(request)
         self._events.preempted.append(request)
         self.waiting.appendleft(request)

@@ -1,7 +1,7 @@
 """Calls of a peer's side channel: bounded in time and bytes, and every way in which one fails has a name."""
 
 import asyncio
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -19,15 +19,20 @@ MOST_ANSWER_BYTES = 1 << 24
 """Of the blocks of a million tokens, and a hidden vector."""
 MOST_CONNECTIONS, MOST_OF_A_PEER = 1024, 256
 
+Kind = Literal["lease", "room", "beat"]
+"""What a call is about: each kind has connections of its own."""
 A = TypeVar("A", bound=Body)
 
 
 class Calls:
-    """Holds the connections to all peers; beats have their own, which nothing that waits takes away."""
+    """Holds the connections to all peers.
+
+    Nobody need know more than a number to wait for a room: that takes none from leases, nor these from beats.
+    """
 
     def __init__(self, secret: Secret) -> None:
         self._headers = {"Authorization": secret.bearer}
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._sessions: dict[Kind, aiohttp.ClientSession] = {}
 
     async def get(self, at: Endpoint, path: str, answer: type[A], limit_s: float = CALL_S) -> A:
         return await self._call(at, "GET", path, None, answer, limit_s)
@@ -39,11 +44,10 @@ class Calls:
         body: Body,
         answer: type[A],
         limit_s: float = CALL_S,
-        *,
-        beat: bool = False,
+        kind: Kind = "lease",
     ) -> A:
         """Send a body. Once more if the connection was closed meanwhile: each call may be repeated."""
-        return await self._call(at, "POST", path, body.write(), answer, limit_s, beat=beat)
+        return await self._call(at, "POST", path, body.write(), answer, limit_s, kind)
 
     async def close(self) -> None:
         for session in self._sessions.values():
@@ -57,16 +61,15 @@ class Calls:
         body: bytes | None,
         answer: type[A],
         limit_s: float,
-        *,
-        beat: bool = False,
+        kind: Kind = "lease",
     ) -> A:
         url = URL.build(scheme="http", host=at.host, port=at.port, path=path)
         try:
             async with asyncio.timeout(limit_s):
                 try:
-                    status, data = await self._exchange(url, method, body, beat=beat)
+                    status, data = await self._exchange(url, method, body, kind)
                 except aiohttp.ServerDisconnectedError:
-                    status, data = await self._exchange(url, method, body, beat=beat)
+                    status, data = await self._exchange(url, method, body, kind)
         except TimeoutError:
             raise Refusal("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -78,8 +81,8 @@ class Calls:
         except Refusal as refusal:
             raise Refusal("garbled", f"{at} answers otherwise than expected: {refusal}") from None
 
-    async def _exchange(self, url: URL, method: str, body: bytes | None, *, beat: bool) -> tuple[int, bytes]:
-        async with self._session(beat).request(
+    async def _exchange(self, url: URL, method: str, body: bytes | None, kind: Kind) -> tuple[int, bytes]:
+        async with self._session(kind).request(
             method, url, data=body, headers=self._headers, allow_redirects=False
         ) as response:
             data = bytearray()
@@ -90,14 +93,14 @@ class Calls:
                     return 500, b""
             return response.status, bytes(data)
 
-    def _session(self, beat: bool) -> aiohttp.ClientSession:
+    def _session(self, kind: Kind) -> aiohttp.ClientSession:
         """Return the session of one kind of calls, which begins within the event loop."""
-        if beat not in self._sessions:
-            self._sessions[beat] = aiohttp.ClientSession(
+        if kind not in self._sessions:
+            self._sessions[kind] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=MOST_CONNECTIONS, limit_per_host=MOST_OF_A_PEER),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
             )
-        return self._sessions[beat]
+        return self._sessions[kind]

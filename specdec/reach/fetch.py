@@ -35,6 +35,10 @@ Outcome = (
 """What became of a fetch; of all but the first two the prompt is read here."""
 ROOM_S = 30.0
 """For a room to be there: both sides get its request at the same time, and one may have a queue before it."""
+MOST_ENTERING = 192
+"""Rooms that requests of one caller wait for: fewer than the connections to a peer, which all share."""
+MOST_DECLINING = 64
+"""Prompts that are declined at once; of others the memory at the peer ends by silence."""
 CLEAR_S = 5e-4
 """Between two looks at whether a device still uses what memory held before."""
 FIRST_S, AGAIN_S = 2.0, 10e-9
@@ -96,6 +100,9 @@ class Fetcher:
         self._transfers, self._carrier, self._peers = transfers, carrier, peers
         self._limit_s, self._check = limit_s, check
         self._byte_s = AGAIN_S
+        self.entering: Counter[str] = Counter()
+        """By caller, the rooms that are waited for."""
+        self._declining = 0
         self._checked: dict[Endpoint, Pair[Plan]] = {}
         self.figures = FetchFigures()
 
@@ -116,13 +123,20 @@ class Fetcher:
 
     async def decline(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> None:
         """Let the other engine have its memory back: the prompt is read here whatever it holds."""
+        if self._declining >= MOST_DECLINING:
+            return
+        self._declining += 1
         prompt = Prompt.of(ids[:-1], tenant.salt)
-        with suppress(Refusal, TimeoutError):
+        try:
             async with asyncio.timeout(self._limit_s):
                 pair = await self._peers.meet(reference, prompt)
                 async with self._peers.hold(pair, reference, prompt) as hold:
                     if isinstance(reference, RoomReference):
-                        await self._entered(hold)
+                        await self._entered(hold, tenant)
+        except (Refusal, TimeoutError):
+            pass
+        finally:
+            self._declining -= 1
 
     async def _tried(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
         prompt = Prompt.of(ids[:-1], tenant.salt)
@@ -148,7 +162,7 @@ class Fetcher:
 
     async def _held(self, hold: Hold[Plan], ids: Sequence[int], tenant: Tenant) -> Fetched:
         """Fetch what is held for this prompt."""
-        opened = await self._entered(hold) if isinstance(hold.reference, RoomReference) else None
+        opened = await self._entered(hold, tenant) if isinstance(hold.reference, RoomReference) else None
         arrival = Arrival(self._transfers.begin_landing(ids, tenant))
         try:
             landing = await _unless_lost(hold, asyncio.wrap_future(arrival.found))
@@ -160,15 +174,21 @@ class Fetcher:
         finally:
             self._let_go(arrival)
 
-    async def _entered(self, hold: Hold[Plan]) -> Opened:
+    async def _entered(self, hold: Hold[Plan], tenant: Tenant) -> Opened:
         """Open a room, which may not be there yet."""
         until_s = time.monotonic() + ROOM_S
-        while True:
-            try:
-                return await self._peers.open(hold, 0)
-            except Refusal as refusal:
-                if refusal.reason != "unknown_room" or time.monotonic() > until_s:
-                    raise
+        if self.entering[tenant.caller] >= MOST_ENTERING:
+            raise Refusal("busy", "Requests of one caller wait for too many rooms already.")
+        self.entering[tenant.caller] += 1
+        try:
+            while True:
+                try:
+                    return await self._peers.open(hold, 0)
+                except Refusal as refusal:
+                    if refusal.reason != "unknown_room" or time.monotonic() > until_s:
+                        raise
+        finally:
+            self.entering -= Counter({tenant.caller: 1})  # which leaves none that is zero
 
     async def _landed(
         self, hold: Hold[Plan], arrival: Arrival, landing: Landing, opened: Opened | None

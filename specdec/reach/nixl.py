@@ -142,20 +142,22 @@ class AgentWire:
         return name in self.disconnected
 
     def close(self) -> None:
-        """Delete the agent: to release what is under way, or to forget its peers, stops no byte."""
-        if self.agent is None:
-            return
-        for piece in tuple(self.pieces):
-            piece.release()
-        for link in tuple(self.links):
-            link.close()
-        with contextlib.suppress(Exception):
-            self.agent.deregister_memory(self._registered)
-        agent = weakref.ref(self.agent.agent)
-        self.agent = self._registered = None
-        if agent() is not None:
+        """Delete the agent: to release what is under way, or to forget its peers, stops no byte.
+
+        As long as anything refers to it, each call raises WireError.
+        """
+        if self.agent is not None:
+            for piece in tuple(self.pieces):
+                piece.release()
+            for link in tuple(self.links):
+                link.close()
+            with contextlib.suppress(Exception):
+                self.agent.deregister_memory(self._registered)
+            self._deleted = weakref.ref(self.agent.agent)
+            self.agent = self._registered = None
+        if self._deleted() is not None:
             gc.collect()
-        if agent() is not None:
+        if self._deleted() is not None:
             raise WireError("the NIXL agent is still referred to")
 
 

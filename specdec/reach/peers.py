@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from specdec.errors import SpecdecError
 from specdec.reach.allowed import Allowed, Endpoint
-from specdec.reach.calls import CALL_S, WAITING_S, Calls
+from specdec.reach.calls import CALL_S, WAITING_S, Calls, Kind
 from specdec.reach.messages import (
     MOST_BEATS,
     Agents,
@@ -195,8 +195,9 @@ class Peers(Generic[P]):
             engine=hold.pair.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
         )
         path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
+        kind: Kind = "lease" if room is None else "room"
         try:
-            opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S)
+            opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
                 raise Refusal("garbled", f"{hold.pair.at} has answered for another prompt.")
         except Refusal as refusal:
@@ -382,7 +383,7 @@ class Peers(Generic[P]):
             part = holds[start : start + MOST_BEATS]
             leases = [hold.lease for hold in part if hold.lease]
             beat = Beat(engine=part[0].pair.engine, leases=leases)
-            live = set((await self._calls.post(link.at, "/reach/beat", beat, Live, beat=True)).leases)
+            live = set((await self._calls.post(link.at, "/reach/beat", beat, Live, kind="beat")).leases)
             self.figures.beats += 1
             for hold in part:
                 if hold.lease in leases and hold.lease not in live:

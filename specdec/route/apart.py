@@ -18,12 +18,15 @@ from specdec.route.addresses import Address, Role
 from specdec.route.choose import Choice
 from specdec.route.prompts import Prompt
 from specdec.route.relay import Attempts, Call, asked, late, pass_on
-from specdec.route.spans import fields_of, value_of, with_fields
+from specdec.route.spans import count_elements, fields_of, with_fields
 from specdec.route.upstream import REFUSED, Late, Lost, Sent, TooLong, Unreached
 
 PATHS = {"/v1/completions", "/v1/chat/completions"}
 READ_BY_DECODE = ("echo", "prompt_logprobs")
-"""Fields of requests whose prompts decode must read itself."""
+"""Fields of requests whose prompts decode must read itself, unless they say no."""
+NO = {b"false", b"null"}
+MOST_ROOMS = 1024
+"""Prompts of a request that are read apart; replicas take 256, if nothing else was set."""
 PARAMS = "kv_transfer_params"
 WANTED = {
     "do_remote_decode": True,
@@ -47,7 +50,10 @@ def is_worth_it(call: Call) -> bool:
         return False
     if PARAMS in prompt.fields or "bootstrap_room" in prompt.fields:
         return False  # who sent it has a prefill of its own
-    if any(value_of(prompt.body, prompt.fields, name) for name in READ_BY_DECODE):
+    said = (prompt.fields[name] for name in READ_BY_DECODE if name in prompt.fields)
+    if any(prompt.body[slice(*span)] not in NO for span in said):
+        return False
+    if (_prompts(prompt) or 1) > MOST_ROOMS:
         return False
     known = max((own.known.hit(prompt) for own in fleet.up(Role.DECODE, Role.BOTH)), default=0)
     return bool(fleet.up(Role.PREFILL)) and prompt.size - known >= config.prefill_min_bytes
@@ -197,13 +203,13 @@ def _with_room(prompt: Prompt, reader: Address) -> bytes:
 
 
 def _prompts(prompt: Prompt) -> int | None:
-    """Count the prompts of a list of them; None: there is one, and no list."""
+    """Count the prompts of a list of them, up to too many; None: there is one, and no list."""
     fields = prompt.fields or {}
     if "prompt" not in fields or not SEVERAL.match(prompt.body, fields["prompt"][0]):
         return None  # a text, or token ids, which may be many
     try:
-        return len(value_of(prompt.body, fields, "prompt"))
-    except (ValueError, RecursionError):
+        return count_elements(prompt.body, fields["prompt"][0], MOST_ROOMS)
+    except ValueError:
         return None  # whoever reads it says what is wrong
 
 

@@ -1,11 +1,12 @@
 """The router's addresses: a few of its own, and all others of the replicas."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,20 +144,19 @@ async def _metrics(asked: Asked) -> web.Response:
 
 
 async def _models(asked: Asked) -> web.StreamResponse:
-    with asked.state.under_way():
-        return await merged_models(asked.state, await _sent(asked))
+    async with _sent(asked) as sent:
+        return await merged_models(asked.state, sent)
 
 
 async def _flush(asked: Asked) -> web.StreamResponse:
-    with asked.state.under_way():
-        return await flush_all(asked.state, await _sent(asked))
+    async with _sent(asked) as sent:
+        return await flush_all(asked.state, sent)
 
 
 async def _others(asked: Asked) -> web.StreamResponse:
     """Hand a request to a replica, and its answer back."""
     request, state = asked.request, asked.state
-    with state.under_way():
-        sent = await _sent(asked)
+    async with _sent(asked) as sent:
         read_s = time.perf_counter()
         prompt = await _look_at(sent, asked)
         call = Call(state, request, asked.number, prompt, sent, read_s)
@@ -168,14 +168,21 @@ async def _others(asked: Asked) -> web.StreamResponse:
         return await pass_on(call, Attempts(state, prompt, Role.BOTH, Role.DECODE, only=only))
 
 
-async def _sent(asked: Asked) -> Sent:
-    """Read a request; its body is bounded, for it is kept until a replica has begun to answer."""
-    request = asked.request
-    await read_body(request, asked.state.config.body_timeout)
-    headers = of_request(request.headers, is_unpacked="Content-Encoding" in request.headers)
-    headers.setdefault("X-Request-ID", asked.number)
-    # It begins with a slash, as all routes do: behind a replica's address nothing else would be a path.
-    return Sent(request.method, request.rel_url.raw_path_qs, headers, await request.read())
+@contextlib.asynccontextmanager
+async def _sent(asked: Asked) -> AsyncIterator[Sent]:
+    """Read a request that is admitted; its body is kept until a replica has begun to answer."""
+    request, state = asked.request, asked.state
+    is_packed, length = "Content-Encoding" in request.headers, request.content_length
+    most = state.config.max_body_bytes
+    most = most if is_packed or length is None else min(length, most)
+    with state.under_way(), state.holding(most if request.can_read_body else 0) as held:
+        await read_body(request, state.config.body_timeout)
+        body = await request.read()
+        held.comes_to(len(body))
+        headers = of_request(request.headers, is_unpacked=is_packed)
+        headers.setdefault("X-Request-ID", asked.number)
+        # It begins with a slash, as all routes do: behind a replica's address nothing else would be a path.
+        yield Sent(request.method, request.rel_url.raw_path_qs, headers, body)
 
 
 async def _look_at(sent: Sent, asked: Asked) -> Prompt:

@@ -17,6 +17,8 @@ MOST_KNOWN = 1 << 16
 IN_ORDER = ("tools", "system", "instructions", "messages", "prompt", "input")
 """Fields that make a prompt, as chat templates put them."""
 LOOKED_AT = ("model", "cache_salt", "stream", "previous_response_id")
+LONGEST = 4096
+"""Bytes of such a field's value; a longer one is none that a replica takes."""
 OWNERS = ("Authorization", "x-api-key")
 """Headers that name a tenant: replicas share no prefix between two."""
 
@@ -43,11 +45,12 @@ def look_at(body: bytes, headers: Mapping[str, str]) -> Prompt:
     """Look at a body; nothing in it is changed, and nothing of it is refused."""
     try:
         fields = fields_of(body)
-        names = {name: value_of(body, fields, name) for name in LOOKED_AT}
+        short = {name: fields[name] for name in LOOKED_AT if name in fields and _is_short(fields[name])}
+        names = {name: value_of(body, short, name) for name in LOOKED_AT}
+        owner = json.dumps([names["model"], names["cache_salt"], *(headers.get(name) for name in OWNERS)])
     except (ValueError, RecursionError):
         return Prompt(body)
     text = b"\0".join(body[slice(*fields[name])] for name in IN_ORDER if name in fields)
-    owner = json.dumps([names["model"], names["cache_salt"], *(headers.get(name) for name in OWNERS)])
     chain = hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=8)
     first = chain.copy()
     first.update(text[:PIECE])
@@ -66,6 +69,10 @@ def look_at(body: bytes, headers: Mapping[str, str]) -> Prompt:
         follows=follows if isinstance(follows, str) else None,
         key=first.digest(),
     )
+
+
+def _is_short(span: Span) -> bool:
+    return span[1] - span[0] <= LONGEST
 
 
 class Known:

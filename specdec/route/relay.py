@@ -138,8 +138,9 @@ async def asked(
         state.metrics.read.labels(known="no").inc(prompt.size - flight.hit)
         async with state.upstream.ask(replica, sent) as answer:
             if answer.status not in REFUSED:
-                took_s = flight.begun()
-                if prompt.is_streamed:
+                is_error = answer.status >= 400
+                took_s = flight.begun(is_error=is_error)
+                if prompt.is_streamed and not is_error:
                     state.metrics.first_s.observe(took_s)
             yield answer, flight
 

@@ -81,10 +81,13 @@ class Flight:
             # Its first byte says nothing of reading: it comes when all is written.
             self._timer = asyncio.get_running_loop().call_later(line.at(self._ahead), self.end_reading)
 
-    def begun(self) -> float:
-        """Note that the first byte has come; return after how many seconds."""
+    def begun(self, *, is_error: bool = False) -> float:
+        """Note that the first byte has come; return after how many seconds.
+
+        An error says nothing of reading: whoever may not ask at all is refused in no time.
+        """
         took_s = time.monotonic() - self._start_s
-        if self._is_measured:
+        if self._is_measured and not is_error:
             self._replica.measured.add(self._ahead, took_s, time.monotonic())
         self.end_reading()
         return took_s

@@ -11,6 +11,12 @@ MARK = re.compile(rb'"[^"\\]{0,256}"|["{}\[\]]')
 """What ends or begins something within a value, or a short string."""
 TEXT = re.compile(rb'(?:[^"\\]+|\\.)*', re.DOTALL)
 """What may stand in a string."""
+MOST_FIELDS = 1024
+"""Of a body; replicas know of some hundred."""
+MOST_MARKS = 1 << 18
+"""Strings, objects and lists in the values of a body, all told; replicas take fewer."""
+MARKS_OF_IDS = 8
+"""Of a list of token ids, which holds nothing else, and some to spare."""
 PART = 1 << 16
 """Bytes of a string that are looked at in one go: a pattern lets nothing else run until it is done."""
 
@@ -18,7 +24,9 @@ Span = tuple[int, int]
 
 
 def fields_of(body: bytes) -> dict[str, Span]:
-    """Find the values of an object's fields, of equal ones the last. What is no object is a ValueError.
+    """Find the values of an object's fields, of equal ones the last.
+
+    What is no object, or has more than MOST_FIELDS or MOST_MARKS, is a ValueError.
 
     Values are skipped, not read: who gets them finds their mistakes.
     """
@@ -26,12 +34,13 @@ def fields_of(body: bytes) -> dict[str, Span]:
     found: dict[str, Span] = {}
     if body[at:].strip() == b"}":
         return found
-    while True:
+    left = MOST_MARKS
+    for _ in range(MOST_FIELDS):
         if body[at : at + 1] != b'"':
             raise ValueError("a field's name is missing")
         name_end = _end_of_string(body, at)
         start = _after(body, name_end, b":")
-        end = _end_of_value(body, start)
+        end, left = _end_of_value(body, start, left)
         found[json.loads(body[at:name_end])] = start, end
         at = _skip(body, end)
         if body[at : at + 1] == b"}":
@@ -39,6 +48,7 @@ def fields_of(body: bytes) -> dict[str, Span]:
                 raise ValueError("something follows the object")
             return found
         at = _after(body, at, b",")
+    raise ValueError("there are too many fields")
 
 
 def value_of(body: bytes, fields: Mapping[str, Span], name: str) -> Any:
@@ -79,19 +89,35 @@ def _after(body: bytes, at: int, sign: bytes) -> int:
     return _skip(body, at + 1)
 
 
-def _end_of_value(body: bytes, at: int) -> int:
+def count_elements(body: bytes, at: int, most: int) -> int:
+    """Count the strings and lists in a list of such, up to one more than `most`; else it is a ValueError."""
+    count, at = 0, _after(body, at, b"[")
+    while body[at : at + 1] != b"]" and count <= most:
+        if body[at : at + 1] not in (b'"', b"["):
+            raise ValueError("it is no list of strings or lists")
+        at, _ = _end_of_value(body, at, MARKS_OF_IDS)
+        count, at = count + 1, _skip(body, at)
+        if body[at : at + 1] == b",":
+            at = _skip(body, at + 1)
+    return count
+
+
+def _end_of_value(body: bytes, at: int, left: int) -> tuple[int, int]:
+    """Return where a value ends, and how many marks are left for those behind it."""
     sign = body[at : at + 1]
     if sign == b'"':
-        return _end_of_string(body, at)
+        return _end_of_string(body, at), left
     if sign not in (b"{", b"["):
         found = SCALAR.match(body, at)
         if found is None:
             raise ValueError("a value is missing")
-        return found.end()
+        return found.end(), left
     depth = 0
     while True:
         for mark in MARK.finditer(body, at):
-            sign = mark[0]
+            sign, left = mark[0], left - 1
+            if not left:
+                raise ValueError("there is too much in it")
             if sign == b'"':
                 at = _end_of_string(body, mark.start())
                 break
@@ -100,7 +126,7 @@ def _end_of_value(body: bytes, at: int) -> int:
             elif sign[0] in b"}]":
                 depth -= 1
                 if not depth:
-                    return mark.end()
+                    return mark.end(), left
         else:
             raise ValueError("a value does not end")
 

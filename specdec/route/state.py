@@ -18,6 +18,9 @@ from specdec.server.threads import Pool
 
 SOON = {"Retry-After": "1"}
 STOPPING = {"Retry-After": "10"}
+MOST_HELD_BYTES = 1 << 30
+"""Of bodies that are kept until a replica answers; small ones do not count."""
+SMALL = 1 << 16
 MOST_OWNED = 100_000
 """Stored responses of which the router remembers who has them."""
 
@@ -36,6 +39,7 @@ class State:
         """Requests under way."""
         self.idle = asyncio.Event()
         self.idle.set()
+        self.held_bytes = 0
         self._owners: OrderedDict[str, str] = OrderedDict()
 
     def choose(self, prompt: Prompt, found: Sequence[Replica]) -> Choice | None:
@@ -77,3 +81,34 @@ class State:
             self.tasks.discard(task)
             if not self.tasks:
                 self.idle.set()
+
+    @contextlib.contextmanager
+    def holding(self, num_bytes: int) -> Iterator["Held"]:
+        """Admit a body of so many bytes at most, or refuse it: whoever sends them need show no key here."""
+        held = Held(self)
+        if num_bytes > SMALL and self.held_bytes and self.held_bytes + num_bytes > MOST_HELD_BYTES:
+            raise Failure(
+                429,
+                f"Bodies of {self.held_bytes:,} bytes are under way, of at most {MOST_HELD_BYTES:,}; try "
+                "again later.",
+                code="too_many_requests",
+                headers=SOON,
+            )
+        held.comes_to(num_bytes)
+        try:
+            yield held
+        finally:
+            held.comes_to(0)
+
+
+class Held:
+    """A body that is kept."""
+
+    def __init__(self, state: State) -> None:
+        self._state, self._counted = state, 0
+
+    def comes_to(self, num_bytes: int) -> None:
+        """Count so many bytes of it."""
+        counted = num_bytes if num_bytes > SMALL else 0
+        self._state.held_bytes += counted - self._counted
+        self._counted = counted

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from specdec.errors import ConfigError, EngineError
 from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from specdec.state_slots.arena import Arena
+from specdec.state_slots.prefix.cache import PrefixCache
 from tests.lossless.cases import SHAPES, memory_for
 from tests.lossless.covering import covering
 from tests.lossless.handover import Copy, hand_over
@@ -201,14 +203,33 @@ def test_a_reader_that_preempts_lends_the_same(folder: Path) -> None:
         assert reader.stats().preemptions >= len(PROMPTS) - 1
 
 
-def preempt_readers(engine: SpecEngine) -> None:
-    """Take the memory of whatever lends once, after its first chunk."""
+def test_a_prompt_that_is_preempted_does_not_wait_for_what_it_lends_itself(folder: Path) -> None:
+    """Its memory holds one prompt: what was lent of it before is in the way of reading it anew."""
+    fields = fields_of("none", "chain", "record", "host")
+    with engines(folder, 1, fields) as (one,):
+        layout = one.model.settings.layout
+    length = len(PROMPTS[0]) + 1
+    memory = memory_for(layout, sequences=1, blocks=layout.blocks_for(length))
+    with engines(folder, 1, {**fields, "memory_bytes": memory, "max_model_len": length}) as (engine,):
+        preempt_readers(engine, after=64)
+        ready: list[int] = []
+        prepared = engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1))
+        loan = engine.transfers.lend(prepared, lambda lent: ready.append(lent.ready))
+        lent = loan.done.result(60)
+        assert engine.stats().preemptions == 1
+        assert ready[-1] == len(PROMPTS[0]) - 1 and sorted(ready) != ready
+        assert lent.intact and len(lent.blocks) == layout.blocks_for(lent.length)
+        loan.give_back()
+
+
+def preempt_readers(engine: SpecEngine, after: int = 1) -> None:
+    """Take the memory of whatever lends once, when it has read so much."""
     scheduler = engine.model.loop.scheduler
     schedule = scheduler.schedule
 
     def preempt_and_schedule() -> StepPlan:
         for request in reversed(scheduler.running):
-            if request.preemptions == 0 and request.num_computed_tokens > 0:
+            if request.preemptions == 0 and request.num_computed_tokens >= after:
                 scheduler.preempt(request)
         return schedule()
 
@@ -350,6 +371,35 @@ def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:
         engine.transfers.drop(took).result(60)
 
 
+def test_no_landing_waits_for_an_engine_that_ends(folder: Path) -> None:
+    """One that begins while the thread ends has missed what tells the others."""
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        engine.model.loop.close()
+        assert engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60) is None
+
+
+def test_no_landing_waits_for_an_engine_that_hangs(folder: Path) -> None:
+    hangs, go_on = Event(), Event()
+
+    def hang(_: PrefixCache) -> bool:
+        hangs.set()
+        return go_on.wait(60)
+
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        hanging = engine.transfers.look(hang)
+        assert hangs.wait(60)
+        loan = engine.transfers.lend(engine.prepare(PROMPTS[1], SamplingParams(max_tokens=1)))
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        engine.abandon("it hangs")
+        with pytest.raises(EngineError, match="hangs"):
+            found.result(60)
+        with pytest.raises(EngineError, match="hangs"):
+            loan.done.result(60)
+        loan.give_back()
+        go_on.set()
+        assert hanging.result(60)
+
+
 def test_requests_wait_for_what_is_lent_and_are_not_refused(folder: Path) -> None:
     """Nothing runs meanwhile, and nothing turns: a message wakes the engine when memory comes back."""
     fields = fields_of("none", "chain", "record", "host")
@@ -386,6 +436,29 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
                 landing = wait.result(60)
                 assert landing
                 engine.transfers.drop(landing).result(60)
+
+
+@pytest.mark.parametrize(("arrived_s", "count", "begins"), [(-1.0, 1, False), (float("inf"), 8, True)])
+def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
+    folder: Path, arrived_s: float, count: int, begins: bool
+) -> None:
+    """Else either might wait for as long as others of the other kind come."""
+    with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
+        landings = engine.model.loop.scheduler.landings
+        assert landings
+        others = [SimpleNamespace(arrived_s=arrived_s) for _ in range(count)]
+        scheduler, landings.requests = (
+            landings.requests,
+            SimpleNamespace(max_running=4, running=[], waiting=others),
+        )
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        engine.transfers.look(lambda _: None).result(60)
+        assert found.done() == begins
+        landings.requests = scheduler
+        engine.transfers.look(lambda _: landings.advance()).result(60)
+        landing = found.result(60)
+        assert landing
+        engine.transfers.drop(landing).result(60)
 
 
 def test_an_engine_that_others_write_into_does_not_rest(folder: Path) -> None:

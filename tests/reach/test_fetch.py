@@ -13,10 +13,12 @@ import pytest
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.landing import Landings
+from specdec.reach import calls, fetch
 from specdec.reach.peers import Hold
 from specdec.reach.terms import RoomReference
 from tests.models.agreeing import END
 from tests.reach.engines import HOST, Side, side
+from tests.reach.peers import until
 
 FIELDS: dict[str, Any] = {
     "dtype": "float64",
@@ -103,6 +105,46 @@ def test_a_room_is_fetched_from_while_its_prompt_is_read(folder: Path) -> None:
             assert await said(writer, ids) == await said(reader, ids)
             again = await writer.fetcher.fetch(prompt(2), SOLE, RoomReference(HOST, reader.channel.port, 7))
             assert again.outcome == "room_used"
+
+    run(test())
+
+
+def test_rooms_that_never_come_hold_up_no_leases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_OF_A_PEER", 3)
+    monkeypatch.setattr(fetch, "MOST_ENTERING", 3)
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            rooms = [RoomReference(HOST, reader.channel.port, number) for number in range(4)]
+            waiting = [asyncio.create_task(writer.fetcher.fetch(prompt(8), SOLE, own)) for own in rooms[:3]]
+            await until(lambda: reader.book.figures.rooms_waiting == 3)
+            ids = prompt(9)
+            assert (await writer.fetcher.fetch(ids, SOLE, await reader.lend(ids))).outcome == "fetched"
+            assert (await writer.fetcher.fetch(ids, SOLE, rooms[3])).outcome == "busy", "one caller's share"
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await until(lambda: not reader.book.figures.rooms_waiting)
+            assert not writer.peers.figures.held and not writer.fetcher.entering
+
+    run(test())
+
+
+def test_prompts_that_are_declined_do_not_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "MOST_DECLINING", 2)
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            rooms = [RoomReference(HOST, reader.channel.port, number) for number in range(5)]
+            declining = [asyncio.create_task(writer.fetcher.decline(prompt(8), SOLE, own)) for own in rooms]
+            await asyncio.wait(declining[2:])
+            assert not any(task.done() for task in declining[:2])
+            for task in declining:
+                task.cancel()
+            await asyncio.gather(*declining, return_exceptions=True)
+            lease = await reader.lend(prompt(9))
+            await writer.fetcher.decline(prompt(9), SOLE, lease)
+            await until(lambda: not reader.book.figures.held)
 
     run(test())
 

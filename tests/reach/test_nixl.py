@@ -14,8 +14,9 @@ import torch
 
 from specdec.errors import ConfigError
 from specdec.reach.carrier import Read, ReadLost
-from specdec.reach.nixl import Nixl, load_nixl
+from specdec.reach.nixl import AgentWire, Nixl, load_nixl
 from specdec.reach.reader import Quarantine, Reader
+from specdec.reach.wire import WireError
 from specdec.state_slots.arena import Arena
 from tests.imports import ROOT
 from tests.reach.conftest import Make, needs_nixl
@@ -276,6 +277,17 @@ reads[0].done.result()
 @sockets
 def test_a_process_may_end_in_the_midst_of_reads() -> None:
     subprocess.run([sys.executable, "-c", LEAVES], cwd=ROOT, check=True, timeout=LONG_S)
+
+
+def test_an_agent_that_lives_on_is_never_taken_for_deleted() -> None:
+    """A carrier that cannot make its agent anew closes it once more at its end, and keeps memory then."""
+    wire = AgentWire(load_nixl(), torch.zeros(4096, dtype=torch.uint8))
+    kept = wire.agent.agent
+    for _ in range(2):
+        with pytest.raises(WireError, match="referred to"):
+            wire.close()
+    del kept
+    wire.close()
 
 
 def test_an_idle_carrier_sleeps(make: Make) -> None:

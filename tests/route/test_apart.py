@@ -198,6 +198,9 @@ def test_who_says_nothing_of_where_it_read_is_no_help(said: bytes) -> None:
         ("/tokenize", {"prompt": "x" * 2000}),
         ("/v1/completions", {"prompt": "x" * 2000, "echo": True}),
         ("/v1/completions", {"prompt": "x" * 2000, "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": "x" * 2000, "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": ["xx"] * 5000}),
+        ("/v1/completions", {"prompt": [[1, 2]] * 5000}),
         ("/v1/completions", {"prompt": "x" * 2000, "kv_transfer_params": {}}),
     ],
 )
@@ -210,6 +213,16 @@ def test_what_is_not_worth_it_goes_to_the_one_that_writes(
         assert d[0].seen[-1].body == body and not count(p)
 
     play(scenario, protocol, [reads])
+
+
+@pytest.mark.parametrize("value", [b"[,]", b"tru", b"[" * 5000 + b"]" * 5000])
+def test_a_field_that_cannot_be_read_is_for_a_replica_to_refuse(value: bytes) -> None:
+    async def scenario(own: Rig, p: list[Fake], d: list[Fake]) -> None:
+        body = b'{"prompt": "%b", "echo": %b}' % (b"x" * 2000, value)
+        await ask(own, body)
+        assert d[0].seen[-1].body == body and not count(p)
+
+    play(scenario, "vllm", [reads])
 
 
 def test_the_next_turn_is_read_where_the_last_one_was_written() -> None:

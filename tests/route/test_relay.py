@@ -5,7 +5,8 @@ import gzip
 import io
 import json
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,8 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from tests.route.rig import Fake, Rig, Seen, refusing, rig, streaming
+from specdec.route import state
+from tests.route.rig import Fake, Rig, Seen, never, ok, refusing, rig, streaming, until
 
 BODY = (
     b'{"max_tokens":  1.0e+01, "unknown": {"b": 1, "a": 12345678901234567890}, "prompt": "h\\u00e9 \xc3\xa9"}'
@@ -370,3 +372,41 @@ def test_a_stored_response_is_asked_of_the_replica_that_has_it() -> None:
             assert len(owner.seen) == 13 and sum(len(fake.seen) for fake in fakes.values()) == 13
 
     asyncio.run(play())
+
+
+def test_large_bodies_are_refused_where_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MOST_HELD_BYTES", 300_000)
+
+    async def scenario(own: Rig, fake: Fake) -> None:
+        async with asyncio.TaskGroup() as group:
+            large = json.dumps({"prompt": "x" * 200_000}).encode()
+            asking = group.create_task(own.client.post("/v1/completions", data=large))
+            await until(lambda: len(fake.seen) == 1)
+            async with own.client.post("/v1/completions", data=large) as answer:
+                assert answer.status == 429 and (await answer.json())["error"]["code"] == "too_many_requests"
+            small = asyncio.create_task(own.post({"prompt": "y" * 60_000}))
+            await until(lambda: len(fake.seen) == 2)
+            asking.cancel()
+            await until(lambda: fake.seen[0].left.is_set())
+            small.cancel()
+        await until(lambda: not own.router.state.held_bytes)
+        fake.answer = ok
+        async with own.client.post("/v1/completions", data=iter_of(large)) as answer:
+            assert answer.status == 200
+        assert not own.router.state.held_bytes
+
+    async def iter_of(data: bytes) -> AsyncIterator[bytes]:
+        yield data  # its length is not known before
+
+    run(scenario, Fake(never))
+
+
+def test_refusals_say_nothing_of_how_fast_a_replica_reads() -> None:
+    async def scenario(own: Rig, fake: Fake) -> None:
+        for fake.answer, count in ((refusing(401), 0), (refusing(400), 0), (streaming(b"data: 1\n\n"), 1)):
+            async with own.client.post("/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+                await answer.read()
+            assert round(own.replicas[0].measured.sums(time.monotonic())[0]) == count
+        assert await own.figure("specdec:route_first_byte_seconds_count") == 1
+
+    run(scenario)

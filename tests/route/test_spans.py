@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.route.spans import PART, fields_of, value_of, with_fields
+from specdec.route.spans import (
+    MOST_FIELDS,
+    MOST_MARKS,
+    PART,
+    count_elements,
+    fields_of,
+    value_of,
+    with_fields,
+)
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -94,3 +102,41 @@ def test_long_strings_end_where_they_end(length: int, nested: bool) -> None:
         assert {name: value_of(body, fields, name) for name in fields} == found
         with pytest.raises(ValueError, match=r"does not end|missing"):
             fields_of(body[: body.index(b"model") - 4])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({f"f{i}": 1 for i in range(MOST_FIELDS + 1)}).encode(),
+        b'{"a":' + b"[" * MOST_MARKS + b"]" * MOST_MARKS + b"}",
+        b'{"a":[' + b"[]," * (MOST_MARKS // 2) + b"1]}",
+        b'{"a":{},"b":[' + b'"",' * MOST_MARKS + b'""]}',
+    ],
+    ids=["fields", "depth", "lists", "strings"],
+)
+def test_a_body_of_too_many_parts_is_not_looked_through(body: bytes) -> None:
+    assert len(body) < 1 << 21
+    with pytest.raises(ValueError, match="too m"):
+        fields_of(body)
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        ("[]", 0),
+        ('["a"]', 1),
+        ('[ "a\\"]" , "[b" ]', 2),
+        ("[[1, 2], [3], []]", 3),
+        ('["a", [1]]', 2),
+        (json.dumps(["x"] * 10), 6),
+        ("[" + "[1]," * 9 + "[1]]", 6),
+    ],
+)
+def test_elements_are_counted_up_to_too_many(value: str, count: int) -> None:
+    assert count_elements(b"{" + value.encode(), 1, 5) == count
+
+
+@pytest.mark.parametrize("value", ["[1]", "[{}]", "[[[[[[[[[[]]]]]]]]]]", '["a"', '["a', "5", '"a"', "["])
+def test_what_is_no_list_of_prompts_has_no_count(value: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        count_elements(value.encode(), 0, 5)

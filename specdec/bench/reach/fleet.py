@@ -20,7 +20,7 @@ class Fleet:
     """Ways through engines that run; of each two that work at a time, each has a core of its own."""
 
     one: Way
-    """One engine that reads and writes."""
+    """One engine that reads and writes, on the core of the one that writes alone."""
     two: Way
     """Two of these, in turn."""
     apart: tuple[Way, ...]
@@ -49,7 +49,7 @@ def started(options: ReachOptions, config: EngineConfig) -> Iterator[Fleet]:
             urls.append(processes.enter_context(server).url)
         prefill, decode, first, second = urls
         yield Fleet(
-            one=Plain("one engine", first),
+            one=Plain("one engine", second),
             two=Plain("two engines in turn", first, second),
             apart=(Proxied(prefill, decode), Rooms(prefill, decode, port)),
             cores=cores,

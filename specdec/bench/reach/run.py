@@ -15,6 +15,7 @@ from specdec.bench.reach.drafts import STEPS, draft_rows, measure_drafts
 from specdec.bench.reach.fleet import Fleet, started
 from specdec.bench.reach.requests import Requests
 from specdec.bench.reach.serve import measure_serving, serving_report, serving_rows
+from specdec.bench.reach.servers import on_core
 from specdec.bench.reach.steady import PROMPTS, measure_steadiness, steady_rows
 from specdec.bench.reach.wire import measure_wire, wire_rows
 from specdec.bench.report import environment, publish, table
@@ -78,7 +79,10 @@ async def _measure(fleet: Fleet, options: ReachOptions, requests: Requests) -> d
         if "steady" in options.only:
             ways = [fleet.one, fleet.apart[0]]
             total = len(ways) * options.rounds * PROMPTS
-            with tqdm(total=total, desc="steady", unit="prompt", leave=False, disable=None) as progress:
+            # Whoever asks takes no time of the core whose steadiness is measured.
+            asker = on_core(fleet.cores[0] if fleet.cores else None)
+            progress = tqdm(total=total, desc="steady", unit="prompt", leave=False, disable=None)
+            with asker, progress:
                 report["steady"] = await measure_steadiness(session, ways, requests, options, progress.update)
     return report
 

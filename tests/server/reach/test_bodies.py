@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec.reach.terms import LeaseReference
 from specdec.server.bodies import Body, ChatBody, CompletionBody
@@ -97,6 +99,41 @@ def test_what_another_server_has_may_be_fetched_before_the_rest_is_lent() -> Non
     assert reference == LeaseReference("127.0.0.1", 5600, "0" * 32, "1" * 32, "2" * 64, 9)
     assert list(covered(range(20), reference)) == list(range(10)), "and the one behind them, which is read"
     assert list(covered(range(5), reference)) == list(range(5)), "which has another hash"
+
+
+LEASES = st.lists(
+    st.none()
+    | st.fixed_dictionaries(
+        {name: st.just(value) for name, value in LEASE.items()},
+        optional={"tokens": st.integers(-2, 1 << 70) | st.text(max_size=2)},
+    ),
+    max_size=3,
+)
+SAYS = st.none() | st.fixed_dictionaries(
+    {"v": st.integers(0, 2)},
+    optional={"leases": st.none() | LEASES, "cached_only": st.none() | st.booleans() | st.integers(0, 1)},
+)
+
+
+@given(
+    flags=st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("do_remote_decode", "do_remote_prefill"), st.none() | st.booleans())
+    ),
+    says=SAYS,
+    role=st.sampled_from(["prefill", "decode", "both"]),
+)
+def test_whatever_is_said_is_done_or_refused_by_name(flags: dict[str, Any], says: Any, role: Any) -> None:
+    fields = {"kv_transfer_params": {**TOLD, **flags, "specdec": says}}
+    refused = None
+    try:
+        asked = read(CompletionBody, PROMPT | fields).asked(role)
+    except Failure as failure:
+        refused, asked = failure, None
+    assert refused is None or (refused.status, str(refused)[:19]) == (400, "kv_transfer_params.")
+    fetch = asked.fetch if isinstance(asked, Lend) else asked
+    assert not (isinstance(asked, Lend) and role == "decode") and not (fetch and role == "prefill")
+    for reference in references_of(fetch, 1) if fetch else ():
+        assert 1 < len(covered(range(20), reference)) <= 20
 
 
 def test_several_prompts_have_a_room_each() -> None:

@@ -148,6 +148,9 @@ def test_what_others_have_or_what_is_short_is_not_lent(folder: Path) -> None:
             ids += await writer.say(ids)
             assert await writer.cached(ids, salt="s") is None and await writer.cached(ids, caller="c") is None
             assert await writer.cached(ids[:1]) is None and await writer.cached(prompt(2)) is None
+            short = prompt(4)[:5]
+            short += await writer.say(short, SamplingParams(max_tokens=2, ignore_eos=True))
+            assert await writer.cached([*short, 1]) is None, "fewer than are worth fetching"
             assert not writer.side.book.figures.held
             assert await writer.cached(ids), "the control"
             writer.side.take_back()
