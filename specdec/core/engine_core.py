@@ -92,6 +92,12 @@ class EngineCore:
         while self.has_work:
             self.step()
 
+    def check_may_rest(self) -> None:
+        """Refuse to give the arena's bytes back while another engine's are on their way into it."""
+        landings = self.loop.scheduler.landings
+        if landings and (landings.live or landings.waiting):
+            raise EngineError("Prompts are being fetched into this engine's arena; rest when they have come.")
+
     def rest(self) -> None:
         """Preempt what runs and give the arena's bytes back; requests wait from now on."""
         self.loop.rest()

@@ -106,7 +106,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         can_wait = self.waiting and not self._waits_for_others
-        return not self.is_paused and bool(can_wait or self.running)
+        # Those that wait to land begin in a step; behind one that is landing they begin with its end.
+        can_land = self.landings and self.landings.waiting and not (self.waiting or self.landings.live)
+        return not self.is_paused and bool(can_wait or self.running or can_land)
 
     def pause(self) -> None:
         """Preempt all that run, and admit none until `resume`; the order of requests stays."""

@@ -21,7 +21,7 @@ from specdec.core.thinking import ThinkingMarks, ThinkingTerms
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
 from specdec.engine.transfers import Transfers
-from specdec.errors import ConfigError, EngineError, RequestError, SpecdecError
+from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import find_models
 from specdec.setup.build import build
 from specdec.setup.capabilities import check_request
@@ -234,8 +234,6 @@ class SpecEngine:
                 "instead.",
                 field="device",
             )
-        if self.transfers.is_landing:
-            raise EngineError("Prompts are being fetched into this engine's arena; rest when they have come.")
         return self._worker.rest()
 
     def wake(self) -> None:

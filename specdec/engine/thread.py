@@ -156,6 +156,7 @@ class Worker:
 
     def _rest(self) -> None:
         """Rest; what fails on the way ends the requests that it may have spoilt, and memory begins afresh."""
+        self._core.check_may_rest()
         try:
             self._core.rest()
         except Exception as failure:

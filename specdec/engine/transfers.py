@@ -46,12 +46,6 @@ class Transfers:
         """The memory that other engines read from, and that this one fetches into."""
         return self._model.loop.arena
 
-    @property
-    def is_landing(self) -> bool:
-        """Tell whether other engines' memory is on its way into this one's."""
-        landings = self._model.loop.scheduler.landings
-        return bool(landings and (landings.live or landings.waiting))
-
     def lend(self, prepared: Prepared, on_change: Callable[[Lent], None] | None = None) -> Loan:
         """Read a prompt, all but its last token, and keep what came of it where it is until it is given back.
 

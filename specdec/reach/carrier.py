@@ -17,6 +17,10 @@ class ReadLost(SpecdecError):
     """A read brought nothing that may be used; whoever wanted it computes it instead."""
 
 
+class ReadLate(ReadLost):
+    """A read took longer than it may: its peer is slow, or stopped."""
+
+
 class Rows(Protocol):
     """Two lists of strided descriptors: rows of (address, length, device, stride, count).
 

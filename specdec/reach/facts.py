@@ -30,7 +30,8 @@ def facts_of(folder: Path, network: spec.Network, settings: Resolved) -> dict[st
     return {
         "model": digest_checkpoint(folder),
         "draft head": drafts,
-        "quantize": settings.weights or "none",
+        "quantize": settings.config.quantize or "none",  # rounded, also where they are widened again
+        "weights": settings.weights or "none",
         **{f"layout.{name}": _shown(value) for name, value in layout.items()},
     }
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from specdec.core.landing import Landing
 from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, EngineError
 from specdec.reach.allowed import Endpoint
-from specdec.reach.carrier import Carrier, Read, ReadLost
+from specdec.reach.carrier import Carrier, Read, ReadLate, ReadLost
 from specdec.reach.messages import Opened
 from specdec.reach.peers import Hold, Pair, Peers
 from specdec.reach.terms import Prompt, Reason, Reference, Refusal, RoomReference
@@ -29,7 +29,15 @@ logger = logging.getLogger(__name__)
 Outcome = (
     Reason
     | Literal[
-        "fetched", "not_needed", "lease_lost", "read_lost", "late", "not_intact", "not_landed", "wrong_bytes"
+        "fetched",
+        "not_needed",
+        "lease_lost",
+        "read_lost",
+        "late",
+        "not_intact",
+        "not_landed",
+        "wrong_bytes",
+        "failed",
     ]
 )
 """What became of a fetch; of all but the first two the prompt is read here."""
@@ -100,6 +108,10 @@ class Fetcher:
         self._transfers, self._carrier, self._peers = transfers, carrier, peers
         self._limit_s, self._check = limit_s, check
         self._byte_s = AGAIN_S
+        self._under_way = 0
+        """Bytes that are being read: they share the way."""
+        self._late: Pair[Plan] | None = None
+        """Whose last read was late: a peer that is slow once is not given up with all that is read there."""
         self.entering: Counter[str] = Counter()
         """By caller, the rooms that are waited for."""
         self._declining = 0
@@ -154,11 +166,15 @@ class Fetcher:
             return Fetched("lease_lost")
         except ReadLost as lost:
             logger.warning("a prompt is read here: %s", lost)
-            if pair:
+            if pair and not (isinstance(lost, ReadLate) and self._late is not pair):
                 self._peers.lost(pair)
+            self._late = pair
             return Fetched("read_lost")
         except EngineError:
             return Fetched("not_landed")  # what the request meets next
+        except Exception:
+            logger.exception("a fetch failed; its prompt is read here")
+            return Fetched("failed")
 
     async def _held(self, hold: Hold[Plan], ids: Sequence[int], tenant: Tenant) -> Fetched:
         """Fetch what is held for this prompt."""
@@ -203,6 +219,7 @@ class Fetcher:
         seconds = 0.0
         for read in arrival.reads:
             seconds += await _unless_lost(hold, asyncio.wrap_future(read.done))
+        self._late = None
         if self._wants_check(hold.pair) and not await self._is_same(hold, landing):
             self._peers.refuse(hold.pair, "what was read from it is not what it has; look at the network")
             return Fetched("wrong_bytes")
@@ -234,10 +251,17 @@ class Fetcher:
         except ConfigError as error:
             raise Refusal("garbled", f"{pair.at} has named memory that it does not have: {error}") from None
         num_bytes = pair.plan.num_bytes(len(theirs), int(state is not None))
-        deadline_s = FIRST_S + 4 * num_bytes * self._byte_s
-        arrival.reads.append(self._carrier.read(pair.name, indices, num_bytes, deadline_s))
+        self._under_way += num_bytes
+        deadline_s = FIRST_S + 4 * self._under_way * self._byte_s
+        read = self._carrier.read(pair.name, indices, num_bytes, deadline_s)
+        loop = asyncio.get_running_loop()
+        read.over.add_done_callback(lambda _: _in_loop(loop, self._arrived, num_bytes))
+        arrival.reads.append(read)
         arrival.num_bytes += num_bytes
         arrival.came = max(arrival.came, last)
+
+    def _arrived(self, num_bytes: int) -> None:
+        self._under_way -= num_bytes
 
     def _wants_check(self, pair: Pair[Plan]) -> bool:
         """Tell whether what came is to be compared: a path that alters bytes does so from the start."""
@@ -286,6 +310,11 @@ async def _unless_lost(hold: Hold[Plan], wanted: Awaitable[T]) -> T:
     finally:
         lost.cancel()
         work.cancel()
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[int], None], value: int) -> None:
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(call, value)
 
 
 def _garbled() -> Refusal:

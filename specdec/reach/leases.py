@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -133,6 +133,11 @@ class Book:
     def cancel(self, lease: Lease) -> None:
         """End a lease whose client will not hand it on."""
         self._end(lease, "prefill_failed")
+
+    def hand_on(self, leases: Iterable[Lease]) -> None:
+        """Count the silence of readers from now on: they have yet to be told of these leases."""
+        for lease in leases:
+            lease.seen_s = self._clock()
 
     def expires_in(self, lease: Lease) -> float:
         """Return the seconds after which a lease ends if no reader is heard of."""

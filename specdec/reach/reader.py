@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specdec.reach.carrier import CarrierFigures, Indices, Read, ReadLost, Rows
+from specdec.reach.carrier import CarrierFigures, Indices, Read, ReadLate, ReadLost, Rows
 from specdec.reach.descriptors import PIECE_BYTES, Descriptors, pieces
 from specdec.reach.wire import Link, PeerLost, Piece, Uncertain, Wire, WireError
 
@@ -322,13 +322,13 @@ class Reader:
         going.posted.append(going.peer.link.post(*going.rest.popleft()))
         return True
 
-    def _lose(self, going: _Going, why: str) -> None:
+    def _lose(self, going: _Going, why: str, kind: type[ReadLost] = ReadLost) -> None:
         """End the wait for a read; what is on its way stays so."""
         going.rest.clear()
         if going.lost_s is None:
             going.lost_s = time.monotonic()
             self._count_quarantine(lost=1)
-            _fail(going.read, why)
+            _fail(going.read, why, kind)
 
     def _lose_peer(self, peer: _Peer, why: str) -> None:
         """End all reads from a peer that is gone."""
@@ -350,7 +350,7 @@ class Reader:
             return
         now_s = time.monotonic()
         if (going.rest or going.posted) and going.lost_s is None and now_s >= going.end_s:
-            self._lose(going, f"it took longer than {going.end_s - going.start_s:.1f} s")
+            self._lose(going, f"it took longer than {going.end_s - going.start_s:.1f} s", ReadLate)
         if going.rest or going.posted or going.is_uncertain:
             return
         del self._going[going.read.id]
@@ -440,10 +440,10 @@ def _misfit(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
     return None
 
 
-def _fail(read: Read, why: str) -> None:
+def _fail(read: Read, why: str, kind: type[ReadLost] = ReadLost) -> None:
     """End the wait for a read; who closes a carrier whose thread is stuck may do so at the same time."""
     with contextlib.suppress(InvalidStateError):
-        read.done.set_exception(ReadLost(why))
+        read.done.set_exception(kind(why))
 
 
 def _wake() -> None:

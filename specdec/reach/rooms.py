@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from specdec.reach.recent import Recent
-from specdec.reach.terms import BEAT_S, Reason, Refusal
+from specdec.reach.terms import Reason, Refusal
 
 T = TypeVar("T")
 
@@ -18,18 +18,18 @@ class Rooms(Generic[T]):
     """Owned by the event loop's thread. Only a request that this server reads makes a room."""
 
     def __init__(self, clock: Callable[[], float], wait_s: float, most_waiting: int = MOST_WAITING) -> None:
-        self._clock, self._wait_s, self._most_waiting = clock, wait_s, most_waiting
+        self._wait_s, self._most_waiting = wait_s, most_waiting
         self._rooms: dict[int, T] = {}
         self._past: Recent[int, Reason] = Recent(clock)
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         self._num_waiting = 0
-        self._expected: dict[int, float | None] = {}
-        """Rooms of requests that wait for memory, and when a reader last ceased to wait for each."""
+        self._expected: dict[int, bool] = {}
+        """Rooms of requests that wait for memory, and whether a reader has ceased to wait for each."""
 
     @contextlib.contextmanager
     def expecting(self, rooms: Sequence[int]) -> Iterator[None]:
         """Note in here whether the readers of rooms that will be there later go on asking for them."""
-        self._expected |= dict.fromkeys(rooms)
+        self._expected |= dict.fromkeys(rooms, False)
         try:
             yield
         finally:
@@ -37,9 +37,12 @@ class Rooms(Generic[T]):
                 self._expected.pop(room, None)
 
     def is_left(self, room: int) -> bool:
-        """Tell whether the reader of an expected room has asked for it, and asks no more."""
-        left_s = self._expected.get(room)
-        return room not in self._waiting and left_s is not None and self._clock() - left_s > BEAT_S
+        """Tell whether the reader of an expected room has asked for it, and does not ask now.
+
+        One that is about to ask again hears that its prompt is not read. To wait for it would let those
+        behind it leave as well.
+        """
+        return self._expected.get(room, False) and room not in self._waiting
 
     def check_free(self, room: int) -> None:
         """Refuse a room that a request has or had."""
@@ -99,7 +102,7 @@ class Rooms(Generic[T]):
             if not self._waiting[room]:
                 del self._waiting[room]
             if room in self._expected:
-                self._expected[room] = self._clock()
+                self._expected[room] = True
 
     def _wake(self, room: int) -> None:
         for waiter in self._waiting.get(room, ()):

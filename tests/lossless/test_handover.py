@@ -1,6 +1,7 @@
 """A prompt that another engine has read gives the text and the drafts of one engine."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -436,6 +437,30 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
                 landing = wait.result(60)
                 assert landing
                 engine.transfers.drop(landing).result(60)
+
+
+def test_a_landing_begins_when_the_last_request_ends(folder: Path) -> None:
+    """It waited for its turn behind that request, and nothing else comes that would wake the engine."""
+    with engines(folder, 1, {**fields_of("none", "chain", "record", "host"), "max_running": 1}) as (engine,):
+        holds, go_on = Event(), Event()
+
+        def hold(_: PrefixCache) -> bool:
+            holds.set()
+            return go_on.wait(60)
+
+        holding = engine.transfers.look(hold)
+        assert holds.wait(60)
+        asking = Thread(target=lambda: engine.generate([PROMPTS[1]], PARAMS[0]))
+        asking.start()
+        while engine.transfers._worker._inbox.empty():
+            time.sleep(0.005)
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        go_on.set()
+        assert holding.result(60)
+        asking.join()
+        landing = found.result(60)
+        assert landing
+        engine.transfers.drop(landing).result(60)
 
 
 @pytest.mark.parametrize(("arrived_s", "count", "begins"), [(-1.0, 1, False), (float("inf"), 8, True)])

@@ -49,6 +49,7 @@ def test_a_copy_is_the_same_and_one_changed_tensor_is_not(tmp_path: Path) -> Non
         ({"draft": "mtp"}, set()),
         ({"dtype": "float64"}, {"layout.dtype", "layout.kv_dtype"}),
         ({"quantize": "int8"}, {"quantize"}),
+        ({"quantize": "int8", "kernels": "cpu"}, {"quantize"}),  # rounded, and then widened
         ({"kv_dtype": "fp8"}, {"layout.kv_dtype"}),
     ],
 )

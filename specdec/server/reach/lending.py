@@ -1,5 +1,6 @@
 """Prompts that are read for another server: the other side of `Answers`, with nothing to say but that."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
@@ -7,6 +8,7 @@ from typing import Self
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
+from specdec.reach.terms import BEAT_S
 from specdec.server.answers import Deadline, Said
 from specdec.server.bodies import Body
 from specdec.server.chunks import Chunks
@@ -53,14 +55,24 @@ class Lending:
         """Say of each prompt, once it has been read, that it has; at the end, by what it is fetched."""
         async with self._until.held():
             self._loaned = await self._lend()
-        for choice, loaned in enumerate(self._loaned):
-            async with self._until.held():
-                stats = await loaned.read()
-            delta = Delta("", (), finish_reason="length", stats=stats)
-            yield Said(choice, delta, ((time.perf_counter(), 0),))
+        keeping = asyncio.create_task(self._keep(), name="leases to be handed on")
+        try:
+            for choice, loaned in enumerate(self._loaned):
+                async with self._until.held():
+                    stats = await loaned.read()
+                delta = Delta("", (), finish_reason="length", stats=stats)
+                yield Said(choice, delta, ((time.perf_counter(), 0),))
+        finally:
+            keeping.cancel()
         self.is_over = True
         if self._asked.rooms is None:
             self._writer.tell({"kv_transfer_params": self._lender.told(self._loaned)})
+
+    async def _keep(self) -> None:
+        """Hold the first prompts of a long list for as long as the last ones are read."""
+        while self._asked.rooms is None:
+            await asyncio.sleep(BEAT_S)
+            self._lender.book.hand_on(own.lease for own in self._loaned if own.lease)
 
     async def _lend(self) -> list[Loaned]:
         if self._asked.cached_only:

@@ -1,7 +1,6 @@
 """What a server holds for others: in which order it begins, what it says of it, and how it is given up."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +12,11 @@ from specdec.config.tenant import Tenant
 from specdec.core.terms import Prepared
 from specdec.reach.leases import Book
 from specdec.reach.messages import Ask, Close
-from specdec.reach.terms import BEAT_S, LeaseReference, Prompt, Refusal, Secret, new_id
+from specdec.reach.terms import LeaseReference, Prompt, Refusal, Secret, new_id
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import Lend
 from specdec.server.reach.lender import Lender
-from tests.reach.peers import Clock, until
+from tests.reach.peers import until
 
 SECRET = Secret("a-secret-of-the-tests")
 IDS = list(range(5, 105))
@@ -25,15 +24,13 @@ LIMIT_S = 30.0
 
 
 @asynccontextmanager
-async def lending(
-    folder: Path, prompts: float = 8.0, clock: Callable[[], float] = time.monotonic
-) -> AsyncIterator[tuple[SpecEngine, Lender]]:
+async def lending(folder: Path, prompts: float = 8.0) -> AsyncIterator[tuple[SpecEngine, Lender]]:
     """Lend from memory for so many prompts of `IDS` at once."""
     engine = await asyncio.to_thread(SpecEngine, folder, draft="none", memory_bytes=1 << 25)
     try:
         layout = engine.transfers.arena.layout
         most_bytes = int(prompts * layout.sequence_bytes(len(IDS) - 1))
-        book = Book(new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes, clock=clock)
+        book = Book(new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes)
         yield engine, Lender(SECRET, engine.transfers, book, "10.0.0.1", 5600, most_bytes=most_bytes)
     finally:
         await asyncio.to_thread(engine.close)
@@ -181,8 +178,7 @@ def test_nothing_is_read_for_those_who_gave_up_while_it_waited_for_memory(hybrid
     """Else it is held in vain, those behind it give up in turn, and so on for as long as requests come."""
 
     async def test() -> None:
-        clock = Clock()
-        async with lending(hybrid, prompts=1.5, clock=clock) as (engine, lender):
+        async with lending(hybrid, prompts=1.5) as (engine, lender):
             held = await lender.lend(prepared(engine), None)
             rooms = lender.book.rooms
             readers = [asyncio.create_task(lender.book.open_room(room, ask(lender))) for room in (3, 4)]
@@ -190,19 +186,18 @@ def test_nothing_is_read_for_those_who_gave_up_while_it_waited_for_memory(hybrid
             await until(lambda: len(rooms._expected) == 3)
             readers[0].cancel()
             await asyncio.wait([readers[0]])
-            clock.now_s += BEAT_S + 1
             (left,) = await lendings[0]
             assert left.lease is None and (await left.read()).prompt_tokens == len(IDS)
             with pytest.raises(Refusal) as caught:
                 await lender.book.open_room(3, ask(lender))
             assert caught.value.reason == "prefill_failed", "it may have been late, and hears so at once"
             held[0].give_up()
-            for lending_one in lendings[1:]:
-                (own,) = await lending_one
-                assert own.lease, "one who waits, and one who has not asked yet, may come"
-                await own.read()
-                own.give_up()
-            await readers[1]
+            (waited,) = await lendings[1]
+            assert waited.lease and (await readers[1]).lease == waited.lease.id
+            waited.give_up()
+            (unasked,) = await lendings[2]
+            assert unasked.lease, "its reader may still come"
+            unasked.give_up()
             assert not rooms._expected and not lender.book.figures.held
 
     run(test)
