@@ -46,9 +46,10 @@ def say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python holds back of it too
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind the address; connections are accepted later, by `listen`."""
+def bind(host: str, port: int, prefix: str = "") -> socket.socket:
+    """Bind the address; connections are accepted later, by `listen`. `prefix` begins the settings' names."""
     sock = None
+    give = "give one of its addresses" if prefix else "give 127.0.0.1, or 0.0.0.0 for all of its addresses"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -58,22 +59,19 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except socket.gaierror as error:
         raise ConfigError(
-            f"host: {host!r} is neither an address nor a known name ({error.strerror}); give "
-            "127.0.0.1, or 0.0.0.0 for all of its addresses.",
-            field="host",
+            f"{prefix}host: {host!r} is neither an address nor a known name ({error.strerror}); {give}.",
+            field=f"{prefix}host",
         ) from error
     except OSError as error:
         if sock:
             sock.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"host: {host} is no address of this machine; give 127.0.0.1, or 0.0.0.0 for all of "
-                "its addresses.",
-                field="host",
+                f"{prefix}host: {host} is no address of this machine; {give}.", field=f"{prefix}host"
             ) from error
         raise ConfigError(
-            f"port: {host}:{port} cannot be listened at ({error.strerror or error}); choose "
+            f"{prefix}port: {host}:{port} cannot be listened at ({error.strerror or error}); choose "
             "another one, or 0 for any that is free.",
-            field="port",
+            field=f"{prefix}port",
         ) from error
     return sock

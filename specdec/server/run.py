@@ -63,6 +63,8 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
         )
     elif access.is_open_to_pages:
         logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
+    if part:
+        bind(config.reach_host, config.reach_port, prefix="reach_").close()  # before anything is loaded
     switcher = open_models(folders, engine_config, config)
     with bind(config.host, config.port) as sock, contextlib.closing(switcher):
         switcher.start()

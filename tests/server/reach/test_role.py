@@ -1,6 +1,7 @@
 """Which settings make a server lend and fetch, and with which they cannot be."""
 
 import importlib.util
+import socket
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.reach.terms import VARIABLE
+from specdec.server import run
 from specdec.server.reach.role import settle_part
 from specdec.server.settings import ServerConfig
 
@@ -91,3 +93,20 @@ def test_no_message_repeats_the_secret() -> None:
 @pytest.mark.parametrize("settings", [{"max_queued": 3}, {"served_model_name": ["x"]}])
 def test_other_settings_go_with_a_role(settings: dict[str, Any]) -> None:
     assert role(**settings) == "both"
+
+
+def test_a_side_channel_that_cannot_listen_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, SECRET[VARIABLE])
+
+    def loads(*_: Any) -> Any:
+        raise AssertionError("nothing is to be loaded")
+
+    monkeypatch.setattr(run, "open_models", loads)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for field, own in (("reach_port", {"reach_port": port}), ("reach_host", {"reach_host": "192.0.2.1"})):
+            with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
+                run.run([], EngineConfig(), ServerConfig(role="prefill", **own))
+            assert caught.value.field == field
