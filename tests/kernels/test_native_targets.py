@@ -271,19 +271,19 @@ def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path)
             *(heads, kv_heads, dim, dim, 1, draw(dim, seed=1), None, 0, 1e-6),
             *(angle_TR.cos(), angle_TR.sin(), 10, wide),
             *(draw(rows * blocks, 2, block, kv_heads, dim, dtype=dtype, seed=2),),
-            *(2 * block * kv_heads * dim, block * kv_heads * dim, block),
+            *(2 * block * kv_heads * dim, block * kv_heads * dim, kv_heads * dim, dim, block),
             *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5),
             *(window, poisoned(rows * width, heads * dim, dtype=dtype)),
-            results=(16, 26),
+            results=(16, 28),
         )
         calls.call(
             f"self_attention_{SUFFIX[dtype]}",
             *(draw(rows * width, (heads + 1) * dim, dtype=dtype, seed=4), rows, width),
             *(heads, 1, dim, dim - 7, 0, None, None, 0, 0.0, None, None, 0, wide),
-            *(draw(rows * blocks, 1, block, 1, dim, dtype=dtype, seed=5), block * dim, 0, block),
+            *(draw(rows * blocks, 1, block, 1, dim, dtype=dtype, seed=5), block * dim, 0, dim, dim, block),
             *(torch.arange(rows * blocks).flip(0), blocks, torch.tensor([37, 5]), above, dim**-0.5),
             *(window, poisoned(rows * width, heads * (dim - 7), dtype=dtype)),
-            results=(16, 26),
+            results=(16, 28),
         )
     for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
         torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=KERNEL[dtype])

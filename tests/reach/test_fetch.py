@@ -382,6 +382,8 @@ def test_a_client_that_leaves_gives_everything_back(folder: Path) -> None:
                 reader.carrier.stall()
                 reference = await reader.lend(ids)
                 fetching = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, reference))
+                if moment:
+                    await until(lambda: writer.peers.figures.held == 1)
                 await asyncio.sleep(moment)
                 fetching.cancel()
                 with pytest.raises(asyncio.CancelledError):

@@ -151,8 +151,7 @@ def known(
     A pointer is None where there is no path, or no token.
     """
     # Masked sums rather than a chosen address: the three kinds of load wait for nothing but their own.
-    # In 32 bits, where a sum of 64 would outgrow the registers.
-    there = window + (n.to(tl.int32)[:, None] + c[None, :] * INPUTS)
+    there = window + n[:, None] + c[None, :] * INPUTS
     own = tl.load(there, mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
     if path_slab is not None:
         on = (n >= INPUTS) & (n < INPUTS + length)
@@ -258,9 +257,9 @@ def _causal_conv(
     b = tl.program_id(1).to(tl.int64)
     in_c = c < C
     slot, token = tl.load(slots + b), b * M
-    length = b * 0
+    length = tl.program_id(1) * 0  # in 32 bits, or registers are spilled
     if path_slab is not None:
-        length = tl.load(path_length + b)
+        length = tl.load(path_length + b).to(tl.int32)
         path_slab += b * P
         path_place += b * P
     x += token * x_by_token
