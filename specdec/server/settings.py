@@ -229,8 +229,8 @@ class ServerConfig(Settings):
     role: Role | None = Field(
         None,
         title="part in prefill apart from decode; prefill lends what it has read, decode fetches it and "
-        "writes, both does either, as a request says. The environment's SPECDEC_REACH_SECRET, which all such servers "
-        "share, is its key. None: both where there is that secret, else nothing is lent or fetched",
+        "writes, both does either, as a request says. The environment's SPECDEC_REACH_SECRET, which all such "
+        "servers share, is its key. None: both where there is that secret, else nothing is lent or fetched",
         description=f"{describe_choices(Role)}, or None",
     )
     reach_host: str = Field(
