@@ -51,7 +51,7 @@ class Lent(Fixed):
             self.on_change(self)
 
     def withdraw(self) -> None:
-        """Have nothing ready any more: what is lent will lie elsewhere, which whoever reads it can see."""
+        """Have nothing ready any more: what is lent will lie elsewhere, which its readers can see."""
         self._published = self._published[:1]
         self.blocks, self.generations = (), ()
 
@@ -96,7 +96,7 @@ class Lending:
             lent.withdraw()
 
     def void(self) -> None:
-        """Take back all that is lent, whoever reads it."""
+        """Take back all that is lent, even while it is read."""
         for lent in list(self.lent):
             self.give_back(lent)
 

@@ -27,7 +27,7 @@ A = TypeVar("A", bound=Body)
 class Calls:
     """Holds the connections to all peers.
 
-    Nobody need know more than a number to wait for a room: that takes none from leases, nor these from beats.
+    A number is enough to wait for a room: that takes none from leases, nor these from beats.
     """
 
     def __init__(self, secret: Secret) -> None:

@@ -79,7 +79,7 @@ async def _measure(fleet: Fleet, options: ReachOptions, requests: Requests) -> d
         if "steady" in options.only:
             ways = [fleet.one, fleet.apart[0]]
             total = len(ways) * options.rounds * PROMPTS
-            # Whoever asks takes no time of the core whose steadiness is measured.
+            # The client takes no time of the core whose steadiness is measured.
             asker = on_core(fleet.cores[0] if fleet.cores else None)
             progress = tqdm(total=total, desc="steady", unit="prompt", leave=False, disable=None)
             with asker, progress:
