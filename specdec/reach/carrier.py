@@ -14,7 +14,7 @@ Indices = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 class ReadLost(SpecdecError):
-    """A read brought nothing that may be used; whoever wanted it computes it instead."""
+    """A read brought nothing that may be used; what was wanted is computed instead."""
 
 
 class ReadLate(ReadLost):

@@ -1,6 +1,6 @@
 """The side channel: a small HTTP server beside the public one, for the engines that fetch from this one.
 
-Whoever has the secret may read all prompts that this engine holds; nobody else learns anything here.
+The secret lets its holder read all prompts that this engine holds; without it nothing is learnt here.
 """
 
 import asyncio

@@ -118,7 +118,7 @@ class Book:
     async def finish(self, lease: Lease) -> None:
         """Wait until the engine has read the prompt, or its reader wants it no more; raise why it has not.
 
-        Whoever waits is the client that had it read: if it leaves before that, the lease is over.
+        The client that had it read waits here: if it leaves before that, the lease is over.
         """
         try:
             await lease.wait_until_read()

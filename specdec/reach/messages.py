@@ -149,7 +149,7 @@ class Opened(Body):
 
 
 class Agent(Body):
-    """One rank's arena, and how to reach it. Whoever has this can read all of the arena."""
+    """One rank's arena, and how to reach it: enough to read all of the arena."""
 
     rank: int = Field(ge=0, lt=MOST_AGENTS, description="a whole number from 0")
     metadata: str = Field(max_length=MOST_METADATA, description=BASE_64)

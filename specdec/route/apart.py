@@ -210,7 +210,7 @@ def _prompts(prompt: Prompt) -> int | None:
     try:
         return count_elements(prompt.body, fields["prompt"][0], MOST_ROOMS)
     except ValueError:
-        return None  # whoever reads it says what is wrong
+        return None  # the replica that reads it says what is wrong
 
 
 @contextlib.asynccontextmanager

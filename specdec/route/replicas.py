@@ -104,7 +104,7 @@ class Flight:
     def begun(self, *, is_error: bool = False) -> float:
         """Note that the first byte has come; return after how many seconds.
 
-        An error says nothing of reading: whoever may not ask at all is refused in no time.
+        An error says nothing of reading: a client without a key is refused in no time.
         """
         took_s = time.monotonic() - self._start_s
         if self._is_measured and not is_error:
