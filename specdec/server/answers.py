@@ -13,6 +13,8 @@ from specdec.engine.engine import SpecEngine, Ticket
 from specdec.errors import SpecdecError
 from specdec.server.failures import Failure
 
+FEW = 1
+"""Requests in a round of the event loop that are streamed step by step; more are coalesced by `SHARE`."""
 SHARE = 0.03
 """Share of the time that the event loop may use while it streams: the engine waits meanwhile."""
 LONGEST_S = 0.1
@@ -69,11 +71,11 @@ class Said(NamedTuple):
 
 
 class Bell:
-    """Wakes the event loop when deltas wait: soon if a client streams, else as often as it can afford.
+    """Wakes the event loop when deltas are pending: at once for few requests, at a bounded rate for many.
 
-    A stream of many small pieces costs the interpreter more than the pieces are worth, and the engine runs in
-    the same one. So after each round the loop rests, the longer the more work the last round made: few
-    streams have each step at once, and many have several together.
+    Up to `FEW` requests get an event per step; a step that ends while the event loop is busy joins the next
+    event. With more requests the events would cost the engine's thread, which shares the interpreter, more
+    than the steps do: the loop then rests after each round, in proportion to the CPU time it has used.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -101,7 +103,7 @@ class Bell:
             answers = self._rung.popleft()
             answers.rang = False
             answers.rung()
-        if count:
+        if count > FEW:
             self._resting = True
             rest_s = min((self._worked_s - before_s) / SHARE, LONGEST_S)
             self._timer = self._loop.call_later(rest_s, self._look)

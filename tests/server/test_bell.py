@@ -112,6 +112,7 @@ class Ears:
 
 def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes while the loop rests, and nothing after it calls the loop again."""
+    monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "SHARE", 1e-9)  # the longest rest after every round
     ears = Ears()
 
@@ -130,6 +131,7 @@ def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.Mon
 
 def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it, and no timer runs any more: it calls the loop by itself."""
+    monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "LONGEST_S", 1e-3)
     ears, idle, look = Ears(), threading.Event(), Bell._look
 
@@ -160,6 +162,7 @@ def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.Monke
 def test_pieces_come_together_while_the_loop_rests_and_first_ones_and_ends_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "SHARE", 1e-9)
     monkeypatch.setattr(module, "LONGEST_S", 600.0)
     ears = Ears()
@@ -181,6 +184,51 @@ def test_pieces_come_together_while_the_loop_rests_and_first_ones_and_ends_do_no
 
     said = [(choice, len(tokens)) for choice, tokens in asyncio.run(hear())]
     assert said == [(0, 1), (1, 1), (0, 49), (1, 8)]
+
+
+def test_each_step_of_one_stream_is_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No timer holds a step back, however long the loop would rest with many streams."""
+    monkeypatch.setattr(module, "SHARE", 1e-9)
+    monkeypatch.setattr(module, "LONGEST_S", 600.0)
+    ears = Ears()
+
+    def speak(emit: Emit) -> None:
+        try:
+            for token in range(20):
+                emit(0, part(0, token))
+                ears.wait(0, token)
+        finally:
+            emit(0, part(0, 20, last=True))
+
+    async def hear() -> list[tuple[int, tuple[int, ...]]]:
+        async with asked(speak) as parts:
+            return await ears.listen(parts)
+
+    assert asyncio.run(hear()) == [(0, (token,)) for token in range(21)]
+
+
+def test_steps_that_end_while_a_reader_is_blocked_are_one_event() -> None:
+    read, written = threading.Event(), threading.Event()
+
+    def speak(emit: Emit) -> None:
+        emit(0, part(0, 0))
+        assert read.wait(20)
+        for token in range(1, 101):
+            emit(0, part(0, token))
+        written.set()
+        emit(0, part(0, 101, last=True))
+
+    async def hear() -> list[int]:
+        counts = []
+        async with asked(speak) as parts:
+            async for _, delta, _ in parts:
+                counts.append(len(delta.token_ids))
+                read.set()
+                await asyncio.to_thread(written.wait, 20)
+        return counts
+
+    counts = asyncio.run(hear())
+    assert counts[0] == 1 and counts[1] >= 100 and sum(counts) == 102
 
 
 @pytest.mark.parametrize("streams", [True, False])
