@@ -69,6 +69,13 @@ def bind(host: str, port: int, prefix: str = "") -> socket.socket:
             raise ConfigError(
                 f"{prefix}host: {host} is no address of this machine; {give}.", field=f"{prefix}host"
             ) from error
+        if error.errno == errno.EADDRINUSE:
+            option = f"--{prefix}port".replace("_", "-")
+            raise ConfigError(
+                f"{prefix}port: port {port} is in use at {host}; choose another one with `{option} N` "
+                "(0: any free port), or stop the server that uses it.",
+                field=f"{prefix}port",
+            ) from error
         raise ConfigError(
             f"{prefix}port: {host}:{port} cannot be listened at ({error.strerror or error}); choose "
             "another one, or 0 for any that is free.",

@@ -10,6 +10,7 @@ from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.reach.terms import VARIABLE
 from specdec.server import run
+from specdec.server.listen import bind
 from specdec.server.reach.role import settle_part
 from specdec.server.settings import ServerConfig
 
@@ -110,3 +111,10 @@ def test_a_side_channel_that_cannot_listen_is_refused_before_anything_is_loaded(
             with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
                 run.run([], EngineConfig(), ServerConfig(role="prefill", **own))
             assert caught.value.field == field
+
+
+def test_a_port_in_use_is_named_with_its_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^port: port {port} is in use .*`--port N`.*stop the server"):
+            bind("127.0.0.1", port)
