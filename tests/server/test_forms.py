@@ -279,3 +279,18 @@ def test_what_ended_an_answer_is_told(live: Live) -> None:
     sign = next(letter for letter in reversed(whole["text"]) if letter.isprintable())
     (cut,) = live.ask(COMPLETE, body | {"stop": [sign]}).json["choices"]
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", sign)
+
+
+@pytest.mark.parametrize("form", ["json_schema", "json_object"])
+def test_json_has_no_runs_of_blanks(live: Live, form: str) -> None:
+    """Outside strings no two blanks follow each other, at any temperature and seed."""
+    given: dict[str, Any] = {"type": form}
+    if form == "json_schema":
+        given["json_schema"] = {"name": "person", "schema": PERSON}
+    for seed, temperature in enumerate((0.7, 0.7, 0.7, 1.0, 1.5, 1.5)):
+        body = {"prompt": PROMPT, "max_tokens": 120, "temperature": temperature, "seed": seed}
+        (choice,) = live.ask(COMPLETE, body | {"response_format": given}).json["choices"]
+        bare = re.sub(r'"(?:[^"\\]|\\.)*(?:"|$)', '""', choice["text"])
+        assert not re.search(r"\s\s", bare), choice["text"]
+        if choice["finish_reason"] == "stop":
+            json.loads(choice["text"])

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from specdec.text.grammar.repetitions import check_repetitions
 from specdec.text.grammar.wire import COST, DONE, FAILED, HEAD, Job, Kind, Path, framed, unpack
 
-BLANKS = 64
-"""Between two parts of JSON at most: small models begin to indent and never stop."""
+BLANKS = 1
+"""Most whitespace characters between two JSON tokens: small models begin to indent and never stop."""
 WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What xgrammar's messages begin with: the time, and a line of its source."""
 DEEPEST = 64
