@@ -23,9 +23,9 @@ from specdec.server.anthropic.handlers import count_tokens, message
 from specdec.server.connections import expect_later, read_body
 from specdec.server.failures import Failure, failure_of
 from specdec.server.generate import chat, complete
-from specdec.server.openapi import described
+from specdec.server.openapi import described, documented
 from specdec.server.origins import is_preflight, let_through
-from specdec.server.page import WEB, playground
+from specdec.server.page import HEADERS, WEB, playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.protocol import SERVER
 from specdec.server.responses.handlers import delete, respond, retrieve
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
 PAGES = playground(WEB)
-OPEN = {"/health", "/ready", "/metrics", "/openapi.json", *PAGES}
+OPEN = {"/health", "/ready", "/metrics", "/openapi.json", "/docs", *PAGES}
 """Routes that need no key: load balancers and scrapers have none, and the page asks for one itself."""
 STARTED = int(time.time())
 GONE = 499
@@ -73,7 +73,9 @@ def build_app(state: State) -> web.Application:
         ("GET", "/server_info", _server_info),
         ("GET", "/model_info", _model_info),
         ("POST", "/flush_cache", _flush_cache),
+        ("GET", "/version", _version),
         ("GET", "/openapi.json", _openapi),
+        ("GET", "/docs", _docs),
     ]
     pages = [("GET", path, page) for path, page in PAGES.items()]
     for method, path, handler in [*((a, b, _with_state(c)) for a, b, c in routes), *pages]:
@@ -280,6 +282,14 @@ async def _flush_cache(request: web.Request, state: State) -> web.Response:
         flushing = [engine.begin_flush(request["caller"]) for engine in state.engines if not engine.fault]
         await asyncio.gather(*map(asyncio.wrap_future, flushing))
     return web.json_response({"status": "ok"})
+
+
+async def _version(request: web.Request, state: State) -> web.Response:
+    return web.json_response({"version": __version__})
+
+
+async def _docs(request: web.Request, state: State) -> web.Response:
+    return web.Response(text=documented(), content_type="text/html", charset="utf-8", headers=HEADERS)
 
 
 async def _openapi(request: web.Request, state: State) -> web.Response:

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from html import escape
 from typing import Any
 
 from pydantic import BaseModel
@@ -32,7 +33,9 @@ PLAIN = {
     "/metrics": "Figures for Prometheus",
     "/server_info": "How the engine was settled and what drafts have earned",
     "/model_info": "What is served, in SGLang's words",
+    "/version": "Return the version of specdec",
     "/openapi.json": "This description",
+    "/docs": "This description as a page",
 }
 ORDERS = {"/flush_cache": "Forget the texts in which drafters look up, and all prefixes that are kept"}
 """POST routes without a body."""
@@ -87,6 +90,23 @@ def describe() -> dict[str, Any]:
 def described() -> str:
     """Return it as JSON; generating it takes a while."""
     return json.dumps(describe())
+
+
+@cache
+def documented() -> str:
+    """Return the description as an HTML page without scripts or styles, which the page's policy allows."""
+    found = describe()
+    rows = "".join(
+        f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td><td>{escape(own['summary'])}</td></tr>"
+        for path, methods in found["paths"].items()
+        for method, own in methods.items()
+    )
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>specdec API</title>'
+        f"<h1>specdec {escape(found['info']['version'])}</h1>"
+        '<p>Request and response fields: <a href="/openapi.json">openapi.json</a>.</p>'
+        f"<table><tr><th>Method</th><th>Path</th><th>Summary</th></tr>{rows}</table></html>"
+    )
 
 
 def _operation(says: str) -> dict[str, Any]:

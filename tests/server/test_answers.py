@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from specdec import SamplingParams, SpecEngine
+from specdec import SamplingParams, SpecEngine, __version__
 from tests.server.live import Live, serving, total
 from tests.tolerances import LOGITS_RELATIVE
 
@@ -281,6 +281,15 @@ def test_the_description_has_every_address_and_field(live: Live) -> None:
         schemas["CompletionBody"]["properties"]
     )
     assert {"messages", "max_completion_tokens", "seed"} <= set(schemas["ChatBody"]["properties"])
+
+
+def test_the_version_and_the_page_of_the_description(live: Live) -> None:
+    assert live.ask("/version").json == {"version": __version__}
+    page = live.ask("/docs")
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
+    text = page.data.decode()
+    assert all(f"<code>{path}</code>" in text for path in live.ask("/openapi.json").json["paths"])
 
 
 def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
