@@ -16,6 +16,7 @@ from specdec.kernels.native.threads import dismiss_helpers
 from specdec.text.grammar import compiler
 from specdec.text.grammar.template import Template
 from tests.kernels import interpreter
+from tests.selection import mark_products
 
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,8 +58,10 @@ def pytest_report_header() -> str:
     return f"specdec: {forms.describe()}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU where there is none; choose what the default run takes of large products."""
+    mark_products(items)
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="torch finds no CUDA device")
         for item in items:

@@ -20,6 +20,7 @@ from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.models.shapes import SHAPES
 from specdec.setup.build import build_random
+from tests.selection import EXHAUSTIVE
 
 SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
 """A named size that is drawn in no time."""
@@ -69,6 +70,7 @@ def test_synthetic_acceptance_is_said_and_sets_the_length(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.5b"])
+@EXHAUSTIVE
 def test_weights_are_drawn_in_place_of_a_checkpoint(name: str) -> None:
     config = EngineConfig(device="cpu", max_model_len=32, max_running=1, draft="none")
     raw = shape_config(name)

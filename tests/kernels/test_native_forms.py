@@ -15,6 +15,7 @@ from specdec import EngineConfig
 from specdec.kernels.native import build, compiled, forms, targets
 from specdec.setup.resolve import CACHED_WEIGHTS, _dtype
 from tests import processors
+from tests.selection import EXHAUSTIVE
 
 HASWELL = "fpu sse sse2 avx fma movbe f16c bmi1 avx2 bmi2"
 CASCADE_LAKE = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"
@@ -127,6 +128,7 @@ def test_a_target_that_cannot_run_here_is_not_loaded(
 
 
 @needs_c
+@EXHAUSTIVE
 def test_a_process_without_a_compiler_runs_what_was_made_beforehand(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ from specdec.models.hub.names import HubName
 from specdec.models.hub.repository import Repository
 from specdec.setup.footprint import describe_model
 from tests.models.hub_server import Hub, Repo, serve
+from tests.selection import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 TINY = SHIPPED["tiny"]
@@ -369,6 +370,7 @@ def test_a_description_downloads_headers_alone(hub: Hub) -> None:
         pass
 
 
+@EXHAUSTIVE
 def test_the_command_downloads_is_interrupted_and_goes_on(expected: str, tmp_path: Path) -> None:
     with serve() as hub:
         hub.repos[NAME] = Repo.of(TINY)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from specdec.cli import main
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live
 
 KEY = {"Authorization": "Bearer given"}
@@ -131,6 +132,7 @@ def test_who_does_not_read_is_given_up_and_holds_nobody_up(live: Live) -> None:
     assert live.ask("/health").status == 200
 
 
+@EXHAUSTIVE
 def test_a_request_has_its_time() -> None:
     with Live(*PLAIN, "--request-timeout", "2") as live:
         answer = live.ask("/v1/completions", LONG | {"n": 64, "stream": False})

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server.hostile_forms import attack, hostile, x_bias
 from tests.server.live import Live, serving, total
 
@@ -27,6 +28,7 @@ def test_a_hostile_regex_holds_no_stream_up(live: Live, form: str, at_once: int)
     assert live.process.poll() is None and total(live.metrics(), "specdec:failed_steps_total") == 0
 
 
+@EXHAUSTIVE
 def test_forms_drawn_to_harm_hold_no_stream_up(live: Live) -> None:
     draw = random.Random(7)
     found = attack(live, [hostile(draw) for _ in range(40)], at_once=6, bias=x_bias(live))
