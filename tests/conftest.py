@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specdec.bench.random_model import write_random_checkpoint
+from specdec.bench.report import cpu_model
 from specdec.kernels.native import forms
 from specdec.kernels.native.threads import dismiss_helpers
 from specdec.text.grammar import compiler
@@ -54,8 +55,8 @@ HYBRID: Mapping[str, Any] = {
 
 
 def pytest_report_header() -> str:
-    """Say what runs on this processor. C forms that are missing are compiled here, once for all workers."""
-    return f"specdec: {forms.describe()}"
+    """Describe the CPU and its kernels. Missing C kernels are compiled here, once for all workers."""
+    return f"CPU: {cpu_model()}, {os.cpu_count()} cores; {forms.describe()}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -168,19 +168,19 @@ def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (None, "no C forms; torch for "),
+        (None, "no C kernels; torch for "),
         (
             forms.Forms(targets.named("avx512-bf16"), "AVX-512", True, "VNNI", False),
-            "C forms for avx512-bf16: AVX-512 with bfloat16 units, whole numbers by VNNI, "
+            "C kernels for avx512-bf16: AVX-512 with bfloat16 units, integer products by VNNI, "
             "without use for avx512_fp16; torch",
         ),
         (
             forms.Forms(targets.NATIVE, "AVX-512", True, "VNNI", True),
-            "C forms for native: AVX-512 with bfloat16 and matrix units, whole numbers by VNNI; torch",
+            "C kernels for native: AVX-512 with bfloat16 and matrix units, integer products by VNNI; torch",
         ),
         (
             forms.Forms(targets.named("x86-64-v3"), "AVX2", False, "16 bits", False),
-            "C forms for x86-64-v3: AVX2 without bfloat16 units, whole numbers by 16 bits; torch",
+            "C kernels for x86-64-v3: AVX2 without bfloat16 units, integer products by 16 bits; torch",
         ),
     ],
 )
