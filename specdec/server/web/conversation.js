@@ -6,9 +6,11 @@ const LONGEST_TITLE = 60;
 const newId = () => crypto.getRandomValues(new Uint32Array(2)).join("-");
 
 export class Conversation {
-  constructor({ id = newId(), mode = "chat", exchanges = [] } = {}) {
+  constructor({ id = newId(), mode = "chat", name = "", exchanges = [] } = {}) {
     this.id = id;
     this.mode = mode;
+    /** The title that the user gave; empty: the first question is the title. */
+    this.name = name;
     this.exchanges = exchanges.map(({ question, answer }) => ({ question: String(question), answer: new Answer(answer ?? {}) }));
   }
 
@@ -17,6 +19,7 @@ export class Conversation {
   get last() { return this.exchanges.at(-1); }
 
   get title() {
+    if (this.name) return this.name;
     const words = (this.exchanges[0]?.question ?? "").trim().replace(/\s+/g, " ");
     return words.length > LONGEST_TITLE ? `${words.slice(0, LONGEST_TITLE - 1)}…` : words;
   }
@@ -43,7 +46,7 @@ export class Conversation {
   }
 
   toJSON() {
-    const { id, mode, exchanges, title } = this;
-    return { id, mode, title, exchanges, updated: Date.now() };
+    const { id, mode, name, exchanges, title } = this;
+    return { id, mode, name, title, exchanges, updated: Date.now() };
   }
 }

@@ -64,6 +64,6 @@ export class Curve {
     this.lastStep.textContent = this.steps;
     const each = this.per > 1 ? `; each bar is the mean of ${this.per} steps` : "";
     this.note.textContent = `${this.steps} steps: ${(this.total / this.steps).toFixed(2)} accepted on average, ${this.most} at most${each}.`;
-    this.svg.setAttribute("aria-label", `Accepted draft tokens at each verify step. ${this.note.textContent}`);
+    this.svg.setAttribute("aria-label", `Accepted draft tokens per verify step. ${this.note.textContent}`);
   }
 }

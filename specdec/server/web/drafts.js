@@ -8,10 +8,10 @@ import { draw } from "./tree.js";
 const REFRESH_MS = 350;
 const DEPTHS = ["1", "2", "3", "4", "5", "6", "7", "8+"];
 const SAYS = {
-  none: "Draft trees and the curve are shown for answers that are written while this view is on.",
+  none: "Draft trees and the chart are shown for answers generated while this view is on.",
   undrafted: "Nothing was drafted for the last answer.",
-  compared: "A comparison records no draft trees, as that takes time: send the text to see its trees and the curve.",
-  before: "Tree and curve are those of the last answer: a comparison records none, as that takes time.",
+  compared: "Compare records no draft trees, as that takes time. Send the text to see them.",
+  before: "Tree and chart show the last answer. Compare records none, as that takes time.",
 };
 
 export class Drafts {
@@ -24,7 +24,7 @@ export class Drafts {
     const scale = DEPTHS.map((depth, at) => make("span", { className: "from", "data-origin": at + 1 }, depth));
     find("legend").append(
       make("li", { className: "from", "data-origin": 0 }, nameOf(0)),
-      make("li", { className: "depths" }, make("span", {}, "accepted from a draft, at depth"),
+      make("li", { className: "depths" }, make("span", {}, "accepted draft token, by depth"),
         make("span", { className: "scale" }, ...scale)));
     this.clear();
   }

@@ -45,7 +45,7 @@ export class History {
   /** Keep a conversation; return how many others had to go. Where it finds no room all the same, they stay. */
   save(conversation) {
     const text = JSON.stringify(conversation);
-    if (text.length > MOST_CHARACTERS) throw new Trouble("This conversation is too long to be kept: it is lost when the page is closed.");
+    if (text.length > MOST_CHARACTERS) throw new Trouble("This conversation is too long to be stored: it is lost when the page is closed.");
     const others = this.list().filter(({ id }) => id !== conversation.id);
     let characters = text.length + others.reduce((sum, { size }) => sum + size, 0);
     const gone = [];
@@ -58,7 +58,7 @@ export class History {
       this.remove(oldest.id);
     }
     for (const [id, was] of gone) this.put(id, was);
-    throw new Trouble("The browser's storage is full: what was written last is lost when the page is closed.");
+    throw new Trouble("The browser's storage is full: the latest changes are lost when the page is closed.");
   }
 
   remove(id) { this.storage.removeItem(PREFIX + id); }
@@ -72,12 +72,12 @@ export class History {
     }
   }
 
-  /** Return what a name holds; what is no conversation counts as none. */
-  read(name) {
-    const text = this.storage.getItem(name);
+  /** Return what an entry holds; anything else than a conversation counts as none. */
+  read(entry) {
+    const text = this.storage.getItem(entry);
     try {
-      const { id, mode, title, updated, exchanges } = JSON.parse(text);
-      return PREFIX + id === name && Array.isArray(exchanges) ? { id, mode, title, updated, exchanges, size: text.length } : null;
+      const { id, mode, name, title, updated, exchanges } = JSON.parse(text);
+      return PREFIX + id === entry && Array.isArray(exchanges) ? { id, mode, name, title, updated, exchanges, size: text.length } : null;
     } catch {
       return null;
     }

@@ -6,6 +6,7 @@ import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { Drafts } from "./drafts.js";
 import { button, make } from "./element.js";
+import { asJson, asMarkdown, download } from "./export.js";
 import { Follower } from "./follow.js";
 import { History, openStorage } from "./history.js";
 import { Models } from "./models.js";
@@ -26,7 +27,7 @@ const models = new Models(storage, () => meet({ isNew: true }));
 const drafts = new Drafts();
 const comparison = new Comparison();
 const follower = new Follower(find("scroll"), find("column"), find("to-end"));
-const sidebar = new Sidebar({ open, remove, begin: () => show(new Conversation({ mode: conversation.mode })) });
+const sidebar = new Sidebar({ open, manage, remove, begin: () => show(new Conversation({ mode: conversation.mode })) });
 const thread = new Thread(find("thread"), {
   edit: (exchange, words) => ask(words, exchange),
   again: (exchange) => ask(exchange.question, exchange),
@@ -71,8 +72,12 @@ function dress() {
   find("welcome").hidden = !isEmpty;
   find("welcome-title").textContent = mode.title;
   find("welcome-says").textContent = isUnsuited ? mode.unsuited : mode.says;
-  find("examples").replaceChildren(...(isChat ? CHAT_EXAMPLES : COMPLETION_EXAMPLES).map(([name, text]) =>
-    button(name, () => { prompt.value = text; grow(); prompt.focus(); }, { className: "example" })));
+  find("examples").replaceChildren(...(isChat ? CHAT_EXAMPLES : COMPLETION_EXAMPLES).map((text) => {
+    const [first, ...rest] = text.split("\n");
+    const fill = () => { prompt.value = text; grow(); prompt.focus(); };
+    return button(rest.length ? `${first} …` : first, fill, { className: "example", title: text });
+  }));
+  find("speculate").disabled = models.served?.drafters?.length === 0;
   find("prompt-label").textContent = prompt.placeholder = mode.label;
   find("mode-says").textContent = isUnsuited && !isEmpty ? mode.unsuited : mode.hint;
   prompt.spellcheck = isChat;
@@ -93,7 +98,7 @@ function keep(own) {
   if (own.isGone || own.isEmpty) return;
   try {
     const gone = history.save(own);
-    if (gone) notice(`${gone} of the oldest conversations made room for this one.`);
+    if (gone) notice(`Deleted the ${gone === 1 ? "oldest conversation" : `${gone} oldest conversations`} to make room for this one.`);
   } catch (error) {
     if (!(error instanceof Trouble)) throw error;
     notice(error.message);
@@ -115,8 +120,31 @@ function remove(id) {
     conversation.isGone = true;
     show(new Conversation({ mode: conversation.mode }));
   } else list();
-  if (gone) notice("The conversation is deleted. ", { label: "Undo", do: () => { keep(gone); open(gone.id); } });
+  if (gone) notice("Conversation deleted. ", { label: "Undo", do: () => { keep(gone); open(gone.id); } });
 }
+
+/** Open the dialog that renames and exports a conversation. */
+function manage(id) {
+  const shown = held(id);
+  if (!shown) return void list();
+  const dialog = find("manage"), title = field("title");
+  title.value = shown.title;
+  find("manage-form").onsubmit = ({ submitter }) => {
+    dialog.close();  // before the list is built again: the focus returns to its button
+    const own = held(id), kind = submitter.value;
+    if (!own) return;
+    if (title.value !== own.title) {
+      own.name = title.value.trim();
+      keep(own);
+    }
+    if (kind === "md") download(own.title, "md", asMarkdown(own, field("system").value));
+    if (kind === "json") download(own.title, "json", asJson(own, field("system").value));
+  };
+  dialog.showModal();
+}
+
+/** Return a conversation: the shown one itself, or what is stored of another. */
+function held(id) { return id === conversation.id ? conversation : history.load(id); }
 
 /** Show what another page has done to the conversation that is shown here. */
 function hear({ key: name }) {
@@ -129,7 +157,7 @@ function hear({ key: name }) {
   } else if (running) {
     conversation.part();
     keep(conversation);
-    notice("Another tab has changed this conversation: what is written here is kept as one of its own.");
+    notice("Another tab changed this conversation: this answer goes into a copy.");
   } else {
     conversation = found;
     render();
@@ -226,7 +254,7 @@ async function compare() {
   const fields = readFields();
   if (!fields || running) return;
   const isNew = prompt.value.trim() !== "";
-  if (!isNew && conversation.isEmpty) return void notice("Write something first: it is answered twice.");
+  if (!isNew && conversation.isEmpty) return void notice("Write something first: Compare answers it twice.");
   const asked = isNew ? { question: prompt.value, answer: new Answer() } : conversation.last;
   const copy = new Conversation({ mode: conversation.mode });
   copy.exchanges = isNew ? [...conversation.exchanges, asked] : conversation.exchanges;
@@ -314,13 +342,15 @@ prompt.addEventListener("keydown", (event) => {
 find("stop").addEventListener("click", () => running?.abort());
 find("compare").addEventListener("click", compare);
 find("view").addEventListener("change", () => { settings.keep(); render(); meet(); });
+find("speculate").addEventListener("change", () => settings.keep());
+find("manage-close").addEventListener("click", () => find("manage").close());
 find("key-wanted").addEventListener("click", () => { settings.dialog.showModal(); field("key").focus(); });
 for (const mode of Object.keys(MODES)) {
   field(mode).addEventListener("change", () => { form.dataset.touched = "yes"; switchMode(mode); });
 }
 field("key").addEventListener("change", () => meet({ isNew: true }));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !settings.dialog.open) running?.abort();
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
 });
 // What was written so far outlives a page that is closed, also one that a phone ends while it is out of sight.
 addEventListener("pagehide", () => { if (running) keep(conversation); });
@@ -329,7 +359,7 @@ document.addEventListener("visibilitychange", () => {
   else if (running) keep(conversation);
 });
 addEventListener("storage", hear);
-if (storage.isFleeting) find("kept").textContent = "This browser keeps nothing for this page: conversations last until it is closed.";
+if (storage.isFleeting) find("kept").textContent = "This browser stores nothing for this page: conversations last until it is closed.";
 field(conversation.mode).checked = true;
 render();
 await meet({ isNew: true });

@@ -7,9 +7,9 @@ const KEPT = "specdec.model";
 const STATES = {
   warm: "warm",
   resting: "resting: the next request wakes it",
-  loading: "being loaded …",
+  loading: "loading …",
   unloaded: "not loaded: the next request loads it",
-  failed: "cannot be used: the next request tells why",
+  failed: "failed: the next request returns the error",
 };
 
 export class Models {
@@ -44,7 +44,7 @@ export class Models {
     } catch (error) {
       if (look === this.looks) {
         this.served = null;
-        this.line.textContent = error.status === 401 ? "This server wants a key." : error.message;
+        this.line.textContent = error.status === 401 ? "This server requires an API key." : error.message;
       }
       return error;
     }

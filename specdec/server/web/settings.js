@@ -6,8 +6,8 @@ const WHOLE = ["max_tokens", "seed", "top_k"];
 const NUMBERS = [...WHOLE, "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"];
 const KEPT = "specdec.settings";
 const SHOWN = { stream: true, stream_options: { include_usage: true }, return_origins: true, return_metrics: true };
-/** A completion without `max_tokens` has 16 by OpenAI's rule: too few to look at. A model that was not taught to chat
-    hardly ever ends an answer: the server's own bound, 4096, is too many. */
+/** Without `max_tokens` a completion has 16 tokens, as in OpenAI's API: too few to look at. A model that is not trained
+    for chat rarely ends an answer, and the server's default, 4096 tokens, is too long. */
 const COMPLETION_TOKENS = 256;
 
 export const field = (name) => document.getElementById(name === "stop" ? "stop_text" : name);
@@ -21,7 +21,7 @@ export class Settings {
     /** The fields of a request that hold where none are given. */
     this.defaults = {};
     const own = [...this.dialog.querySelectorAll("input, select, textarea")].filter(({ id }) => id !== "key");
-    this.kept = [...own, document.getElementById("view")];
+    this.kept = [...own, field("view"), field("speculate")];
     this.recall();
     this.dialog.addEventListener("change", () => this.keep());
     // The event comes a task later: a mistake may have opened the dialog again by then.
@@ -33,7 +33,7 @@ export class Settings {
   suit({ isChat, isUnsuited }) {
     const isServers = isChat && !isUnsuited;
     this.defaults = isServers ? {} : { max_tokens: COMPLETION_TOKENS };
-    field("max_tokens").placeholder = isServers ? "the server's" : COMPLETION_TOKENS;
+    field("max_tokens").placeholder = isServers ? "server default" : COMPLETION_TOKENS;
   }
 
   /** Return the fields that every request has; a mistake is a Trouble that names its field. */
@@ -101,7 +101,7 @@ export class Settings {
 function number(name) {
   const input = field(name);
   const label = input.labels[0].firstChild.textContent.trim();
-  if (input.validity.badInput) throw new Trouble(`${label} is no number.`, { field: name });
+  if (input.validity.badInput) throw new Trouble(`${label} is not a number.`, { field: name });
   if (input.value === "") return null;
   const value = Number(input.value);
   if (WHOLE.includes(name) && !Number.isSafeInteger(value)) throw new Trouble(`${label} must be a whole number.`, { field: name });

@@ -3,7 +3,7 @@
 import { button, make } from "./element.js";
 
 export class Sidebar {
-  /** `deeds`: `open`, `remove` and `begin`. */
+  /** `deeds`: `open`, `manage`, `remove` and `begin`. */
   constructor(deeds) {
     const find = (id) => document.getElementById(id);
     [this.nav, this.items, this.opener, this.page] = ["history", "chats", "history-open", "page"].map(find);
@@ -33,12 +33,18 @@ export class Sidebar {
     act();
   }
 
+  /** List the conversations; the focus stays on the button that had it. */
   show(conversations, current) {
+    const { conversation, action } = document.activeElement.dataset;
     this.items.replaceChildren(...conversations.map(({ id, title }) => {
       const name = title || "Untitled";
-      const open = button(name, () => this.leave(() => this.deeds.open(id)), { className: "open", title: name });
+      const by = (action) => ({ "data-conversation": id, "data-action": action });
+      const open = button(name, () => this.leave(() => this.deeds.open(id)), { className: "open", title: name, ...by("open") });
       if (id === current) open.setAttribute("aria-current", "page");
-      return make("li", {}, open, button("✕", () => this.deeds.remove(id), { ariaLabel: `Delete ${name}`, title: "Delete" }));
+      return make("li", {}, open,
+        button("⋯", () => this.deeds.manage(id), { ariaLabel: `Rename or export ${name}`, title: "Rename or export", ...by("manage") }),
+        button("✕", () => this.deeds.remove(id), { ariaLabel: `Delete ${name}`, title: "Delete", ...by("remove") }));
     }));
+    if (conversation) this.items.querySelector(`[data-conversation="${conversation}"][data-action="${action}"]`)?.focus();
   }
 }

@@ -1,6 +1,6 @@
 // What an answer has come to so far: counted while it comes, then put right by the server's own figures.
 
-/** A step's tokens are the accepted ones and one of the verifier's own; the first token comes of the prompt. */
+/** A step's tokens are the accepted ones and one of the model's own; the first token comes from the prefill. */
 export class Tally {
   constructor() {
     this.tokens = 0;
@@ -58,12 +58,12 @@ export class Tally {
 }
 
 const FIGURES = {
-  length: ["Acceptance length", (t) => t.length, (v) => v.toFixed(2), "tokens a verify step gives, its own included"],
+  length: ["Acceptance length", (t) => t.length, (v) => v.toFixed(2), "mean tokens per verify step, including the model's own"],
   rate: ["Tokens/s", (t) => t.rate, (v) => v.toFixed(v < 100 ? 1 : 0), "after the first token"],
-  tokens: ["Tokens", (t) => t.tokens, String, "written so far"],
+  tokens: ["Tokens", (t) => t.tokens, String, "generated so far"],
   steps: ["Steps", (t) => t.steps, String, "verify steps"],
-  accepted: ["Accepted", (t) => t.accepted, String, "tokens that came of drafts"],
-  drafted: ["Drafted", (t) => t.drafted, String, "tokens put before the model; known at the end"],
+  accepted: ["Accepted", (t) => t.accepted, String, "accepted draft tokens"],
+  drafted: ["Drafted", (t) => t.drafted, String, "draft tokens verified; known when the answer has ended"],
   first: ["First token", (t) => t.firstMs, (v) => `${v.toFixed(v < 10 ? 1 : 0)} ms`, "after the request was sent"],
 };
 

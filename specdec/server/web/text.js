@@ -2,7 +2,7 @@
 
 import { literal, spelled } from "./element.js";
 
-export const nameOf = (origin) => origin ? `drafted at depth ${origin}, and accepted` : "the verifier's own";
+export const nameOf = (origin) => origin ? `accepted draft token, depth ${origin}` : "the model's own token";
 
 export class Text {
   /** `box` holds the text, `note` says where the token under the pointer or the arrow keys came from. */

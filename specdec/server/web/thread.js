@@ -5,11 +5,11 @@ import { AnswerView, questionView } from "./views.js";
 
 const SAYS = {
   chat: {
-    edit: "Ask something else here; what follows is dropped",
-    again: "Answer anew; what follows is dropped",
-    goOn: "Ask the model to go on",
+    edit: "Edit this message; later messages are removed",
+    again: "Generate this answer again; later messages are removed",
+    goOn: "Ask the model to continue",
   },
-  completion: { edit: "Change this text", again: "Continue this text anew", goOn: "Write on behind this text" },
+  completion: { edit: "Edit this text", again: "Generate this continuation again", goOn: "Continue after this text" },
 };
 
 export class Thread {

@@ -13,7 +13,7 @@ export function visible(text) {
   return letters.length > LONGEST ? `${letters.slice(0, LONGEST - 1).join("")}…` : shown;
 }
 
-/** Give every node its place: column by depth, row by branch; the verifier's own token stands last. */
+/** Give every node its place: column by depth, row by branch; the model's own token is last. */
 export function layout({ texts, parents, accepted, bonus }) {
   const lit = new Set(accepted);
   const nodes = texts.map((text, i) => ({ text, parent: parents[i], lit: lit.has(i), own: false, below: [] }));
@@ -76,7 +76,7 @@ export function draw(svg, draft) {
 
 export function describe({ texts, accepted, bonus }) {
   const path = accepted.map((node) => JSON.stringify(texts[node])).join(", ");
-  const own = bonus ? `; the verifier's own token: ${JSON.stringify(bonus.text)}` : "";
+  const own = bonus ? `; the model's own token: ${JSON.stringify(bonus.text)}` : "";
   return `After ${JSON.stringify(texts[0])}: ${texts.length - 1} drafted, ${accepted.length} accepted${path && ` (${path})`}${own}`;
 }
 

@@ -8,7 +8,7 @@ const ENDS = {
   length: "Cut off by max tokens.",
   thinking: "Cut off by max tokens while it was thinking.",
   stopped: "Stopped.",
-  open: "Not finished: its page was closed or loaded anew, or another tab still writes it.",
+  open: "Not finished: the page was closed or reloaded, or another tab is still generating it.",
 };
 /** Of the time, the share that reading markdown anew may take while a long answer comes. */
 const SHARE = 0.1;
