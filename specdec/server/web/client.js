@@ -1,7 +1,7 @@
-// Requests to the server that this page came from, and what goes wrong with them in plain words.
+// Requests to the server of this page, and their errors in plain words.
 
 export class Trouble extends Error {
-  /** `field` names the input at fault, `status` is HTTP's; either may be missing. */
+  /** `field` names the invalid input, `status` is the HTTP status; either may be missing. */
   constructor(message, { field = null, status = 0 } = {}) {
     super(message);
     this.field = field;
@@ -18,7 +18,7 @@ export async function get(path, key) {
   return response.json();
 }
 
-/** Yield a stream's events. Leaving early, or the signal, hangs up, which ends the request on the server. */
+/** Yield a stream's events. Leaving early, or the signal, disconnects, which ends the request on the server. */
 export async function* events(path, body, { key, signal }) {
   const response = await reach(path, { method: "POST", headers: headers(key), body: JSON.stringify(body), signal });
   if (!response.ok) throw await refusal(response);
@@ -53,7 +53,7 @@ async function reach(path, options) {
   try {
     return await fetch(path, { cache: "no-store", ...options });
   } catch (error) {
-    // A key with characters that no header can hold fails before anything is sent.
+    // A key with characters that a header cannot hold fails before the request is sent.
     if (options.signal?.aborted) throw error;
     if (/[^\x20-\x7e\xa0-\xff]/.test(options.headers.Authorization ?? "")) throw new Trouble("An API key cannot contain these characters.", { field: "key" });
     throw new Trouble(GONE);

@@ -1,4 +1,4 @@
-// A conversation: questions, each with its answer. Completions are answered one by one, chats with what was said before.
+// A conversation: questions with their answers. A completion is sent alone, a chat with all earlier messages.
 
 import { Answer } from "./answer.js";
 
@@ -24,17 +24,17 @@ export class Conversation {
     return words.length > LONGEST_TITLE ? `${words.slice(0, LONGEST_TITLE - 1)}…` : words;
   }
 
-  /** Go on as a conversation of its own: what is kept under the name so far is another page's now. */
+  /** Continue as a copy with a new id: another page owns the stored one. */
   part() { this.id = newId(); }
 
-  /** Put a question behind all, or in the place of an exchange: of a chat, which has led to what follows, that is dropped. */
+  /** Append a question, or replace an exchange. In a chat later exchanges depend on it and are removed. */
   ask(question, at = this.exchanges.length) {
     const exchange = { question, answer: new Answer() };
     this.exchanges.splice(at, this.isChat ? Infinity : 1, exchange);
     return exchange;
   }
 
-  /** Return a chat's messages up to an exchange's question. What was never answered is left out with its question. */
+  /** Return a chat's messages up to an exchange's question, without unanswered questions. */
   messages(exchange, system) {
     const before = this.exchanges.slice(0, this.exchanges.indexOf(exchange)).filter(({ answer }) => answer.text);
     return [

@@ -1,4 +1,4 @@
-// The draft trees of an answer: the newest while it comes, any of them by the slider.
+// The draft trees of an answer: the newest while it streams, or the one that the slider selects.
 
 import { Curve } from "./curve.js";
 import { make } from "./element.js";
@@ -45,10 +45,10 @@ export class Drafts {
     this.none.textContent = words;
   }
 
-  /** Say whose trees these are after a comparison, or why there are none. */
+  /** After a comparison, explain which answer the trees belong to, or why there are none. */
   compared() { this.say(this.isDrafted ? SAYS.before : SAYS.compared); }
 
-  /** Take what a chunk brought; draw now and then, slowly enough to be looked at. */
+  /** Add a chunk's trees; redraw at most every REFRESH_MS. */
   watch(choice) {
     for (const tree of choice?.drafts ?? []) {
       this.trees.push(tree);
@@ -60,7 +60,7 @@ export class Drafts {
     this.refresh();
   }
 
-  /** Draw the newest step, unless the reader chose another, and the curve; nothing while nothing was drafted. */
+  /** Draw the chart and the newest step, unless the user selected another; nothing until a token was drafted. */
   refresh() {
     if (this.trees.length && !this.isDrafted) this.say(SAYS.undrafted);
     if (!this.isDrafted) return;

@@ -1,4 +1,4 @@
-// Conversations in the browser's storage, each under its own key. There are bounds; the oldest make room.
+// Conversations in the browser's storage, one entry each. Beyond the limits the oldest are deleted.
 
 import { Trouble } from "./client.js";
 import { Conversation } from "./conversation.js";
@@ -6,7 +6,7 @@ import { Conversation } from "./conversation.js";
 const PREFIX = "specdec.chat.";
 const MOST = 100, MOST_CHARACTERS = 2_000_000;
 
-/** The browser's storage, or where it keeps nothing for this page, one that `isFleeting`: it lasts as long as the page. */
+/** Return the browser's storage or, if it is unavailable, one that `isFleeting`: it lasts as long as the page. */
 export function openStorage() {
   try {
     localStorage.getItem(PREFIX);
@@ -27,7 +27,7 @@ export function openStorage() {
 export class History {
   constructor(storage) { this.storage = storage; }
 
-  /** Return what is kept, the newest first: id, title, mode, time and size. */
+  /** Return the stored conversations, newest first: id, title, mode, time and size. */
   list() {
     const names = Array.from({ length: this.storage.length }, (_, at) => this.storage.key(at));
     const found = names.filter((name) => name.startsWith(PREFIX)).map((name) => this.read(name)).filter(Boolean);
@@ -39,10 +39,10 @@ export class History {
     return found && new Conversation(found);
   }
 
-  /** Tell whether a name in the storage is that of a conversation; null, as an event has it, is that of all. */
+  /** Return whether a storage event's key concerns a conversation; null concerns all. */
   holds(name, { id }) { return name === null || name === PREFIX + id; }
 
-  /** Keep a conversation; return how many others had to go. Where it finds no room all the same, they stay. */
+  /** Store a conversation; return how many others were deleted for it. If it still does not fit, they are restored. */
   save(conversation) {
     const text = JSON.stringify(conversation);
     if (text.length > MOST_CHARACTERS) throw new Trouble("This conversation is too long to be stored: it is lost when the page is closed.");
@@ -72,7 +72,7 @@ export class History {
     }
   }
 
-  /** Return what an entry holds; anything else than a conversation counts as none. */
+  /** Return an entry's conversation, or null if it is none. */
   read(entry) {
     const text = this.storage.getItem(entry);
     try {

@@ -1,7 +1,7 @@
 // Results in words: of one answer, or of one request answered twice, with drafts and without.
 
-/** Say what an answer has come to: its size and speed, and what its drafts gave; `asked` holds `speculate`, and the
-    server's `drafters` where it has told them. */
+/** Return an answer's size and speed, and its drafts' acceptance, in words; `asked` has `speculate`, and the server's
+    `drafters` if they are known. */
 export function summary(tally, asked) {
   const speed = tally.rate === null ? "" : `, ${tally.rate.toFixed(tally.rate < 10 ? 1 : 0)} tokens/s`;
   const length = tally.length === null ? "" : `Acceptance length ${tally.length.toFixed(2)}.`;
@@ -28,7 +28,7 @@ export function verdict(on, off, { dtype, drafters }) {
   return { isSame, ratio, says: `${speed} ${texts}`, remarks: remarks.filter(Boolean).join(" ") };
 }
 
-/** Say what the server has decided on by itself; what is fixed has no figures. */
+/** Return the policy's current choice in words; a fixed shape has none. */
 export function decision(outlook) {
   return outlook?.cost ? `Adaptive drafting: ${outlook.reason}.` : "";
 }

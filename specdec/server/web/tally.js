@@ -1,4 +1,4 @@
-// What an answer has come to so far: counted while it comes, then put right by the server's own figures.
+// An answer's figures: counted while it streams, then replaced by the server's.
 
 /** A step's tokens are the accepted ones and one of the model's own; the first token comes from the prefill. */
 export class Tally {
@@ -15,7 +15,7 @@ export class Tally {
     this.early = 0;
   }
 
-  /** Take the origins of some tokens. */
+  /** Count tokens by their origins. */
   add(origins) {
     const nowMs = performance.now();
     for (const origin of origins) {
@@ -36,7 +36,7 @@ export class Tally {
     if (this.tokens > this.early && sinceMs > 0) this.rate = (this.tokens - this.early) / sinceMs * 1000;
   }
 
-  /** Hear the server's own figures at the end: its clock knows nothing of the network and of this page. */
+  /** Take the server's figures at the end: its times exclude the network and this page. */
   settle(usage, metrics) {
     const drafts = metrics?.speculative_decoding;
     if (usage) this.tokens = usage.completion_tokens;
@@ -67,7 +67,7 @@ const FIGURES = {
   first: ["First token", (t) => t.firstMs, (v) => `${v.toFixed(v < 10 ? 1 : 0)} ms`, "after the request was sent"],
 };
 
-/** A list of figures; each element holds its raw value too. */
+/** A list of figures; each element has its raw value in `data-value`. */
 export class Figures {
   constructor() {
     this.list = document.createElement("dl");
