@@ -429,7 +429,7 @@ def test_a_request_has_the_defaults_of_the_api(chat: Tab) -> None:
     chat.look(STREAM)
     send(chat, "Sort a list.")
     chat.wait("window.stream")
-    sampling = {*SamplingParams.model_fields} - {"return_metrics"}
+    sampling = {*SamplingParams.model_fields}
     assert {*asked(chat)[0]} & sampling == {"max_tokens", "speculate"}
     assert chat.look("temperature.placeholder") == f"{SamplingParams().temperature:g}"
 
