@@ -26,6 +26,7 @@ from specdec.cli.top.reading import Growth, Reading, shares
 from specdec.cli.top.screen import ENTER, LEAVE, Screen
 from specdec.cli.top.view import Source, View
 from tests.cli.test_terminal import CODES, Terminal
+from tests.selection import only
 from tests.server.live import Live, serving, total
 
 KEY = "given"
@@ -326,7 +327,7 @@ def test_a_terminal_is_drawn_over_in_place_until_q_and_is_given_back(live: Live)
             live.process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", only({signal.SIGINT}, [signal.SIGINT, signal.SIGTERM]))
 def test_a_server_that_is_away_is_waited_for(number: int) -> None:
     with Live("--draft", "none") as live, Watched(live.url, NO_COLOR="1") as watched:
         text = watched.see("q or Ctrl-C ends it")

@@ -121,9 +121,11 @@ ALL = [
 ]
 OTHERS = [(family, "suffix", "record", "host") for family in REPRESENTATIVES if family not in FAMILIES]
 CELLS = ALL + OTHERS
+BRIEF = [cell for cell in covering(ALL) if cell[0] == "qwen3_5"]
+"""What the default run takes of them."""
 
 
-@pytest.mark.parametrize(("family", "drafter", "backing", "steps"), only(covering(ALL), CELLS))
+@pytest.mark.parametrize(("family", "drafter", "backing", "steps"), only(BRIEF, CELLS))
 def test_texts_are_those_without_a_cache(
     known: Callable[[str], Known], family: str, drafter: str, backing: str, steps: str
 ) -> None:
