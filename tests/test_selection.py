@@ -17,7 +17,7 @@ class Item:
     def __init__(self, **params: Any) -> None:
         self.callspec = type("Callspec", (), {"params": params})
         self.nodeid = f"test_x[{params}]"
-        self.marks = [pytest.mark.parametrize("width, family", [])]
+        self.marks = [pytest.mark.parametrize(("width", "family"), [])]
 
     def iter_markers(self, name: str) -> list[pytest.Mark]:
         return [mark.mark for mark in self.marks if mark.name == name]
