@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
                     counts[action.dest] += 1
         return left
 
-    def _further_text(self, unknown: Sequence[str], found: argparse.Namespace) -> Sequence[str]:
+    def _further_text(self, unknown: list[str], found: argparse.Namespace) -> list[str]:
         """Set the text option to a word behind MODEL; return the words that are left.
 
         A positional argument would not do: argparse gives it no word that stands behind a later option.
