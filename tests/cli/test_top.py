@@ -234,7 +234,7 @@ def test_once_prints_one_picture(
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("http://127.0.0.1:9", "nothing answers there"),
+        ("http://127.0.0.1:9", "no server at http://127.0.0.1:9; start one with `specdec serve MODEL`"),
         ("LIVE", "give --api-key, or --api-key-env"),
         ("LIVE/nowhere", "it wants a key"),
         ("ftp://nonsense", "is no address of a server"),
@@ -333,7 +333,7 @@ def test_a_server_that_is_away_is_waited_for(number: int) -> None:
         text = watched.see("q or Ctrl-C ends it")
         assert not CODES.search(text) and "tiny at" in text
         live.stop()
-        text = watched.see("nothing answers there; trying again")
+        text = watched.see("`specdec serve MODEL`; trying again")
         text = watched.see("q or Ctrl-C")
         assert text.index("what follows it said 0:00:") < text.index("running of at most")
         watched.process.send_signal(number)

@@ -165,6 +165,14 @@ def test_a_folder_of_that_name_comes_first(hub: Hub, tmp_path: Path) -> None:
     [
         ("Qwen/Qwen3.5-0.8B", ("Qwen/Qwen3.5-0.8B", "main")),
         ("a_b/c@refs/pr/1", ("a_b/c", "refs/pr/1")),
+        ("https://huggingface.co/Qwen/Qwen3.5-0.8B", ("Qwen/Qwen3.5-0.8B", "main")),
+        ("https:/huggingface.co/a/b/tree/refs/pr/1", ("a/b", "refs/pr/1")),
+        *(
+            (f"{host}a/b", ("a/b", "main"))
+            for host in ("hf.co/", "http://www.huggingface.co/", "https://hf.co/")
+        ),
+        ("hf.co/a/b/", ("a/b", "main")),
+        *((text, None) for text in ("hf.co/a/b/c", "https://hf.co.evil/a/b", "https://hf.co/a/../b")),
         *((text, None) for text in ("tiny", "/a/b", "./a", "../a", "a/b/c", "a/", "a/b@", "a/b@../../c")),
         *(
             (text, None)
