@@ -19,7 +19,7 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo serve quick test isa check map bench gpu clean
+.PHONY: help demo serve quick test isa parity check map bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make quick   set up, then run the fast tests of each room: under a minute, at each save"
 	@echo "make test    set up, then run every test"
 	@echo "make isa     set up, then run what depends on the processor's features without the newest of them"
+	@echo "make parity  set up, then compare logits with the oldest and newest supported transformers"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make map     draw docs/map.svg, the package's rooms, from its imports"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
@@ -59,6 +60,10 @@ test: $(stamp)
 # Without units for bfloat16, and with AVX2 alone: tests/processors.py has the list.
 isa: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.processors $(workers)
+
+# Logits beside the oldest and the newest supported transformers; downloads the one that is not installed.
+parity: $(stamp)
+	OMP_NUM_THREADS=1 $(bin)/python -m tests.transformers_versions $(workers)
 
 check: $(stamp)
 	$(bin)/ruff check
