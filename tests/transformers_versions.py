@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CHOSEN = ("-m", "not exhaustive", "tests/models/test_options.py")
-"""One draw per family of all its fields. Single values of 5.23 differ: Ling-3.0 has no `q_lora_rank` there."""
+"""One draw per family of all its fields. Not each value: 5.23 ignores `q_lora_rank` in Ling-3.0."""
 
 
 def releases() -> tuple[str, ...]:
