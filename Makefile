@@ -19,7 +19,7 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo serve quick test test-all isa check map bench gpu clean
+.PHONY: help demo serve quick test test-all isa parity check map bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make test    set up, then test every feature: at most ten minutes on two cores"
 	@echo "make test-all  set up, then run the full test matrix, as CI does"
 	@echo "make isa     set up, then run CPU-dependent tests with newer CPU features switched off"
+	@echo "make parity  set up, then compare logits with the oldest and newest supported transformers"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make map     draw docs/map.svg, the package's rooms, from its imports"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
@@ -64,6 +65,10 @@ test-all: $(stamp)
 # Without units for bfloat16, and with AVX2 alone: tests/processors.py has the list.
 isa: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.processors $(workers)
+
+# Logits beside the oldest and the newest supported transformers; downloads the one that is not installed.
+parity: $(stamp)
+	OMP_NUM_THREADS=1 $(bin)/python -m tests.transformers_versions $(workers)
 
 check: $(stamp)
 	$(bin)/ruff check

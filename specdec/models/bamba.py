@@ -5,11 +5,22 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.models import rules, spec
-from specdec.models.blocks import MOST_LAYERS, assemble, attention, mamba2, refuse_unsupported, swiglu
+from specdec.models.blocks import (
+    MOST_LAYERS,
+    assemble,
+    attention,
+    mamba2,
+    refuse_unsupported,
+    rope_parameters,
+    rope_theta,
+    rotated_width,
+    swiglu,
+)
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule, layer_rules
 from specdec.models.mixers import Attention
 from specdec.models.norm import Norm
+from specdec.models.rope import Rope
 
 NAME = "bamba"
 MODEL_TYPES: tuple[str, ...] = ("bamba",)
@@ -40,13 +51,13 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _attention(fields: Fields) -> Attention:
-    """Read attention; half of each head is rotated whatever the config says, as in the reference."""
-    own = attention(fields, partial=0.5)
-    assert own.rope
-    half = own.head_dim // 2
-    if half % 2:
-        fields.refuse("num_attention_heads", f"heads whose half is an even number, not {own.head_dim} wide")
-    return replace(own, rope=replace(own.rope, dim=half))
+    """Read attention, which rotates half of each head unless `rope_parameters` says otherwise.
+
+    A `partial_rotary_factor` beside it does not count, as in transformers.
+    """
+    own = attention(fields, rotates=False)
+    width = rotated_width(rope_parameters(fields), own.head_dim, partial=0.5)
+    return replace(own, rope=Rope(width, rope_theta(fields, default=10_000.0)))
 
 
 def layout(network: spec.Network) -> Layout:

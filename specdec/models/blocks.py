@@ -1,6 +1,7 @@
 """Parts of a network from config fields that several families spell the same way."""
 
 import math
+from collections.abc import Mapping
 
 from specdec.errors import CheckpointError
 from specdec.models.feed_forward import MLP, MoE
@@ -54,31 +55,52 @@ def modern_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(_LEGACY_KINDS.get(kind, kind) for kind in kinds)
 
 
+def rope_parameters(fields: Fields) -> Fields:
+    """Return the nested rotary parameters: `rope_scaling` replaces `rope_parameters`, as in transformers."""
+    return fields.within("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+
+
 def rope_theta(fields: Fields, *, default: float) -> float:
-    """Read the base of rotary positions, nested (`rope_parameters`, `rope_scaling`) or at the top level.
+    """Read the base of rotary positions, nested or at the top level.
 
     The sections of a multimodal rope are all the same for text, so "mrope" is plain here.
     """
-    for name in ("rope_parameters", "rope_scaling"):
-        nested = fields.within(name)
-        for kind in ("rope_type", "type"):
-            nested.only(kind, "default", "mrope")
-    nested = fields.within("rope_parameters")
+    nested = rope_parameters(fields)
+    for kind in ("rope_type", "type"):
+        nested.only(kind, "default", "mrope")
+    if nested.null("rope_theta"):
+        nested.refuse("rope_theta", "a number above 0")
+    for name in nested.names():
+        if isinstance(nested.get(name), Mapping):
+            nested.refuse(name, "the same rotary parameters in all layers, without a level for each kind")
     theta = nested.number("rope_theta", default=fields.number("rope_theta", default=default))
     if theta <= 0:
         (nested if "rope_theta" in nested else fields).refuse("rope_theta", "a number above 0")
     return theta
 
 
-def rope(fields: Fields, head_dim: int, *, partial: float, theta: float = 10_000.0) -> Rope:
-    """Read rotary parameters, of which `partial_rotary_factor` says how much of a head is rotated."""
-    theta, nested = rope_theta(fields, default=theta), fields.within("rope_parameters")
-    outer = fields.number("partial_rotary_factor", default=partial)
-    dim = int(head_dim * nested.number("partial_rotary_factor", default=outer))
-    if dim % 2 or not 0 < dim <= head_dim:
-        where = nested if "partial_rotary_factor" in nested else fields
-        where.refuse("partial_rotary_factor", f"an even number of rotated entries in a head of {head_dim}")
-    return Rope(dim, theta)
+def rope(fields: Fields, head_dim: int, *, partial: float | None = None, theta: float = 10_000.0) -> Rope:
+    """Read rotary parameters.
+
+    `partial` is the default of `partial_rotary_factor`, the rotated part of a head. None: the family's
+    reference rotates whole heads and ignores the field, so any other part is refused.
+    """
+    theta, nested = rope_theta(fields, default=theta), rope_parameters(fields)
+    if partial is None:
+        for level in (nested, fields):
+            if level.number("partial_rotary_factor", default=1.0) != 1:
+                level.refuse("partial_rotary_factor", "1: transformers ignores it and rotates whole heads")
+    outer = fields if "partial_rotary_factor" in fields else nested
+    where = nested if "partial_rotary_factor" in nested else outer
+    return Rope(rotated_width(where, head_dim, partial=partial or 1.0), theta)
+
+
+def rotated_width(fields: Fields, head_dim: int, *, partial: float) -> int:
+    """Read how many entries of a head are rotated; `partial` is the default of `partial_rotary_factor`."""
+    width = int(head_dim * fields.number("partial_rotary_factor", default=partial))
+    if width % 2 or not 0 < width <= head_dim:
+        fields.refuse("partial_rotary_factor", f"an even number of rotated entries in a head of {head_dim}")
+    return width
 
 
 def window(fields: Fields, *, default: int | None = None) -> int:
@@ -88,29 +110,40 @@ def window(fields: Fields, *, default: int | None = None) -> int:
     return fields.integer("sliding_window", default=default)
 
 
+def kv_heads(fields: Fields, heads: int, *, required: bool) -> int:
+    """Read the number of key and value heads; null: as many as there are heads."""
+    optional = not required or fields.null("num_key_value_heads")
+    return fields.integer("num_key_value_heads", default=heads if optional else None)
+
+
 def attention(
     fields: Fields,
     *,
     norm: Norm | None = None,
     norm_whole: bool = False,
     gated: bool = False,
-    partial: float | None = 1.0,
+    rotates: bool = True,
+    partial: float | None = None,
+    head_dim: int | None = None,
+    kv_heads_required: bool = True,
     theta: float = 10_000.0,
     scale: float | None = None,
 ) -> Attention:
-    """Read attention with rotary positions (`partial` None: without) and norms on each query and key head.
+    """Read attention with or without rotary positions and norms on each query and key head.
 
-    A `scale` of scores stands in place of the head's own.
+    `partial` is as in `rope`. `head_dim` is the default of that field; None: `hidden_size` shared by the
+    heads. Where `kv_heads_required`, a file without `num_key_value_heads` is refused: transformers' class has
+    a number of its own as the default. A `scale` of scores stands in place of the head's own.
     """
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", default=fields.integer("hidden_size") // heads)
+    head_dim = fields.integer("head_dim", default=head_dim or fields.integer("hidden_size") // heads)
     return Attention(
         heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", default=heads),
+        kv_heads=kv_heads(fields, heads, required=kv_heads_required),
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else scale,
-        rope=None if partial is None else rope(fields, head_dim, partial=partial, theta=theta),
+        rope=rope(fields, head_dim, partial=partial, theta=theta) if rotates else None,
         qk_norm=norm,
         norm_whole=norm_whole,
         gated=gated,

@@ -129,7 +129,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
         fields.refuse("hidden_size", f"{needed}, or EAGLE-3 with embed_tokens and lm_head of its own")
     norm = Norm(fields.number("rms_norm_eps"), wide=False)
     mixer = replace(
-        attention(fields, norm=norm, gated=False, partial=1.0),
+        attention(fields, norm=norm, gated=False, partial=1.0, kv_heads_required=False),
         qk_norm=norm if has("layers.0.mixer.q_norm.weight") else None,
         bias=has("layers.0.mixer.q.bias"),
         out_bias=has("layers.0.mixer.o.bias"),

@@ -48,7 +48,8 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     mixers: dict[str, Mixer] = {
         FULL: attention(
             fields,
-            partial=1.0 if fields.get("position_embedding_type") == "rope" else None,
+            rotates=fields.get("position_embedding_type") == "rope",
+            kv_heads_required=False,
             scale=fields.number("attention_multiplier", default=1.0),
         )
     }

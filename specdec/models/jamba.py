@@ -31,7 +31,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     refuse_unsupported(fields)
     norm = Norm(fields.number("rms_norm_eps", default=1e-6), wide=False)
     attends, expert = _every(fields, "attn", 8, 4), _every(fields, "expert", 2, 1)
-    full, mamba, dense = attention(fields, partial=None), _mamba(fields, norm.eps), swiglu(fields)
+    full, mamba, dense = attention(fields, rotates=False), _mamba(fields, norm.eps), swiglu(fields)
     experts = _experts(fields) or dense
     layers = (
         spec.Layer((full if attends(i) else mamba,), experts if expert(i) else dense)

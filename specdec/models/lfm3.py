@@ -63,10 +63,10 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
 
 
 def _attention(fields: Fields, kind: str, norm: Norm) -> Attention:
-    fields.integer("num_key_value_heads")  # whose default is no other field
+    fields.integer("num_key_value_heads")  # null is not the number of heads here
     head_dim = fields.integer("head_dim", default=HEAD_DIM)
     return replace(
-        attention(fields, norm=norm, partial=None, scale=head_dim**-0.5),
+        attention(fields, norm=norm, rotates=False, scale=head_dim**-0.5),
         head_dim=head_dim,
         rope=_rope(fields, kind, head_dim),
         window=window(fields, default=WINDOW) if kind == SLIDING else None,
@@ -79,16 +79,19 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> Rope:
     if head_dim % 2:
         fields.refuse("head_dim", "an even number")
     pairs = head_dim // 2
+    fields.only("partial_rotary_factor", 1, 1.0)
     if "rope_parameters" not in fields:
         return Rope(head_dim, THETA[kind], turned=int(TURNED[kind] * pairs), wide=True)
+    fields.absent("rope_scaling", "rope_parameters in its place, with an object for each kind of layer")
     kinds = fields.within("rope_parameters")
     own = kinds.within(kind)
     if kind not in kinds:
         kinds.refuse(kind, "an object with the rotary parameters of these layers")
-    own.only("rope_type", "default", "proportional")
+    for name in ("rope_type", "type"):
+        own.only(name, "default", "proportional")
     own.only("factor", 1, 1.0)
     part = own.number("partial_rotary_factor", default=1.0)
-    if own.get("rope_type") != "proportional":
+    if own.get("rope_type", "type") != "proportional":
         own.only("partial_rotary_factor", 1, 1.0)
     if not 0 <= part <= 1:
         own.refuse("partial_rotary_factor", "a number from 0 to 1")

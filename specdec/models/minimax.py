@@ -14,6 +14,8 @@ from specdec.models.blocks import (
     attention,
     layer_kinds,
     refuse_unsupported,
+    rope_parameters,
+    rope_theta,
     top_k,
     window,
 )
@@ -22,6 +24,7 @@ from specdec.models.fields import Fields
 from specdec.models.layouts import Layout, Rule, layer_rules, rows, rows_by_kind, stack
 from specdec.models.mixers import Attention, Lightning
 from specdec.models.norm import Norm
+from specdec.models.rope import Rope
 
 NAME = "minimax"
 MODEL_TYPES: tuple[str, ...] = ("minimax", "minimax_text_01", "minimax_m1")
@@ -84,13 +87,25 @@ def _frame(fields: Fields, name: str, published: str) -> spec.Frame:
 def _attention(fields: Fields) -> Attention:
     """Read attention, which rotates the first `rotary_dim` entries of a head, or all."""
     fields.absent("attention_bias", "projections without biases (false)")
-    own = attention(fields, theta=THETA)
-    assert own.rope
-    rotated = fields.integer("rotary_dim", default=own.rope.dim)
-    if rotated % 2 or rotated > own.head_dim:
-        fields.refuse("rotary_dim", f"an even number of at most the width of a head ({own.head_dim})")
+    own = attention(fields, rotates=False)
     sliding = window(fields) if "sliding_window" in fields else None
-    return replace(own, rope=replace(own.rope, dim=rotated), window=sliding)
+    return replace(own, rope=_rope(fields, own.head_dim), window=sliding)
+
+
+def _rope(fields: Fields, head_dim: int) -> Rope:
+    """Read rotary positions. `rotary_dim` decides alone, as in vLLM.
+
+    Without it transformers and vLLM rotate whole heads whatever `partial_rotary_factor` says.
+    """
+    if "rotary_dim" not in fields:
+        for level in (rope_parameters(fields), fields):
+            if level.number("partial_rotary_factor", default=1.0) != 1:
+                needed = f"rotary_dim to say what is rotated ({head_dim} for what transformers computes)"
+                level.refuse("partial_rotary_factor", needed)
+    rotated = fields.integer("rotary_dim", default=head_dim)
+    if rotated % 2 or rotated > head_dim:
+        fields.refuse("rotary_dim", f"an even number of at most the width of a head ({head_dim})")
+    return Rope(rotated, rope_theta(fields, default=THETA))
 
 
 def _lightning(full: Attention, layer: int, layers: int) -> Lightning:

@@ -10,6 +10,7 @@ from specdec.models.blocks import (
     LINEAR,
     assemble,
     head_wanted,
+    kv_heads,
     modern_kinds,
     refuse_unsupported,
     text_fields,
@@ -90,8 +91,15 @@ def _attention(fields: Fields) -> Attention:
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", "attention_head_dim", default=128)
-    kv_heads = fields.integer("num_key_value_heads", default=heads)
-    return Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=None, qk_norm=None, gated=False)
+    return Attention(
+        heads,
+        kv_heads(fields, heads, required=True),
+        head_dim,
+        head_dim**-0.5,
+        rope=None,
+        qk_norm=None,
+        gated=False,
+    )
 
 
 def _mamba(fields: Fields, eps: float) -> Mamba2:

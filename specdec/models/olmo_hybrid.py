@@ -12,6 +12,7 @@ from specdec.models.blocks import (
     attention,
     layer_kinds,
     refuse_unsupported,
+    rope_parameters,
     swiglu,
 )
 from specdec.models.fields import Fields
@@ -34,6 +35,8 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     refuse_unsupported(fields)
     norm = Norm(fields.number("rms_norm_eps"))
     kinds = layer_kinds(fields, supported=(FULL, LINEAR), interval=4)
+    if "layer_types" not in fields and FULL not in kinds:
+        kinds = (*kinds[:-1], FULL)
     ffn, post = swiglu(fields), spec.POST_NORM
     layers = {
         FULL: spec.Layer((_attention(fields, norm),), ffn, frame=post, ffn_frame=post),
@@ -48,8 +51,10 @@ def _attention(fields: Fields, norm: Norm) -> Attention:
         fields.refuse(
             "rope_parameters", "an object whose rope_theta says whether there are positions (null: none)"
         )
-    rotates = "rope_theta" in fields.within("rope_parameters")
-    own = attention(fields, norm=norm, norm_whole=True, partial=1.0 if rotates else None)
+    nested = rope_parameters(fields)
+    level = nested if "rope_theta" in nested or nested.null("rope_theta") else fields
+    rotates = not level.null("rope_theta")
+    own = attention(fields, norm=norm, norm_whole=True, rotates=rotates, kv_heads_required=False)
     return replace(own, rope=replace(own.rope, wide=True)) if own.rope else own
 
 

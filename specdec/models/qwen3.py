@@ -32,7 +32,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     refuse_unsupported(fields, slides=True)
     norm = Norm(fields.number("rms_norm_eps"), wide=False)
     kinds, ffn = _kinds(fields), swiglu(fields)
-    full = attention(fields, norm=norm, gated=False, partial=1.0)
+    full = attention(fields, norm=norm, head_dim=128)
     mixers = {FULL: full}
     if SLIDING in kinds:
         mixers[SLIDING] = replace(full, window=window(fields, default=4096))

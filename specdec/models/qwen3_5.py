@@ -45,7 +45,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     text.only("attn_output_gate", True)
     text.only("output_gate_type", "swish", "silu")
     norm = Norm(text.number("rms_norm_eps"), offset=1.0)
-    full = attention(text, norm=norm, gated=True, partial=0.25)
+    full = attention(text, norm=norm, gated=True, partial=0.25, head_dim=256)
     kinds = layer_kinds(text, supported=(FULL, LINEAR), interval=4)
     mixers: dict[str, tuple[Mixer, ...]] = {FULL: (full,)}
     if LINEAR in kinds:

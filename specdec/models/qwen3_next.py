@@ -34,7 +34,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     fields = Fields(config)
     refuse_unsupported(fields)
     norm = Norm(fields.number("rms_norm_eps"), offset=1.0)
-    full = attention(fields, norm=norm, gated=True, partial=0.25)
+    full = attention(fields, norm=norm, gated=True, partial=0.25, head_dim=256)
     kinds = layer_kinds(fields, supported=(FULL, LINEAR), interval=4)
     mixers: dict[str, tuple[Mixer, ...]] = {FULL: (full,)}
     if LINEAR in kinds:

@@ -26,7 +26,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     fields.only("hidden_act", "gelu")
     norm = Norm(fields.number("rms_norm_eps", default=1e-5), wide=False)
     ffn = MLP(fields.integer("intermediate_size", default=14848), "geglu")
-    block = SharedBlock(zamba2.shared_attention(fields), ffn, norm)
+    block = SharedBlock(zamba2.shared_attention(fields, kv_heads_required=True), ffn, norm)
     kinds = zamba2.read_kinds(fields, _hybrid(fields))
     layers = zamba2.hybrid_layers(kinds, block, _mamba(fields), blocks=1)
     return assemble(NAME, fields, tuple(layers), norm, tied=True, max_length=zamba2.MAX_LENGTH)

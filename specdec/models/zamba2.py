@@ -13,6 +13,7 @@ from specdec.models.blocks import (
     LINEAR,
     MOST_LAYERS,
     assemble,
+    kv_heads,
     layer_kinds,
     refuse_unsupported,
     rope,
@@ -75,16 +76,16 @@ def hybrid_layers(
         yield spec.Layer((block, mamba), None, frame=spec.Frame(side=True), shares=shares)
 
 
-def shared_attention(fields: Fields) -> Attention:
+def shared_attention(fields: Fields, *, kv_heads_required: bool = False) -> Attention:
     """Read attention that is as wide as the stream and the embeddings, without positions."""
     wide = 2 * fields.integer("hidden_size")
     fields.only("attention_hidden_size", wide)
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("attention_head_dim", default=wide // heads)
+    head_dim = fields.integer("head_dim", "attention_head_dim", default=wide // heads)
     return Attention(
         heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", default=heads),
+        kv_heads=kv_heads(fields, heads, required=kv_heads_required),
         head_dim=head_dim,
         scale=(head_dim / 2) ** -0.5,
         rope=None,
@@ -97,7 +98,7 @@ def _block(fields: Fields, norm: Norm) -> SharedBlock:
     fields.only("hidden_act", "gelu")
     hidden, own = fields.integer("hidden_size"), shared_attention(fields)
     if fields.flag("use_mem_rope", default=False):
-        own = replace(own, rope=rope(fields, own.head_dim, partial=1.0))
+        own = replace(own, rope=rope(fields, own.head_dim))
     adapts = fields.flag("use_shared_attention_adapter", default=False)
     if adapts and {own.heads * own.head_dim, own.kv_heads * own.head_dim} != {2 * hidden}:
         fields.refuse("num_key_value_heads", f"heads that make up twice hidden_size ({2 * hidden})")

@@ -69,3 +69,9 @@ def test_the_first_entries_of_a_head_are_rotated(tmp_path: Path, monkeypatch: py
         expected_TV = model(torch.tensor([tokens]), use_cache=False).logits[0]
     found_TV = Runner(tmp_path, torch.float32, kernels="cpu").read(tokens, 7)
     assert relative(found_TV, expected_TV) < LOGITS_RELATIVE < relative(whole_TV, expected_TV)
+
+
+def test_rotary_dim_decides_beside_a_partial_rotary_factor() -> None:
+    """As in vLLM, which overwrites the factor; transformers reads neither."""
+    rope = SAVED["rope_parameters"] | {"partial_rotary_factor": 0.25}
+    assert families.network(SAVED | {"rope_parameters": rope}) == families.network(SAVED)

@@ -40,7 +40,7 @@ def agreeing(common: Mapping[str, Any]) -> PreTrainedConfig:
 
 REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"attn_layer_indices": [3]}, "attn_layer_indices", "from 0 to 2"),
-    ({"head_dim": 6, "rope_parameters": {"partial_rotary_factor": 1.0}}, "num_attention_heads", "not 6 wide"),
+    ({"head_dim": 6, "rope_parameters": {}}, "rope_parameters.partial_rotary_factor", "a head of 6"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type", "default"),
     ({"mamba_d_conv": 0}, "mamba_d_conv", "at least 1"),
 )

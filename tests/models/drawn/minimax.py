@@ -57,6 +57,7 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"sliding_window": 0}, "sliding_window", "at least 1"),
     ({"attention_bias": True}, "attention_bias", "without biases"),
     ({"hidden_act": "gelu"}, "hidden_act", "'silu'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "rotary_dim to say what is rotated"),
     ({"rotary_dim": 10}, "rotary_dim", "at most the width of a head (8)"),
     ({"layer_types": None, "attn_type_list": [0, 1]}, "attn_type_list", "num_hidden_layers (3)"),
     ({"layer_types": None, "attn_type_list": [0, 2, 1]}, "attn_type_list", "zeros and ones"),
